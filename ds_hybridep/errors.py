@@ -1,0 +1,56 @@
+"""Every error that this package raises on purpose.
+
+HybridEPError (Exception)
+├── ConfigError (ValueError)                 a key of the "hybridep" block is unknown, missing or impossible
+├── PlanError (ValueError)                   cluster, expert-parallel group and domain sizes do not fit together
+├── UnsupportedError (RuntimeError)          DeepSpeed is used with a feature that is refused here
+├── AgreementError (RuntimeError)            ranks differ at start-up, or one of them did not report
+├── CommunicationError (RuntimeError)        a wait passed its time limit, or a transfer failed
+├── GradientNotReturnedError (RuntimeError)  the optimizer was stepped before replica gradients reached their owner
+├── VerificationError (RuntimeError)         a replica is not bit-equal to what its owner believes it to be
+├── KernelBuildError (RuntimeError)          compiled kernels were asked for and could not be built or loaded
+└── LabError (RuntimeError)                  a link-shaping experiment could not be set up or taken down
+
+The class in brackets is the built-in one that each error also is, so that `except ValueError` keeps working around
+code that only checks settings. A message says where, what was found, what was expected, and what to do next.
+"""
+
+
+class HybridEPError(Exception):
+    """Base of all errors of this package; catch it to catch them all."""
+
+
+class ConfigError(HybridEPError, ValueError):
+    """A setting of the "hybridep" block is wrong; the message starts with its key path. Correct the config."""
+
+
+class PlanError(HybridEPError, ValueError):
+    """Cluster, group, experts and domain sizes do not fit together. Change the setting that the message names."""
+
+
+class UnsupportedError(HybridEPError, RuntimeError):
+    """A DeepSpeed feature is on that is refused here. Turn off that feature, or this package."""
+
+
+class AgreementError(HybridEPError, RuntimeError):
+    """Ranks differ in config, plan or version at start-up, or one is missing. Align the ranks that are named."""
+
+
+class CommunicationError(HybridEPError, RuntimeError):
+    """A wait passed its time limit or a transfer failed. The job cannot go on: restart it from a checkpoint."""
+
+
+class GradientNotReturnedError(HybridEPError, RuntimeError):
+    """The optimizer step came while replica gradients were still away from their owner, which would lose them."""
+
+
+class VerificationError(HybridEPError, RuntimeError):
+    """A replica and its owner's copy of it differ. Training on would diverge silently: restart from a checkpoint."""
+
+
+class KernelBuildError(HybridEPError, RuntimeError):
+    """Compiled kernels were asked for but cannot be built or loaded. Mend the tool chain or choose "reference"."""
+
+
+class LabError(HybridEPError, RuntimeError):
+    """The links of an experiment could not be shaped or restored as asked."""

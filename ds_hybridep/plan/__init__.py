@@ -1,0 +1,1 @@
+"""Pure functions of clusters, groups and sizes: no torch, no DeepSpeed, no clock; SI base units throughout."""

@@ -1,0 +1,123 @@
+"""The machines of a job as a tree of levels, and the place of each rank in it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_hybridep.errors import PlanError
+
+
+def flatten(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
+    """Row-major index of `coordinates` in a grid of `sizes`: the first coordinate is the outermost."""
+    index = 0
+    for coordinate, size in zip(coordinates, sizes, strict=True):
+        index = index * size + coordinate
+    return index
+
+
+def unflatten(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Coordinates of a row-major `index` in a grid of `sizes`; the inverse of `flatten`."""
+    coordinates = []
+    for size in reversed(sizes):
+        index, coordinate = divmod(index, size)
+        coordinates.append(coordinate)
+    return tuple(reversed(coordinates))
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors of a positive `number`, ascending."""
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    large = [number // candidate for candidate in reversed(small) if candidate * candidate != number]
+    return (*small, *large)
+
+
+@dataclass(frozen=True)
+class Link:
+    """The uplink of one child of a level, shared by all ranks below that child.
+
+    bandwidth_bytes_per_s: in each direction; None where it is not known yet.
+    latency_s: one way; None where it is not known yet.
+
+    Raises PlanError for values that no link has (zero, negative, infinite or nan).
+    """
+
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float | None = None
+
+    def __post_init__(self) -> None:
+        bandwidth, latency = self.bandwidth_bytes_per_s, self.latency_s
+        if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
+            raise PlanError(f"bandwidth_bytes_per_s is {bandwidth}; give a finite number > 0, or None if not known")
+        if latency is not None and not (math.isfinite(latency) and latency >= 0):
+            raise PlanError(f"latency_s is {latency}; give a finite number >= 0, or None if not known")
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of the tree: every parent has `size` children, joined by links of one speed."""
+
+    name: str
+    size: int
+    link: Link = Link()
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise PlanError(f"level {self.name!r} has size {self.size}; a level has at least 1 child")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A job's ranks, laid out over its levels in row-major order; level 0 is the slowest and outermost.
+
+    Two DCs of three GPUs each, levels dc (2) and gpu (3):
+
+        rank    0      1      2      3      4      5
+        place  (0,0)  (0,1)  (0,2)  (1,0)  (1,1)  (1,2)
+
+    Raises PlanError where there is no level, or two of the same name.
+    """
+
+    levels: tuple[Level, ...]
+
+    def __post_init__(self) -> None:
+        names = [level.name for level in self.levels]
+        if not names:
+            raise PlanError("a cluster has at least one level, but none was given")
+        if len(set(names)) != len(names):
+            raise PlanError(f"level names must differ, but they are {', '.join(names)}")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Children per parent at each level."""
+        return tuple(level.size for level in self.levels)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the whole job."""
+        return math.prod(self.sizes)
+
+    def place_of(self, rank: int) -> tuple[int, ...]:
+        """Coordinate of a global `rank` at each level.  Raises PlanError outside 0 .. num_ranks - 1."""
+        if not 0 <= rank < self.num_ranks:
+            raise PlanError(f"rank {rank} is outside the cluster {self}, whose ranks are 0 .. {self.num_ranks - 1}")
+        return unflatten(rank, self.sizes)
+
+    def rank_at(self, place: Sequence[int]) -> int:
+        """Global rank at a `place`, the inverse of `place_of`.  Raises PlanError where the cluster has none."""
+        is_inside = len(place) == len(self.levels) and all(
+            0 <= coordinate < size for coordinate, size in zip(place, self.sizes, strict=True)
+        )
+        if not is_inside:
+            raise PlanError(f"the cluster {self} has no place {tuple(place)}")
+        return flatten(place, self.sizes)
+
+    def level_between(self, rank_a: int, rank_b: int) -> int | None:
+        """Index of the slowest level that a message between two ranks crosses; None from a rank to itself."""
+        place_a, place_b = self.place_of(rank_a), self.place_of(rank_b)
+        for level, (coordinate_a, coordinate_b) in enumerate(zip(place_a, place_b, strict=True)):
+            if coordinate_a != coordinate_b:
+                return level
+        return None
+
+    def __str__(self) -> str:
+        return " x ".join(f"{level.name} ({level.size})" for level in self.levels)

@@ -1,0 +1,320 @@
+"""Rank <-> position <-> (domain, offset) of one expert-parallel group, and which rank owns which expert."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.cluster import Cluster, divisors, flatten, unflatten
+
+Relation = Literal["gather", "exchange"]
+
+MAX_LISTED = 8  # items of a long list that an error message spells out
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One expert-parallel group cut into domains.  Made by `Partition.build`, which checks what it is given.
+
+    cluster: the job's levels.
+    group_ranks: [G] global ranks, in the order of their rank inside the group.
+    coordinates: per level, the ascending cluster coordinates that the group's ranks have there.
+    domain_sizes: per level, neighbouring positions that form one domain.
+
+    Ranks are global in all arguments and results. A rank's *position* at a level is the index of its coordinate
+    among the group's coordinates there, so that a strided group counts 0, 1, 2 ... too; a position is split into a
+    domain coordinate and an offset inside the domain. 4 DCs of 4 GPUs, all in the group, domain sizes (2, 4):
+
+        rank     place = position   domain   offset
+        0        (0, 0)             (0, 0)   (0, 0)    domain 0 = ranks 0 .. 7, the DCs 0 and 1
+        6        (1, 2)             (0, 0)   (1, 2)
+        14       (3, 2)             (1, 0)   (1, 2)    peer of rank 6
+
+    Source: paper, section on domains (multi-level place, domain index, offset).
+    """
+
+    cluster: Cluster
+    group_ranks: tuple[int, ...]
+    coordinates: tuple[tuple[int, ...], ...]
+    domain_sizes: tuple[int, ...]
+
+    @classmethod
+    def build(cls, cluster: Cluster, group_ranks: Sequence[int], domain_sizes: Sequence[int]) -> "Partition":
+        """Partition of the group `group_ranks` into domains of `domain_sizes[level]` positions at each level.
+
+        Raises:
+            PlanError: the group is empty, repeats a rank or is no regular sub-grid of the levels; or a domain size
+                does not divide what the group spans of its level. The message names the setting to change.
+        """
+        coordinates = _grid_coordinates(cluster, group_ranks)
+        if len(domain_sizes) != len(cluster.levels):
+            raise PlanError(
+                f"{len(domain_sizes)} domain sizes {tuple(domain_sizes)} were given for the "
+                f"{len(cluster.levels)} levels {cluster}; give one for each level"
+            )
+        for level, domain_size in enumerate(domain_sizes):
+            _check_domain_size(cluster, level, domain_size=domain_size, span=len(coordinates[level]))
+        return cls(cluster, tuple(group_ranks), coordinates, tuple(domain_sizes))
+
+    # Sizes.
+
+    @property
+    def num_levels(self) -> int:
+        """Levels of the cluster."""
+        return len(self.domain_sizes)
+
+    @cached_property
+    def spans(self) -> tuple[int, ...]:
+        """Positions of the group at each level; their product is the size of the group."""
+        return tuple(len(level_coordinates) for level_coordinates in self.coordinates)
+
+    @cached_property
+    def domain_counts(self) -> tuple[int, ...]:
+        """Domains side by side at each level: spans / domain_sizes."""
+        return tuple(span // size for span, size in zip(self.spans, self.domain_sizes, strict=True))
+
+    @cached_property
+    def num_domains(self) -> int:
+        """Domains of the group."""
+        return math.prod(self.domain_counts)
+
+    @cached_property
+    def domain_size(self) -> int:
+        """Ranks of one domain."""
+        return math.prod(self.domain_sizes)
+
+    # Rank <-> position <-> (domain, offset).
+
+    @cached_property
+    def _rank_to_group_index(self) -> dict[int, int]:
+        return {rank: index for index, rank in enumerate(self.group_ranks)}
+
+    @cached_property
+    def _coordinate_to_position(self) -> tuple[dict[int, int], ...]:
+        return tuple(
+            {coordinate: position for position, coordinate in enumerate(level_coordinates)}
+            for level_coordinates in self.coordinates
+        )
+
+    def position_of(self, rank: int) -> tuple[int, ...]:
+        """Position of `rank` at each level.  Raises PlanError where the rank is not in the group."""
+        self._check_member(rank)
+        place = self.cluster.place_of(rank)
+        return tuple(
+            positions[coordinate] for positions, coordinate in zip(self._coordinate_to_position, place, strict=True)
+        )
+
+    def rank_at_position(self, positions: Sequence[int]) -> int:
+        """Rank at `positions`, the inverse of `position_of`.  Raises PlanError outside the group's spans."""
+        is_inside = len(positions) == self.num_levels and all(
+            0 <= position < span for position, span in zip(positions, self.spans, strict=True)
+        )
+        if not is_inside:
+            raise PlanError(f"the expert-parallel group spans {self.spans} and has no position {tuple(positions)}")
+        return self.cluster.rank_at(
+            [level_coordinates[p] for level_coordinates, p in zip(self.coordinates, positions, strict=True)]
+        )
+
+    def domain_of(self, rank: int) -> tuple[int, ...]:
+        """Domain coordinate of `rank` at each level."""
+        return tuple(p // size for p, size in zip(self.position_of(rank), self.domain_sizes, strict=True))
+
+    def offset_of(self, rank: int) -> tuple[int, ...]:
+        """Offset of `rank` inside its domain at each level."""
+        return tuple(p % size for p, size in zip(self.position_of(rank), self.domain_sizes, strict=True))
+
+    def domain_index(self, rank: int) -> int:
+        """Number of `rank`'s domain, 0 .. num_domains - 1, level 0 outermost."""
+        return flatten(self.domain_of(rank), self.domain_counts)
+
+    def offset_index(self, rank: int) -> int:
+        """Number of `rank` inside its domain, 0 .. domain_size - 1, level 0 outermost."""
+        return flatten(self.offset_of(rank), self.domain_sizes)
+
+    # Who talks to whom.
+
+    def domain_ranks(self, rank: int) -> tuple[int, ...]:
+        """[domain_size] ranks of `rank`'s domain, itself included, in the order of their offset index."""
+        return self._ranks_of_domain(self.domain_of(rank))
+
+    def peer_of(self, rank: int, domain_index: int) -> int:
+        """Rank of the domain `domain_index` that has the same offset as `rank`; the rank itself for its own."""
+        self._check_domain_index(domain_index)
+        return self._rank_at(unflatten(domain_index, self.domain_counts), self.offset_of(rank))
+
+    def gather_peers(self, rank: int, level: int) -> tuple[int, ...]:
+        """[domain_sizes[level]] ranks of `rank`'s domain whose offset may differ at `level` only, in offset order.
+
+        The rank itself is included. Gathering level by level over these reaches the whole domain.
+        """
+        self._check_level(level)
+        domain, offset = self.domain_of(rank), self.offset_of(rank)
+        return tuple(
+            self._rank_at(domain, _with_level(offset, level, other)) for other in range(self.domain_sizes[level])
+        )
+
+    def exchange_peers(self, rank: int, level: int) -> tuple[int, ...]:
+        """[domain_counts[level]] peers of `rank` whose domain may differ at `level` only, in domain order.
+
+        The rank itself is included. Exchanging level by level over these reaches every peer.
+        """
+        self._check_level(level)
+        domain, offset = self.domain_of(rank), self.offset_of(rank)
+        return tuple(
+            self._rank_at(_with_level(domain, level, other), offset) for other in range(self.domain_counts[level])
+        )
+
+    def relation(self, rank_a: int, rank_b: int) -> Relation | None:
+        """How two ranks are joined in the level-by-level topology; None where they send each other nothing.
+
+        Joined are ranks whose positions differ at exactly one level: by a gather inside one domain, by an exchange
+        between domains at equal offsets.
+
+        Source: paper, topology rule of the multi-level domains.
+        """
+        joined: Relation | None = None
+        pairs = zip(self.position_of(rank_a), self.position_of(rank_b), self.domain_sizes, strict=True)
+        for position_a, position_b, size in pairs:
+            if position_a == position_b:
+                continue
+            if joined is not None:
+                return None
+            if position_a // size == position_b // size:
+                joined = "gather"
+            elif position_a % size == position_b % size:
+                joined = "exchange"
+            else:
+                return None
+        return joined
+
+    def transfer_counts(self) -> tuple[int, int]:
+        """Ordered rank pairs (joined by an exchange, joined by a gather), as counted by `relation`.
+
+        With G ranks on one level in domains of S: (G (G / S - 1), G (S - 1)).
+
+        Source: paper, Table VII (all-to-all, all-gather).
+        """
+        num_ranks = len(self.group_ranks)
+        num_exchange_peers = sum(count - 1 for count in self.domain_counts)
+        num_gather_peers = sum(size - 1 for size in self.domain_sizes)
+        return num_ranks * num_exchange_peers, num_ranks * num_gather_peers
+
+    # Experts.
+
+    def experts_per_rank(self, num_experts: int) -> int:
+        """Experts that each rank owns.  Raises PlanError where the group cannot share them evenly."""
+        num_ranks = len(self.group_ranks)
+        if num_experts < 1 or num_experts % num_ranks:
+            raise PlanError(
+                f"{num_experts} experts cannot be shared evenly by the {num_ranks} ranks of the expert-parallel "
+                f"group; choose ep_size so that it divides the number of experts"
+            )
+        return num_experts // num_ranks
+
+    def experts_of_rank(self, rank: int, num_experts: int) -> range:
+        """Global indices of the experts that `rank` owns: the block of its rank inside the group, as in DeepSpeed.
+
+        Raises PlanError where the rank is not in the group, or the experts cannot be shared evenly.
+        """
+        self._check_member(rank)
+        experts_per_rank = self.experts_per_rank(num_experts)
+        first = self._rank_to_group_index[rank] * experts_per_rank
+        return range(first, first + experts_per_rank)
+
+    def owner_of(self, expert: int, num_experts: int) -> int:
+        """Rank that owns `expert`.  Raises PlanError outside 0 .. num_experts - 1."""
+        experts_per_rank = self.experts_per_rank(num_experts)
+        if not 0 <= expert < num_experts:
+            raise PlanError(f"expert {expert} does not exist; the experts are 0 .. {num_experts - 1}")
+        return self.group_ranks[expert // experts_per_rank]
+
+    def domain_experts(self, domain_index: int, num_experts: int) -> tuple[int, ...]:
+        """[domain_size * e] experts of a domain in slot order: by offset index of the owner, then local index.
+
+        Two ranks own two experts each; together they are one domain:
+
+            slot     0  1 | 2  3
+            owner    offset 0 | offset 1
+            expert   0  1 | 2  3
+        """
+        self._check_domain_index(domain_index)
+        owners = self._ranks_of_domain(unflatten(domain_index, self.domain_counts))
+        return tuple(expert for owner in owners for expert in self.experts_of_rank(owner, num_experts))
+
+    # Shared by the queries above.
+
+    def _rank_at(self, domain: Sequence[int], offset: Sequence[int]) -> int:
+        parts = zip(domain, self.domain_sizes, offset, strict=True)
+        return self.rank_at_position([coordinate * size + inside for coordinate, size, inside in parts])
+
+    def _ranks_of_domain(self, domain: Sequence[int]) -> tuple[int, ...]:
+        offsets = (unflatten(offset_index, self.domain_sizes) for offset_index in range(self.domain_size))
+        return tuple(self._rank_at(domain, offset) for offset in offsets)
+
+    def _check_member(self, rank: int) -> None:
+        if rank not in self._rank_to_group_index:
+            raise PlanError(f"rank {rank} is not in the expert-parallel group of ranks {_listed(self.group_ranks)}")
+
+    def _check_domain_index(self, domain_index: int) -> None:
+        if not 0 <= domain_index < self.num_domains:
+            raise PlanError(f"domain {domain_index} does not exist; the domains are 0 .. {self.num_domains - 1}")
+
+    def _check_level(self, level: int) -> None:
+        if not 0 <= level < self.num_levels:
+            raise PlanError(f"level {level} does not exist; the levels are 0 .. {self.num_levels - 1}")
+
+
+def _grid_coordinates(cluster: Cluster, group_ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Ascending coordinates of the group at each level; PlanError unless the group is the whole product of them."""
+    members = set(group_ranks)
+    if not members:
+        raise PlanError("the expert-parallel group has no ranks")
+    if len(members) != len(group_ranks):
+        raise PlanError(f"the expert-parallel group repeats a rank: {_listed(group_ranks)}")
+    by_level = zip(*(cluster.place_of(rank) for rank in group_ranks), strict=True)
+    coordinates = tuple(tuple(sorted(set(level_coordinates))) for level_coordinates in by_level)
+    num_places = math.prod(len(level_coordinates) for level_coordinates in coordinates)
+    # The members are distinct and lie inside the product, so equal sizes mean equal sets.
+    if num_places != len(members):
+        used = " x ".join(
+            f"{level.name} {{{_listed(level_coordinates)}}}"
+            for level, level_coordinates in zip(cluster.levels, coordinates, strict=True)
+        )
+        raise PlanError(
+            f"the expert-parallel group of ranks {_listed(group_ranks)} is no regular grid of the levels {cluster}: "
+            f"its {len(members)} ranks touch {used}, which is {num_places} places; choose an ep_size that is "
+            f"a divisor of one level's size times all sizes below it (above it, for a strided group), or change "
+            f"hybridep.levels"
+        )
+    return coordinates
+
+
+def _check_domain_size(cluster: Cluster, level: int, *, domain_size: int, span: int) -> None:
+    """PlanError unless domains of `domain_size` tile the `span` positions of the group at `level`."""
+    if domain_size >= 1 and span % domain_size == 0:
+        return
+    name, size = cluster.levels[level].name, cluster.levels[level].size
+    advice = ""
+    if span < size:
+        advice = (
+            "; for larger domains make the group span the level: raise ep_size, or set "
+            '"use_data_before_expert_parallelism": true to stride the group over it'
+        )
+    raise PlanError(
+        f"hybridep.levels[{level}].domain_size is {domain_size}, but the expert-parallel group spans {span} of the "
+        f"{size} children of level {name!r}; allowed there: {', '.join(map(str, divisors(span)))}{advice}"
+    )
+
+
+def _with_level(coordinates: tuple[int, ...], level: int, value: int) -> tuple[int, ...]:
+    """`coordinates` with another `value` at `level`."""
+    return (*coordinates[:level], value, *coordinates[level + 1 :])
+
+
+def _listed(values: Iterable[int]) -> str:
+    """The first few `values` and how many more there are."""
+    values = list(values)
+    shown = ", ".join(map(str, values[:MAX_LISTED]))
+    return shown if len(values) <= MAX_LISTED else f"{shown}, ... ({len(values)} in all)"

@@ -1,0 +1,177 @@
+"""How token rows travel between domains: straight to the peers, or level by level with fewer rows on slow links."""
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import Literal, get_args
+
+from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.partition import Partition
+
+Exchange = Literal["direct", "hierarchical"]
+
+# Where no bandwidth is known: 10 Gbit/s Ethernet between DCs as on the paper's machines, and a fixed step inwards.
+ASSUMED_SLOWEST_BYTES_PER_S = 1.25e9
+ASSUMED_SPEEDUP_PER_LEVEL = 8.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One exchange of rows, as one rank sees it.
+
+    level: cluster level whose domains it joins; None where it joins all domains at once.
+    ranks: destinations in order, this rank included.
+    self_index: index of this rank in `ranks`.
+    expert_to_destination: [num_experts] index into `ranks` for a row that needs that expert.
+
+    A row goes once to each destination that it has experts for, and carries only those experts further. Rank 0 of
+    2 DCs x 2 GPUs with domains of one rank and one expert each, hierarchical:
+
+        stage  level  ranks   expert_to_destination
+        0      0      (0, 2)  (0, 0, 1, 1)    experts 2, 3 live in the other DC: one row there for both
+        1      1      (0, 1)  (0, 1, 0, 1)    what is still here needs expert 0 or 1
+    """
+
+    level: int | None
+    ranks: tuple[int, ...]
+    self_index: int
+    expert_to_destination: tuple[int, ...]
+
+
+def build_route(partition: Partition, rank: int, num_experts: int, exchange: Exchange) -> tuple[Stage, ...]:
+    """Stages that bring a row of `rank` to its peer in the domain of every expert that the row needs.
+
+    Direct: one stage whose destinations are the peers in all domains, in the order of the domain index.
+    Hierarchical: one stage for each level with several domains, slowest first. Stage by stage the caller drops from
+    a row the experts that went elsewhere; both ways end at the same ranks. With one domain there is no stage.
+
+    Raises PlanError where the rank is not in the group, or the experts cannot be shared evenly.
+    """
+    _check_exchange(exchange)
+    experts_per_rank = partition.experts_per_rank(num_experts)
+    rank_domain = partition.domain_of(rank)
+    if partition.num_domains == 1:
+        return ()
+    if exchange == "direct":
+        owners = [partition.domain_index(owner) for owner in partition.group_ranks]
+        peers = tuple(partition.peer_of(rank, domain_index) for domain_index in range(partition.num_domains))
+        return (Stage(None, peers, partition.domain_index(rank), _per_expert(owners, experts_per_rank)),)
+    owner_domains = [partition.domain_of(owner) for owner in partition.group_ranks]
+    return tuple(
+        Stage(
+            level=level,
+            ranks=partition.exchange_peers(rank, level),
+            self_index=rank_domain[level],
+            expert_to_destination=_per_expert([domain[level] for domain in owner_domains], experts_per_rank),
+        )
+        for level in range(partition.num_levels)
+        if partition.domain_counts[level] > 1
+    )
+
+
+def expected_rows(
+    partition: Partition, num_experts: int, top_k: int, num_tokens: int, exchange: Exchange
+) -> tuple[float, ...]:
+    """Rows that one rank sends over each cluster level in one dispatch, on average under even routing.
+
+    num_tokens: tokens of one rank. Each picks `top_k` different experts, all choices alike.
+
+    Direct, with n_l domains at level l and n in all: a peer's first level that differs is l for
+    (n_l - 1) n_(l+1) n_(l+2) ... peers, each of which a token visits with the chance that it needs one of E / n
+    experts. Hierarchical: when a row leaves for level l it has visited n_0 ... n_(l-1) coordinates, and as every
+    rank receives what it sends by symmetry, T n_0 ... n_(l-1) tokens are asked for each of n_l - 1 destinations,
+    with the chance that they need one of E / (n_0 ... n_l) experts.
+
+    Raises PlanError where the experts cannot be shared evenly, or fewer than `top_k` exist.
+    """
+    _check_exchange(exchange)
+    partition.experts_per_rank(num_experts)
+    if not 1 <= top_k <= num_experts:
+        raise PlanError(f"top_k is {top_k}, but a token picks between 1 and all of the {num_experts} experts")
+    if num_tokens < 0:
+        raise PlanError(f"num_tokens is {num_tokens}; a rank has 0 tokens or more")
+    counts = partition.domain_counts
+    domains_down_to = tuple(accumulate(counts, mul))
+    rows = []
+    for count, down_to in zip(counts, domains_down_to, strict=True):
+        if exchange == "direct":
+            num_destinations = (count - 1) * (partition.num_domains // down_to)
+            experts_each = num_experts // partition.num_domains
+        else:
+            num_destinations = (count - 1) * (down_to // count)
+            experts_each = num_experts // down_to
+        rows.append(num_tokens * num_destinations * _chance_needed(experts_each, num_experts, top_k))
+    return tuple(rows)
+
+
+def choose_exchange(
+    partition: Partition, cluster: Cluster, num_experts: int, top_k: int, row_bytes: float, num_tokens: int
+) -> Exchange:
+    """The exchange that takes fewer seconds for one dispatch; direct where both take the same.
+
+    cluster: the partition's levels with the links as measured; a bandwidth that is not known is filled in by
+        `known_or_assumed_bandwidths`, a latency counts as 0.
+    row_bytes: bytes of one row on the wire.
+
+    A level costs the bytes that all ranks below one child send through its uplink, over the bandwidth. Latencies
+    are waited for one after the other by stages, but all at once by the single direct exchange.
+
+    Raises PlanError where the cluster is not the partition's, or as `expected_rows` does.
+    """
+    if cluster.sizes != partition.cluster.sizes:
+        raise PlanError(f"the partition was made for the levels {partition.cluster}, but the links are of {cluster}")
+    seconds = {}
+    for exchange in get_args(Exchange):
+        rows = expected_rows(partition, num_experts, top_k, num_tokens, exchange)
+        seconds[exchange] = _dispatch_s(cluster, [num_rows * row_bytes for num_rows in rows], exchange)
+    return "hierarchical" if seconds["hierarchical"] < seconds["direct"] else "direct"
+
+
+def known_or_assumed_bandwidths(cluster: Cluster) -> tuple[float, ...]:
+    """Bytes per second of each level; one that is not known is taken as 8 times that of the level above.
+
+    Where the outermost ones are not known, they follow from the first one that is; where none is, the outermost is
+    taken as 10 Gbit/s.
+    """
+    given = [level.link.bandwidth_bytes_per_s for level in cluster.levels]
+    assumed = ASSUMED_SLOWEST_BYTES_PER_S
+    for index, bandwidth in enumerate(given):
+        if bandwidth is not None:
+            assumed = bandwidth / ASSUMED_SPEEDUP_PER_LEVEL**index
+            break
+    bandwidths: list[float] = []
+    for bandwidth in given:
+        bandwidths.append(assumed if bandwidth is None else bandwidth)
+        assumed = bandwidths[-1] * ASSUMED_SPEEDUP_PER_LEVEL
+    return tuple(bandwidths)
+
+
+def _dispatch_s(cluster: Cluster, rank_bytes: list[float], exchange: Exchange) -> float:
+    """Seconds of one dispatch in which each rank sends `rank_bytes[level]` over each level."""
+    transfer_s, latencies_s = 0.0, [0.0]
+    bandwidths = known_or_assumed_bandwidths(cluster)
+    for index, (level, bandwidth) in enumerate(zip(cluster.levels, bandwidths, strict=True)):
+        if rank_bytes[index] > 0:
+            ranks_per_uplink = math.prod(cluster.sizes[index + 1 :])
+            transfer_s += rank_bytes[index] * ranks_per_uplink / bandwidth
+            latencies_s.append(level.link.latency_s or 0.0)
+    return transfer_s + (max(latencies_s) if exchange == "direct" else sum(latencies_s))
+
+
+def _chance_needed(num_wanted: int, num_experts: int, top_k: int) -> float:
+    """Chance that a token's `top_k` of `num_experts` experts contain at least one of `num_wanted` given ones."""
+    # Subtracting whole numbers first keeps all digits where the chance is small.
+    num_choices = math.comb(num_experts, top_k)
+    return (num_choices - math.comb(num_experts - num_wanted, top_k)) / num_choices
+
+
+def _per_expert(per_group_rank: list[int], experts_per_rank: int) -> tuple[int, ...]:
+    """[num_experts] the value of each expert's owner, given [G] values in group order."""
+    return tuple(value for value in per_group_rank for _ in range(experts_per_rank))
+
+
+def _check_exchange(exchange: str) -> None:
+    if exchange not in get_args(Exchange):
+        raise PlanError(f"token exchange {exchange!r} does not exist; choose one of {', '.join(get_args(Exchange))}")

@@ -1,0 +1,21 @@
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import ds_hybridep.plan
+for module in pkgutil.walk_packages(ds_hybridep.plan.__path__, "ds_hybridep.plan."):
+    importlib.import_module(module.name)
+print(*sorted({"torch", "deepspeed"} & set(sys.modules)))
+"""
+
+
+def test_no_module_of_plan_loads_torch_or_deepspeed():
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL], cwd=REPOSITORY, capture_output=True, text=True, timeout=50
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == []

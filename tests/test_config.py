@@ -1,0 +1,438 @@
+import dataclasses
+import json
+import math
+import sys
+from collections import OrderedDict
+
+import pytest
+
+from ds_hybridep.config import IDENTITY, MINIMAL_BLOCK, CodecConfig, HybridEPConfig, LevelConfig, parse_config
+from ds_hybridep.errors import ConfigError
+from ds_hybridep.plan.cluster import Cluster, Level, Link
+
+DC = {"name": "dc", "size": 2, "bandwidth_gbps": 1.0, "latency_ms": 20, "domain_size": 2}
+GPU = {"name": "gpu", "size": 4}
+BLOCK = {"levels": [DC, GPU]}
+
+
+def parse(block, world_size=8, **options):
+    return parse_config(block, world_size=world_size, **options)
+
+
+def refusal(block, world_size=8, **options):
+    with pytest.raises(ConfigError) as caught:
+        parse(block, world_size, **options)
+    return str(caught.value)
+
+
+def with_setting(key, value):
+    return {**BLOCK, key: value}
+
+
+def with_level_setting(key, value):
+    return {"levels": [DC, {**GPU, key: value}]}
+
+
+def assert_says(message, *parts):
+    for part in parts:
+        assert part in message, message
+
+
+# ---- what is accepted ----
+
+
+def test_a_minimal_block_gets_the_defaults():
+    config = parse({"levels": [{"name": "gpu", "size": 8}]})
+    assert config == HybridEPConfig(
+        levels=(LevelConfig(name="gpu", size=8, bandwidth_gbps=None, latency_ms=None, domain_size=1),),
+        enabled=True,
+        prefetch_depth=2,
+        verify_interval=100,
+        kernels="auto",
+        timeout_s=600.0,
+        report_interval=10,
+        report_file=None,
+        token_exchange="auto",
+    )
+    codecs = {config.levels[0].weight_codec, config.levels[0].gradient_codec, config.levels[0].token_codec}
+    assert codecs == {IDENTITY}
+
+
+def test_the_block_that_the_errors_show_is_accepted():
+    parse(json.loads("{" + MINIMAL_BLOCK + "}")["hybridep"])
+
+
+def test_everything_given_is_kept():
+    given = {
+        "levels": [{**DC, "weight_codec": "identity", "token_codec": {"type": "identity"}}, GPU],
+        "enabled": False,
+        "prefetch_depth": 0,
+        "verify_interval": 0,
+        "kernels": "reference",
+        "timeout_s": 1.5,
+        "report_interval": 0,
+        "report_file": "run.json",
+        "token_exchange": "hierarchical",
+    }
+    config = parse(given)
+    for key in given.keys() - {"levels"}:
+        assert getattr(config, key) == given[key]
+    assert config.levels[0].token_codec == CodecConfig(type="identity")
+    assert config.domain_sizes == (2, 1)
+
+
+def test_every_field_of_the_block_is_read():
+    for kind in (LevelConfig, CodecConfig):
+        assert all("reader" in item.metadata for item in dataclasses.fields(kind))
+    assert [item.name for item in dataclasses.fields(HybridEPConfig) if "reader" not in item.metadata] == ["levels"]
+
+
+def test_cluster_is_in_bytes_and_seconds():
+    assert parse(BLOCK).cluster() == Cluster(
+        (Level("dc", 2, Link(bandwidth_bytes_per_s=1.25e8, latency_s=0.02)), Level("gpu", 4, Link(None, None)))
+    )
+
+
+def test_null_is_as_good_as_left_out():
+    nulls = {"bandwidth_gbps": None, "latency_ms": None}
+    assert parse({"levels": [DC, {**GPU, **nulls}], "report_file": None}) == parse(BLOCK)
+
+
+def test_any_mapping_will_do():
+    assert parse(OrderedDict(levels=[OrderedDict(DC), OrderedDict(GPU)])) == parse(BLOCK)
+
+
+def test_settings_cannot_be_changed_and_can_be_hashed():
+    config = parse(BLOCK)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.timeout_s = 1.0
+    assert hash(config) == hash(parse(BLOCK))
+
+
+def test_canonical_is_json_and_the_same_for_the_same_settings():
+    canonical = parse(BLOCK).canonical()
+    assert json.loads(json.dumps(canonical)) == canonical
+    spelled_out = {
+        "levels": [{**DC, "latency_ms": 20.0, "weight_codec": {"type": "identity"}}, {**GPU, "domain_size": 1}],
+        "timeout_s": 600,
+        "enabled": True,
+    }
+    assert json.dumps(parse(spelled_out).canonical()) == json.dumps(canonical)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("prefetch_depth", 3), ("kernels", "compiled"), ("timeout_s", 5), ("token_exchange", "direct")],
+)
+def test_canonical_tells_settings_apart(key, value):
+    assert parse(with_setting(key, value)).canonical() != parse(BLOCK).canonical()
+
+
+def test_canonical_leaves_out_what_only_rank_0_uses():
+    assert parse(with_setting("report_file", "run.json")).canonical() == parse(BLOCK).canonical()
+
+
+# ---- switched off ----
+
+
+def test_a_disabled_block_needs_no_levels_and_no_fitting_world():
+    assert parse({"enabled": False}).levels == ()
+    assert not parse({**BLOCK, "enabled": False}, world_size=1).enabled
+
+
+def test_a_disabled_block_is_still_spelled_right():
+    assert_says(refusal({"enabled": False, "level": []}), "hybridep.level ", "levels")
+
+
+# ---- unknown and missing keys ----
+
+
+@pytest.mark.parametrize("block", [None, 3, "levels", [DC]])
+def test_a_block_that_is_no_object_is_refused(block):
+    assert_says(refusal(block), "hybridep is ", json.dumps(block)[:20], "an object with keys", "levels")
+
+
+def test_unknown_keys_are_refused_with_the_nearest_spelling():
+    message = refusal(with_setting("prefetch_dept", 2))
+    assert_says(message, "hybridep.prefetch_dept is not a known key", 'did you mean "prefetch_depth"?')
+    message = refusal(with_level_setting("bandwith_gbps", 2))
+    assert_says(message, "hybridep.levels[1].bandwith_gbps is not a known key", 'did you mean "bandwidth_gbps"?')
+
+
+def test_unknown_keys_unlike_any_other_are_refused_with_the_known_ones():
+    message = refusal(with_setting("zzz", 2))
+    assert_says(message, "hybridep.zzz is not a known key; remove it", "known keys: levels, enabled, prefetch_depth")
+
+
+def test_keys_that_are_no_strings_are_refused():
+    assert_says(refusal({**BLOCK, 3: 4}), "hybridep.3 is not a known key")
+
+
+def test_missing_levels_are_refused_with_a_minimal_block():
+    assert_says(refusal({}), "hybridep.levels is missing", MINIMAL_BLOCK)
+
+
+@pytest.mark.parametrize("key", ["name", "size"])
+def test_missing_keys_of_a_level_are_refused(key):
+    level = {"name": "gpu", "size": 4}
+    del level[key]
+    assert_says(refusal({"levels": [DC, level]}), f"hybridep.levels[1].{key} is missing", MINIMAL_BLOCK)
+
+
+@pytest.mark.parametrize("levels", [None, [], {}, 3, {"dc": 2}])
+def test_levels_that_are_no_list_are_refused(levels):
+    message = refusal({"levels": levels})
+    assert_says(message, f"hybridep.levels is {json.dumps(levels)}", "a list of at least one level", MINIMAL_BLOCK)
+
+
+@pytest.mark.parametrize("level", [None, "dc", 2, [2]])
+def test_levels_that_are_no_objects_are_refused(level):
+    message = refusal({"levels": [DC, level]})
+    assert_says(message, f"hybridep.levels[1] is {json.dumps(level)}", "an object with keys", "name, size")
+
+
+# ---- values ----
+
+NOT_INTEGERS = [True, "4", 4.0, None, [4], math.nan]
+NOT_NUMBERS = [True, "4", [4], math.nan, math.inf, -math.inf, 10**400]
+
+
+@pytest.mark.parametrize("value", [0, 1, "true", "false", None])
+def test_values_that_are_no_boolean_are_refused(value):
+    message = refusal(with_setting("enabled", value))
+    assert_says(message, f"hybridep.enabled is {json.dumps(value)}", "true or false", "without quotes")
+
+
+@pytest.mark.parametrize("key", ["prefetch_depth", "verify_interval", "report_interval"])
+@pytest.mark.parametrize("value", [-1, *NOT_INTEGERS])
+def test_values_that_are_no_count_are_refused(key, value):
+    message = refusal(with_setting(key, value))
+    assert_says(message, f"hybridep.{key} is {json.dumps(value)}", "an integer >= 0", "for example")
+
+
+@pytest.mark.parametrize("key", ["size", "domain_size"])
+@pytest.mark.parametrize("value", [0, -1, *NOT_INTEGERS])
+def test_values_that_are_no_size_are_refused(key, value):
+    message = refusal(with_level_setting(key, value))
+    assert_says(message, f"hybridep.levels[1].{key} is {json.dumps(value)}", "an integer >= 1", "for example")
+
+
+@pytest.mark.parametrize("value", [0, -1.5, None, *NOT_NUMBERS])
+def test_values_that_are_no_time_limit_are_refused(value):
+    message = refusal(with_setting("timeout_s", value))
+    assert_says(message, f"hybridep.timeout_s is {json.dumps(value)[:80]}", "a finite number > 0", "for example 600")
+
+
+@pytest.mark.parametrize("value", [0, -1.5, 1e305, *NOT_NUMBERS])
+def test_values_that_are_no_bandwidth_are_refused(value):
+    message = refusal(with_level_setting("bandwidth_gbps", value))
+    assert_says(message, f"hybridep.levels[1].bandwidth_gbps is {json.dumps(value)[:80]}", "> 0", "Gbit/s (bits")
+
+
+@pytest.mark.parametrize("value", [-1, *NOT_NUMBERS])
+def test_values_that_are_no_latency_are_refused(value):
+    message = refusal(with_level_setting("latency_ms", value))
+    assert_says(message, f"hybridep.levels[1].latency_ms is {json.dumps(value)[:80]}", ">= 0", "milliseconds")
+
+
+@pytest.mark.parametrize("value", ["", " ", 3, None])
+def test_values_that_are_no_name_are_refused(value):
+    message = refusal(with_level_setting("name", value))
+    assert_says(message, f"hybridep.levels[1].name is {json.dumps(value)}", "not empty", "own name")
+
+
+@pytest.mark.parametrize("value", ["", 3, True])
+def test_values_that_are_no_file_are_refused(value):
+    message = refusal(with_setting("report_file", value))
+    assert_says(message, f"hybridep.report_file is {json.dumps(value)}", "not empty", "path of a file")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "nearest"),
+    [
+        ("kernels", "Compiled", "compiled"),
+        ("kernels", "referense", "reference"),
+        ("token_exchange", "hierarchial", "hierarchical"),
+    ],
+)
+def test_unknown_choices_are_refused_with_the_nearest_spelling(key, value, nearest):
+    assert_says(refusal(with_setting(key, value)), f'hybridep.{key} is "{value}"', f'did you mean "{nearest}"?')
+
+
+@pytest.mark.parametrize("value", [None, True, 3, "zzz", ["auto"]])
+def test_unknown_choices_unlike_any_other_are_refused_with_all(value):
+    message = refusal(with_setting("kernels", value))
+    assert_says(message, f"hybridep.kernels is {json.dumps(value)}", '"auto", "compiled", "reference"')
+
+
+def test_values_that_json_cannot_hold_are_shown_all_the_same():
+    assert_says(refusal(with_setting("kernels", {1, 2})), "hybridep.kernels is {1, 2}, but must be")
+
+
+def test_long_values_are_cut():
+    message = refusal(with_setting("kernels", "x" * 1000))
+    assert_says(message, "x" * 50, "...")
+    assert len(message) < 300
+
+
+# ---- codecs ----
+
+CODEC_KEYS = ["weight_codec", "gradient_codec", "token_codec"]
+FUTURE = ["int8", "int4", "int2", "sign", "top_k", "low_rank", "shared_residual", "auto", "fp8"]
+
+
+@pytest.mark.parametrize("key", CODEC_KEYS)
+@pytest.mark.parametrize("name", FUTURE)
+def test_future_codecs_are_refused_as_not_available_yet(key, name):
+    message = refusal(with_level_setting(key, name))
+    assert_says(message, f'hybridep.levels[1].{key} is "{name}"', "not available yet", '"identity"')
+    # Their options are not read: which ones there will be is not settled.
+    message = refusal(with_level_setting(key, {"type": name, "rank": 4}))
+    assert_says(message, f'hybridep.levels[1].{key}.type is "{name}"', "not available yet", '"identity"')
+
+
+@pytest.mark.parametrize("key", CODEC_KEYS)
+def test_unknown_codecs_are_refused_with_the_nearest_spelling(key):
+    message = refusal(with_level_setting(key, "identiy"))
+    assert_says(message, f'hybridep.levels[1].{key} is "identiy"', 'one of "identity"', 'did you mean "identity"?')
+    message = refusal(with_level_setting(key, {"type": "zzz"}))
+    assert_says(message, f'hybridep.levels[1].{key}.type is "zzz"', 'one of "identity"')
+
+
+@pytest.mark.parametrize("value", [None, 3, True, ["identity"], {}, {"rank": 4}])
+def test_values_that_are_no_codec_are_refused(value):
+    message = refusal(with_level_setting("weight_codec", value))
+    assert_says(message, f"hybridep.levels[1].weight_codec is {json.dumps(value)}", '{"type": "identity"}')
+
+
+@pytest.mark.parametrize("name", [None, 3, ["identity"]])
+def test_codec_names_that_are_no_strings_are_refused(name):
+    message = refusal(with_level_setting("weight_codec", {"type": name}))
+    assert_says(message, f"hybridep.levels[1].weight_codec.type is {json.dumps(name)}", 'one of "identity"')
+
+
+def test_unknown_codec_options_are_refused():
+    message = refusal(with_level_setting("weight_codec", {"type": "identity", "rank": 4}))
+    assert_says(message, "hybridep.levels[1].weight_codec.rank is not a known key", "known keys: type")
+
+
+# ---- levels against each other and the job ----
+
+
+def test_levels_that_do_not_make_the_world_are_refused():
+    message = refusal(BLOCK, world_size=16)
+    assert_says(message, "hybridep.levels: the sizes dc (2) x gpu (4) make 8 ranks, but the job has 16")
+    assert_says(message, "their product is 16, or launch 8 ranks")
+
+
+def test_domain_sizes_that_do_not_divide_are_refused_with_the_divisors():
+    message = refusal({"levels": [{"name": "gpu", "size": 12, "domain_size": 5}]}, world_size=12)
+    assert_says(message, "hybridep.levels[0].domain_size is 5, which does not divide the level's size 12")
+    assert_says(message, "choose one of 1, 2, 3, 4, 6, 12")
+
+
+def test_automatic_domain_sizes_are_refused_as_not_available_yet():
+    message = refusal(with_level_setting("domain_size", "auto"))
+    assert_says(message, 'hybridep.levels[1].domain_size is "auto"', "not available yet", "size 4: 1, 2, 4")
+
+
+def test_two_levels_of_one_name_are_refused():
+    message = refusal({"levels": [DC, {"name": "dc", "size": 4}]})
+    assert_says(message, 'hybridep.levels[1].name is "dc", which hybridep.levels[0] has already', "its own name")
+
+
+# ---- cluster files ----
+
+YAML_TEXT = """
+levels:
+  - {name: dc, size: 2, bandwidth_gbps: 1.0, latency_ms: 20, domain_size: 2}
+  - name: gpu
+    size: 4
+"""
+
+
+def written(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("name", "text"), [("cluster.yaml", YAML_TEXT), ("cluster.json", json.dumps(BLOCK))])
+def test_a_cluster_file_equals_the_list_written_out(tmp_path, name, text):
+    written(tmp_path / name, text)
+    assert parse({"levels": name}, base_dir=tmp_path) == parse(BLOCK)
+    assert parse({"levels": name}, base_dir=str(tmp_path)).canonical() == parse(BLOCK).canonical()
+    assert parse({"levels": str(tmp_path / name)}) == parse(BLOCK)
+
+
+def test_a_cluster_file_is_sought_beside_the_config_and_then_in_the_working_directory(tmp_path, monkeypatch):
+    beside, working = tmp_path / "beside", tmp_path / "working"
+    beside.mkdir()
+    working.mkdir()
+    monkeypatch.chdir(working)
+    written(working / "cluster.yaml", "levels: [{name: found_in_working_directory, size: 8}]")
+    assert parse({"levels": "cluster.yaml"}, base_dir=beside).levels[0].name == "found_in_working_directory"
+    written(beside / "cluster.yaml", "levels: [{name: found_beside, size: 8}]")
+    assert parse({"levels": "cluster.yaml"}, base_dir=beside).levels[0].name == "found_beside"
+
+
+@pytest.mark.parametrize("name", ["nowhere.yaml", "", ".", "x" * 5000, "\0"])
+def test_a_missing_cluster_file_is_refused(tmp_path, name):
+    message = refusal({"levels": name}, base_dir=tmp_path)
+    assert_says(message, f"hybridep.levels is the path {json.dumps(name)[:80]}", "no such file", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("bad.yaml", "levels: [{name: dc"), ("bad.json", '{"levels": [}'), ("bad.yaml", "levels: 2024-13-45")],
+)
+def test_a_cluster_file_with_bad_syntax_is_refused(tmp_path, name, text):
+    path = written(tmp_path / name, text)
+    assert_says(refusal({"levels": name}, base_dir=tmp_path), f"cluster file {path} cannot be parsed", "syntax")
+
+
+def test_a_cluster_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert_says(refusal({"levels": str(path)}), f"cluster file {path} cannot be parsed")
+
+
+def test_a_cluster_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    path = written(tmp_path / "cluster.yaml", YAML_TEXT)
+
+    def deny(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(path), "read_text", deny)
+    message = refusal({"levels": str(path)})
+    assert_says(message, f"cluster file {path} cannot be read (Permission denied)", "hybridep.levels")
+
+
+def test_a_yaml_file_without_its_parser_is_refused(tmp_path, monkeypatch):
+    path = written(tmp_path / "cluster.yaml", YAML_TEXT)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert_says(refusal({"levels": str(path)}), f"cluster file {path} needs PyYAML", "JSON")
+
+
+@pytest.mark.parametrize("text", ["", "- {name: dc, size: 2}", "name: dc"])
+def test_a_cluster_file_without_levels_is_refused(tmp_path, text):
+    path = written(tmp_path / "cluster.yaml", text)
+    assert_says(refusal({"levels": str(path)}), f"cluster file {path} has no key levels")
+
+
+def test_a_cluster_file_holds_levels_only(tmp_path):
+    path = written(tmp_path / "cluster.yaml", YAML_TEXT + "timeout_s: 3\n")
+    assert_says(
+        refusal({"levels": str(path)}), f'cluster file {path}: "timeout_s" is not a known key', "hybridep block"
+    )
+
+
+def test_a_wrong_value_in_a_cluster_file_names_file_and_key(tmp_path):
+    path = written(tmp_path / "cluster.yaml", YAML_TEXT.replace("size: 4", "size: four"))
+    message = refusal({"levels": str(path)})
+    assert_says(message, f'cluster file {path}: hybridep.levels[1].size is "four", but must be an integer >= 1')
+
+
+def test_a_cluster_file_that_does_not_make_the_world_names_the_file(tmp_path):
+    path = written(tmp_path / "cluster.yaml", YAML_TEXT)
+    message = refusal({"levels": str(path)}, world_size=4)
+    assert_says(message, f"cluster file {path}: hybridep.levels: the sizes", "make 8 ranks, but the job has 4")
