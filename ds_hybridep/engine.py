@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins the runtime to DeepSpeed: finds the MoE layers, and hooks step, gradients and checkpoints.
+
+The only module that touches deepspeed.  Modules are not replaced: `MOELayer.forward` is patched once per class and
+asks each instance for its `_hybridep`; methods of the engine are overridden on the instance, and `detach` removes
+exactly those.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from deepspeed.moe.sharded_moe import MOELayer
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+from torch import Tensor, nn
+
+from ds_hybridep.config import HybridEPConfig, parse_config
+from ds_hybridep.errors import ConfigError, HybridEPError, UnsupportedError
+from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, build_runtime
+from ds_hybridep.runtime.comm import group_ranks, is_initialized, refuse, world_size
+from ds_hybridep.runtime.moe_layer import HybridMoE
+from ds_hybridep.runtime.statistics import monitor_events
+
+BLOCK = "hybridep"
+_ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
+
+
+def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfig | None = None) -> None:
+    """Take over the MoE layers; all ranks must call.  Not needed where ds_config has a "hybridep" block.
+
+    Args:
+        engine_or_model: a DeepSpeed engine; or a model whose MoE layers have their expert-parallel groups, trained
+            without an engine: then every backward returns gradients, and `refresh` must follow every optimizer step.
+        config: the block's content; by default that of the engine's ds_config.
+
+    Raises:
+        ConfigError, PlanError: the block is wrong or does not fit the model.
+        UnsupportedError: a feature of DeepSpeed that does not work with hybridep is in use.
+        AgreementError: ranks differ, or one did not come.
+    """
+    if BLOCK in _attachments(engine_or_model):
+        raise ConfigError("hybridep is attached to this engine already; call ds_hybridep.detach(engine) first")
+    is_engine = hasattr(engine_or_model, "_take_model_step")
+    model = engine_or_model.module if is_engine else engine_or_model
+    try:
+        checked = _checked_config(engine_or_model, config)
+        if is_engine:
+            _refuse_unsupported(engine_or_model)
+        layers = _find_layers(model)
+        specs = [_spec_of(name, layer) for name, layer in layers.items()]
+    except HybridEPError as error:
+        refuse(str(error))
+        raise
+    is_boundary = _boundary_of(engine_or_model) if is_engine else lambda: True
+    attachment = Attachment(engine_or_model, build_runtime(checked, specs, is_boundary), layers)
+    _attachments(engine_or_model)[BLOCK] = attachment
+    attachment.bind(is_engine=is_engine)
+
+
+def detach(engine: nn.Module) -> None:
+    """Give the MoE layers back to DeepSpeed, as they were before `attach`; all ranks must call."""
+    attachment = _attachment_of(engine)
+    del _attachments(engine)[BLOCK]
+    attachment.unbind()
+
+
+def stats(engine: nn.Module) -> dict[str, Any]:
+    """Counters since attach: bytes and messages per level, direction and kind, exposed seconds, rows per layer.
+
+    Returns:
+        This rank's counters; under "job" those of all ranks together as of the last report, on rank 0 (None
+        elsewhere and before the first report): sent bytes, bytes that plain EP would have sent, imbalance per layer.
+    """
+    attachment = _attachment_of(engine)
+    return {**attachment.runtime.statistics.local(), "job": attachment.last_report}
+
+
+def refresh(engine: nn.Module) -> None:
+    """Ship all experts' weights again and wait for them; all ranks must call.
+
+    Needed after parameters were changed by anything else than `engine.step()` and checkpoint loading.
+    """
+    migration = _attachment_of(engine).runtime.migration
+    if migration is not None:
+        migration.refresh()
+
+
+def patch_deepspeed_engine(module: ModuleType) -> None:
+    """Let every engine with a "hybridep" block in its ds_config attach itself.  Called by the import hook, once."""
+    engine_class = module.DeepSpeedEngine
+    original = engine_class._configure_distributed_model
+
+    @wraps(original)
+    def _configure_distributed_model(self: Any, model: nn.Module) -> None:
+        original(self, model)
+        block = self._config._param_dict.get(BLOCK)
+        if block is not None and not (isinstance(block, Mapping) and block.get("enabled") is False):
+            attach(self)
+
+    engine_class._configure_distributed_model = _configure_distributed_model
+
+
+class Attachment:
+    """What was changed on one engine (or model), and how to undo it."""
+
+    def __init__(self, engine: nn.Module, runtime: HybridRuntime, layers: Mapping[str, MOELayer]) -> None:
+        self.engine = engine
+        self.runtime = runtime
+        self.layers = dict(layers)
+        self.last_report: dict[str, Any] | None = None
+        self._overridden: list[str] = []
+        self._handles: list[Any] = []
+        self._optimizer: Any = None
+
+    def bind(self, *, is_engine: bool) -> None:
+        """Connect layers and engine to the runtime."""
+        _patch_moe_layer_class()
+        for name, layer in self.layers.items():
+            layer._hybridep = self.runtime.layers[name]
+        migration = self.runtime.migration
+        model = self.engine.module if is_engine else self.engine
+        if migration is not None:
+            # Parameters were loaded on all ranks: the next forward ships them.
+            self._handles.append(model.register_load_state_dict_post_hook(lambda *_: migration.mark_weights_changed()))
+        if is_engine:
+            self._override("_take_model_step", self._take_model_step)
+            self._override("zero_grad", self._zero_grad)
+            self._override("load_checkpoint", self._load_checkpoint)
+            self._override("destroy", self._destroy)
+            for method in ("compile", "coalesce_grad_reduction"):
+                self._override(method, _refuse_method(method))
+
+    def unbind(self) -> None:
+        """Undo `bind`; parameters, optimizer and module tree were never changed."""
+        for layer in self.layers.values():
+            del layer._hybridep
+        for handle in self._handles:
+            handle.remove()
+        for method in self._overridden:
+            del self.engine.__dict__[method]
+        if self._optimizer is not None:
+            del self._optimizer.__dict__["zero_grad"]
+        self.runtime.close()
+
+    def _override(self, method: str, replacement: Callable[..., Any]) -> None:
+        original = getattr(self.engine, method)
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        self.engine.__dict__[method] = call
+        self._overridden.append(method)
+
+    def _take_model_step(self, original: Callable[..., Any], lr_kwargs: Any) -> None:
+        self._watch_optimizer()
+        self.runtime.before_step()
+        original(lr_kwargs)
+        report = self.runtime.after_step(was_applied=self.engine._step_applied)
+        if report is not None:
+            self._publish(report)
+
+    def _watch_optimizer(self) -> None:
+        """zero_grad of the optimizer must clear replica gradients too; it does not exist yet when we attach."""
+        optimizer = self.engine.optimizer
+        if self._optimizer is None and self.runtime.migration is not None:
+            original = optimizer.zero_grad
+
+            @wraps(original)
+            def zero_grad(*args: Any, **kwargs: Any) -> Any:
+                self.runtime.migration.clear_gradients()
+                return original(*args, **kwargs)
+
+            optimizer.__dict__["zero_grad"] = zero_grad
+            self._optimizer = optimizer
+
+    def _zero_grad(self, original: Callable[..., Any]) -> None:
+        if self.runtime.migration is not None:
+            self.runtime.migration.clear_gradients()
+        original()
+
+    def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loaded = original(*args, **kwargs)
+        if self.runtime.migration is not None:
+            self.runtime.migration.clear_gradients()
+            self.runtime.migration.mark_weights_changed()
+        return loaded
+
+    def _destroy(self, original: Callable[..., Any]) -> None:
+        detach(self.engine)
+        original()
+
+    def _publish(self, report: dict[str, Any]) -> None:
+        """Log, monitor and file; on rank 0."""
+        self.last_report = report
+        monitor = getattr(self.engine, "monitor", None)
+        if monitor is not None and monitor.enabled:
+            monitor.write_events(monitor_events(report, self.engine.global_samples))
+        if self.runtime.config.report_file is not None:
+            path = Path(self.runtime.config.report_file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(path.suffix + ".partial")
+            partial.write_text(json.dumps(report, indent=1) + "\n")
+            os.replace(partial, path)
+
+
+def _attachments(engine: nn.Module) -> dict[str, Attachment]:
+    return engine.__dict__.setdefault("_hybridep_attachment", {})
+
+
+def _attachment_of(engine: nn.Module) -> Attachment:
+    attachment = _attachments(engine).get(BLOCK)
+    if attachment is None:
+        raise ConfigError(
+            'hybridep is not attached to this engine: add a "hybridep" block to its ds_config, or call '
+            "ds_hybridep.attach(engine, config); pass the object that deepspeed.initialize returned first"
+        )
+    return attachment
+
+
+def _checked_config(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None) -> HybridEPConfig:
+    if not is_initialized():
+        raise ConfigError("hybridep needs the job's process group: call deepspeed.init_distributed() before attach")
+    if isinstance(config, HybridEPConfig):
+        return config
+    if config is None:
+        ds_config = getattr(getattr(engine, "_config", None), "_param_dict", {})
+        if BLOCK not in ds_config:
+            raise ConfigError('ds_config has no "hybridep" block: add one, or pass it to ds_hybridep.attach')
+        config = ds_config[BLOCK]
+    ds_config_path = getattr(engine, "config", None)
+    base_dir = Path(ds_config_path).parent if isinstance(ds_config_path, str) else Path(".")
+    return parse_config(config, world_size=world_size(), base_dir=base_dir)
+
+
+def _refuse_unsupported(engine: Any) -> None:
+    """Raise UnsupportedError for what does not work, or was never tested, together with hybridep."""
+    zero = engine._config.zero_config
+    optimizer = engine.optimizer_name() or ""
+    reasons = {
+        "pipeline parallelism (PipelineModule)": engine.pipeline_parallelism,
+        "tensor parallelism": bwc_tensor_model_parallel_world_size(groups.mpu) > 1 or engine.autotp_size() > 1,
+        "sequence parallelism": groups._get_sequence_parallel_world_size() > 1,
+        "optimizer offload (zero_optimization.offload_optimizer)": zero.offload_optimizer is not None
+        and zero.offload_optimizer.device != "none",
+        "parameter offload (zero_optimization.offload_param)": zero.offload_param is not None
+        and zero.offload_param.device != "none",
+        "ZenFlow (zero_optimization.zenflow)": zero.zenflow is not None,
+        f"the 1-bit optimizer {optimizer}": optimizer.lower() in _ONE_BIT_OPTIMIZERS,
+        "ZeRO stage 3 with native MoE layers": engine.zero_optimization_stage() == 3,
+    }
+    for feature, is_used in reasons.items():
+        if is_used:
+            raise UnsupportedError(
+                f'{feature} does not work together with the "hybridep" block yet; turn it off, or set '
+                f'"hybridep": {{"enabled": false}}'
+            )
+
+
+def _find_layers(model: nn.Module) -> dict[str, MOELayer]:
+    """DeepSpeed's MoE layers by module name, in module order."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MOELayer)}
+    automatic = [name for name, m in model.named_modules() if type(m).__name__ == "AutoEPMoELayer"]
+    if automatic:
+        raise UnsupportedError(
+            f'{automatic[0]}: layers of the "expert_parallel" block (AutoEP) are not supported yet; hybridep works '
+            f"with deepspeed.moe.layer.MoE"
+        )
+    if not layers:
+        raise UnsupportedError(
+            "the model has no deepspeed.moe.layer.MoE layer, so hybridep has nothing to do; remove the block or build "
+            "the model's MoE layers with deepspeed.moe.layer.MoE"
+        )
+    for name, layer in layers.items():
+        if layer.use_tutel:
+            raise UnsupportedError(f"{name}: Tutel does not work with hybridep; build MoE with use_tutel=False")
+    return layers
+
+
+def _spec_of(name: str, layer: MOELayer) -> LayerSpec:
+    if layer.ep_group is None:
+        raise ConfigError(
+            f"{name}: the layer has no expert-parallel group yet; attach after deepspeed.initialize, or call its "
+            f"set_deepspeed_parallelism() first"
+        )
+    num_experts, hidden = layer.gate.wg.weight.shape
+    return LayerSpec(
+        name=name,
+        group=layer.ep_group_name,
+        group_ranks=group_ranks(layer.ep_group),
+        num_experts=num_experts,
+        top_k=layer.gate.k,
+        hidden=hidden,
+        experts=tuple(layer.experts.deepspeed_experts),
+    )
+
+
+def _boundary_of(engine: Any) -> Callable[[], bool]:
+    """Whether the running backward is the last before the optimizer step.
+
+    Asked inside the backward only.  Without managed accumulation nobody knows, so every backward returns gradients;
+    under no_sync the caller says that more will follow.
+    """
+
+    def is_boundary() -> bool:
+        if engine.inside_no_sync_ctxt:
+            return False
+        return not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary()
+
+    return is_boundary
+
+
+def _refuse_method(method: str) -> Callable[..., Any]:
+    def refuse_call(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Any:
+        raise UnsupportedError(
+            f"engine.{method}() does not work together with hybridep yet; leave it out, or set "
+            f'"hybridep": {{"enabled": false}}'
+        )
+
+    return refuse_call
+
+
+def _patch_moe_layer_class() -> None:
+    """Make `MOELayer.forward` ask each instance for its hybridep; without one nothing changes.  Idempotent."""
+    original = MOELayer.forward
+    if getattr(original, "is_hybridep", False):
+        return
+
+    @wraps(original)
+    def forward(self: MOELayer, *inputs: Tensor, **kwargs: Any) -> Tensor:
+        hybrid = self.__dict__.get("_hybridep")
+        if hybrid is None:
+            return original(self, *inputs, **kwargs)
+        return _forward_layer(self, hybrid, *inputs)
+
+    forward.is_hybridep = True  # type: ignore[attr-defined]
+    MOELayer.forward = forward
+
+
+def _forward_layer(layer: MOELayer, hybrid: HybridMoE, hidden_states: Tensor, used_token: Tensor | None) -> Tensor:
+    """DeepSpeed's gate decides; the routed experts run over expert domains."""
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    layer.l_aux, capacity, _, topk_idx, _, topk_weights, layer.exp_counts = layer.gate(x, used_token, True, False)
+    hybrid.count_plain_ep(capacity)
+    output = hybrid.forward(x, topk_idx.t().contiguous(), topk_weights.t().float().contiguous())
+    return output.reshape(hidden_states.shape)

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the runtime of one model from its config and layers, and drives it around the optimizer step."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.errors import HybridEPError, UnsupportedError
+from ds_hybridep.kernels import load_kernels
+from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.token_route import Exchange, build_route, choose_exchange
+from ds_hybridep.runtime.comm import Transport, agree, refuse
+from ds_hybridep.runtime.dispatch import build_exchanges
+from ds_hybridep.runtime.expert_gather import ReplicaStore, build_gather_levels, lay_out
+from ds_hybridep.runtime.migration import LayerExperts, MigrationManager, StagePipeline
+from ds_hybridep.runtime.moe_layer import HybridMoE, expert_to_slot
+from ds_hybridep.runtime.statistics import Statistics
+from ds_hybridep.version import __version__
+
+logger = logging.getLogger(__name__)
+
+# Tokens per rank for which the token exchange is chosen where "token_exchange" is "auto"; only the ratio of bytes to
+# latency depends on it.
+TYPICAL_NUM_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What the runtime must know of one MoE layer, whoever its host is.
+
+    Attributes:
+        name: dotted module name.
+        group: name of its expert-parallel group.
+        group_ranks: global ranks of that group, in group-rank order.
+        num_experts: E.
+        top_k: K.
+        hidden: D.
+        experts: the e modules owned by this rank.
+    """
+
+    name: str
+    group: str
+    group_ranks: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    hidden: int
+    experts: tuple[nn.Module, ...]
+
+    @property
+    def sample(self) -> nn.Parameter:
+        """A parameter that shows dtype and device."""
+        return next(self.experts[0].parameters())
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """A layer with its domains and the way of its tokens."""
+
+    spec: LayerSpec
+    partition: Partition
+    exchange: Exchange
+
+    def canonical(self) -> dict[str, Any]:
+        """What ranks must agree on, JSON-able."""
+        return {
+            "name": self.spec.name,
+            "num_experts": self.spec.num_experts,
+            "top_k": self.spec.top_k,
+            "ep_size": len(self.spec.group_ranks),
+            "spans": list(self.partition.spans),
+            "domain_sizes": list(self.partition.domain_sizes),
+            "token_exchange": self.exchange,
+            "expert": [
+                [str(block.dtype), block.is_trainable, [[piece.name, list(piece.shape)] for piece in block.slices]]
+                for block in lay_out(self.spec.experts[0])
+            ],
+        }
+
+
+class HybridRuntime:
+    """Everything that one attached model has: channels, layers, migration and counters."""
+
+    def __init__(
+        self,
+        config: HybridEPConfig,
+        transport: Transport,
+        planned: Sequence[PlannedLayer],
+        is_boundary: Callable[[], bool],
+    ) -> None:
+        self.config = config
+        self.transport = transport
+        self.kernels = load_kernels(config.kernels, planned[0].spec.sample.device.type)
+        self.layers: dict[str, HybridMoE] = {}
+        pipelines: dict[str, tuple[StagePipeline, StagePipeline]] = {}
+        stores: list[LayerExperts] = []
+        # 1. Channels, in the same order on all ranks: for each layer tokens, then weights and gradients by level.
+        parts = [self._build_parts(layer, pipelines, stores) for layer in planned]
+        # 2. One manager for all layers, then the layers.
+        self.migration = MigrationManager(transport, stores, config.prefetch_depth, is_boundary) if stores else None
+        for layer, (exchanges, position) in zip(planned, parts, strict=True):
+            self.layers[layer.spec.name] = self._build_layer(layer, exchanges, position)
+        self.statistics = Statistics(
+            transport,
+            [
+                (self.layers[layer.spec.name], layer.partition, layer.spec.hidden * layer.spec.sample.element_size())
+                for layer in planned
+            ],
+        )
+
+    def _build_parts(
+        self,
+        layer: PlannedLayer,
+        pipelines: dict[str, tuple[StagePipeline, StagePipeline]],
+        stores: list[LayerExperts],
+    ) -> tuple[tuple[Any, ...], int]:
+        """Exchanges of a layer and the position of its store (-1 where every domain is one rank)."""
+        spec, partition, rank = layer.spec, layer.partition, self.transport.rank
+        stages = build_route(partition, rank, spec.num_experts, layer.exchange)
+        exchanges = build_exchanges(stages, self.transport, spec.group, self.kernels, spec.name, spec.sample.device)
+        if partition.domain_size == 1:
+            return exchanges, -1
+        levels = build_gather_levels(partition, self.transport, spec.group)
+        store = ReplicaStore(spec.name, spec.experts, partition, levels, rank)
+        if spec.group not in pipelines:
+            pipelines[spec.group] = StagePipeline(self.transport), StagePipeline(self.transport)
+        weights, gradients = pipelines[spec.group]
+        stores.append(LayerExperts(store, weights, gradients))
+        return exchanges, len(stores) - 1
+
+    def _build_layer(self, layer: PlannedLayer, exchanges: tuple[Any, ...], position: int) -> HybridMoE:
+        spec, partition = layer.spec, layer.partition
+        domain = partition.domain_index(self.transport.rank)
+        experts = partition.domain_experts(domain, spec.num_experts)
+        return HybridMoE(
+            name=spec.name,
+            experts=spec.experts,
+            exchanges=exchanges,
+            expert_to_slot=expert_to_slot(experts, spec.num_experts, spec.sample.device),
+            num_slots=partition.domain_size,
+            kernels=self.kernels,
+            migration=self.migration if position >= 0 else None,
+            position=position,
+        )
+
+    def before_step(self) -> None:
+        """Call right before the optimizer changes parameters."""
+        if self.migration is None:
+            return
+        self.migration.before_step()
+        interval = self.config.verify_interval
+        if interval and self.statistics.num_steps and self.statistics.num_steps % interval == 0:
+            self.migration.verify()
+
+    def after_step(self, *, was_applied: bool) -> dict[str, Any] | None:
+        """Call right after the optimizer step.  Returns the job's record on rank 0 every `report_interval` steps."""
+        if self.migration is not None and was_applied:
+            self.migration.after_step()
+        self.statistics.num_steps += 1
+        interval = self.config.report_interval
+        return self.statistics.gather_job() if interval and self.statistics.num_steps % interval == 0 else None
+
+    def close(self) -> None:
+        """Wait for what is under way and give the channels back; all ranks must call."""
+        if self.migration is not None:
+            self.migration.finish()
+        self.transport.close()
+
+
+def build_runtime(
+    config: HybridEPConfig, specs: Sequence[LayerSpec], is_boundary: Callable[[], bool]
+) -> HybridRuntime:
+    """The runtime of a model; all ranks must call at the same point.
+
+    Raises:
+        PlanError: an expert-parallel group is no regular part of the levels, or cannot be split into the domains.
+        AgreementError: ranks differ in config, layers or version, or one is missing.
+    """
+    transport = Transport(config.cluster(), config.timeout_s)
+    try:
+        planned = [_plan_layer(config, spec) for spec in specs]
+        payload = {
+            "version": __version__,
+            "torch": torch.__version__,
+            "config": config.canonical(),
+            "layers": [layer.canonical() for layer in planned],
+        }
+    except HybridEPError as error:
+        refuse(str(error))
+        raise
+    agree(payload, config.timeout_s)
+    runtime = HybridRuntime(config, transport, planned, is_boundary)
+    if transport.rank == 0:
+        _log_plan(runtime, planned)
+    return runtime
+
+
+def _plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
+    cluster = config.cluster()
+    partition = Partition.build(cluster, spec.group_ranks, config.domain_sizes)
+    if partition.domain_size > 1:
+        _check_experts(spec)
+    exchange = config.token_exchange
+    if exchange == "auto":
+        row_bytes = spec.hidden * spec.sample.element_size()
+        exchange = choose_exchange(partition, cluster, spec.num_experts, spec.top_k, row_bytes, TYPICAL_NUM_TOKENS)
+    return PlannedLayer(spec, partition, exchange)
+
+
+def _check_experts(spec: LayerSpec) -> None:
+    """Refuse what a copy of an expert's parameters would not carry.
+
+    Raises:
+        UnsupportedError: the expert has buffers or hooks, or no parameters.
+    """
+    advice = "or set every hybridep domain_size to 1, which needs no copies of experts"
+    for expert_idx, expert in enumerate(spec.experts):
+        where = f"{spec.name}: local expert {expert_idx}"
+        if not any(True for _ in expert.parameters()):
+            raise UnsupportedError(f"{where} has no parameters, so there is nothing to place in domains; {advice}")
+        buffers = [name for name, _ in expert.named_buffers()]
+        if buffers:
+            raise UnsupportedError(
+                f"{where} has buffers {buffers}, which replicas do not carry; remove them, {advice}"
+            )
+        hooked = [name or "itself" for name, module in expert.named_modules() if _has_hooks(module)]
+        if hooked:
+            raise UnsupportedError(
+                f"{where} has forward or backward hooks (on {hooked}), which would also run for replicas of other "
+                f"ranks' experts; remove them, {advice}"
+            )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        getattr(module, name)
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
+
+
+def _log_plan(runtime: HybridRuntime, planned: Sequence[PlannedLayer]) -> None:
+    first = planned[0]
+    names = [level.name for level in runtime.config.levels]
+    domains = ", ".join(f"{n}: {s}" for n, s in zip(names, first.partition.domain_sizes, strict=True))
+    replica_mib = runtime.migration.replica_bytes / 2**20 if runtime.migration is not None else 0.0
+    logger.info(
+        "hybridep: %d MoE layers, domains (%s), tokens %s, kernels %s, replicas with gradients %.1f MiB per rank",
+        len(planned),
+        domains,
+        first.exchange,
+        runtime.kernels.name,
+        replica_mib,
+    )

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of a token: to the ranks that compute its experts, and back as one weighted sum per destination.
+
+One exchange of a route looks like this (T=3 tokens, K=2, destinations A and B):
+
+    topk_idx        token 0 -> experts of A, A      token 1 -> A, B      token 2 -> B, B
+    rows sent       to A: [token 0, token 1]        to B: [token 1, token 2]
+    comes back      one partial sum per row, added per token: out[1] = row (A, 1) + row (B, 1)
+
+A token that needs several experts of one destination travels there once.  The backward sends the output gradient once
+per row, and brings back one input-gradient row and K gate-weight gradients per row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ds_hybridep.kernels import Kernels, RoutePlan
+from ds_hybridep.plan.token_route import Stage
+from ds_hybridep.runtime.comm import Channel, Purpose, Transport
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One stage of a layer's token route on this rank: with whom rows are exchanged.  Lives as long as the layer."""
+
+    layer: str
+    ranks: tuple[int, ...]  # destinations in order, this rank included
+    self_index: int
+    expert_to_destination: Tensor  # [E] int32
+    channel: Channel
+    kernels: Kernels
+
+
+@dataclass(frozen=True)
+class DispatchState:
+    """What combine and the backward need to undo one exchange.  Lives for one layer call."""
+
+    exchange: Exchange
+    plan: RoutePlan
+    send_splits: tuple[int, ...]  # rows to each destination
+    recv_splits: tuple[int, ...]  # rows from each destination; the way back swaps the two
+
+
+def build_exchanges(
+    stages: Sequence[Stage], transport: Transport, group: str, kernels: Kernels, layer: str, device: torch.device
+) -> tuple[Exchange, ...]:
+    """The exchanges of one layer's route; makes the channels, so all ranks of the group call in the same order."""
+    return tuple(
+        Exchange(
+            layer=layer,
+            ranks=stage.ranks,
+            self_index=stage.self_index,
+            expert_to_destination=torch.tensor(stage.expert_to_destination, dtype=torch.int32, device=device),
+            channel=transport.channel(
+                f"{group}_tokens_{'direct' if stage.level is None else stage.level}", stage.ranks
+            ),
+            kernels=kernels,
+        )
+        for stage in stages
+    )
+
+
+def dispatch(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, exchange: Exchange
+) -> tuple[Tensor, Tensor, Tensor, DispatchState]:
+    """Rows that other ranks and this one send here, ordered by sender, then by the sender's token.
+
+    Args:
+        x: [T, D] tokens.
+        topk_idx: [T, K] int32 global expert ids, -1 = not routed.
+        topk_weights: [T, K] fp32 gate weights.
+        exchange: with whom.
+
+    Returns:
+        rows [R, D] in x.dtype, row_topk_idx [R, K] int32 (only experts behind this rank, else -1), row_weights [R, K]
+        fp32, and the state that `combine` takes.
+    """
+    plan = exchange.kernels.plan_routes(topk_idx, exchange.expert_to_destination, len(exchange.ranks))
+    # The only device-to-host sync of the exchange: split sizes must be Python ints before it starts.
+    send_splits = tuple(plan.rows_per_destination.tolist())
+    state = DispatchState(
+        exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=_exchange_counts(exchange, send_splits)
+    )
+    rows, row_weights, row_topk_idx = _Dispatch.apply(x, topk_weights, state)
+    return rows, row_topk_idx, row_weights, state
+
+
+def combine(partial_sums: Tensor, state: DispatchState) -> Tensor:
+    """Sum of each token's partial results, [R, D] -> [T, D]; accumulates in fp32, in destination order."""
+    return _Combine.apply(partial_sums, state)
+
+
+def permute_to_experts(rows: Tensor, plan: RoutePlan, kernels: Kernels) -> Tensor:
+    """Rows ordered by expert, [R, D] -> [P, D]; a row appears once per expert that it goes to."""
+    return _PermuteToExperts.apply(rows, plan, kernels)
+
+
+def weighted_sum(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan, kernels: Kernels) -> Tensor:
+    """Gate-weighted sum of each row's expert outputs, [P, D] -> [R, D]; accumulates in fp32."""
+    return _WeightedSum.apply(expert_rows, row_weights, plan, kernels)
+
+
+def _exchange_counts(exchange: Exchange, send_splits: tuple[int, ...]) -> tuple[int, ...]:
+    """Rows that every destination sends here."""
+    send = torch.tensor(send_splits, dtype=torch.int64)
+    received = send.clone()
+    device = exchange.expert_to_destination.device
+    if exchange.channel.needs_device_tensors:
+        send, received = send.to(device), received.to(device)
+    _swap(exchange, send, received, [1] * len(send_splits), [1] * len(send_splits), "exchange of row counts")
+    return tuple(received.tolist())
+
+
+def _swap(
+    exchange: Exchange,
+    send: Tensor,
+    received: Tensor,
+    send_splits: Sequence[int],
+    recv_splits: Sequence[int],
+    what: str,
+) -> None:
+    """Fill `received` [sum(recv_splits), ...] with the parts of every destination's `send`; own part is copied."""
+    with torch.profiler.record_function(f"hybridep::{what}::{exchange.layer}"):
+        sends = list(zip(exchange.ranks, send.split(list(send_splits)), strict=True))
+        receives = list(zip(exchange.ranks, received.split(list(recv_splits)), strict=True))
+        _, own_send = sends.pop(exchange.self_index)
+        _, own_receive = receives.pop(exchange.self_index)
+        transfer = exchange.channel.start(sends, receives, Purpose("tokens", what, exchange.layer))
+        own_receive.copy_(own_send)
+        transfer.wait()
+
+
+def _swap_rows(state: DispatchState, rows: Tensor, what: str, *, back: bool = False) -> Tensor:
+    """Rows of the other ranks for this one; `back` runs the exchange the other way round."""
+    send_splits, recv_splits = state.send_splits, state.recv_splits
+    if back:
+        send_splits, recv_splits = recv_splits, send_splits
+    received = rows.new_empty(sum(recv_splits), *rows.shape[1:])
+    _swap(state.exchange, rows.contiguous(), received, send_splits, recv_splits, what)
+    return received
+
+
+class _Dispatch(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, topk_weights: Tensor, state: DispatchState) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.state = state
+        plan, kernels = state.plan, state.exchange.kernels
+        sent_rows = kernels.dispatch_rows(x.contiguous(), plan.row_to_token)
+        # Expert ids and gate weights of a row travel in one message, [R, 2K] int32.
+        sent_weights = topk_weights.index_select(0, plan.row_to_token).contiguous()
+        metadata = torch.cat([plan.row_topk_idx, sent_weights.view(torch.int32)], dim=1)
+        metadata = _swap_rows(state, metadata, "dispatch of expert ids and gate weights")
+        rows = _swap_rows(state, sent_rows, "dispatch of rows")
+        row_topk_idx, row_weights = metadata.chunk(2, dim=1)
+        row_topk_idx = row_topk_idx.contiguous()
+        ctx.mark_non_differentiable(row_topk_idx)
+        return rows, row_weights.contiguous().view(torch.float32), row_topk_idx
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        state = ctx.state
+        plan, kernels = state.plan, state.exchange.kernels
+        grad_rows = _swap_rows(state, grad_rows, "return of input gradients", back=True)
+        grad_row_weights = _swap_rows(state, grad_row_weights, "return of gate gradients", back=True)
+        grad_x = kernels.combine_rows(grad_rows, plan.first_slot_to_row)
+        # Each slot (t, k) was served by one row; a row's masked columns carry zeros.
+        slot_is_routed = plan.slot_to_row >= 0
+        if grad_row_weights.shape[0]:
+            grad_weights = grad_row_weights.gather(0, plan.slot_to_row.clamp_min(0)) * slot_is_routed
+        else:
+            grad_weights = torch.zeros(slot_is_routed.shape, dtype=torch.float32, device=grad_rows.device)
+        return grad_x, grad_weights, None
+
+
+class _Combine(Function):
+    @staticmethod
+    def forward(ctx: Any, partial_sums: Tensor, state: DispatchState) -> Tensor:
+        ctx.state = state
+        returned = _swap_rows(state, partial_sums, "combine of rows", back=True)
+        return state.exchange.kernels.combine_rows(returned, state.plan.first_slot_to_row)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        state = ctx.state
+        grad_rows = state.exchange.kernels.dispatch_rows(grad.contiguous(), state.plan.row_to_token)
+        return _swap_rows(state, grad_rows, "dispatch of output gradients"), None
+
+
+class _PermuteToExperts(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, plan: RoutePlan, kernels: Kernels) -> Tensor:
+        ctx.plan, ctx.kernels = plan, kernels
+        return kernels.dispatch_rows(rows.contiguous(), plan.row_to_token)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.kernels.combine_rows(grad.contiguous(), ctx.plan.first_slot_to_row), None, None
+
+
+class _WeightedSum(Function):
+    @staticmethod
+    def forward(ctx: Any, expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan, kernels: Kernels) -> Tensor:
+        # Saved whatever the row counts: non-re-entrant checkpointing counts saved tensors, and ranks must agree.
+        ctx.save_for_backward(expert_rows, row_weights)
+        ctx.plan, ctx.kernels = plan, kernels
+        return kernels.combine_rows(expert_rows.contiguous(), plan.slot_to_row, row_weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        expert_rows, row_weights = ctx.saved_tensors
+        grad_rows, grad_weights = ctx.kernels.combine_rows_backward(
+            grad.contiguous(), expert_rows, ctx.plan.slot_to_row, row_weights
+        )
+        return grad_rows, grad_weights, None, None

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exact way of an expert: working copies of a domain's experts on each of its ranks, and their gradients back.
+
+One layer's `ReplicaStore` holds the weights of all M*e experts of the domain, one slot per owner:
+
+    weights  [M, e, n]   slot i = the experts of the domain rank with offset index i (own slot: a staging copy)
+    sums     [M, e, n]   fp32 partial gradients since the last return (own slot: what came back)
+
+Weights travel level by level, slowest first, so that each byte crosses a slow link once per child and not once per
+rank; gradients travel the opposite way, summed in fp32 inside the fast levels before they cross a slow one.
+
+    domain sizes [2, 2], the rank at offset (0, 1) sends:
+    weights      stage 0: slot 01 to (1, 1)               stage 1: slots 01, 11 to (0, 0)
+    gradients    stage 0: slots 00, 10 to (0, 0)          stage 1: slot 11 to (1, 1)
+"""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.plan.cluster import flatten
+from ds_hybridep.plan.partition import Partition
+from ds_hybridep.runtime.comm import Channel, Purpose, Transfer, Transport
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """Where one parameter of an expert lies in its block."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """The parameters of an expert that share dtype and trainability, laid out one after the other."""
+
+    dtype: torch.dtype
+    is_trainable: bool
+    slices: tuple[ParameterSlice, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return self.slices[-1].stop
+
+
+def lay_out(expert: nn.Module) -> tuple[Block, ...]:
+    """Blocks of an expert, in the order of its parameters."""
+    members: dict[tuple[torch.dtype, bool], list[ParameterSlice]] = {}
+    for name, parameter in expert.named_parameters():
+        slices = members.setdefault((parameter.dtype, parameter.requires_grad), [])
+        start = slices[-1].stop if slices else 0
+        slices.append(ParameterSlice(name, parameter.shape, start, start + parameter.numel()))
+    return tuple(Block(dtype, trainable, tuple(slices)) for (dtype, trainable), slices in members.items())
+
+
+@dataclass(frozen=True)
+class GatherLevel:
+    """The ranks of this rank's domain that differ from it at one level only, in offset order."""
+
+    level: int
+    ranks: tuple[int, ...]
+    own_offset: int
+    weights: Channel
+    gradients: Channel
+
+
+def build_gather_levels(partition: Partition, transport: Transport, group: str) -> tuple[GatherLevel, ...]:
+    """Levels at which the domain has more than one member, slowest first; makes their channels.
+
+    Each expert-parallel `group` has channels of its own: operations of groups with other levels would mix on them.
+    """
+    rank = transport.rank
+    levels = []
+    for level, size in enumerate(partition.domain_sizes):
+        if size > 1:
+            ranks = partition.gather_peers(rank, level)
+            levels.append(
+                GatherLevel(
+                    level=level,
+                    ranks=ranks,
+                    own_offset=ranks.index(rank),
+                    weights=transport.channel(f"{group}_weights_{level}", ranks, background=True),
+                    gradients=transport.channel(f"{group}_gradients_{level}", ranks, background=True),
+                )
+            )
+    return tuple(levels)
+
+
+class ReplicaStore:
+    """Working copies of a domain's experts for one layer, and the gradients that wait to return.
+
+    Args:
+        layer: name of the layer, for messages.
+        experts: the e experts owned by this rank.
+        partition: of the layer's expert-parallel group.
+        levels: from `build_gather_levels`.
+        rank: global rank of this process.
+    """
+
+    def __init__(
+        self,
+        layer: str,
+        experts: Sequence[nn.Module],
+        partition: Partition,
+        levels: tuple[GatherLevel, ...],
+        rank: int,
+    ) -> None:
+        self.layer = layer
+        self.experts = tuple(experts)
+        self.partition = partition
+        self.levels = levels
+        self.domain_ranks = partition.domain_ranks(rank)
+        self.own_index = partition.offset_index(rank)
+        self.blocks = lay_out(experts[0])
+        for expert_idx, expert in enumerate(experts):
+            if lay_out(expert) != self.blocks:
+                raise UnsupportedError(
+                    f"{layer}: local expert {expert_idx} has other parameters (name, shape, dtype or requires_grad) "
+                    f"than local expert 0; hybridep needs experts of one structure: make them equal or set every "
+                    f"domain_size to 1"
+                )
+        device = next(experts[0].parameters()).device
+        num_slots, num_local = len(self.domain_ranks), len(experts)
+        self.weights = [
+            torch.zeros(num_slots, num_local, block.num_elements, dtype=block.dtype, device=device)
+            for block in self.blocks
+        ]
+        self.sums: list[Tensor | None] = [
+            torch.zeros(num_slots, num_local, block.num_elements, dtype=torch.float32, device=device)
+            if block.is_trainable
+            else None
+            for block in self.blocks
+        ]
+        self.has_unreturned_sums = False
+
+    @property
+    def replica_bytes(self) -> int:
+        """Bytes that this store holds."""
+        return sum(w.nbytes for w in self.weights) + sum(s.nbytes for s in self.sums if s is not None)
+
+    def load_own_weights(self, *, trainable_only: bool) -> None:
+        """Copy the owned experts' parameters into the own slot.  Reads them afresh: ZeRO re-points parameters."""
+        for block, weights in zip(self.blocks, self.weights, strict=True):
+            if trainable_only and not block.is_trainable:
+                continue
+            for expert, row in zip(self.experts, weights[self.own_index], strict=True):
+                parameters = dict(expert.named_parameters())
+                for piece in block.slices:
+                    row[piece.start : piece.stop].copy_(parameters[piece.name].detach().reshape(-1))
+
+    def expert_weights(self, slot: int, local_idx: int) -> dict[str, Tensor]:
+        """Views of one replica's weights by parameter name."""
+        return {
+            piece.name: weights[slot, local_idx, piece.start : piece.stop].view(piece.shape)
+            for block, weights in zip(self.blocks, self.weights, strict=True)
+            for piece in block.slices
+        }
+
+    def trainable_names(self) -> tuple[str, ...]:
+        """Names of an expert's trainable parameters, in block order."""
+        return tuple(piece.name for block in self.blocks if block.is_trainable for piece in block.slices)
+
+    def replica_slots(self) -> tuple[int, ...]:
+        """Slots of experts owned by other ranks."""
+        return tuple(slot for slot in range(len(self.domain_ranks)) if slot != self.own_index)
+
+    def add_replica_gradients(self, gradients: Iterable[Tensor]) -> None:
+        """Add one backward's gradients of all replicas to the fp32 sums.
+
+        Args:
+            gradients: in the order of `replica_slots`, then local expert, then `trainable_names`.
+        """
+        iterator = iter(gradients)
+        for slot in self.replica_slots():
+            for local_idx in range(len(self.experts)):
+                for block, sums in zip(self.blocks, self.sums, strict=True):
+                    if sums is not None:
+                        for piece in block.slices:
+                            sums[slot, local_idx, piece.start : piece.stop].add_(next(iterator).reshape(-1))
+        self.has_unreturned_sums = True
+
+    def returned_gradients(self) -> list[Tensor]:
+        """What came back for the owned experts, fp32, by local expert and `trainable_names`."""
+        return [
+            sums[self.own_index, local_idx, piece.start : piece.stop].view(piece.shape)
+            for local_idx in range(len(self.experts))
+            for block, sums in zip(self.blocks, self.sums, strict=True)
+            if sums is not None
+            for piece in block.slices
+        ]
+
+    def clear_sums(self) -> None:
+        """Forget all partial gradients."""
+        for sums in self.sums:
+            if sums is not None:
+                sums.zero_()
+        self.has_unreturned_sums = False
+
+    def checksums(self) -> Tensor:
+        """[M, 2] int64 on the CPU: two sums over the bits of each slot; the own slot is taken from the parameters."""
+        self.load_own_weights(trainable_only=False)
+        parts = [_bit_sums(weights) for weights in self.weights]
+        return torch.stack(parts).sum(0).cpu()
+
+    def slots_at(self, level_position: int, own: Mapping[int, int] | None = None) -> list[int]:
+        """Slots held before gather stage `level_position`: any offset at slower levels, the own one elsewhere.
+
+        Args:
+            level_position: index into `levels`.
+            own: replaces this rank's offset at some levels (level -> offset).
+        """
+        sizes = self.partition.domain_sizes
+        offsets = list(self.partition.offset_of(self.domain_ranks[self.own_index]))
+        for level, offset in (own or {}).items():
+            offsets[level] = offset
+        slower = {stage.level for stage in self.levels[:level_position]}
+        choices = [range(size) if level in slower else (offsets[level],) for level, size in enumerate(sizes)]
+        return [flatten(place, sizes) for place in itertools.product(*choices)]
+
+
+class StagedOperation(ABC):
+    """A transfer in stages, one per level; `advance` starts the next stage when the previous one has arrived."""
+
+    def __init__(self, store: ReplicaStore, purpose: Purpose) -> None:
+        self.store = store
+        self.purpose = purpose
+        self.stages_started = 0
+        self.is_complete = False
+        self._transfer: Transfer | None = None
+        self.advance()
+
+    def can_advance(self) -> bool:
+        """True when `advance` would not block."""
+        return not self.is_complete and (self._transfer is None or self._transfer.is_done())
+
+    def advance(self) -> None:
+        """Wait for the stage under way, take in what arrived, and start the next one.
+
+        Raises:
+            CommunicationError: the stage under way failed or passed the time limit.
+        """
+        if self._transfer is not None:
+            self._transfer.wait()
+            self._take_in()
+        if self.stages_started == len(self.store.levels):
+            self._transfer = None
+            self.is_complete = True
+            return
+        self._transfer = self._start_stage(self.stages_started)
+        self.stages_started += 1
+
+    def describe_stall(self, timeout_s: float) -> str:
+        """For the error when nothing finished within the time limit."""
+        if self._transfer is None:
+            return f"{self.purpose}: its first stage did not start within the time limit of {timeout_s:g} s"
+        return self._transfer.describe(f"passed the time limit of {timeout_s:g} s")
+
+    @abstractmethod
+    def _start_stage(self, stage: int) -> Transfer: ...
+
+    @abstractmethod
+    def _take_in(self) -> None:
+        """Use what the finished stage brought."""
+
+
+class WeightGather(StagedOperation):
+    """One shipment of a layer's weights to their replicas, slowest level first."""
+
+    def __init__(self, store: ReplicaStore, *, trainable_only: bool) -> None:
+        self._blocks = [i for i, block in enumerate(store.blocks) if block.is_trainable or not trainable_only]
+        store.load_own_weights(trainable_only=trainable_only)
+        super().__init__(store, Purpose("expert_weights", "shipping of expert weights", store.layer))
+
+    def _start_stage(self, stage: int) -> Transfer:
+        store, level = self.store, self.store.levels[stage]
+        held = store.slots_at(stage)
+        sends, receives = [], []
+        for offset, rank in enumerate(level.ranks):
+            if offset != level.own_offset:
+                arriving = store.slots_at(stage, {level.level: offset})
+                sends += [(rank, store.weights[i][slot]) for slot in held for i in self._blocks]
+                receives += [(rank, store.weights[i][slot]) for slot in arriving for i in self._blocks]
+        return level.weights.start(sends, receives, self.purpose)
+
+    def _take_in(self) -> None:
+        """Nothing to do: weights arrive in their slots."""
+
+
+class GradientReturn(StagedOperation):
+    """One return of a layer's replica gradients to their owners, fastest level first.
+
+    Leaves the sum of what the other ranks computed in the own slot of `store.sums`.
+    """
+
+    def __init__(self, store: ReplicaStore) -> None:
+        self.collected: list[Tensor] | None = None  # set once by the migration manager
+        self._arrivals: list[tuple[Tensor, Tensor]] = []  # (received packet, fp32 sum that takes it)
+        self._sent: list[Tensor] = []  # keeps packets alive until they have been sent
+        super().__init__(store, Purpose("expert_gradients", "return of expert gradients", store.layer))
+
+    def _start_stage(self, stage: int) -> Transfer:
+        store = self.store
+        position = len(store.levels) - 1 - stage
+        level = store.levels[position]
+        own_slots = store.slots_at(position)
+        sends, receives = [], []
+        for offset, rank in enumerate(level.ranks):
+            if offset == level.own_offset:
+                continue
+            leaving = store.slots_at(position, {level.level: offset})
+            for block, sums in zip(store.blocks, store.sums, strict=True):
+                if sums is not None:
+                    sends += [(rank, sums[slot].to(block.dtype)) for slot in leaving]
+                    for slot in own_slots:
+                        packet = torch.empty_like(sums[slot], dtype=block.dtype)
+                        receives.append((rank, packet))
+                        self._arrivals.append((packet, sums[slot]))
+        self._sent = [packet for _, packet in sends]
+        return level.gradients.start(sends, receives, self.purpose)
+
+    def _take_in(self) -> None:
+        for packet, sums in self._arrivals:
+            sums.add_(packet)
+        self._arrivals, self._sent = [], []
+
+
+def _bit_sums(weights: Tensor) -> Tensor:
+    """[M, 2] int64: sum and index-weighted sum (mod 2^64) of each slot's 16-bit words."""
+    words = weights.reshape(weights.shape[0], -1).view(torch.int16)
+    totals = []
+    for row in words:
+        wide = row.to(torch.int64)
+        positions = torch.arange(wide.numel(), device=wide.device) % 65521 + 1
+        totals.append(torch.stack([wide.sum(), (wide * positions).sum()]))
+    return torch.stack(totals)

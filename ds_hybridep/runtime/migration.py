@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The migration manager: when weights and gradients of experts move.
+
+Weights are shipped right after a successful optimizer step, and waited for by the layer that needs them.  Gradients of
+replicas stay here, summed in fp32, until the accumulation boundary; then they return to their owners through a pair of
+autograd nodes per layer:
+
+    forward    prefetch(l+depth) ... acquire(l) -> experts of layer l
+    backward   experts of layer l -> acquire(l): start the return ... prefetch(l): wait, add, hand to the parameter
+
+Autograd runs the node made last first, so a prefetch made `depth` layers before its acquire waits `depth` later.
+Forward and step communicate from the main thread, the backward from autograd's; no other thread starts anything.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ds_hybridep.errors import CommunicationError, GradientNotReturnedError, VerificationError
+from ds_hybridep.runtime.comm import Purpose, Transport
+from ds_hybridep.runtime.expert_gather import GradientReturn, ReplicaStore, StagedOperation, WeightGather
+
+
+class StagePipeline:
+    """Multi-stage operations over one set of channels, kept in order.
+
+    A stage is started only after every earlier operation has started the same stage, so all ranks start transfers on
+    a channel in one order, whenever each of them gets to it.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._operations: deque[StagedOperation] = deque()
+
+    def add(self, operation: StagedOperation) -> None:
+        self._operations.append(operation)
+
+    def progress(self) -> None:
+        """Start every stage that can start.  Never blocks."""
+        earlier: StagedOperation | None = None
+        for operation in self._operations:
+            while operation.can_advance() and (
+                earlier is None or earlier.is_complete or earlier.stages_started > operation.stages_started
+            ):
+                operation.advance()
+            earlier = operation
+        while self._operations and self._operations[0].is_complete:
+            self._operations.popleft()
+
+    def wait(self, operation: StagedOperation) -> None:
+        """Block until `operation` is complete, moving the others on meanwhile.
+
+        Raises:
+            CommunicationError: nothing finished within the time limit, or a transfer failed.
+        """
+        with self._transport.exposed(operation.purpose):
+            while True:
+                seen = self._transport.num_finished
+                self.progress()
+                if operation.is_complete:
+                    return
+                if not self._transport.wait_for_more_than(seen):
+                    raise CommunicationError(operation.describe_stall(self._transport.timeout_s))
+
+    def drain(self) -> None:
+        """Block until every operation is complete."""
+        while self._operations:
+            self.wait(self._operations[-1])
+
+
+@dataclass
+class ReturnHandle:
+    """Shared by the two autograd nodes of one layer call: the return that acquire's backward started, if it did."""
+
+    operation: GradientReturn | None = None
+
+
+@dataclass
+class LayerExperts:
+    """One layer's store with the pipelines of its expert-parallel group."""
+
+    store: ReplicaStore
+    weights: StagePipeline
+    gradients: StagePipeline
+    gather: WeightGather | None = None
+    return_in_flight: GradientReturn | None = None
+    prefetched: tuple[ReturnHandle, tuple[Tensor, ...]] | None = None
+
+
+class MigrationManager:
+    """Moves weights and gradients of all layers' experts at the right time.
+
+    Args:
+        transport: counters, time limit and the end of background transfers.
+        layers: stores in the order in which the model runs its layers.
+        prefetch_depth: layers between a gradient's return and the wait for it.
+        is_boundary: True when the backward that runs is the last before the optimizer step.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layers: Sequence[LayerExperts],
+        prefetch_depth: int,
+        is_boundary: Callable[[], bool],
+    ) -> None:
+        self._transport = transport
+        self._layers = list(layers)
+        self._depth = prefetch_depth
+        self._is_boundary = is_boundary
+        self._are_replicas_stale = True
+        pipelines = [pipeline for layer in layers for pipeline in (layer.weights, layer.gradients)]
+        self._pipelines = list(dict.fromkeys(pipelines))
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def acquire(self, position: int) -> list[list[dict[str, Tensor]]]:
+        """Weights of the domain's experts by [slot][local expert], entered into autograd.
+
+        The values are valid after `wait_for_weights`; slots of other ranks are views of the store.  For the own slot
+        only trainable parameters are given.
+        """
+        layer = self._layers[position]
+        store = layer.store
+        if self._are_replicas_stale and not is_in_backward():
+            self.refresh(wait=False)
+        self.progress()
+        own = _trainable_parameters(store)
+        if own and torch.is_grad_enabled():
+            handle, aliases = self._take_prefetched(position)
+            outputs = _Acquire.apply(self, layer, handle, *aliases)
+        else:
+            layer.prefetched = None
+            outputs = (*own, *_replica_views(store))
+        return _by_slot(store, iter(outputs))
+
+    def wait_for_weights(self, position: int) -> None:
+        """Block until the layer's replicas hold the owners' current weights."""
+        layer = self._layers[position]
+        if layer.gather is not None:
+            layer.weights.wait(layer.gather)
+            layer.gather = None
+
+    def _take_prefetched(self, position: int) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
+        """The prefetch node of this call's layer.  In a recomputation it is made on the spot, adjacent to acquire.
+
+        A re-entrant recomputation runs the backward of what it builds; a non-re-entrant one discards it.  Neither may
+        touch the nodes of the first forward.
+        """
+        if is_in_backward():
+            return _prefetch(self, self._layers[position])
+        for later in self._layers[position + 1 : position + 1 + self._depth]:
+            if later.prefetched is None and _trainable_parameters(later.store):
+                later.prefetched = _prefetch(self, later)
+        layer = self._layers[position]
+        prefetched, layer.prefetched = layer.prefetched, None
+        return prefetched if prefetched is not None else _prefetch(self, layer)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def take_gradients(self, layer: LayerExperts, handle: ReturnHandle, gradients: Sequence[Tensor]) -> None:
+        """Add replica gradients to the sums; at the boundary start their return."""
+        if layer.return_in_flight is not None:  # the layer ran twice in this backward
+            self.finish_return(layer, layer.return_in_flight)
+        layer.store.add_replica_gradients(gradients)
+        if self._is_boundary():
+            handle.operation = layer.return_in_flight = GradientReturn(layer.store)
+            layer.gradients.add(handle.operation)
+        self.progress()
+
+    def finish_return(self, layer: LayerExperts, operation: GradientReturn) -> list[Tensor]:
+        """The gradients that came back for the owned experts, fp32; clears the sums at the first call."""
+        if operation.collected is None:
+            layer.gradients.wait(operation)
+            operation.collected = [gradient.clone() for gradient in layer.store.returned_gradients()]
+            layer.store.clear_sums()
+            layer.return_in_flight = None
+        return operation.collected
+
+    def progress(self) -> None:
+        """Start whatever can start in the background.  Never blocks."""
+        for pipeline in self._pipelines:
+            pipeline.progress()
+
+    # -- around the optimizer step ----------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Make sure that nothing is under way and no gradient was left behind.
+
+        Raises:
+            GradientNotReturnedError: a layer did not run in the boundary backward but holds gradients of earlier ones.
+        """
+        left = [layer.store.layer for layer in self._layers if layer.store.has_unreturned_sums]
+        if left:
+            raise GradientNotReturnedError(
+                f"rank {self._transport.rank}: replica gradients of {left} were not returned to their owners before "
+                f"step(): these layers did not run in the last backward before the step (the accumulation boundary); "
+                f"run every MoE layer in that micro-batch, call engine.zero_grad() to drop the gradients, or set "
+                f"every domain_size to 1"
+            )
+        self._drain_weights()
+
+    def after_step(self) -> None:
+        """Ship the new weights in the background."""
+        self._ship(trainable_only=True)
+
+    def mark_weights_changed(self) -> None:
+        """Weights changed outside the optimizer step: the next forward ships everything."""
+        self._are_replicas_stale = True
+
+    def refresh(self, *, wait: bool = True) -> None:
+        """Ship all weights, frozen ones too; all ranks must call.  Returns when they have arrived if `wait`."""
+        self._drain_weights()
+        self._ship(trainable_only=False)
+        self._are_replicas_stale = False
+        if wait:
+            self._drain_weights()
+
+    def clear_gradients(self) -> None:
+        """Forget replica gradients, as zero_grad does for the owners'."""
+        for layer in self._layers:
+            if layer.store.has_unreturned_sums:
+                layer.store.clear_sums()
+
+    def finish(self) -> None:
+        """Wait for everything under way."""
+        for pipeline in self._pipelines:
+            pipeline.drain()
+
+    def drop_prefetched(self) -> None:
+        """Forget prefetch nodes that no forward took."""
+        for layer in self._layers:
+            layer.prefetched = None
+
+    def verify(self) -> None:
+        """Prove that every replica holds its owner's weights; all ranks must call at the same step.
+
+        Raises:
+            VerificationError: names layer, expert owner and the ranks that differ.
+        """
+        self._drain_weights()
+        if self._are_replicas_stale:
+            return
+        for layer in self._layers:
+            store = layer.store
+            tables = _exchange_checksums(self._transport, store)
+            for slot, owner in enumerate(store.domain_ranks):
+                wrong = [r for r, table in tables.items() if not torch.equal(table[slot], tables[owner][slot])]
+                if wrong:
+                    raise VerificationError(
+                        f"{store.layer}: the copies of the experts of rank {owner} on ranks {wrong} differ from the "
+                        f"owner's weights; if they were changed outside engine.step(), call "
+                        f"ds_hybridep.refresh(engine) on all ranks after the change"
+                    )
+
+    @property
+    def replica_bytes(self) -> int:
+        """Bytes held for replicas and their gradient sums on this rank."""
+        return sum(layer.store.replica_bytes for layer in self._layers)
+
+    def _ship(self, *, trainable_only: bool) -> None:
+        self.drop_prefetched()
+        for layer in self._layers:
+            layer.gather = WeightGather(layer.store, trainable_only=trainable_only)
+            layer.weights.add(layer.gather)
+
+    def _drain_weights(self) -> None:
+        for position in range(len(self._layers)):
+            self.wait_for_weights(position)
+
+
+def is_in_backward() -> bool:
+    """True inside a running backward: a forward that runs there is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _exchange_checksums(transport: Transport, store: ReplicaStore) -> dict[int, Tensor]:
+    """Checksums [M, 2] of every rank of the domain, by global rank."""
+    own = store.checksums()
+    tables = {rank: torch.empty_like(own) for rank in store.domain_ranks}
+    tables[transport.rank] = own
+    others = [rank for rank in store.domain_ranks if rank != transport.rank]
+    channel = transport.channel("verify", store.domain_ranks)
+    purpose = Purpose("control", "exchange of checksums", store.layer)
+    channel.start([(r, own) for r in others], [(r, tables[r]) for r in others], purpose).wait()
+    return tables
+
+
+def _trainable_parameters(store: ReplicaStore) -> list[nn.Parameter]:
+    """The owned experts' trainable parameters, by local expert and `trainable_names`."""
+    names = store.trainable_names()
+    return [expert.get_parameter(name) for expert in store.experts for name in names]
+
+
+def _replica_views(store: ReplicaStore) -> list[Tensor]:
+    """Trainable weights of the replicas, by slot, local expert and `trainable_names`."""
+    names = store.trainable_names()
+    return [
+        weights[name]
+        for slot in store.replica_slots()
+        for local_idx in range(len(store.experts))
+        for weights in [store.expert_weights(slot, local_idx)]
+        for name in names
+    ]
+
+
+def _by_slot(store: ReplicaStore, tensors: Any) -> list[list[dict[str, Tensor]]]:
+    """Weights by [slot][local expert]: own ones first in `tensors`, then the replicas' in slot order."""
+    names = store.trainable_names()
+    num_local = len(store.experts)
+    slots: list[list[dict[str, Tensor]]] = [[] for _ in store.domain_ranks]
+    for slot in (store.own_index, *store.replica_slots()):
+        for local_idx in range(num_local):
+            weights = {} if slot == store.own_index else store.expert_weights(slot, local_idx)
+            weights.update({name: next(tensors) for name in names})
+            slots[slot].append(weights)
+    return slots
+
+
+def _prefetch(manager: MigrationManager, layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
+    handle = ReturnHandle()
+    return handle, _Prefetch.apply(manager, layer, handle, *_trainable_parameters(layer.store))
+
+
+class _Prefetch(Function):
+    """Identity on the owned parameters; its backward waits for what the other ranks computed, and adds it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, manager: MigrationManager, layer: LayerExperts, handle: ReturnHandle, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.manager, ctx.layer, ctx.handle = manager, layer, handle
+        return tuple(parameter.detach() for parameter in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        operation = ctx.handle.operation
+        if operation is None:  # not the accumulation boundary: the owner's own part only
+            return None, None, None, *gradients
+        with torch.profiler.record_function(f"hybridep::prefetch_backward::{ctx.layer.store.layer}"):
+            returned = ctx.manager.finish_return(ctx.layer, operation)
+            return (
+                None,
+                None,
+                None,
+                *((own.float() + other).to(own.dtype) for own, other in zip(gradients, returned, strict=True)),
+            )
+
+
+class _Acquire(Function):
+    """Owned parameters and replicas for the experts; its backward keeps or returns the replicas' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, manager: MigrationManager, layer: LayerExperts, handle: ReturnHandle, *aliases: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.manager, ctx.layer, ctx.handle, ctx.num_own = manager, layer, handle, len(aliases)
+        return *(alias.detach() for alias in aliases), *(view.detach() for view in _replica_views(layer.store))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.profiler.record_function(f"hybridep::acquire_backward::{ctx.layer.store.layer}"):
+            ctx.manager.take_gradients(ctx.layer, ctx.handle, gradients[ctx.num_own :])
+        return None, None, None, *gradients[: ctx.num_own]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward of one MoE layer over expert domains: the table of contents of this package."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ds_hybridep.kernels import Kernels
+from ds_hybridep.runtime.dispatch import Exchange, combine, dispatch, permute_to_experts, weighted_sum
+from ds_hybridep.runtime.migration import MigrationManager, is_in_backward
+
+
+@dataclass
+class LayerStats:
+    """What one layer did on this rank since it was attached."""
+
+    calls: int = 0
+    rows_sent: int = 0  # to other ranks, in forward dispatches
+    rows_computed: int = 0  # rows that experts processed here
+    capacity_rows: int | Tensor = 0  # sum over calls of C * number of all-to-alls that plain EP would have run
+
+
+@dataclass(frozen=True)
+class HybridMoE:
+    """Routed experts of one layer: dispatch, experts, combine.
+
+    Attributes:
+        name: of the layer, for messages.
+        experts: the e experts owned by this rank.
+        exchanges: the way of a token, slowest level first; empty where all experts are in this rank's domain.
+        expert_to_slot: [E] int32, slot * e + local index of each expert of this rank's domain, else -1.
+        num_slots: M, ranks of the domain.
+        kernels: local row operations.
+        migration: moves weights and gradients; None where every domain is one rank.
+        position: of this layer's store in `migration`.
+    """
+
+    name: str
+    experts: tuple[nn.Module, ...]
+    exchanges: tuple[Exchange, ...]
+    expert_to_slot: Tensor
+    num_slots: int
+    kernels: Kernels
+    migration: MigrationManager | None = None
+    position: int = -1
+    stats: LayerStats = field(default_factory=LayerStats)
+
+    def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        """Weighted sum of the routed experts' outputs, [T, D] -> [T, D].
+
+        Args:
+            x: [T, D] tokens.
+            topk_idx: [T, K] int32 global expert ids, -1 = dropped.
+            topk_weights: [T, K] fp32 gate weights.
+        """
+        # Acquired before the dispatch, so that in the backward tokens go first and expert gradients after them.
+        replicas = self.migration.acquire(self.position) if self.migration is not None else None
+        rows, row_idx, row_weights, states = x, topk_idx, topk_weights, []
+        for exchange in self.exchanges:
+            rows, row_idx, row_weights, state = dispatch(rows, row_idx, row_weights, exchange)
+            states.append(state)
+            self.stats.rows_sent += sum(state.send_splits) - state.send_splits[exchange.self_index]
+        if self.migration is not None:
+            self.migration.wait_for_weights(self.position)
+        partial_sums = self._compute(rows, row_idx, row_weights, replicas)
+        for state in reversed(states):
+            partial_sums = combine(partial_sums, state)
+        self.stats.calls += 1
+        return partial_sums
+
+    def _compute(
+        self, rows: Tensor, row_idx: Tensor, row_weights: Tensor, replicas: list[list[dict[str, Tensor]]] | None
+    ) -> Tensor:
+        """Every expert of the domain on its rows, with zero rows too: all ranks must run the same operations."""
+        with torch.profiler.record_function(f"hybridep::experts::{self.name}"):
+            plan = self.kernels.plan_routes(row_idx, self.expert_to_slot, self.num_slots * len(self.experts))
+            splits = plan.rows_per_destination.tolist()
+            self.stats.rows_computed += sum(splits)
+            chunks = permute_to_experts(rows, plan, self.kernels).split(splits)
+            outputs = []
+            for slot in range(self.num_slots):
+                for local_idx, expert in enumerate(self.experts):
+                    weights = replicas[slot][local_idx] if replicas is not None else {}
+                    outputs.append(_call_expert(expert, weights, chunks[len(outputs)]))
+            return weighted_sum(torch.cat(outputs), row_weights, plan, self.kernels)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """A copied or pickled layer is a plain DeepSpeed layer: channels and replicas belong to this one alone."""
+        return _no_hybrid_moe, ()
+
+    def count_plain_ep(self, capacity: Tensor | int) -> None:
+        """Note the expert capacity of this call: each all-to-all of plain EP carries C rows per expert."""
+        num_exchanges = 4 if torch.is_grad_enabled() and not is_in_backward() else 2
+        self.stats.capacity_rows = self.stats.capacity_rows + num_exchanges * capacity
+
+
+def _no_hybrid_moe() -> None:
+    return None
+
+
+def _call_expert(expert: nn.Module, weights: dict[str, Tensor], rows: Tensor) -> Tensor:
+    """The expert's output rows, [n, D] -> [n, D]; `weights` replace the module's own parameters of those names."""
+    # Four dimensions, as DeepSpeed calls its experts ([group, expert, capacity, hidden]).
+    rows_4d = rows[None, None]
+    output = functional_call(expert, weights, (rows_4d,)) if weights else expert(rows_4d)
+    if isinstance(output, tuple):
+        output = output[0]  # DeepSpeed's convention: (output, bias)
+    return output.reshape(rows.shape)
+
+
+def expert_to_slot(domain_experts: Sequence[int], num_experts: int, device: torch.device) -> Tensor:
+    """[E] int32: index of each expert in `domain_experts`, -1 for experts of other domains."""
+    table = torch.full((num_experts,), -1, dtype=torch.int32)
+    table[list(domain_experts)] = torch.arange(len(domain_experts), dtype=torch.int32)
+    return table.to(device)

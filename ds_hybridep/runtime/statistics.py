@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank and the whole job moved, as plain dicts: for `ds_hybridep.stats`, the monitor and the run record."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.plan.partition import Partition
+from ds_hybridep.runtime.comm import KINDS, Purpose, Transport
+from ds_hybridep.runtime.moe_layer import HybridMoE
+
+EXPOSED_KINDS = ("tokens", "expert_weights", "expert_gradients")
+
+
+class Statistics:
+    """Counters of one attached model.
+
+    Args:
+        transport: counts bytes, messages and exposed seconds.
+        layers: with their partition and the bytes of one row of capacity (hidden size x element size).
+    """
+
+    def __init__(self, transport: Transport, layers: Sequence[tuple[HybridMoE, Partition, int]]) -> None:
+        self._transport = transport
+        self._layers = list(layers)
+        self.num_steps = 0
+
+    def local(self) -> dict[str, Any]:
+        """This rank's counters since attach; JSON-able.  Bytes and messages are those handed to the communicator."""
+        traffic, cluster = self._transport.traffic, self._transport.cluster
+        plain_ep_bytes = self._plain_ep_bytes()
+        return {
+            "rank": self._transport.rank,
+            "steps": self.num_steps,
+            "levels": [
+                {
+                    "name": level.name,
+                    "sent_bytes": {kind: traffic.sent_bytes.get((index, kind), 0) for kind in KINDS},
+                    "received_bytes": {kind: traffic.received_bytes.get((index, kind), 0) for kind in KINDS},
+                    "sent_messages": {kind: traffic.sent_messages.get((index, kind), 0) for kind in KINDS},
+                    "plain_ep_bytes": plain_ep_bytes[index],
+                }
+                for index, level in enumerate(cluster.levels)
+            ],
+            "exposed_s": {kind: traffic.exposed_s.get(kind, 0.0) for kind in EXPOSED_KINDS},
+            "layers": [
+                {
+                    "name": layer.name,
+                    "calls": layer.stats.calls,
+                    "rows_sent": layer.stats.rows_sent,
+                    "rows_computed": layer.stats.rows_computed,
+                }
+                for layer, _, _ in self._layers
+            ],
+        }
+
+    def gather_job(self) -> dict[str, Any] | None:
+        """The whole job's counters on rank 0, None elsewhere; all ranks must call at the same step.
+
+        Bytes are sums over ranks, exposed seconds means over ranks, imbalance is max over mean of the rows that a
+        rank's experts computed, per layer.
+        """
+        transport = self._transport
+        local = self.local()
+        own = torch.tensor(_flatten_counters(local), dtype=torch.float64)
+        if transport.world_size == 1:
+            return self._job_record([own])
+        channel = transport.channel("report", range(transport.world_size))
+        purpose = Purpose("control", "report to rank 0")
+        if transport.rank != 0:
+            channel.start([(0, own)], [], purpose).wait()
+            return None
+        tables = [own, *(torch.empty_like(own) for _ in range(1, transport.world_size))]
+        channel.start([], [(rank, tables[rank]) for rank in range(1, transport.world_size)], purpose).wait()
+        return self._job_record(tables)
+
+    def _job_record(self, tables: Sequence[Tensor]) -> dict[str, Any]:
+        stacked = torch.stack(list(tables))
+        totals = iter(stacked.sum(0).tolist())
+        levels = [
+            {
+                "name": level.name,
+                "sent_bytes": {kind: int(next(totals)) for kind in KINDS},
+                "plain_ep_bytes": int(next(totals)),
+            }
+            for level in self._transport.cluster.levels
+        ]
+        exposed_s = {kind: next(totals) / len(tables) for kind in EXPOSED_KINDS}
+        rows = stacked[:, stacked.shape[1] - len(self._layers) :]
+        imbalance = (rows.max(0).values / rows.mean(0).clamp_min(1e-30)).tolist()
+        return {
+            "steps": self.num_steps,
+            "world_size": len(tables),
+            "levels": levels,
+            "exposed_s": exposed_s,
+            "layers": [
+                {"name": layer.name, "imbalance": value}
+                for (layer, _, _), value in zip(self._layers, imbalance, strict=True)
+            ],
+        }
+
+    def _plain_ep_bytes(self) -> list[int]:
+        """Bytes that this rank would have sent per level in DeepSpeed's all-to-alls of padded capacity."""
+        transport = self._transport
+        totals = [0] * len(transport.cluster.levels)
+        for layer, partition, row_bytes in self._layers:
+            bytes_per_peer = int(layer.stats.capacity_rows) * len(layer.experts) * row_bytes
+            for rank in partition.group_ranks:
+                if rank != transport.rank:
+                    totals[transport.level_to(rank)] += bytes_per_peer
+        return totals
+
+
+def monitor_events(record: Mapping[str, Any], num_samples: int) -> list[tuple[str, float, int]]:
+    """DeepSpeed monitor events (tag, value, samples) of a job record."""
+    steps = max(record["steps"], 1)
+    events = [
+        (f"HybridEP/{level['name']}/{kind}_MB_per_step", level["sent_bytes"][kind] / steps / 1e6, num_samples)
+        for level in record["levels"]
+        for kind in KINDS
+    ]
+    events += [(f"HybridEP/exposed_s/{kind}", value, num_samples) for kind, value in record["exposed_s"].items()]
+    events += [(f"HybridEP/imbalance/{layer['name']}", layer["imbalance"], num_samples) for layer in record["layers"]]
+    return events
+
+
+def _flatten_counters(local: Mapping[str, Any]) -> list[float]:
+    """Numbers of a local record in the order in which `_job_record` reads them."""
+    numbers: list[float] = []
+    for level in local["levels"]:
+        numbers += [level["sent_bytes"][kind] for kind in KINDS]
+        numbers.append(level["plain_ep_bytes"])
+    numbers += [local["exposed_s"][kind] for kind in EXPOSED_KINDS]
+    numbers += [layer["rows_computed"] for layer in local["layers"]]
+    return numbers
