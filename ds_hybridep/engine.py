@@ -9,6 +9,7 @@ exactly those.
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, build_runtime
 from ds_hybridep.runtime.comm import group_ranks, is_initialized, refuse, world_size
 from ds_hybridep.runtime.moe_layer import HybridMoE
 from ds_hybridep.runtime.statistics import monitor_events
+from ds_hybridep.runtime.trace import record_trace
 
 BLOCK = "hybridep"
 _ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
@@ -88,6 +90,14 @@ def refresh(engine: nn.Module) -> None:
     migration = _attachment_of(engine).runtime.migration
     if migration is not None:
         migration.refresh()
+
+
+def trace(engine: nn.Module, path: str | Path) -> AbstractContextManager[None]:
+    """Context manager: profile the steps inside and write a Chrome/Perfetto trace of this rank to `path`.
+
+    Ranges of the runtime are named `hybridep::...`; transfers of weights and gradients are rows of their own.
+    """
+    return record_trace(_attachment_of(engine).runtime.transport, path)
 
 
 def patch_deepspeed_engine(module: ModuleType) -> None:

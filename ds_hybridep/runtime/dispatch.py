@@ -108,42 +108,49 @@ def weighted_sum(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan, kern
 
 def _exchange_counts(exchange: Exchange, send_splits: tuple[int, ...]) -> tuple[int, ...]:
     """Rows that every destination sends here."""
-    send = torch.tensor(send_splits, dtype=torch.int64)
-    received = send.clone()
-    device = exchange.expert_to_destination.device
-    if exchange.channel.needs_device_tensors:
-        send, received = send.to(device), received.to(device)
-    _swap(exchange, send, received, [1] * len(send_splits), [1] * len(send_splits), "exchange of row counts")
+    device = exchange.expert_to_destination.device if exchange.channel.needs_device_tensors else "cpu"
+    counts = torch.tensor(send_splits, dtype=torch.int64, device=device)
+    one_each = [1] * len(send_splits)
+    (received,) = _swap(exchange, [counts], one_each, one_each, "exchange of row counts")
     return tuple(received.tolist())
 
 
 def _swap(
-    exchange: Exchange,
-    send: Tensor,
-    received: Tensor,
-    send_splits: Sequence[int],
-    recv_splits: Sequence[int],
-    what: str,
-) -> None:
-    """Fill `received` [sum(recv_splits), ...] with the parts of every destination's `send`; own part is copied."""
+    exchange: Exchange, tensors: Sequence[Tensor], send_splits: Sequence[int], recv_splits: Sequence[int], what: str
+) -> list[Tensor]:
+    """For each [sum(send_splits), ...] tensor the parts meant for this rank, [sum(recv_splits), ...].
+
+    All tensors travel in one transfer; the part of this rank itself is copied.
+    """
     with torch.profiler.record_function(f"hybridep::{what}::{exchange.layer}"):
-        sends = list(zip(exchange.ranks, send.split(list(send_splits)), strict=True))
-        receives = list(zip(exchange.ranks, received.split(list(recv_splits)), strict=True))
-        _, own_send = sends.pop(exchange.self_index)
-        _, own_receive = receives.pop(exchange.self_index)
+        sends, receives, own, results = [], [], [], []
+        for tensor in tensors:
+            tensor = tensor.contiguous()
+            result = tensor.new_empty(sum(recv_splits), *tensor.shape[1:])
+            results.append(result)
+            for index, (rank, send, receive) in enumerate(
+                zip(exchange.ranks, tensor.split(list(send_splits)), result.split(list(recv_splits)), strict=True)
+            ):
+                if index == exchange.self_index:
+                    own.append((receive, send))
+                else:
+                    sends.append((rank, send))
+                    receives.append((rank, receive))
         transfer = exchange.channel.start(sends, receives, Purpose("tokens", what, exchange.layer))
-        own_receive.copy_(own_send)
+        for receive, send in own:
+            receive.copy_(send)
         transfer.wait()
+        return results
 
 
-def _swap_rows(state: DispatchState, rows: Tensor, what: str, *, back: bool = False) -> Tensor:
-    """Rows of the other ranks for this one; `back` runs the exchange the other way round."""
-    send_splits, recv_splits = state.send_splits, state.recv_splits
-    if back:
-        send_splits, recv_splits = recv_splits, send_splits
-    received = rows.new_empty(sum(recv_splits), *rows.shape[1:])
-    _swap(state.exchange, rows.contiguous(), received, send_splits, recv_splits, what)
-    return received
+def _swap_there(state: DispatchState, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+    """Rows go to their destinations."""
+    return _swap(state.exchange, tensors, state.send_splits, state.recv_splits, what)
+
+
+def _swap_back(state: DispatchState, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+    """Rows return to where they came from."""
+    return _swap(state.exchange, tensors, state.recv_splits, state.send_splits, what)
 
 
 class _Dispatch(Function):
@@ -152,11 +159,10 @@ class _Dispatch(Function):
         ctx.state = state
         plan, kernels = state.plan, state.exchange.kernels
         sent_rows = kernels.dispatch_rows(x.contiguous(), plan.row_to_token)
-        # Expert ids and gate weights of a row travel in one message, [R, 2K] int32.
+        # Expert ids and gate weights of a row travel together, [R, 2K] int32.
         sent_weights = topk_weights.index_select(0, plan.row_to_token).contiguous()
         metadata = torch.cat([plan.row_topk_idx, sent_weights.view(torch.int32)], dim=1)
-        metadata = _swap_rows(state, metadata, "dispatch of expert ids and gate weights")
-        rows = _swap_rows(state, sent_rows, "dispatch of rows")
+        metadata, rows = _swap_there(state, [metadata, sent_rows], "dispatch of rows")
         row_topk_idx, row_weights = metadata.chunk(2, dim=1)
         row_topk_idx = row_topk_idx.contiguous()
         ctx.mark_non_differentiable(row_topk_idx)
@@ -169,8 +175,7 @@ class _Dispatch(Function):
     ) -> tuple[Tensor | None, Tensor | None, None]:
         state = ctx.state
         plan, kernels = state.plan, state.exchange.kernels
-        grad_rows = _swap_rows(state, grad_rows, "return of input gradients", back=True)
-        grad_row_weights = _swap_rows(state, grad_row_weights, "return of gate gradients", back=True)
+        grad_row_weights, grad_rows = _swap_back(state, [grad_row_weights, grad_rows], "return of input gradients")
         grad_x = kernels.combine_rows(grad_rows, plan.first_slot_to_row)
         # Each slot (t, k) was served by one row; a row's masked columns carry zeros.
         slot_is_routed = plan.slot_to_row >= 0
@@ -185,7 +190,7 @@ class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, partial_sums: Tensor, state: DispatchState) -> Tensor:
         ctx.state = state
-        returned = _swap_rows(state, partial_sums, "combine of rows", back=True)
+        (returned,) = _swap_back(state, [partial_sums], "combine of rows")
         return state.exchange.kernels.combine_rows(returned, state.plan.first_slot_to_row)
 
     @staticmethod
@@ -193,7 +198,8 @@ class _Combine(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         state = ctx.state
         grad_rows = state.exchange.kernels.dispatch_rows(grad.contiguous(), state.plan.row_to_token)
-        return _swap_rows(state, grad_rows, "dispatch of output gradients"), None
+        (grad_partial_sums,) = _swap_there(state, [grad_rows], "dispatch of output gradients")
+        return grad_partial_sums, None
 
 
 class _PermuteToExperts(Function):

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures shared by all tests: pools of gloo workers, started by the first test that runs something on them."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS_DIR = Path(__file__).resolve().parent
+REPO_DIR = TESTS_DIR.parent
+
+if str(TESTS_DIR) not in sys.path:  # whatever pytest's import mode is
+    sys.path.insert(0, str(TESTS_DIR))
+if importlib.util.find_spec("ds_hybridep") is None:  # run from a checkout without an install
+    sys.path.insert(0, str(REPO_DIR))
+
+# Before torch or deepspeed are imported anywhere: workers inherit these.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Own folder: a killed build leaves a lock in the folder that all checkouts share, and later builds wait for ever.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(REPO_DIR / ".cache" / "torch_extensions"))
+
+from process_pool import ProcessPool  # noqa: E402 (needs the path and the environment above)
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[ProcessPool]:
+    """Two gloo ranks."""
+    with ProcessPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool4() -> Iterator[ProcessPool]:
+    """Four gloo ranks."""
+    with ProcessPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool8() -> Iterator[ProcessPool]:
+    """Eight gloo ranks."""
+    with ProcessPool(8) as pool:
+        yield pool

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every worker process needs imported, loaded once by the fork server and inherited by all workers.
+
+Importing torch and deepspeed takes seconds of CPU; on two cores eight workers would pay them one after the other.
+Nothing here starts a thread, so forking afterwards is safe.
+"""
+
+import ds_hybridep._autoload
+
+# The same hook that the installed entry point runs; it has to be there before deepspeed's engine is imported.
+ds_hybridep._autoload.install()
+
+import gc  # noqa: E402
+import importlib  # noqa: E402
+import logging  # noqa: E402
+
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+from deepspeed.utils import logger  # noqa: E402
+
+# Imported by deepspeed and torch when the first engine of a process is built: 2 s in each worker, if not done here.
+for _name in ("torch._dynamo", "deepspeed.moe.layer", "deepspeed.runtime.zero.muon.muon_optimizer"):
+    importlib.import_module(_name)
+
+__all__ = ["deepspeed", "torch"]
+
+logger.setLevel(logging.ERROR)
+
+# On CPU deepspeed compiles a shared-memory all-reduce the first time a backend is made (about a minute) and keeps
+# 66 MB of /dev/shm per rank. Only inference with tensor parallelism calls it, so the tests mark it as not available,
+# which is what deepspeed itself does on machines that cannot build it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+# Modules are a million objects that never die: the collection after each engine skips them (0.2 s each otherwise).
+gc.collect()
+gc.freeze()

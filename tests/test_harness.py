@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parity harness itself: the pool survives its ranks, equal runs are equal to the bit, and faults are seen."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import parity
+import pytest
+import torch
+import toy_model
+from deepspeed import comm as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.utils import groups
+from parity import Case, levels_of
+from process_pool import ProcessPool, RemoteError
+from toy_model import ToyConfig
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+LEVELS_2X2 = levels_of((2, 2), (1, 1))
+LEVELS_2X2X2 = levels_of((2, 2, 2), (1, 1, 1))
+BY_TOKEN = ToyConfig(routing="by_token")
+
+
+# -- the pool ---------------------------------------------------------------------------------------------------
+
+
+def sum_of_ranks(scale: int) -> float:
+    value = torch.tensor([float(scale * dist.get_rank())])
+    dist.all_reduce(value)
+    return value.item()
+
+
+def fail_on(failing_rank: int) -> None:
+    print(f"output of rank {dist.get_rank()}")
+    if dist.get_rank() == failing_rank:
+        raise ValueError("this rank fails")
+    dist.barrier()
+
+
+def die_on(dying_rank: int) -> None:
+    if dist.get_rank() == dying_rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def wait_for_nobody() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def environment() -> tuple[str, ...]:
+    return tuple(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "OMP_NUM_THREADS"))
+
+
+@pytest.fixture
+def own_pool() -> Iterator[ProcessPool]:
+    with ProcessPool(2) as pool:
+        yield pool
+
+
+def test_results_come_in_rank_order(pool4: ProcessPool) -> None:
+    assert pool4.run(sum_of_ranks, scale=2) == [12.0] * 4
+    assert pool4.run(environment) == [(str(rank), "4", str(rank), "4", "1") for rank in range(4)]
+
+
+def test_workers_stay_between_runs(own_pool: ProcessPool) -> None:
+    own_pool.run(sum_of_ranks, scale=1)
+    before = own_pool.pids
+    own_pool.run(sum_of_ranks, scale=1)
+    assert own_pool.pids == before
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "limit_s", "expected"),
+    [
+        (fail_on, {"failing_rank": 1}, 30.0, ["ValueError: this rank fails", "output of rank 1", "barrier"]),
+        (die_on, {"dying_rank": 0}, 30.0, ["died with exit code 7"]),
+        (wait_for_nobody, {}, 1.0, ["rank 1 ---\nreturned normally", "still at work", "in wait_for_nobody"]),
+    ],
+)
+def test_a_failed_run_shows_every_rank_and_the_next_one_gets_new_workers(
+    own_pool: ProcessPool, function: object, arguments: dict, limit_s: float, expected: list[str]
+) -> None:
+    own_pool.run(sum_of_ranks, scale=1)
+    before = own_pool.pids
+    with pytest.raises(RemoteError) as caught:
+        own_pool.run(function, timeout_s=limit_s, **arguments)
+    for text in expected:
+        assert text in str(caught.value)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in before)  # neither running nor a zombie
+    assert own_pool.run(sum_of_ranks, scale=1) == [1.0] * 2
+    assert not set(own_pool.pids) & set(before)
+
+
+def test_a_closed_pool_leaves_nothing() -> None:
+    with ProcessPool(2) as pool:
+        pool.run(sum_of_ranks, scale=1)
+        pids, log_dir, port = pool.pids, pool._log_dir, pool._port
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not log_dir.exists()
+    assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
+
+
+# -- the model --------------------------------------------------------------------------------------------------
+
+
+def expert_ranks(ep_size: int, data_before_expert: bool) -> tuple[int, int]:
+    config = ToyConfig(ep_size=ep_size)
+    case = Case(levels=LEVELS_2X2, toy=config, use_data_before_expert_parallel=data_before_expert)
+    parity.use_expert_groups_of(case)
+    ours = toy_model.expert_parallel_rank(
+        dist.get_rank(), world_size=4, ep_size=ep_size, data_before_expert=data_before_expert
+    )
+    return ours, groups._get_expert_parallel_rank(f"ep_size_{ep_size}")
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+@pytest.mark.parametrize("data_before_expert", [False, True])
+def test_the_position_in_the_ep_group_is_the_one_of_deepspeed(
+    pool4: ProcessPool, ep_size: int, data_before_expert: bool
+) -> None:
+    for ours, theirs in pool4.run(expert_ranks, ep_size=ep_size, data_before_expert=data_before_expert):
+        assert ours == theirs
+
+
+def token_counts(config: ToyConfig) -> list[list[int]]:
+    """Tokens that each expert is asked for, by layer, after two training steps."""
+    counts = []
+
+    def record(module: MoE, _: object, output: tuple) -> None:
+        counts.append(output[2].tolist())
+
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, output: record(module, inputs, output) if isinstance(module, MoE) else None
+    )
+    try:
+        parity.train(Case(levels=LEVELS_2X2, toy=config, steps=2), with_block=False)
+    finally:
+        handle.remove()
+    return counts
+
+
+@pytest.mark.parametrize("routing", ["learned", "by_token"])
+def test_starved_experts_get_no_token_and_the_others_do(pool4: ProcessPool, routing: str) -> None:
+    config = ToyConfig(starved_experts=(2, 3), drop_tokens=False, routing=routing)
+    by_rank = pool4.run(token_counts, config=config)
+    total = torch.tensor(by_rank).sum(dim=(0, 1))
+    assert [expert for expert in range(8) if total[expert] == 0] == [2, 3]
+
+
+def test_capacity_drops_tokens_in_the_cases_that_say_so(pool4: ProcessPool) -> None:
+    for k in (1, 2, 3):
+        by_rank = pool4.run(token_counts, config=ToyConfig(k=k))
+        assert max(itertools.chain(*itertools.chain(*by_rank))) > 32 * k // 8
+
+
+def test_no_two_experts_start_equal() -> None:
+    shape = torch.Size([4, 4])
+    names = [f"blocks.{b}.experts.deepspeed_experts.{e}.up.weight" for b in range(2) for e in range(8)]
+    values = [toy_model.initial_value(name, shape, config=ToyConfig(), seed=1) for name in names]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(values, 2))
+
+
+# -- equal runs are equal ---------------------------------------------------------------------------------------
+
+
+def equality_grid() -> list[Case]:
+    axes = itertools.product(
+        (0, 1, 2), ("fp32", "bf16"), (1, 3), (None, "reentrant", "nonreentrant"), (1, 2, 3), (True, False)
+    )
+    return [
+        Case(
+            levels=LEVELS_2X2,
+            zero_stage=zero_stage,
+            dtype=dtype,
+            accumulation=accumulation,
+            toy=ToyConfig(k=k, drop_tokens=drop_tokens, checkpointing=checkpointing),
+        )
+        for zero_stage, dtype, accumulation, checkpointing, k, drop_tokens in axes
+    ]
+
+
+def assert_equal_to_the_bit(pool: ProcessPool, cases: list[Case]) -> None:
+    failures = []
+    for case in cases:
+        for rank, result in enumerate(pool.run(parity.run_plain_twice, case=case)):
+            if result.distance != 0.0 or result.plain_losses != result.hybrid_losses or result.movement < 1e-2:
+                failures.append(f"{case.id} rank {rank}: {result.distance} {result.movement}")
+    assert not failures, "\n".join(failures)
+
+
+def test_deepspeed_against_itself_is_exact(pool4: ProcessPool) -> None:
+    # 61 shares no factor with the 216 cases, so that a dozen steps of it meet every value of every axis.
+    grid = equality_grid()
+    assert_equal_to_the_bit(pool4, [grid[index * 61 % len(grid)] for index in range(14)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_deepspeed_against_itself_is_exact_on_the_whole_grid(pool4: ProcessPool) -> None:
+    assert_equal_to_the_bit(pool4, equality_grid())
+
+
+@pytest.mark.parametrize("batch_sizes", [(4, 2, 6, 3), (4, 0, 4, 4)])
+@pytest.mark.parametrize(
+    "toy",
+    [
+        ToyConfig(k=2, drop_tokens=False),
+        ToyConfig(k=3, drop_tokens=False),
+        # One capacity for all ranks, whatever their batch: DeepSpeed exchanges buffers of that many rows.
+        ToyConfig(k=2, drop_tokens=True, min_capacity=16),
+    ],
+)
+def test_uneven_and_empty_batches_run_where_deepspeed_itself_can(
+    pool4: ProcessPool, batch_sizes: tuple[int, ...], toy: ToyConfig
+) -> None:
+    cases = [Case(levels=LEVELS_2X2, toy=toy, zero_stage=stage, batch_sizes=batch_sizes) for stage in (0, 2)]
+    assert_equal_to_the_bit(pool4, cases)
+
+
+# -- tolerances -------------------------------------------------------------------------------------------------
+
+TOLERANCE_CASES = [
+    Case(levels=LEVELS_2X2, zero_stage=1),
+    Case(
+        levels=LEVELS_2X2, toy=ToyConfig(k=1, drop_tokens=False, expert="swiglu", use_residual=True), optimizer="sgd"
+    ),
+    Case(levels=LEVELS_2X2, toy=ToyConfig(k=3, num_layers=3), zero_stage=2, accumulation=3, gradient_clipping=0.5),
+    Case(levels=LEVELS_2X2, toy=BY_TOKEN, dtype="bf16", zero_stage=0),
+    Case(levels=LEVELS_2X2, toy=BY_TOKEN, dtype="bf16", zero_stage=1, optimizer="sgd"),
+    Case(levels=LEVELS_2X2, toy=replace(BY_TOKEN, k=3), dtype="bf16", zero_stage=2, accumulation=3),
+]
+
+
+@pytest.mark.parametrize("case", TOLERANCE_CASES, ids=lambda case: case.id)
+def test_another_order_of_sums_stays_inside_the_tolerance(pool4: ProcessPool, case: Case) -> None:
+    results = pool4.run(parity.run_other_layout, case=case, ep_size=2)
+    assert results[0].distance > 0.0  # the layouts do differ
+    assert parity.numeric_problems(case, results) == []
+
+
+@pytest.mark.parametrize("case", TOLERANCE_CASES, ids=lambda case: case.id)
+def test_a_wrong_expert_gradient_is_outside_the_tolerance(pool4: ProcessPool, case: Case) -> None:
+    for factor in (0.5, 2.0) if case.dtype == "bf16" else (0.999, 1.001):
+        results = pool4.run(parity.run_with_fault, case=case, gradient_factor=factor, global_expert=3)
+        assert parity.numeric_problems(case, results) != []
+
+
+# -- the grid ---------------------------------------------------------------------------------------------------
+
+
+def test_spans_of_consecutive_and_strided_groups() -> None:
+    assert parity.ep_spans((2, 2), ep_size=2, data_before_expert=False) == (1, 2)
+    assert parity.ep_spans((2, 2), ep_size=2, data_before_expert=True) == (2, 1)
+    assert parity.ep_spans((2, 2, 2), ep_size=4, data_before_expert=False) == (1, 2, 2)
+    assert parity.ep_spans((2, 2, 2), ep_size=4, data_before_expert=True) == (2, 2, 1)
+    with pytest.raises(ValueError, match="no sub-grid"):
+        parity.ep_spans((2, 3), ep_size=3, data_before_expert=True)
+    with pytest.raises(ValueError, match="no sub-grid"):
+        parity.ep_spans((2, 3), ep_size=2, data_before_expert=False)  # the first group is one, the second is not
+
+
+def test_domain_sizes_divide_the_span() -> None:
+    assert parity.domain_size_choices((2, 2), ep_size=2) == [(1, 1), (1, 2)]
+    assert parity.domain_size_choices((4, 1), ep_size=4) == [(1, 1), (2, 1), (4, 1)]
