@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import HybridEPError, UnsupportedError
-from ds_hybridep.kernels import load_kernels
+from ds_hybridep.kernels import Kernels, load_kernels
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import Exchange, build_route, choose_exchange
 from ds_hybridep.runtime.comm import Transport, agree, refuse
@@ -89,12 +89,13 @@ class HybridRuntime:
         self,
         config: HybridEPConfig,
         transport: Transport,
+        kernels: Kernels,
         planned: Sequence[PlannedLayer],
         is_boundary: Callable[[], bool],
     ) -> None:
         self.config = config
         self.transport = transport
-        self.kernels = load_kernels(config.kernels, planned[0].spec.sample.device.type)
+        self.kernels = kernels
         self.layers: dict[str, HybridMoE] = {}
         pipelines: dict[str, tuple[StagePipeline, StagePipeline]] = {}
         stores: list[LayerExperts] = []
@@ -183,9 +184,11 @@ def build_runtime(
     transport = Transport(config.cluster(), config.timeout_s)
     try:
         planned = [_plan_layer(config, spec) for spec in specs]
+        kernels = load_kernels(config.kernels, specs[0].sample.device.type)
         payload = {
             "version": __version__,
             "torch": torch.__version__,
+            "kernels": kernels.name,
             "config": config.canonical(),
             "layers": [layer.canonical() for layer in planned],
         }
@@ -193,7 +196,7 @@ def build_runtime(
         refuse(str(error))
         raise
     agree(payload, config.timeout_s)
-    runtime = HybridRuntime(config, transport, planned, is_boundary)
+    runtime = HybridRuntime(config, transport, kernels, planned, is_boundary)
     if transport.rank == 0:
         _log_plan(runtime, planned)
     return runtime

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Row movement of token routing on raw pointers.  No torch header: callers own all memory and have checked types.
+//
+// Legend: T tokens, K top_k, D hidden, R rows, N destinations, E experts.  All arrays are dense and row-major, and an
+// empty one may be a null pointer.  A negative index means "none".  Products row * stride are int64.
+//
+// Functions that read indices return the position of the first one that is out of range, or kAllInRange; out of range
+// means that nothing was written.  num_threads is an upper bound: small inputs run on the calling thread alone.  The
+// results do not depend on it.
+
+#pragma once
+
+#include <cstdint>
+
+namespace hybridep {
+
+enum class Type : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+inline constexpr int64_t kAllInRange = -1;
+
+// C, the number of parts that tokens are split into while a plan is made, one thread each.  Part c holds tokens
+// [T * c / C, T * (c + 1) / C).
+int64_t plan_chunks(int64_t num_tokens, int64_t top_k, int num_threads);
+
+// Inputs of a route plan: topk_idx [T, K], expert_to_destination [E].
+struct Routes {
+    const int32_t* topk_idx;
+    const int32_t* expert_to_destination;
+    int64_t num_tokens;
+    int64_t top_k;
+    int64_t num_experts;
+    int64_t num_destinations;
+};
+
+// First half of a plan: counts rows, so that the caller can allocate the outputs of the second half.
+//
+//   chunk_rows           [C, N]  rows that the tokens of a chunk have at a destination; C = plan_chunks(...)
+//   rows_per_destination [N]     their sum over chunks; its own sum is R
+//
+// A row is a distinct (token, destination).  Example, experts 0 and 1 at destination 0, expert 2 at destination 1:
+//   topk_idx = {2, 0,  1, 0}, T = 2, K = 2  ->  rows_per_destination = {2, 1}
+// Returns a position in topk_idx of an id of E or more.  expert_to_destination must be below N (see first_not_below).
+int64_t plan_count(const Routes& routes, int64_t num_chunks, int64_t* chunk_rows, int64_t* rows_per_destination);
+
+// Second half of a plan: writes the maps between slots and rows.  chunk_rows is what plan_count wrote, and is
+// consumed.
+//
+//   row_to_token [R], row_topk_idx [R, K], slot_to_row [T, K], first_slot_to_row [T, K]
+//
+// Example as above, three rows sorted by destination, then by token:
+//   row_to_token = {0, 1, 0}                  slot_to_row       = {2, 0,  1, 1}
+//   row_topk_idx = {-1, 0,  1, 0,  2, -1}     first_slot_to_row = {2, 0,  1, -1}
+void plan_fill(const Routes& routes, int64_t num_chunks, int64_t* chunk_rows, int64_t* row_to_token,
+               int32_t* row_topk_idx, int64_t* slot_to_row, int64_t* first_slot_to_row);
+
+// Position of the first entry of values that is `limit` or more, or kAllInRange.
+int64_t first_not_below(const int32_t* values, int64_t count, int64_t limit);
+
+// out [R, row_bytes] = x [T, row_bytes] at row_to_token [R].  Moves bytes, so it serves every dtype.
+//   x = {aa, bb, cc}, row_to_token = {2, 0, 2}  ->  out = {cc, aa, cc}
+int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
+                      int64_t row_bytes, int num_threads, void* out);
+
+// Sizes of combine and of its backward.
+struct CombineSizes {
+    int64_t num_tokens;
+    int64_t top_k;
+    int64_t num_rows;
+    int64_t hidden;
+};
+
+// out [T, D] = sum over k of weights [T, K] * rows [R, D] at slot_to_row [T, K]; weights may be null for ones.
+// Sums are fp32 in slot order and rounded once.  Product and sum round apart (no fused multiply-add), so the result is
+// the one of the same loop in any other language, bit for bit.
+//   rows = {1, 10, 100}, D = 1, slot_to_row = {0, 2,  -1, 1}, weights = {.5, .5,  9, 2}  ->  out = {50.5, 20}
+int64_t combine_rows(const void* rows, Type rows_type, const int64_t* slot_to_row, const float* weights,
+                     const CombineSizes& sizes, int num_threads, void* out, Type out_type);
+
+// Gradients of combine_rows with weights, from grad [T, D]:
+//
+//   grad_rows    [R, D]  sum of weight * grad[t] over the slots that a row serves, in slot order, 0 if it serves none
+//   grad_weights [T, K]  <grad[t], rows[slot_to_row[t, k]]>, 0 where there is no row
+//
+// scratch [R + T * K] is for lists of the slots that each row serves.
+//   rows = {1, 10, 100}, D = 1, slot_to_row = {0, 2,  -1, 1}, weights = {.5, .5,  9, 2}, grad = {3, 4}
+//     ->  grad_rows = {1.5, 8, 1.5}, grad_weights = {3, 300,  0, 40}
+int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows, Type rows_type,
+                              const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
+                              int num_threads, int64_t* scratch, void* grad_rows, float* grad_weights);
+
+}  // namespace hybridep

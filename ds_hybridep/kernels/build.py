@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels a process gets: compiled ones where they can be had, else the reference, and the reason in the log."""
+
+import functools
+import importlib
+import logging
+import subprocess
+from typing import Any, Literal, get_args
+
+from ds_hybridep.errors import KernelBuildError
+from ds_hybridep.kernels.interface import Kernels
+from ds_hybridep.kernels.reference import ReferenceKernels
+
+Mode = Literal["auto", "compiled", "reference"]
+
+# What a tool chain or a loader can raise; anything else is a mistake of ours and must surface.
+BUILD_ERRORS = (RuntimeError, ImportError, OSError, subprocess.SubprocessError)
+
+# Compilers put the first error far above the last line; this much of the end holds it for a file of our size.
+OUTPUT_TAIL_CHARS = 4000
+
+logger = logging.getLogger(__name__)
+
+
+def load_kernels(mode: Mode, device_type: str = "cpu") -> Kernels:
+    """Kernels for tensors on `device_type`.  The first call in a process may compile for some seconds.
+
+    Args:
+        mode: "auto" for compiled kernels or, with one warning that tells why, the reference; "compiled" for compiled
+            kernels or an error; "reference" for the PyTorch definitions.
+        device_type: as in torch.device.type.
+
+    Raises:
+        KernelBuildError: mode is "compiled" and there are no compiled kernels; the message holds the end of the
+            compiler's output.
+        ValueError: mode is none of the three.
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode: got {mode!r}, wanted one of {', '.join(get_args(Mode))}")
+    if mode == "reference":
+        return ReferenceKernels()
+    if mode == "auto":
+        return _compiled_or_reference(device_type)
+    compiled = _compiled_or_reason(device_type)
+    if isinstance(compiled, str):
+        raise KernelBuildError(
+            f"compiled kernels for device type {device_type!r}: {compiled}\n"
+            'Mend the tool chain named above, or choose the kernels "auto" or "reference", '
+            "which compute the same more slowly."
+        )
+    return compiled
+
+
+@functools.cache  # so the warning comes once in a process
+def _compiled_or_reference(device_type: str) -> Kernels:
+    """Compiled kernels, or the reference after a warning with the reason."""
+    compiled = _compiled_or_reason(device_type)
+    if isinstance(compiled, str):
+        logger.warning("kernels: using the slower PyTorch reference on device type %r: %s", device_type, compiled)
+        return ReferenceKernels()
+    return compiled
+
+
+@functools.cache  # a build that failed is not tried again for every layer
+def _compiled_or_reason(device_type: str) -> Kernels | str:
+    """Compiled kernels, or why there are none."""
+    if device_type != "cpu":
+        return f"ds_hybridep has no compiled kernels for {device_type!r} yet, only for 'cpu'"
+    try:
+        # Imported by name: the folder op_builder/ becomes this package when ds_hybridep is installed.
+        op_builder: Any = importlib.import_module("ds_hybridep.op_builder")
+        extension = op_builder.HybridEPBuilder().load(verbose=False)
+    except BUILD_ERRORS as error:
+        return _describe(error)
+    from ds_hybridep.kernels.compiled import CompiledKernels
+
+    return CompiledKernels(extension)
+
+
+def _describe(error: Exception) -> str:
+    """Type and message of a failed build, without the middle of a long compiler output."""
+    text = str(error).strip()
+    if len(text) > OUTPUT_TAIL_CHARS:
+        first_line = text.splitlines()[0][:500]
+        text = f"{first_line}\n[...]\n{text[-OUTPUT_TAIL_CHARS:]}"
+    return f"{type(error).__name__}: {text}"

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routing kernels of csrc/ on CPU tensors.
+
+Checks what the extension cannot see (dtype, device, contiguity), allocates results, and passes addresses, sizes and
+type codes.  Calls go straight to the extension; the same operations stand under `torch.ops.ds_hybridep` with shape
+rules, for torch.compile and opcheck.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.kernels.interface import RoutePlan, backward_sizes, combine_sizes, dispatch_sizes, plan_sizes
+
+# As `enum class Type` in csrc/include/hybridep_rows.h.
+TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+SCHEMAS = (
+    "dispatch_rows(Tensor x, Tensor row_to_token) -> Tensor",
+    "combine_rows(Tensor rows, Tensor slot_to_row, Tensor? weights=None, *, ScalarType? out_dtype=None) -> Tensor",
+    "combine_rows_backward(Tensor grad, Tensor rows, Tensor slot_to_row, Tensor weights) -> (Tensor, Tensor)",
+)
+
+
+class CompiledKernels:
+    """Kernels on raw memory; what they compute is documented in `interface.Kernels`.
+
+    All tensors must be contiguous and on the CPU, and those that are summed fp32, bf16 or fp16.  Otherwise the methods
+    raise ValueError or TypeError: a silent copy would hide where the time goes.  Work is split over
+    torch.get_num_threads() threads; the results do not depend on their number.
+
+    Results equal those of `ReferenceKernels` bit for bit, except grad_weights, whose dot products sum in another
+    order, and grad_rows where tokens share a row.
+    """
+
+    name = "compiled"
+
+    # The ops are registered for the process, with the first instance: torch drops them when the library is collected.
+    _library: ClassVar[Any] = None
+
+    def __init__(self, extension: Any) -> None:
+        """Wrap `extension`, the module that HybridEPBuilder loads."""
+        self._extension = extension
+        if CompiledKernels._library is None:
+            CompiledKernels._library = _register_ops(self)
+
+    def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
+        """See `Kernels.plan_routes`."""
+        num_tokens, top_k, num_experts = plan_sizes(topk_idx, expert_to_destination, num_destinations)
+        _require_dense_cpu("topk_idx", topk_idx)
+        _require_dense_cpu("expert_to_destination", expert_to_destination)
+        extension = self._extension
+        num_chunks = extension.plan_chunks(num_tokens, top_k, torch.get_num_threads())
+        chunk_rows = torch.empty(num_chunks, num_destinations, dtype=torch.int64)
+        rows_per_destination = torch.empty(num_destinations, dtype=torch.int64)
+        routes = (
+            topk_idx.data_ptr(),
+            expert_to_destination.data_ptr(),
+            num_tokens,
+            top_k,
+            num_experts,
+            num_destinations,
+            num_chunks,
+            chunk_rows.data_ptr(),
+        )
+        num_rows = extension.plan_count(*routes, rows_per_destination.data_ptr())
+        plan = RoutePlan(
+            rows_per_destination=rows_per_destination,
+            row_to_token=torch.empty(num_rows, dtype=torch.int64),
+            row_topk_idx=torch.empty(num_rows, top_k, dtype=torch.int32),
+            slot_to_row=torch.empty(num_tokens, top_k, dtype=torch.int64),
+            first_slot_to_row=torch.empty(num_tokens, top_k, dtype=torch.int64),
+        )
+        extension.plan_fill(
+            *routes,
+            plan.row_to_token.data_ptr(),
+            plan.row_topk_idx.data_ptr(),
+            plan.slot_to_row.data_ptr(),
+            plan.first_slot_to_row.data_ptr(),
+        )
+        return plan
+
+    def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
+        """See `Kernels.dispatch_rows`."""
+        num_tokens, hidden, num_rows = dispatch_sizes(x, row_to_token)
+        _require_dense_cpu("x", x)
+        _require_dense_cpu("row_to_token", row_to_token)
+        out = torch.empty((num_rows, hidden), dtype=x.dtype)
+        self._extension.dispatch_rows(
+            x.data_ptr(),
+            row_to_token.data_ptr(),
+            num_tokens,
+            num_rows,
+            hidden * x.element_size(),
+            torch.get_num_threads(),
+            out.data_ptr(),
+        )
+        return out
+
+    def combine_rows(
+        self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See `Kernels.combine_rows`."""
+        num_tokens, top_k, num_rows, hidden = combine_sizes(rows, slot_to_row, weights)
+        rows_type = _type_code("rows", rows.dtype)
+        out_type = rows_type if out_dtype is None else _type_code("out_dtype", out_dtype)
+        _require_dense_cpu("rows", rows)
+        _require_dense_cpu("slot_to_row", slot_to_row)
+        if weights is not None:
+            _require_dense_cpu("weights", weights)
+        out = torch.empty((num_tokens, hidden), dtype=out_dtype or rows.dtype)
+        self._extension.combine_rows(
+            rows.data_ptr(),
+            rows_type,
+            slot_to_row.data_ptr(),
+            0 if weights is None else weights.data_ptr(),
+            num_tokens,
+            top_k,
+            num_rows,
+            hidden,
+            torch.get_num_threads(),
+            out.data_ptr(),
+            out_type,
+        )
+        return out
+
+    def combine_rows_backward(
+        self, grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.combine_rows_backward`."""
+        num_tokens, top_k, num_rows, hidden = backward_sizes(grad, rows, slot_to_row, weights)
+        grad_type = _type_code("grad", grad.dtype)
+        rows_type = _type_code("rows", rows.dtype)
+        _require_dense_cpu("grad", grad)
+        _require_dense_cpu("rows", rows)
+        _require_dense_cpu("slot_to_row", slot_to_row)
+        _require_dense_cpu("weights", weights)
+        scratch = torch.empty(num_rows + num_tokens * top_k, dtype=torch.int64)
+        grad_rows = torch.empty((num_rows, hidden), dtype=rows.dtype)
+        grad_weights = torch.empty((num_tokens, top_k), dtype=torch.float32)
+        self._extension.combine_rows_backward(
+            grad.data_ptr(),
+            grad_type,
+            rows.data_ptr(),
+            rows_type,
+            slot_to_row.data_ptr(),
+            weights.data_ptr(),
+            num_tokens,
+            top_k,
+            num_rows,
+            hidden,
+            torch.get_num_threads(),
+            scratch.data_ptr(),
+            grad_rows.data_ptr(),
+            grad_weights.data_ptr(),
+        )
+        return grad_rows, grad_weights
+
+
+def _require_dense_cpu(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless `tensor` is a contiguous CPU tensor, so that its address and sizes tell all of it."""
+    if not tensor.is_cpu:
+        raise ValueError(f"{name}: on device {tensor.device}, wanted cpu; use load_kernels for that device")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: strides {tensor.stride()} are not contiguous; pass {name}.contiguous()")
+
+
+def _type_code(name: str, dtype: torch.dtype) -> int:
+    """Code of `dtype` in the extension.  Raises TypeError if it has none."""
+    code = TYPE_CODES.get(dtype)
+    if code is None:
+        wanted = ", ".join(str(dtype) for dtype in TYPE_CODES)
+        raise TypeError(f'{name}: got {dtype}, wanted one of {wanted}; the "reference" kernels take any')
+    return code
+
+
+# --- torch.library: shape rules of the operations whose output sizes follow from input sizes -------------------------
+
+
+def _dispatch_shape(x: Tensor, row_to_token: Tensor) -> Tensor:
+    _, hidden, num_rows = dispatch_sizes(x, row_to_token)
+    return x.new_empty((num_rows, hidden))
+
+
+def _combine_shape(
+    rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    num_tokens, _, _, hidden = combine_sizes(rows, slot_to_row, weights)
+    return rows.new_empty((num_tokens, hidden), dtype=out_dtype or rows.dtype)
+
+
+def _combine_backward_shape(grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    backward_sizes(grad, rows, slot_to_row, weights)
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
+def _register_ops(kernels: CompiledKernels) -> Any:
+    """Define `torch.ops.ds_hybridep.*` for CPU tensors.  They live as long as the library that is returned."""
+    library_type: Any = torch.library.Library  # its methods have no types
+    library = library_type("ds_hybridep", "DEF")
+    for schema in SCHEMAS:
+        library.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    shapes: dict[str, Callable[..., Any]] = {
+        "dispatch_rows": _dispatch_shape,
+        "combine_rows": _combine_shape,
+        "combine_rows_backward": _combine_backward_shape,
+    }
+    for op, shape in shapes.items():
+        library.impl(op, getattr(kernels, op), "CPU")
+        torch.library.register_fake(f"ds_hybridep::{op}", shape, lib=library)
+    return library

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the routing kernels compute, and the rules that arguments of every implementation obey.
+
+The operations come in adjoint pairs, so a backward pass needs no kernel of its own except for gate weights:
+
+    forward                                          gradient of its first argument
+    dispatch_rows(x, row_to_token)                   combine_rows(grad_rows, first_slot_to_row)
+    combine_rows(rows, first_slot_to_row)            dispatch_rows(grad, row_to_token)
+    combine_rows(rows, slot_to_row, weights)         combine_rows_backward(grad, rows, slot_to_row, weights)
+
+None of them records an autograd graph: callers wrap the pairs in `torch.autograd.Function`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutePlan:
+    """Which token is sent to which destination, and where each (token, k) slot finds its row afterwards.
+
+    Rows are sorted by destination, then by token; a token whose slots share a destination has one row there.
+    Example, T = 2, K = 2, experts 0 and 1 at destination 0, expert 2 at destination 1:
+
+        topk_idx = [[2, 0],     rows_per_destination = [2, 1]     slot_to_row       = [[2, 0],
+                    [1, 0]]     row_to_token  = [0, 1, 0]                              [1, 1]]
+                                row_topk_idx  = [[-1, 0],         first_slot_to_row = [[2, 0],
+                                                 [1, 0],                               [1, -1]]
+                                                 [2, -1]]
+    """
+
+    rows_per_destination: Tensor  # [N] int64, sums to R: the send splits
+    row_to_token: Tensor  # [R] int64
+    row_topk_idx: Tensor  # [R, K] int32, expert ids of the row's token at the row's destination, -1 in other slots
+    slot_to_row: Tensor  # [T, K] int64, the row that serves a slot, -1 where none does
+    first_slot_to_row: Tensor  # [T, K] int64, the same with -1 at repeats: a sum over k visits each row once
+
+
+class Kernels(Protocol):
+    """The operations of token routing on one kind of device."""
+
+    @property
+    def name(self) -> str:
+        """What logs and benchmark records call this implementation."""
+
+    def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
+        """Rows to send to each destination.
+
+        Args:
+            topk_idx: [T, K] int32, expert of each slot; negative where the slot was dropped.
+            expert_to_destination: [E] int32, in 0..N-1; negative where an expert is not routed by this plan.
+            num_destinations: N.
+
+        Raises:
+            ValueError: an expert id is E or more, a destination is N or more, or a shape is wrong.
+            TypeError: a tensor is not int32.
+        """
+
+    def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
+        """Rows x[row_to_token], [R, D] in x.dtype.  Gradient of x: combine_rows(grad, first_slot_to_row).
+
+        Args:
+            x: [T, D], any dtype.
+            row_to_token: [R] int64 in 0..T-1.
+
+        Raises:
+            IndexError: an entry of row_to_token is outside 0..T-1.
+            TypeError, ValueError: a dtype or a shape is wrong.
+        """
+
+    def combine_rows(
+        self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Sum over the slots of each token, out[t] = sum_k weights[t, k] * rows[slot_to_row[t, k]], [T, D].
+
+        Products and sums are fp32 (fp64 for fp64 rows), in slot order, rounded once at the end.  Gradient of `rows`
+        without weights: dispatch_rows(grad, row_to_token), when each row is in one slot as in first_slot_to_row.
+        With weights: combine_rows_backward.
+
+        Args:
+            rows: [R, D] floating point.
+            slot_to_row: [T, K] int64 below R; negative where a slot adds nothing.
+            weights: [T, K] fp32; None for ones.
+            out_dtype: dtype of the result; None for rows.dtype.
+
+        Raises:
+            IndexError: an entry of slot_to_row is R or more.
+            TypeError, ValueError: a dtype or a shape is wrong.
+        """
+
+    def combine_rows_backward(
+        self, grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of weighted combine_rows: those of `rows`, [R, D] in rows.dtype, and of `weights`, [T, K] fp32.
+
+            grad_rows[r]       = sum of weights[t, k] * grad[t] over the slots that r serves, 0 if it serves none
+            grad_weights[t, k] = <grad[t], rows[slot_to_row[t, k]]>, 0 where slot_to_row is negative
+
+        Args:
+            grad: [T, D] floating point, gradient of the result.
+            rows: [R, D] floating point, as given to combine_rows.
+            slot_to_row: [T, K] int64, likewise.
+            weights: [T, K] fp32, likewise.
+
+        Raises:
+            IndexError: an entry of slot_to_row is R or more.
+            TypeError, ValueError: a dtype or a shape is wrong.
+        """
+
+
+def plan_sizes(topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> tuple[int, int, int]:
+    """T, K and E of a call of plan_routes.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
+    if topk_idx.dim() != 2 or topk_idx.shape[1] < 1:
+        raise ValueError(f"topk_idx: got shape {tuple(topk_idx.shape)}, wanted [T, K] with K of 1 or more")
+    if expert_to_destination.dim() != 1:
+        raise ValueError(f"expert_to_destination: got shape {tuple(expert_to_destination.shape)}, wanted [E]")
+    if num_destinations < 1:
+        raise ValueError(f"num_destinations: got {num_destinations}, wanted 1 or more")
+    require_dtype("topk_idx", topk_idx, torch.int32)
+    require_dtype("expert_to_destination", expert_to_destination, torch.int32)
+    num_tokens, top_k = topk_idx.shape
+    return num_tokens, top_k, expert_to_destination.shape[0]
+
+
+def dispatch_sizes(x: Tensor, row_to_token: Tensor) -> tuple[int, int, int]:
+    """T, D and R of a call of dispatch_rows.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
+    if x.dim() != 2:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, wanted [T, D]")
+    if row_to_token.dim() != 1:
+        raise ValueError(f"row_to_token: got shape {tuple(row_to_token.shape)}, wanted [R]")
+    require_dtype("row_to_token", row_to_token, torch.int64)
+    num_tokens, hidden = x.shape
+    return num_tokens, hidden, row_to_token.shape[0]
+
+
+def combine_sizes(rows: Tensor, slot_to_row: Tensor, weights: Tensor | None) -> tuple[int, int, int, int]:
+    """T, K, R and D of a call of combine_rows.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
+    if rows.dim() != 2:
+        raise ValueError(f"rows: got shape {tuple(rows.shape)}, wanted [R, D]")
+    if slot_to_row.dim() != 2:
+        raise ValueError(f"slot_to_row: got shape {tuple(slot_to_row.shape)}, wanted [T, K]")
+    if not rows.is_floating_point():
+        raise TypeError(f"rows: got {rows.dtype}, wanted a floating point dtype")
+    require_dtype("slot_to_row", slot_to_row, torch.int64)
+    if weights is not None:
+        require_dtype("weights", weights, torch.float32)
+        if weights.shape != slot_to_row.shape:
+            raise ValueError(
+                f"weights: got shape {tuple(weights.shape)}, wanted that of slot_to_row, {tuple(slot_to_row.shape)}"
+            )
+    num_tokens, top_k = slot_to_row.shape
+    num_rows, hidden = rows.shape
+    return num_tokens, top_k, num_rows, hidden
+
+
+def backward_sizes(grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor) -> tuple[int, int, int, int]:
+    """T, K, R and D of a call of combine_rows_backward.  Raises as `combine_sizes`."""
+    num_tokens, top_k, num_rows, hidden = combine_sizes(rows, slot_to_row, weights)
+    if grad.shape != (num_tokens, hidden):
+        raise ValueError(f"grad: got shape {tuple(grad.shape)}, wanted [T, D] = {(num_tokens, hidden)}")
+    if not grad.is_floating_point():
+        raise TypeError(f"grad: got {grad.dtype}, wanted a floating point dtype")
+    return num_tokens, top_k, num_rows, hidden
+
+
+def require_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raise TypeError unless `tensor` has `dtype`."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: got {tensor.dtype}, wanted {dtype}; convert it with {name}.to({dtype})")

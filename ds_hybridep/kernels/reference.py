@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The definition of each routing kernel in plain PyTorch.  Runs on every device and for every floating point dtype."""
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.kernels.interface import RoutePlan, backward_sizes, combine_sizes, dispatch_sizes, plan_sizes
+
+
+class ReferenceKernels:
+    """Kernels whose source is their definition; what they compute is documented in `interface.Kernels`."""
+
+    name = "reference"
+
+    def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
+        """See `Kernels.plan_routes`."""
+        num_tokens, top_k, num_experts = plan_sizes(topk_idx, expert_to_destination, num_destinations)
+        nowhere = num_destinations  # the destination, past all others, of slots that are not routed
+
+        # 1. Destination of every slot.  Dropped slots read the entry appended to the map.
+        _require_below("topk_idx", topk_idx, num_experts, "experts")
+        _require_below("expert_to_destination", expert_to_destination, num_destinations, "destinations")
+        with_dropped = torch.cat([expert_to_destination, expert_to_destination.new_full((1,), -1)])
+        slot_destination = with_dropped[torch.where(topk_idx < 0, num_experts, topk_idx).long()].long()  # [T, K]
+        slot_destination = torch.where(slot_destination < 0, nowhere, slot_destination)
+
+        # 2. The first slot of each distinct (token, destination) owns a row; later ones share it.
+        is_same = slot_destination.unsqueeze(2) == slot_destination.unsqueeze(1)  # [T, K, K]
+        first_slot = is_same.int().argmax(dim=2)  # [T, K], argmax names the first of equals
+        is_owner = (first_slot == torch.arange(top_k, device=topk_idx.device)) & (slot_destination != nowhere)
+
+        # 3. Rows: owners sorted by destination.  The sort is stable and slots stand in token order.
+        row_key = torch.where(is_owner, slot_destination, nowhere).reshape(-1)  # [T * K]
+        counts = row_key.new_zeros(num_destinations + 1)
+        counts.scatter_add_(0, row_key, torch.ones_like(row_key))
+        rows_per_destination = counts[:num_destinations]
+        # Device-to-host sync on an accelerator: R is the size of the tensors that follow.
+        num_rows = int(rows_per_destination.sum())
+        row_slot = torch.argsort(row_key, stable=True)[:num_rows]  # [R], flat index of the owner
+        row_to_token = row_slot // top_k
+
+        # 4. The same rows seen from the slots, and the experts that each row is for.
+        first_slot_to_row = row_key.new_full((num_tokens * top_k,), -1)
+        first_slot_to_row[row_slot] = torch.arange(num_rows, device=topk_idx.device)
+        first_slot_to_row = first_slot_to_row.view(num_tokens, top_k)
+        slot_to_row = torch.where(slot_destination == nowhere, -1, first_slot_to_row.gather(1, first_slot))
+        is_here = slot_destination[row_to_token] == row_key[row_slot].unsqueeze(1)  # [R, K]
+        row_topk_idx = torch.where(is_here, topk_idx[row_to_token], -1)
+        return RoutePlan(
+            rows_per_destination=rows_per_destination,
+            row_to_token=row_to_token,
+            row_topk_idx=row_topk_idx,
+            slot_to_row=slot_to_row,
+            first_slot_to_row=first_slot_to_row,
+        )
+
+    def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
+        """See `Kernels.dispatch_rows`."""
+        num_tokens, _, _ = dispatch_sizes(x, row_to_token)
+        _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
+        return x.index_select(0, row_to_token)
+
+    def combine_rows(
+        self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See `Kernels.combine_rows`."""
+        num_tokens, top_k, num_rows, hidden = combine_sizes(rows, slot_to_row, weights)
+        _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
+        out = rows.new_zeros((num_tokens, hidden), dtype=_sum_dtype(rows))
+        for k in range(top_k if num_rows else 0):
+            row = slot_to_row[:, k]
+            value = rows.index_select(0, row.clamp(min=0)).to(out.dtype)
+            if weights is not None:
+                value = value * weights[:, k, None]
+            # Not a product with 0: the row that stands in for a missing one may hold inf or nan.
+            out += torch.where((row >= 0).unsqueeze(1), value, 0.0)
+        return out.to(out_dtype or rows.dtype)
+
+    def combine_rows_backward(
+        self, grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernels.combine_rows_backward`."""
+        _, top_k, num_rows, hidden = backward_sizes(grad, rows, slot_to_row, weights)
+        _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
+        wide_grad = grad.to(_sum_dtype(rows))
+        # One row more than there are: it takes what slots without a row would add.
+        grad_rows = rows.new_zeros((num_rows + 1, hidden), dtype=wide_grad.dtype)
+        grad_weights = torch.zeros_like(weights)
+        for k in range(top_k if num_rows else 0):
+            row = slot_to_row[:, k]
+            is_missing = row < 0
+            grad_rows.index_add_(0, torch.where(is_missing, num_rows, row), wide_grad * weights[:, k, None])
+            dot = (wide_grad * rows.index_select(0, row.clamp(min=0))).sum(dim=1)
+            grad_weights[:, k] = torch.where(is_missing, 0.0, dot)
+        return grad_rows[:num_rows].to(rows.dtype), grad_weights
+
+
+def _sum_dtype(rows: Tensor) -> torch.dtype:
+    """What sums over `rows` are kept in: fp32 or wider."""
+    return torch.promote_types(rows.dtype, torch.float32)
+
+
+def _require_below(name: str, ids: Tensor, limit: int, of_what: str) -> None:
+    """Raise ValueError where `ids` holds `limit` or more.  Skipped on an accelerator, where reading it is a sync."""
+    if ids.numel() and ids.device.type == "cpu":
+        largest = int(ids.max())
+        if largest >= limit:
+            raise ValueError(f"{name}: holds {largest}, but there are {limit} {of_what}: wanted ids below {limit}")
+
+
+def _require_index(name: str, index: Tensor, size: int, of_what: str, *, may_be_negative: bool) -> None:
+    """Raise IndexError where `index` points past `size`.  Skipped on an accelerator, where reading it is a sync."""
+    if not index.numel() or index.device.type != "cpu":
+        return
+    smallest, largest = (int(bound) for bound in index.aminmax())
+    if largest >= size or (smallest < 0 and not may_be_negative):
+        wrong = largest if largest >= size else smallest
+        raise IndexError(f"{name}: holds {wrong}, but there are {size} {of_what}")

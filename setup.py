@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ds_hybridep is packaged.  `pip install .` needs no compiler: the kernels are built on first use.
+
+The folders op_builder/ and csrc/ lie at the top of the checkout, as DeepSpeed users expect, and are installed as
+`ds_hybridep.op_builder` and `ds_hybridep.csrc`.  Never install a top-level `op_builder`: DeepSpeed imports that name
+to find out whether it runs from a source checkout of its own.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+SOURCE_FILES = ["**/*.cpp", "**/*.h", "**/*.cu", "**/*.md"]
+
+
+def read_version() -> str:
+    """The version, read as text: importing the package could need what is not installed yet."""
+    text = (ROOT / "ds_hybridep" / "version.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError('ds_hybridep/version.py has no line of the form __version__ = "1.2.3"')
+    return match.group(1)
+
+
+setup(
+    name="ds_hybridep",
+    version=read_version(),
+    description="Mixture-of-Experts training with DeepSpeed over slow links: "
+    "experts travel where that is cheaper than tokens",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords="deepspeed mixture-of-experts expert-parallelism distributed-training pytorch",
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+    ],
+    python_requires=">=3.10",
+    packages=[*find_packages(include=["ds_hybridep", "ds_hybridep.*"]), "ds_hybridep.op_builder", "ds_hybridep.csrc"],
+    package_dir={"ds_hybridep.op_builder": "op_builder", "ds_hybridep.csrc": "csrc"},
+    package_data={
+        "ds_hybridep": ["py.typed"],
+        "ds_hybridep.op_builder": SOURCE_FILES,
+        "ds_hybridep.csrc": SOURCE_FILES,
+    },
+    include_package_data=False,
+    zip_safe=False,
+    install_requires=[
+        # 2.5 is the first torch that calls entry points of the group torch.backends, which is how a config is enough.
+        "torch>=2.5",
+        # ds_hybridep patches internals of DeepSpeed, so a minor version is supported once it has been tried.
+        "deepspeed>=0.19.8,<0.20",
+        "pydantic>=2",
+        "pyyaml",
+        "pybind11",
+        "ninja",
+    ],
+    extras_require={
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "import-linter",
+            "types-PyYAML",
+            "pre-commit",
+        ],
+        # DeepSpeed 0.19.8 cannot load models of newer transformers for expert parallelism.
+        "hf": ["transformers==5.3.0", "peft"],
+        "plot": ["matplotlib"],
+    },
+    entry_points={
+        "torch.backends": ["ds_hybridep = ds_hybridep._autoload:install"],
+        "console_scripts": ["ds_hybridep = ds_hybridep.cli:main"],
+    },
+)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How kernels are chosen, built, cached and refused."""
+
+import fcntl
+import importlib
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deepspeed.ops.op_builder.builder import OpBuilder
+
+from ds_hybridep.errors import KernelBuildError
+from ds_hybridep.kernels import build, load_kernels
+
+pytestmark = pytest.mark.timeout(300)
+
+builder_module = importlib.import_module("ds_hybridep.op_builder.hybridep")
+HybridEPBuilder = builder_module.HybridEPBuilder
+
+
+@pytest.fixture
+def forget_builds():
+    """Let load_kernels decide anew, now and for the tests that follow."""
+    caches = (build._compiled_or_reason, build._compiled_or_reference)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def broken_source(forget_builds, monkeypatch, tmp_path):
+    """A source with a mistake that the compiler will name."""
+    source = tmp_path / "broken.cpp"
+    source.write_text("#include <cstdint>\nint64_t mistake() { return not_declared_anywhere; }\n")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(HybridEPBuilder, "sources", lambda self: [str(source)])
+    return source
+
+
+@pytest.fixture
+def fake_compiler(monkeypatch, tmp_path):
+    """Replaces torch's build: returns the arguments, and the files that it found in the build folder."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+    def load(**arguments):
+        return arguments, sorted(os.listdir(arguments["build_directory"]))
+
+    monkeypatch.setattr(builder_module.cpp_extension, "load", load)
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})  # where DeepSpeed remembers what a process loaded
+
+
+# --- Choice ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_mode_gives_the_kernels_of_its_name():
+    assert load_kernels("reference").name == "reference"
+    assert load_kernels("compiled").name == "compiled"
+    assert load_kernels("auto") is load_kernels("compiled", "cpu")
+
+
+def test_unknown_mode():
+    with pytest.raises(ValueError, match="mode: got 'fast', wanted one of auto, compiled, reference"):
+        load_kernels("fast")
+
+
+def test_compiled_never_falls_back_and_shows_what_the_compiler_said(broken_source):
+    for _ in range(2):  # the second from the cache
+        with pytest.raises(KernelBuildError) as caught:
+            load_kernels("compiled")
+        message = str(caught.value)
+        assert "not_declared_anywhere" in message
+        assert broken_source.name in message
+        assert 'choose the kernels "auto" or "reference"' in message
+
+
+def test_auto_falls_back_with_one_warning_that_tells_why(broken_source, caplog):
+    with caplog.at_level(logging.WARNING, logger="ds_hybridep"):
+        kernels = [load_kernels("auto") for _ in range(3)]
+    assert {kernel.name for kernel in kernels} == {"reference"}
+    assert len(caplog.records) == 1
+    assert "not_declared_anywhere" in caplog.text
+    assert "using the slower PyTorch reference on device type 'cpu'" in caplog.text
+
+
+def test_there_are_no_cuda_kernels_yet(forget_builds, caplog):
+    with pytest.raises(KernelBuildError, match="no compiled kernels for 'cuda' yet, only for 'cpu'"):
+        load_kernels("compiled", "cuda")
+    with caplog.at_level(logging.WARNING, logger="ds_hybridep"):
+        assert load_kernels("auto", "cuda").name == "reference"
+    assert "no compiled kernels for 'cuda' yet" in caplog.text
+
+
+def test_mistakes_of_ours_are_not_taken_for_failed_builds(forget_builds, monkeypatch):
+    def load(self, verbose):
+        raise AttributeError("a mistake")
+
+    monkeypatch.setattr(HybridEPBuilder, "load", load)
+    with pytest.raises(AttributeError, match="a mistake"):
+        load_kernels("auto")
+
+
+def test_long_compiler_output_keeps_its_first_line_and_its_end():
+    described = build._describe(RuntimeError("Error building extension\n" + "x" * 10_000 + "\nlast words"))
+    assert described.startswith("RuntimeError: Error building extension\n[...]\n")
+    assert described.endswith("last words")
+    assert len(described) < build.OUTPUT_TAIL_CHARS + 100
+
+
+# --- Builder ---------------------------------------------------------------------------------------------------------
+
+
+def test_sources_and_headers_are_there():
+    builder = HybridEPBuilder()
+    for path in [*builder.sources(), *builder.include_paths()]:
+        assert Path(path).is_absolute()
+        assert Path(path).exists()
+
+
+def test_the_op_builder_package_lacks_the_mark_of_deepspeeds_own():
+    assert not hasattr(importlib.import_module("ds_hybridep.op_builder"), "__deepspeed__")
+
+
+def test_changed_sources_and_flags_change_the_name(monkeypatch, tmp_path):
+    source, header = tmp_path / "a.cpp", tmp_path / "a.h"
+    source.write_text("1")
+    header.write_text("1")
+    monkeypatch.setattr(HybridEPBuilder, "sources", lambda self: [str(source)])
+    monkeypatch.setattr(HybridEPBuilder, "include_paths", lambda self: [str(tmp_path)])
+    names = [HybridEPBuilder().name, HybridEPBuilder().name]
+    assert names[0] == names[1]
+    source.write_text("2")
+    names.append(HybridEPBuilder().name)
+    header.write_text("2")
+    names.append(HybridEPBuilder().name)
+    monkeypatch.setattr(HybridEPBuilder, "cpu_arch", lambda self: "-march=other")
+    names.append(HybridEPBuilder().name)
+    assert len(set(names)) == 4
+    assert all(name.startswith("hybridep_rows_") for name in names)
+
+
+def test_the_build_stays_in_its_own_folder(fake_compiler, tmp_path):
+    builder = HybridEPBuilder()
+    arguments, _ = builder.load()
+    assert arguments["build_directory"] == str(tmp_path / builder.name)
+    assert arguments["sources"] == builder.sources()
+    assert HybridEPBuilder().load() is builder.load()  # remembered
+
+
+def test_torch_lock_left_by_a_killed_build_is_removed(fake_compiler):
+    builder = HybridEPBuilder()
+    builder.build_directory().mkdir(parents=True)
+    (builder.build_directory() / "lock").touch()
+    _, found = builder.load()
+    assert "lock" not in found
+
+
+def test_waiting_for_another_build_ends_with_the_name_of_the_lock(fake_compiler, monkeypatch, forget_builds):
+    monkeypatch.setattr(builder_module, "LOCK_TIMEOUT_S", 0.2)
+    builder = HybridEPBuilder()
+    path = builder.build_directory().parent / f"{builder.name}.flock"
+    with path.open("w") as file:
+        file.write("process 12 on elsewhere")
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(KernelBuildError, match="by process 12 on elsewhere.*delete the file") as caught:
+            load_kernels("compiled")
+    assert str(path) in str(caught.value)
+    assert builder.load()  # free again
+
+
+def test_ninja_of_this_python_is_found_without_an_activated_environment(monkeypatch):
+    monkeypatch.setattr(builder_module.cpp_extension, "is_ninja_available", lambda: False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with builder_module._ninja_on_path():
+        assert os.environ["PATH"].split(os.pathsep)[0] == builder_module.sysconfig.get_path("scripts")
+    assert os.environ["PATH"] == "/nowhere"
+
+
+@pytest.mark.slow
+def test_processes_that_start_together_build_once(tmp_path):
+    program = "from ds_hybridep.kernels import load_kernels; print(load_kernels('compiled').name)"
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [output.strip().splitlines()[-1] for output in outputs] == ["compiled"] * 3
+    modules = [path for path in tmp_path.rglob("*.so")]
+    assert len(modules) == 1

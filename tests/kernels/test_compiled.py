@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled kernels against their definitions; and what both say to arguments that are wrong."""
+
+import re
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from kernels.refs import assert_same_plan, combines, large_routes, payload, routes
+
+from ds_hybridep.kernels import load_kernels
+
+# The first test compiles the kernels where no cached build exists.
+pytestmark = pytest.mark.timeout(300)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+reference = load_kernels("reference")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return load_kernels("compiled")
+
+
+@pytest.fixture(params=["reference", "compiled"])
+def kernels(request):
+    return load_kernels(request.param)
+
+
+@pytest.fixture(params=[1, 3])
+def num_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def assert_identical(actual, wanted):
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_same_dots(actual, wanted, grad, rows, slot_to_row):
+    """Dot products of the same fp32 numbers in another order: apart by a few roundings of the sum of magnitudes."""
+    size = (grad.float().abs().unsqueeze(1) * rows.float().abs()[slot_to_row.clamp(min=0)]).sum(dim=2)
+    assert ((actual - wanted).abs() <= 1e-6 * size).all()
+    assert not actual[slot_to_row < 0].any()
+
+
+@settings(deadline=None)
+@given(arguments=routes())
+def test_plan_equals_the_reference(compiled, arguments):
+    assert_same_plan(compiled.plan_routes(*arguments), reference.plan_routes(*arguments))
+
+
+def test_plan_of_many_tokens_does_not_depend_on_threads(compiled, num_threads):
+    arguments = large_routes()
+    assert_same_plan(compiled.plan_routes(*arguments), reference.plan_routes(*arguments))
+
+
+@settings(deadline=None)
+@given(arguments=routes())
+def test_dispatch_equals_the_reference(compiled, arguments):
+    row_to_token = reference.plan_routes(*arguments).row_to_token
+    for dtype in (*DTYPES, torch.float64, torch.int32, torch.uint8):
+        x = (payload(arguments[0].shape[0], 7) * 100).abs().to(dtype)
+        assert_identical(compiled.dispatch_rows(x, row_to_token), reference.dispatch_rows(x, row_to_token))
+
+
+@settings(deadline=None)
+@given(arguments=combines())
+def test_combine_equals_the_reference_bit_for_bit(compiled, arguments):
+    rows, slot_to_row, weights = arguments
+    for out_dtype in (None, *DTYPES):
+        for given_weights in (weights, None):
+            out = compiled.combine_rows(rows, slot_to_row, given_weights, out_dtype=out_dtype)
+            wanted = reference.combine_rows(rows, slot_to_row, given_weights, out_dtype=out_dtype)
+            assert_identical(out, wanted)
+
+
+@settings(deadline=None)
+@given(arguments=combines())
+def test_combine_backward_equals_the_reference(compiled, arguments):
+    rows, slot_to_row, weights = arguments
+    for grad_dtype in (rows.dtype, torch.float32):
+        grad = payload(slot_to_row.shape[0], rows.shape[1], grad_dtype, salt=2)
+        grad_rows, grad_weights = compiled.combine_rows_backward(grad, rows, slot_to_row, weights)
+        wanted_rows, wanted_weights = reference.combine_rows_backward(grad, rows, slot_to_row, weights)
+        # Tokens that share a row are summed in another order: 1e-6 of up to 64 terms, then one rounding.
+        rounding = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[rows.dtype]
+        torch.testing.assert_close(grad_rows, wanted_rows, rtol=rounding, atol=6e-5)
+        if len(rows):
+            assert_same_dots(grad_weights, wanted_weights, grad, rows, slot_to_row)
+        else:
+            assert not grad_weights.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [1, 511, 512, 513, 1100])
+def test_routed_tokens_there_and_back(compiled, num_threads, dtype, hidden):
+    """All operations in the order of a layer, with more columns than are summed at a time."""
+    topk_idx, expert_to_destination, num_destinations = large_routes(num_tokens=700)
+    plan = compiled.plan_routes(topk_idx, expert_to_destination, num_destinations)
+    x, weights = payload(700, hidden, dtype), payload(*topk_idx.shape, salt=1)
+    rows = compiled.dispatch_rows(x, plan.row_to_token)
+    assert 700 < len(rows) < 700 * 4  # some slots share a row
+    assert_identical(rows, x[plan.row_to_token])
+    assert_identical(
+        compiled.combine_rows(rows, plan.slot_to_row, weights), reference.combine_rows(rows, plan.slot_to_row, weights)
+    )
+    assert_identical(
+        compiled.combine_rows(rows, plan.first_slot_to_row), reference.combine_rows(rows, plan.first_slot_to_row)
+    )
+    grad = payload(700, hidden, dtype, salt=2)
+    grad_rows, grad_weights = compiled.combine_rows_backward(grad, rows, plan.slot_to_row, weights)
+    wanted_rows, wanted_weights = reference.combine_rows_backward(grad, rows, plan.slot_to_row, weights)
+    assert_identical(grad_rows, wanted_rows)  # a row belongs to one token, whose slots come in order
+    assert_same_dots(grad_weights, wanted_weights, grad, rows, plan.slot_to_row)
+
+
+@settings(deadline=None)
+@given(arguments=routes())
+def test_combine_of_dispatched_rows_is_the_weighted_token(compiled, arguments):
+    topk_idx = arguments[0]
+    plan = compiled.plan_routes(*arguments)
+    x, weights = payload(topk_idx.shape[0], 9), payload(*topk_idx.shape, salt=1)
+    out = compiled.combine_rows(compiled.dispatch_rows(x, plan.row_to_token), plan.slot_to_row, weights)
+    weight = torch.where(plan.slot_to_row >= 0, weights, 0.0).sum(dim=1, keepdim=True)
+    torch.testing.assert_close(out, x * weight, rtol=1e-5, atol=2e-6)
+
+
+@settings(deadline=None)
+@given(arguments=routes())
+def test_dispatch_and_combine_are_adjoint(compiled, arguments):
+    plan = compiled.plan_routes(*arguments)
+    x, y = payload(arguments[0].shape[0], 9), payload(plan.row_to_token.shape[0], 9, salt=1)
+    forward = (compiled.dispatch_rows(x, plan.row_to_token).double() * y.double()).sum()
+    backward = (x.double() * compiled.combine_rows(y, plan.first_slot_to_row).double()).sum()
+    torch.testing.assert_close(forward, backward, rtol=1e-5, atol=1e-4)
+
+
+def test_every_half_precision_number_survives_the_way_through_fp32(compiled):
+    all_bits = torch.arange(-(2**15), 2**15, dtype=torch.int64).to(torch.int16).view(-1, 256)
+    slot_to_row = torch.arange(256).view(-1, 1)
+    for dtype in (torch.bfloat16, torch.float16):
+        values = all_bits.view(dtype)
+        out = compiled.combine_rows(values, slot_to_row)
+        wide = compiled.combine_rows(values, slot_to_row, out_dtype=torch.float32)
+        assert_identical(out, values)
+        assert_identical(wide, values.float())
+
+
+def test_rounding_to_half_precision_is_that_of_torch(compiled):
+    """Halfway cases, overflow, subnormals, inf and nan: fp32 patterns all over the range, and around every step."""
+    steps = torch.arange(2**16, dtype=torch.int64) << 16
+    near = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (steps.unsqueeze(1) + near).view(-1, 256)
+    values = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
+    slot_to_row = torch.arange(len(values)).view(-1, 1)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert_identical(compiled.combine_rows(values, slot_to_row, out_dtype=dtype), values.to(dtype))
+
+
+def test_calls_from_several_threads(compiled):
+    """The GIL is released inside a kernel, so calls overlap."""
+    plan = reference.plan_routes(*large_routes())
+    x = payload(6000, 64)
+    results = [None] * 4
+
+    def work(i):
+        rows = compiled.dispatch_rows(x + i, plan.row_to_token)
+        results[i] = compiled.combine_rows(rows, plan.first_slot_to_row)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, result in enumerate(results):
+        wanted = reference.combine_rows(reference.dispatch_rows(x + i, plan.row_to_token), plan.first_slot_to_row)
+        assert_identical(result, wanted)
+
+
+# --- torch.library ---------------------------------------------------------------------------------------------------
+
+
+def opcheck(op, args, kwargs=None):
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    assert set(torch.library.opcheck(op, args, kwargs, test_utils=tests).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_ops_pass_opcheck(compiled, num_rows):
+    slot_to_row = torch.tensor([[2, 0], [-1, 1]]) if num_rows else torch.full((2, 2), -1)
+    rows, grad, weights = payload(num_rows, 4), payload(2, 4), torch.ones(2, 2)
+    ops = torch.ops.ds_hybridep
+    opcheck(ops.dispatch_rows.default, (grad, torch.zeros(num_rows, dtype=torch.int64)))
+    opcheck(ops.combine_rows.default, (rows, slot_to_row))
+    opcheck(ops.combine_rows.default, (rows, slot_to_row, weights), {"out_dtype": torch.bfloat16})
+    opcheck(ops.combine_rows_backward.default, (grad, rows, slot_to_row, weights))
+
+
+def test_ops_compute_what_the_methods_do(compiled):
+    rows, slot_to_row = payload(3, 4), torch.tensor([[2, 0], [-1, 1]])
+    assert_identical(torch.ops.ds_hybridep.combine_rows(rows, slot_to_row), compiled.combine_rows(rows, slot_to_row))
+
+
+def test_registering_twice_is_no_error(compiled):
+    again = type(compiled)(compiled._extension)
+    assert_identical(again.dispatch_rows(payload(2, 3), torch.tensor([1])), payload(2, 3)[1:])
+
+
+# --- Wrong arguments: the same messages from both implementations, and those of memory from the compiled one ---------
+
+TOPK_IDX = torch.tensor([[0, 1]], dtype=torch.int32)
+DESTINATIONS = torch.tensor([0, 1], dtype=torch.int32)
+ROWS, SLOTS, WEIGHTS = torch.ones(3, 4), torch.tensor([[0, 2]]), torch.ones(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (
+            ValueError,
+            "topk_idx: holds 7, but there are 2 experts: wanted ids below 2",
+            lambda k: k.plan_routes(TOPK_IDX + torch.tensor([[0, 6]], dtype=torch.int32), DESTINATIONS, 2),
+        ),
+        (
+            ValueError,
+            "expert_to_destination: holds 1, but there are 1 destinations: wanted ids below 1",
+            lambda k: k.plan_routes(TOPK_IDX, DESTINATIONS, 1),
+        ),
+        (
+            ValueError,
+            "topk_idx: got shape (2,), wanted [T, K] with K of 1 or more",
+            lambda k: k.plan_routes(TOPK_IDX[0], DESTINATIONS, 2),
+        ),
+        (
+            ValueError,
+            "topk_idx: got shape (1, 0), wanted [T, K] with K of 1 or more",
+            lambda k: k.plan_routes(TOPK_IDX[:, :0], DESTINATIONS, 2),
+        ),
+        (
+            ValueError,
+            "expert_to_destination: got shape (1, 2), wanted [E]",
+            lambda k: k.plan_routes(TOPK_IDX, DESTINATIONS[None], 2),
+        ),
+        (
+            ValueError,
+            "num_destinations: got 0, wanted 1 or more",
+            lambda k: k.plan_routes(TOPK_IDX, DESTINATIONS, 0),
+        ),
+        (
+            TypeError,
+            "topk_idx: got torch.int64, wanted torch.int32; convert it with topk_idx.to(torch.int32)",
+            lambda k: k.plan_routes(TOPK_IDX.long(), DESTINATIONS, 2),
+        ),
+        (
+            TypeError,
+            "expert_to_destination: got torch.int64, wanted torch.int32",
+            lambda k: k.plan_routes(TOPK_IDX, DESTINATIONS.long(), 2),
+        ),
+        (
+            IndexError,
+            "row_to_token: holds 3, but there are 3 tokens",
+            lambda k: k.dispatch_rows(ROWS, torch.tensor([0, 3])),
+        ),
+        (
+            IndexError,
+            "row_to_token: holds -1, but there are 3 tokens",
+            lambda k: k.dispatch_rows(ROWS, torch.tensor([0, -1])),
+        ),
+        (
+            TypeError,
+            "row_to_token: got torch.int32, wanted torch.int64",
+            lambda k: k.dispatch_rows(ROWS, torch.tensor([0], dtype=torch.int32)),
+        ),
+        (ValueError, "x: got shape (4,), wanted [T, D]", lambda k: k.dispatch_rows(ROWS[0], torch.tensor([0]))),
+        (
+            ValueError,
+            "row_to_token: got shape (1, 1), wanted [R]",
+            lambda k: k.dispatch_rows(ROWS, torch.tensor([[0]])),
+        ),
+        (IndexError, "slot_to_row: holds 3, but there are 3 rows", lambda k: k.combine_rows(ROWS, SLOTS + 1)),
+        (
+            IndexError,
+            "slot_to_row: holds 2, but there are 0 rows",
+            lambda k: k.combine_rows(ROWS[:0], torch.tensor([[-1, 2]])),
+        ),
+        (
+            IndexError,
+            "slot_to_row: holds 3, but there are 3 rows",
+            lambda k: k.combine_rows_backward(ROWS[:1], ROWS, SLOTS + 1, WEIGHTS),
+        ),
+        (TypeError, "weights: got torch.float64", lambda k: k.combine_rows(ROWS, SLOTS, WEIGHTS.double())),
+        (
+            ValueError,
+            "weights: got shape (1, 1), wanted that of slot_to_row, (1, 2)",
+            lambda k: k.combine_rows(ROWS, SLOTS, WEIGHTS[:, :1]),
+        ),
+        (ValueError, "rows: got shape (4,), wanted [R, D]", lambda k: k.combine_rows(ROWS[0], SLOTS)),
+        (ValueError, "slot_to_row: got shape (2,), wanted [T, K]", lambda k: k.combine_rows(ROWS, SLOTS[0])),
+        (TypeError, "rows: got torch.int64, wanted a floating point", lambda k: k.combine_rows(ROWS.long(), SLOTS)),
+        (
+            ValueError,
+            "grad: got shape (3, 4), wanted [T, D] = (1, 4)",
+            lambda k: k.combine_rows_backward(ROWS, ROWS, SLOTS, WEIGHTS),
+        ),
+        (
+            TypeError,
+            "grad: got torch.int64, wanted a floating point",
+            lambda k: k.combine_rows_backward(ROWS[:1].long(), ROWS, SLOTS, WEIGHTS),
+        ),
+    ],
+)
+def test_wrong_arguments(kernels, error, message, call):
+    with pytest.raises(error, match=re.escape(message)):
+        call(kernels)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (
+            TypeError,
+            "rows: got torch.float64, wanted one of torch.float32, torch.bfloat16, torch.float16",
+            lambda k: k.combine_rows(ROWS.double(), SLOTS),
+        ),
+        (
+            TypeError,
+            "out_dtype: got torch.float64",
+            lambda k: k.combine_rows(ROWS, SLOTS, out_dtype=torch.float64),
+        ),
+        (
+            TypeError,
+            "grad: got torch.float64",
+            lambda k: k.combine_rows_backward(ROWS[:1].double(), ROWS, SLOTS, WEIGHTS),
+        ),
+        (
+            ValueError,
+            "x: strides (1, 3) are not contiguous; pass x.contiguous()",
+            lambda k: k.dispatch_rows(torch.ones(4, 3).t()[:3], torch.tensor([0])),
+        ),
+        (
+            ValueError,
+            "grad: strides (1, 0) are not contiguous; pass grad.contiguous()",
+            lambda k: k.combine_rows_backward(torch.ones(1, 1).expand(1, 4), ROWS, SLOTS, WEIGHTS),
+        ),
+        (
+            ValueError,
+            "topk_idx: strides (1, 2) are not contiguous",
+            lambda k: k.plan_routes(TOPK_IDX.expand(2, 2).t().contiguous().t(), DESTINATIONS, 2),
+        ),
+        (
+            ValueError,
+            "rows: on device meta, wanted cpu; use load_kernels for that device",
+            lambda k: k.combine_rows(ROWS.to("meta"), SLOTS),
+        ),
+    ],
+)
+def test_arguments_that_only_the_reference_takes(compiled, error, message, call):
+    with pytest.raises(error, match=re.escape(message)):
+        call(compiled)
+
+
+def test_extension_refuses_unknown_type_codes_and_negative_sizes(compiled):
+    with pytest.raises(ValueError, match="type code: got 3, wanted 0"):
+        compiled._extension.combine_rows(0, 3, 0, 0, 0, 1, 0, 0, 1, 0, 0)
+    with pytest.raises(ValueError, match="size: got -1, wanted 0 or more"):
+        compiled._extension.dispatch_rows(0, 0, 0, -1, 0, 1, 0)

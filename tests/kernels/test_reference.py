@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The definitions of the routing kernels, against loops over Python numbers, and as adjoint pairs."""
+
+import torch
+from hypothesis import given, settings
+from kernels.refs import (
+    PLAN_FIELDS,
+    combine_backward_by_loops,
+    combine_by_loops,
+    combines,
+    payload,
+    plan_by_loops,
+    routes,
+)
+
+from ds_hybridep.kernels import load_kernels
+
+# Half a unit in the last place of each dtype, and a few roundings of fp32 sums.
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+kernels = load_kernels("reference")
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@settings(deadline=None)
+@given(routes())
+def test_plan_is_what_loops_give(arguments):
+    topk_idx, expert_to_destination, num_destinations = arguments
+    plan = kernels.plan_routes(topk_idx, expert_to_destination, num_destinations)
+    wanted = plan_by_loops(topk_idx.tolist(), expert_to_destination.tolist(), num_destinations)
+    for field in PLAN_FIELDS:
+        assert getattr(plan, field).tolist() == wanted[field], field
+        assert getattr(plan, field).dtype == (torch.int32 if field == "row_topk_idx" else torch.int64), field
+    num_rows = plan.row_to_token.shape[0]
+    assert plan.row_topk_idx.shape == (num_rows, topk_idx.shape[1])
+    assert plan.slot_to_row.shape == plan.first_slot_to_row.shape == topk_idx.shape
+
+
+def test_plan_of_the_documented_example():
+    plan = kernels.plan_routes(int32([[2, 0], [1, 0]]), int32([0, 0, 1]), 2)
+    assert plan.rows_per_destination.tolist() == [2, 1]
+    assert plan.row_to_token.tolist() == [0, 1, 0]
+    assert plan.row_topk_idx.tolist() == [[-1, 0], [1, 0], [2, -1]]
+    assert plan.slot_to_row.tolist() == [[2, 0], [1, 1]]
+    assert plan.first_slot_to_row.tolist() == [[2, 0], [1, -1]]
+
+
+def test_an_expert_listed_twice_has_one_row_that_serves_both_slots():
+    plan = kernels.plan_routes(int32([[3, 3]]), int32([0, 1, 2, 3]), 4)
+    assert plan.row_to_token.tolist() == [0]
+    assert plan.row_topk_idx.tolist() == [[3, 3]]
+    assert plan.slot_to_row.tolist() == [[0, 0]]
+    assert plan.first_slot_to_row.tolist() == [[0, -1]]
+
+
+@settings(deadline=None)
+@given(combines())
+def test_combine_is_what_loops_give(arguments):
+    rows, slot_to_row, weights = arguments
+    for given_weights in (weights, None):
+        out = kernels.combine_rows(rows, slot_to_row, given_weights)
+        wanted = combine_by_loops(rows, slot_to_row, given_weights)
+        assert out.dtype == rows.dtype
+        torch.testing.assert_close(out.double(), wanted, rtol=ROUNDING[rows.dtype], atol=4e-6)
+
+
+@settings(deadline=None)
+@given(combines())
+def test_combine_backward_is_what_loops_give(arguments):
+    rows, slot_to_row, weights = arguments
+    grad = payload(slot_to_row.shape[0], rows.shape[1], rows.dtype, salt=2)
+    grad_rows, grad_weights = kernels.combine_rows_backward(grad, rows, slot_to_row, weights)
+    wanted_rows, wanted_weights = combine_backward_by_loops(grad, rows, slot_to_row, weights)
+    assert grad_rows.dtype == rows.dtype
+    assert grad_weights.dtype == torch.float32
+    # Up to 64 slots share a row: sums of that many terms of size 1 in fp32.
+    torch.testing.assert_close(grad_rows.double(), wanted_rows, rtol=ROUNDING[rows.dtype], atol=3e-5)
+    torch.testing.assert_close(grad_weights.double(), wanted_weights, rtol=2e-6, atol=4e-6)
+
+
+@settings(deadline=None)
+@given(routes())
+def test_dispatch_and_sum_of_first_slots_are_adjoint(arguments):
+    topk_idx, expert_to_destination, num_destinations = arguments
+    plan = kernels.plan_routes(topk_idx, expert_to_destination, num_destinations)
+    x = payload(topk_idx.shape[0], 5, torch.float64)
+    y = payload(plan.row_to_token.shape[0], 5, torch.float64, salt=1)
+    forward = (kernels.dispatch_rows(x, plan.row_to_token) * y).sum()
+    backward = (x * kernels.combine_rows(y, plan.first_slot_to_row)).sum()
+    torch.testing.assert_close(forward, backward, rtol=1e-12, atol=1e-12)
+
+
+@settings(deadline=None)
+@given(routes())
+def test_weighted_combine_has_the_gradients_that_autograd_finds(arguments):
+    topk_idx, expert_to_destination, num_destinations = arguments
+    plan = kernels.plan_routes(topk_idx, expert_to_destination, num_destinations)
+    rows = payload(plan.row_to_token.shape[0], 5, torch.float64).requires_grad_()
+    weights = payload(*topk_idx.shape, salt=1).requires_grad_()
+    grad = payload(topk_idx.shape[0], 5, torch.float64, salt=2)
+    out = kernels.combine_rows(rows, plan.slot_to_row, weights)
+    grads = kernels.combine_rows_backward(grad, rows.detach(), plan.slot_to_row, weights.detach())
+    if not out.requires_grad:  # no rows: nothing depends on them
+        assert not any(gradient.any() for gradient in grads)
+        return
+    wanted_rows, wanted_weights = torch.autograd.grad(out, (rows, weights), grad, materialize_grads=True)
+    torch.testing.assert_close(grads[0], wanted_rows, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads[1], wanted_weights)
+
+
+def test_combine_ignores_inf_and_nan_in_rows_that_are_not_asked_for():
+    rows = torch.tensor([[float("nan")], [2.0]])
+    out = kernels.combine_rows(rows, torch.tensor([[-1, 1]]), torch.ones(1, 2))
+    assert out.tolist() == [[2.0]]
+
+
+def test_combine_rounds_once():
+    rows = torch.tensor([[1.0], [2.0**-9], [2.0**-9]], dtype=torch.bfloat16)  # each step alone rounds back to 1
+    out = kernels.combine_rows(rows, torch.tensor([[0, 1, 2]]))
+    assert out.item() == 1.0  # 1 + 2^-8 lies halfway and goes to even
+    wide = kernels.combine_rows(rows, torch.tensor([[0, 1, 2]]), out_dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    assert wide.item() == 1.0 + 2.0**-8
+
+
+def test_combine_keeps_fp64():
+    rows = torch.tensor([[1.0], [2.0**-40]], dtype=torch.float64)
+    assert kernels.combine_rows(rows, torch.tensor([[0, 1]])).item() == 1.0 + 2.0**-40
