@@ -8,7 +8,7 @@ exactly those.
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
@@ -21,9 +21,10 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
 from ds_hybridep.config import HybridEPConfig, parse_config
-from ds_hybridep.errors import ConfigError, HybridEPError, UnsupportedError
+from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, build_runtime
-from ds_hybridep.runtime.comm import group_ranks, is_initialized, refuse, world_size
+from ds_hybridep.runtime.comm import announcing_failure, backend_name, group_ranks, is_initialized, world_size
+from ds_hybridep.runtime.migration import MigrationManager
 from ds_hybridep.runtime.moe_layer import HybridMoE
 from ds_hybridep.runtime.statistics import monitor_events
 from ds_hybridep.runtime.trace import record_trace
@@ -49,15 +50,13 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         raise ConfigError("hybridep is attached to this engine already; call ds_hybridep.detach(engine) first")
     is_engine = hasattr(engine_or_model, "_take_model_step")
     model = engine_or_model.module if is_engine else engine_or_model
-    try:
+    with announcing_failure():
         checked = _checked_config(engine_or_model, config)
         if is_engine:
             _refuse_unsupported(engine_or_model)
         layers = _find_layers(model)
         specs = [_spec_of(name, layer) for name, layer in layers.items()]
-    except HybridEPError as error:
-        refuse(str(error))
-        raise
+        _refuse_devices(specs)
     is_boundary = _boundary_of(engine_or_model) if is_engine else lambda: True
     attachment = Attachment(engine_or_model, build_runtime(checked, specs, is_boundary), layers)
     _attachments(engine_or_model)[BLOCK] = attachment
@@ -65,9 +64,13 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
 
 
 def detach(engine: nn.Module) -> None:
-    """Give the MoE layers back to DeepSpeed, as they were before `attach`; all ranks must call."""
+    """Give the MoE layers back to DeepSpeed, as they were before `attach`; all ranks must call.
+
+    Raises:
+        GradientNotReturnedError: in the middle of a gradient accumulation.
+    """
     attachment = _attachment_of(engine)
-    del _attachments(engine)[BLOCK]
+    attachment.runtime.finish()
     attachment.unbind()
 
 
@@ -132,12 +135,13 @@ class Attachment:
         _patch_moe_layer_class()
         for name, layer in self.layers.items():
             layer._hybridep = self.runtime.layers[name]
-        migration = self.runtime.migration
-        model = self.engine.module if is_engine else self.engine
-        if migration is not None:
-            # Parameters were loaded on all ranks: the next forward ships them.
-            self._handles.append(model.register_load_state_dict_post_hook(lambda *_: migration.mark_weights_changed()))
+        if self.runtime.migration is not None:
+            modules = [module for layer in self.layers.values() for module in layer.experts.modules()]
+            hook = _refill_after_load(self.runtime.migration, modules)
+            self._handles = [module.register_load_state_dict_post_hook(hook) for module in modules]
         if is_engine:
+            self._override("_configure_optimizer", self._configure_optimizer)
+            self._watch_optimizer()
             self._override("_take_model_step", self._take_model_step)
             self._override("zero_grad", self._zero_grad)
             self._override("load_checkpoint", self._load_checkpoint)
@@ -146,7 +150,8 @@ class Attachment:
                 self._override(method, _refuse_method(method))
 
     def unbind(self) -> None:
-        """Undo `bind`; parameters, optimizer and module tree were never changed."""
+        """Undo `bind`; parameters, optimizer and module tree were never changed.  Waits for nothing."""
+        del _attachments(self.engine)[BLOCK]
         for layer in self.layers.values():
             del layer._hybridep
         for handle in self._handles:
@@ -155,6 +160,7 @@ class Attachment:
             del self.engine.__dict__[method]
         if self._optimizer is not None:
             del self._optimizer.__dict__["zero_grad"]
+            self._optimizer = None
         self.runtime.close()
 
     def _override(self, method: str, replacement: Callable[..., Any]) -> None:
@@ -175,34 +181,51 @@ class Attachment:
         if report is not None:
             self._publish(report)
 
+    def _configure_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self._watch_optimizer()
+
     def _watch_optimizer(self) -> None:
-        """zero_grad of the optimizer must clear replica gradients too; it does not exist yet when we attach."""
-        optimizer = self.engine.optimizer
-        if self._optimizer is None and self.runtime.migration is not None:
-            original = optimizer.zero_grad
+        """zero_grad of the optimizer must clear replica gradients too; DeepSpeed makes it after we attach."""
+        optimizer = getattr(self.engine, "optimizer", None)
+        if self._optimizer is not None or not hasattr(optimizer, "zero_grad"):
+            return
+        original = optimizer.zero_grad
 
-            @wraps(original)
-            def zero_grad(*args: Any, **kwargs: Any) -> Any:
-                self.runtime.migration.clear_gradients()
-                return original(*args, **kwargs)
+        @wraps(original)
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            self._clear_gradients(by_optimizer=True)
+            return original(*args, **kwargs)
 
-            optimizer.__dict__["zero_grad"] = zero_grad
-            self._optimizer = optimizer
+        optimizer.__dict__["zero_grad"] = zero_grad
+        self._optimizer = optimizer
 
     def _zero_grad(self, original: Callable[..., Any]) -> None:
-        if self.runtime.migration is not None:
-            self.runtime.migration.clear_gradients()
+        self._clear_gradients(by_optimizer=False)
         original()
+
+    def _clear_gradients(self, *, by_optimizer: bool) -> None:
+        """Clear replica gradients where DeepSpeed forgets the owner's, and only there.
+
+        ZeRO-2 keeps what it has reduced, whoever calls; an fp32 accumulator beside `.grad` is kept by the engine's
+        zero_grad and cleared by the optimizer's.
+        """
+        optimizer = self.engine.optimizer
+        if self.runtime.migration is None or getattr(optimizer, "partition_gradients", False):
+            return
+        has_accumulator = hasattr(optimizer, "clear_hp_grads") or getattr(optimizer, "use_grad_accum_attribute", False)
+        if by_optimizer or not has_accumulator:
+            self.runtime.migration.clear_gradients()
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loaded = original(*args, **kwargs)
         if self.runtime.migration is not None:
-            self.runtime.migration.clear_gradients()
             self.runtime.migration.mark_weights_changed()
         return loaded
 
     def _destroy(self, original: Callable[..., Any]) -> None:
-        detach(self.engine)
+        # Also called while an exception is on its way, so nothing is waited for.
+        self.unbind()
         original()
 
     def _publish(self, report: dict[str, Any]) -> None:
@@ -217,6 +240,17 @@ class Attachment:
             partial = path.with_suffix(path.suffix + ".partial")
             partial.write_text(json.dumps(report, indent=1) + "\n")
             os.replace(partial, path)
+
+
+def _refill_after_load(migration: MigrationManager, modules: Sequence[nn.Module]) -> Callable[..., None]:
+    """Hook for modules whose parameters were loaded, on all ranks: the next forward ships them."""
+
+    def after_load(module: nn.Module, _incompatible_keys: Any) -> None:
+        # A deep copy of a module carries this function along, and may be loaded on one rank only.
+        if any(module is own for own in modules):
+            migration.mark_weights_changed()
+
+    return after_load
 
 
 def _attachments(engine: nn.Module) -> dict[str, Attachment]:
@@ -270,6 +304,17 @@ def _refuse_unsupported(engine: Any) -> None:
                 f'{feature} does not work together with the "hybridep" block yet; turn it off, or set '
                 f'"hybridep": {{"enabled": false}}'
             )
+
+
+def _refuse_devices(specs: Sequence[LayerSpec]) -> None:
+    """Raise UnsupportedError for what the transport does not carry."""
+    devices = sorted({spec.sample.device.type for spec in specs})
+    if devices != ["cpu"] or "gloo" not in backend_name():
+        raise UnsupportedError(
+            f"this version moves tensors in host memory over gloo; the model is on {devices} and the job's backend is "
+            f"{backend_name()!r}: train on the CPU (DS_ACCELERATOR=cpu) over gloo, or set "
+            f'"hybridep": {{"enabled": false}}'
+        )
 
 
 def _find_layers(model: nn.Module) -> dict[str, MOELayer]:

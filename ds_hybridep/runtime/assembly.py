@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ds_hybridep.config import HybridEPConfig
-from ds_hybridep.errors import HybridEPError, UnsupportedError
+from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.kernels import Kernels, load_kernels
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import Exchange, build_route, choose_exchange
-from ds_hybridep.runtime.comm import Transport, agree, refuse
+from ds_hybridep.runtime.comm import Transport, agree, announcing_failure
 from ds_hybridep.runtime.dispatch import build_exchanges
 from ds_hybridep.runtime.expert_gather import ReplicaStore, build_gather_levels, lay_out
 from ds_hybridep.runtime.migration import LayerExperts, MigrationManager, StagePipeline
@@ -165,10 +165,18 @@ class HybridRuntime:
         interval = self.config.report_interval
         return self.statistics.gather_job() if interval and self.statistics.num_steps % interval == 0 else None
 
-    def close(self) -> None:
-        """Wait for what is under way and give the channels back; all ranks must call."""
+    def finish(self) -> None:
+        """Wait for what is under way; all ranks must call.
+
+        Raises:
+            GradientNotReturnedError: in the middle of an accumulation.
+        """
         if self.migration is not None:
+            self.migration.check_returned("detach")
             self.migration.finish()
+
+    def close(self) -> None:
+        """Drop the connections.  Waits for nothing, so that it can be called after an error too."""
         self.transport.close()
 
 
@@ -181,8 +189,7 @@ def build_runtime(
         PlanError: an expert-parallel group is no regular part of the levels, or cannot be split into the domains.
         AgreementError: ranks differ in config, layers or version, or one is missing.
     """
-    transport = Transport(config.cluster(), config.timeout_s)
-    try:
+    with announcing_failure():
         planned = [_plan_layer(config, spec) for spec in specs]
         kernels = load_kernels(config.kernels, specs[0].sample.device.type)
         payload = {
@@ -192,10 +199,8 @@ def build_runtime(
             "config": config.canonical(),
             "layers": [layer.canonical() for layer in planned],
         }
-    except HybridEPError as error:
-        refuse(str(error))
-        raise
-    agree(payload, config.timeout_s)
+    generation = agree(payload, config.timeout_s)
+    transport = Transport(config.cluster(), config.timeout_s, generation)
     runtime = HybridRuntime(config, transport, kernels, planned, is_boundary)
     if transport.rank == 0:
         _log_plan(runtime, planned)
@@ -218,13 +223,21 @@ def _check_experts(spec: LayerSpec) -> None:
     """Refuse what a copy of an expert's parameters would not carry.
 
     Raises:
-        UnsupportedError: the expert has buffers or hooks, or no parameters.
+        UnsupportedError: the expert has buffers or hooks, no parameters, or others than its neighbours.
     """
     advice = "or set every hybridep domain_size to 1, which needs no copies of experts"
+    blocks = lay_out(spec.experts[0])
+    if not blocks:
+        raise UnsupportedError(
+            f"{spec.name}: the experts have no parameters to place in domains; build others, {advice}"
+        )
     for expert_idx, expert in enumerate(spec.experts):
         where = f"{spec.name}: local expert {expert_idx}"
-        if not any(True for _ in expert.parameters()):
-            raise UnsupportedError(f"{where} has no parameters, so there is nothing to place in domains; {advice}")
+        if lay_out(expert) != blocks:
+            raise UnsupportedError(
+                f"{where} has other parameters (name, shape, dtype or requires_grad) than local expert 0; make the "
+                f"experts of one structure, {advice}"
+            )
         buffers = [name for name, _ in expert.named_buffers()]
         if buffers:
             raise UnsupportedError(

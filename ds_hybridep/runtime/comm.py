@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -62,12 +62,12 @@ class TransferRecord:
 class Transfer:
     """Handle of a started batch of sends and receives.  `wait` returns when all have finished."""
 
-    def __init__(self, channel: "Channel", purpose: Purpose, works: list[Any], peers: str, num_bytes: int) -> None:
+    def __init__(self, channel: "Channel", purpose: Purpose, peers: str, num_bytes: int) -> None:
         self.channel = channel
         self.purpose = purpose
         self.start_ns = time.perf_counter_ns()
         self.num_bytes = num_bytes
-        self._works = works
+        self.works: list[Any] = []
         self._peers = peers
         self._finished = threading.Event()
         self._failure: str | None = None
@@ -90,18 +90,17 @@ class Transfer:
                 elif not self._finished.wait(transport.timeout_s):
                     self._failure = f"passed the time limit of {transport.timeout_s:g} s"
         if self._failure is not None:
-            self.channel.has_failed = True
             raise CommunicationError(self.describe(self._failure))
 
     def finish(self) -> None:
         """Wait in the calling thread and mark the transfer finished; a failure is kept for `wait`."""
         limit = timedelta(seconds=self.channel.transport.timeout_s)
         try:
-            for work in self._works:
+            for work in self.works:
                 work.wait(limit)
         except RuntimeError as error:
             self._failure = f"failed: {str(error).splitlines()[0]}"
-        self._works = []
+        self.works = []
         self._finished.set()
 
     def describe(self, failure: str) -> str:
@@ -116,7 +115,7 @@ class Transfer:
 
 
 class Channel:
-    """A process group of its own over `ranks`, for transfers of one purpose.
+    """Connections of its own between `ranks`, for transfers of one purpose.
 
     A background channel has a thread that waits for transfers (it starts none): gloo reports the completion of a
     send or receive only to a waiter, and `is_done` and traces need the moment of completion.
@@ -128,10 +127,8 @@ class Channel:
         self.ranks = tuple(ranks)
         self.level = level
         self.is_background = background
-        self.group = _take_group(self.ranks, transport.timeout_s)
-        # gloo moves host memory as well; every other backend wants tensors on its device.
-        self.needs_device_tensors = dist.get_backend(self.group) != "gloo"
-        self.has_failed = False  # sends and receives may be out of step
+        self._index_of_rank = {rank: index for index, rank in enumerate(self.ranks)}
+        self._group: Any = _connect(name, self.ranks, transport)
         self._pending: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -148,18 +145,22 @@ class Channel:
             receives: (global rank, contiguous tensor that is filled).
             purpose: kind, operation and layer, for counters and errors.
         """
-        works, num_bytes = [], 0
-        # Receives first: a posted receive lets the peer's data flow at once.
-        for rank, tensor in receives:
-            if tensor.numel():
-                works.append(dist.irecv(tensor, rank, group=self.group))
-                num_bytes += self.transport.count_received(rank, tensor, purpose.kind)
-        for rank, tensor in sends:
-            if tensor.numel():
-                works.append(dist.isend(tensor, rank, group=self.group))
-                num_bytes += self.transport.count_sent(rank, tensor, purpose.kind)
+        assert self._group is not None, f"channel {self.name} was closed"
+        sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
+        receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
+        num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
         peers = f"to ranks {[rank for rank, _ in sends]}, from ranks {[rank for rank, _ in receives]}"
-        transfer = Transfer(self, purpose, works, peers, num_bytes)
+        transfer = Transfer(self, purpose, peers, num_bytes)
+        try:
+            with _without_profiling():
+                # Receives first: a posted receive lets the peer's data flow at once.
+                for rank, tensor in receives:
+                    transfer.works.append(self._group.recv([tensor], self._index_of_rank[rank], 0))
+                for rank, tensor in sends:
+                    transfer.works.append(self._group.send([tensor], self._index_of_rank[rank], 0))
+        except RuntimeError as error:
+            raise CommunicationError(transfer.describe(f"failed: {str(error).splitlines()[0]}")) from error
+        self.transport.count(sends, receives, purpose.kind)
         if self.is_background:
             self._watch(transfer)
         return transfer
@@ -176,37 +177,26 @@ class Channel:
             self.transport.note_finished(transfer)
 
     def close(self) -> None:
-        """End the waiting thread and give the process group back."""
+        """Let the waiting thread end and drop the connections.  Waits for nothing."""
         if self._thread is not None:
             self._pending.put(None)
-            self._thread.join(timeout=self.transport.timeout_s)
             self._thread = None
-        if not self.has_failed:
-            _idle_groups[self.ranks].append(self.group)
-
-
-# Process groups that no channel uses now.  They are kept and not destroyed: torch names a group made by its members
-# alone after its ranks, and a second group of that name would meet the addresses of the first one in the job's store.
-_idle_groups: dict[tuple[int, ...], list[Any]] = defaultdict(list)
-
-
-def _take_group(ranks: tuple[int, ...], timeout_s: float) -> Any:
-    """A process group over `ranks` that nobody else uses; made by its members only, so no world-wide barrier."""
-    idle = _idle_groups[ranks]
-    while idle:
-        group = idle.pop()
-        if group in dist.distributed_c10d._world.pg_map:  # else it went with an earlier world
-            return group
-    limit = timedelta(seconds=timeout_s)
-    return dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True, group_desc="hybridep")
+        self._group = None
 
 
 class Transport:
-    """All channels of this process, with one time limit and one set of counters."""
+    """All channels of one attached model on this rank, with one time limit and one set of counters.
 
-    def __init__(self, cluster: Cluster, timeout_s: float) -> None:
+    Args:
+        cluster: levels, for counting and errors.
+        timeout_s: the longest wait.
+        generation: from `agree`.
+    """
+
+    def __init__(self, cluster: Cluster, timeout_s: float, generation: int) -> None:
         self.cluster = cluster
         self.timeout_s = timeout_s
+        self.generation = generation  # of the start-up that all ranks agreed on: names of channels are unique by it
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.traffic = Traffic()
@@ -232,20 +222,20 @@ class Transport:
             self._level_of_rank[rank] = level
         return self._level_of_rank[rank]
 
-    def count_sent(self, rank: int, tensor: Tensor, kind: str) -> int:
-        key = (self.level_to(rank), kind)
-        self.traffic.sent_bytes[key] += tensor.nbytes
-        self.traffic.sent_messages[key] += 1
-        return tensor.nbytes
-
-    def count_received(self, rank: int, tensor: Tensor, kind: str) -> int:
-        self.traffic.received_bytes[self.level_to(rank), kind] += tensor.nbytes
-        return tensor.nbytes
+    def count(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str) -> None:
+        """Add what was handed to the communicator."""
+        for rank, tensor in sends:
+            key = (self.level_to(rank), kind)
+            self.traffic.sent_bytes[key] += tensor.nbytes
+            self.traffic.sent_messages[key] += 1
+        for rank, tensor in receives:
+            self.traffic.received_bytes[self.level_to(rank), kind] += tensor.nbytes
 
     def note_finished(self, transfer: Transfer) -> None:
         """Called by the waiting threads: wakes whoever waits for background transfers."""
-        if self.records is not None:
-            self.records.append(
+        records = self.records  # the main thread may end a trace at any time
+        if records is not None:
+            records.append(
                 TransferRecord(
                     purpose=transfer.purpose,
                     level=transfer.channel.level,
@@ -272,7 +262,7 @@ class Transport:
         self.traffic.exposed_s[purpose.kind] += time.perf_counter() - begin
 
     def close(self) -> None:
-        """Close every channel, in the order of their making."""
+        """Close every channel.  Waits for nothing: call it when all transfers have ended, or will not end any more."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
@@ -293,62 +283,159 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def agree(payload: Mapping[str, Any], timeout_s: float) -> None:
+def backend_name() -> str:
+    """Backend of the job's process group, such as "gloo" or "cpu:gloo,cuda:nccl"."""
+    return str(dist.get_backend_config())
+
+
+def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
     """Return when every rank has called with an equal payload.
 
     Goes through the job's store and not through a collective, because a rank without the package would never join
-    one.  Rank 0 compares and publishes the verdict.
+    one.  Rank 0 compares and publishes the verdict.  Every start-up has a generation of its own; a rank that missed
+    one joins the next.
 
     Args:
         payload: what all ranks must share, JSON-able.
         timeout_s: seconds to wait for the other ranks.
 
+    Returns:
+        The generation, equal on all ranks and different from every earlier one of the job.
+
     Raises:
         AgreementError: a rank differs (says which and in what), failed, or did not come.
     """
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    attempt = store.add(f"ds_hybridep/attempt/{rank}", 1)
-    prefix = f"ds_hybridep/agree/{attempt}"
-    store.set(f"{prefix}/{rank}", json.dumps(payload, sort_keys=True))
-    limit = timedelta(seconds=timeout_s)
-    if rank == 0:
-        verdict = _compare_payloads(lambda key: _get(store, f"{prefix}/{key}", limit), num_ranks, timeout_s)
-        store.set(f"{prefix}/verdict", verdict)
-    else:
-        # Rank 0 may itself wait for the limit before it can say who is missing.
-        text = _get(store, f"{prefix}/verdict", 2 * limit)
-        verdict = f"rank 0 gave no verdict within {2 * timeout_s:g} s: is ds_hybridep installed there?"
-        verdict = text if text is not None else verdict
+    startup = _Startup(timeout_s)
+    startup.publish(payload)
+    verdict = startup.judge() if dist.get_rank() == 0 else startup.await_verdict()
     if verdict:
         raise AgreementError(verdict)
+    return startup.generation
 
 
-def refuse(reason: str) -> None:
-    """Tell the other ranks, without waiting for them, why this rank cannot start; then `agree` fails there."""
-    if not is_initialized():
-        return
-    rank = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    attempt = store.add(f"ds_hybridep/attempt/{rank}", 1)
-    if rank == 0:
-        store.set(f"ds_hybridep/agree/{attempt}/verdict", f"rank 0 cannot start: {reason}")
-    else:
-        store.set(f"ds_hybridep/agree/{attempt}/{rank}", json.dumps({"error": reason}))
-
-
-def _get(store: Any, key: str, limit: timedelta) -> str | None:
-    """The value of `key` once it is there; None when the limit passes first."""
+@contextmanager
+def announcing_failure() -> Iterator[None]:
+    """Tell the other ranks when this one fails on the way to `agree`, so that they need not wait for it."""
     try:
-        store.wait([key], limit)
-    except RuntimeError:  # includes torch.distributed.DistStoreError
-        return None
-    return str(store.get(key), "utf-8")
+        yield
+    except BaseException as error:
+        if is_initialized():
+            _Startup(0.0).announce(f"{type(error).__name__}: {error}")
+        raise
 
 
-def _compare_payloads(read: Callable[[int], str | None], num_ranks: int, timeout_s: float) -> str:
+class _Startup:
+    """One start-up in the job's store: payloads of all ranks, the verdict of rank 0.
+
+    Rank 0 opens the next generation when it starts again after a verdict.  Another rank that is through with the
+    current one goes on to the next; one that comes late finds the verdict of the generation that it missed.
+    """
+
+    GENERATION = "ds_hybridep/generation"
+
+    def __init__(self, timeout_s: float) -> None:
+        self._store = dist.distributed_c10d._get_default_store()
+        self._timeout_s = timeout_s
+        self.generation = self._store.add(self.GENERATION, 0)
+        if dist.get_rank() == 0:
+            if self._store.check([f"{self._prefix}/verdict"]):
+                self.generation = self._store.add(self.GENERATION, 1)
+        else:
+            while self._store.check([self._is_through_key]):
+                self.generation += 1
+
+    @property
+    def _prefix(self) -> str:
+        return f"ds_hybridep/startup/{self.generation}"
+
+    @property
+    def _is_through_key(self) -> str:
+        return f"{self._prefix}/through/{dist.get_rank()}"
+
+    def publish(self, payload: Mapping[str, Any]) -> None:
+        self._store.set(f"{self._prefix}/{dist.get_rank()}", json.dumps(payload, sort_keys=True))
+
+    def announce(self, reason: str) -> None:
+        """This rank failed and will not wait."""
+        if dist.get_rank() == 0:
+            self._store.set(f"{self._prefix}/verdict", f"rank 0 cannot start: {reason}")
+        else:
+            self.publish({"error": reason})
+            self._store.set(self._is_through_key, "")
+
+    def judge(self) -> str:
+        """Rank 0: compare all payloads, and tell everybody.  Empty when they are equal."""
+        deadline = time.monotonic() + self._timeout_s
+        texts = [
+            self._get(str(rank), max(deadline - time.monotonic(), 0.001)) for rank in range(dist.get_world_size())
+        ]
+        verdict = _compare_payloads(texts, self._timeout_s)
+        if not verdict and self._store.check([f"{self._prefix}/abandoned"]):
+            verdict = "other ranks gave up waiting for rank 0 before it came; start all ranks together"
+        self._store.set(f"{self._prefix}/verdict", verdict)
+        return verdict
+
+    def await_verdict(self) -> str:
+        """Other ranks: what rank 0 found.  Rank 0 may itself wait for the limit before it can say who is missing."""
+        limit_s = 1.25 * self._timeout_s + 5.0
+        verdict = self._get("verdict", limit_s)
+        self._store.set(self._is_through_key, "")
+        if verdict is not None:
+            return verdict
+        self._store.set(f"{self._prefix}/abandoned", "")
+        return (
+            f"rank 0 did not join the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there and "
+            f"give every rank the same ds_config (hybridep.timeout_s sets the limit)"
+        )
+
+    def _get(self, key: str, limit_s: float) -> str | None:
+        """The value of `key` once it is there; None when the limit passes first."""
+        path = f"{self._prefix}/{key}"
+        try:
+            self._store.wait([path], timedelta(seconds=limit_s))
+        except RuntimeError:  # includes torch.distributed.DistStoreError
+            return None
+        return str(self._store.get(path), "utf-8")
+
+
+def _connect(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
+    """A gloo process group over `ranks`, made by its members only.
+
+    Not `dist.new_group`: made by all ranks it costs a barrier over the job per group, and made by its members it is
+    named after the number of groups that a rank knows, which differs between ranks as soon as the user makes groups.
+
+    Raises:
+        CommunicationError: not all members came within the time limit.
+    """
+    path = f"ds_hybridep/{transport.generation}/{name}/{'-'.join(map(str, ranks))}"
+    store = dist.PrefixStore(path, dist.distributed_c10d._get_default_store())
+    limit = timedelta(seconds=transport.timeout_s)
+    try:
+        return dist.distributed_c10d.ProcessGroupGloo(store, ranks.index(transport.rank), len(ranks), limit)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {transport.rank}: connecting ranks {list(ranks)} for {name} failed within the time limit of "
+            f"{transport.timeout_s:g} s: {str(error).splitlines()[0]}; look at the log of those ranks for the first "
+            f"error, and at GLOO_SOCKET_IFNAME if they cannot reach each other"
+        ) from error
+
+
+@contextmanager
+def _without_profiling() -> Iterator[None]:
+    """No profiler ranges inside.
+
+    torch opens a range when a send or receive starts and closes it where that is waited for.  A profiler that ends in
+    between leaves the range behind, and the process crashes when the waiting thread closes it.
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
+def _compare_payloads(texts: Sequence[str | None], timeout_s: float) -> str:
     """Empty if all payloads are equal to rank 0's; else what is wrong, in one sentence per rank."""
-    texts = [read(rank) for rank in range(num_ranks)]
     missing = [rank for rank, text in enumerate(texts) if text is None]
     if missing:
         return (

@@ -108,8 +108,7 @@ def weighted_sum(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan, kern
 
 def _exchange_counts(exchange: Exchange, send_splits: tuple[int, ...]) -> tuple[int, ...]:
     """Rows that every destination sends here."""
-    device = exchange.expert_to_destination.device if exchange.channel.needs_device_tensors else "cpu"
-    counts = torch.tensor(send_splits, dtype=torch.int64, device=device)
+    counts = torch.tensor(send_splits, dtype=torch.int64)
     one_each = [1] * len(send_splits)
     (received,) = _swap(exchange, [counts], one_each, one_each, "exchange of row counts")
     return tuple(received.tolist())
@@ -177,13 +176,10 @@ class _Dispatch(Function):
         plan, kernels = state.plan, state.exchange.kernels
         grad_row_weights, grad_rows = _swap_back(state, [grad_row_weights, grad_rows], "return of input gradients")
         grad_x = kernels.combine_rows(grad_rows, plan.first_slot_to_row)
-        # Each slot (t, k) was served by one row; a row's masked columns carry zeros.
-        slot_is_routed = plan.slot_to_row >= 0
-        if grad_row_weights.shape[0]:
-            grad_weights = grad_row_weights.gather(0, plan.slot_to_row.clamp_min(0)) * slot_is_routed
-        else:
-            grad_weights = torch.zeros(slot_is_routed.shape, dtype=torch.float32, device=grad_rows.device)
-        return grad_x, grad_weights, None
+        # Each slot (t, k) was served by one row; one row more takes the slots that were not routed.
+        padded = torch.cat([grad_row_weights, grad_row_weights.new_zeros(1, grad_row_weights.shape[1])])
+        slot_to_row = plan.slot_to_row.where(plan.slot_to_row >= 0, grad_row_weights.shape[0])
+        return grad_x, padded.gather(0, slot_to_row), None
 
 
 class _Combine(Function):

@@ -120,13 +120,6 @@ class ReplicaStore:
         self.domain_ranks = partition.domain_ranks(rank)
         self.own_index = partition.offset_index(rank)
         self.blocks = lay_out(experts[0])
-        for expert_idx, expert in enumerate(experts):
-            if lay_out(expert) != self.blocks:
-                raise UnsupportedError(
-                    f"{layer}: local expert {expert_idx} has other parameters (name, shape, dtype or requires_grad) "
-                    f"than local expert 0; hybridep needs experts of one structure: make them equal or set every "
-                    f"domain_size to 1"
-                )
         device = next(experts[0].parameters()).device
         num_slots, num_local = len(self.domain_ranks), len(experts)
         self.weights = [
@@ -140,6 +133,18 @@ class ReplicaStore:
             for block in self.blocks
         ]
         self.has_unreturned_sums = False
+
+    def check_trainability(self) -> None:
+        """Raise UnsupportedError where a parameter was unfrozen since the blocks were laid out."""
+        for expert_idx, expert in enumerate(self.experts):
+            for block in self.blocks:
+                if not block.is_trainable and any(
+                    expert.get_parameter(piece.name).requires_grad for piece in block.slices
+                ):
+                    raise UnsupportedError(
+                        f"{self.layer}: a frozen parameter of local expert {expert_idx} became trainable; "
+                        f"call ds_hybridep.detach(engine) before and ds_hybridep.attach(engine) after that"
+                    )
 
     @property
     def replica_bytes(self) -> int:
@@ -333,8 +338,9 @@ class GradientReturn(StagedOperation):
 
 
 def _bit_sums(weights: Tensor) -> Tensor:
-    """[M, 2] int64: sum and index-weighted sum (mod 2^64) of each slot's 16-bit words."""
-    words = weights.reshape(weights.shape[0], -1).view(torch.int16)
+    """[M, 2] int64: sum and index-weighted sum (mod 2^64) of each slot's words."""
+    word = torch.int16 if weights.element_size() > 1 else torch.uint8
+    words = weights.reshape(weights.shape[0], -1).view(word)
     totals = []
     for row in words:
         wide = row.to(torch.int64)

@@ -128,6 +128,7 @@ class MigrationManager:
         """
         layer = self._layers[position]
         store = layer.store
+        store.check_trainability()
         if self._are_replicas_stale and not is_in_backward():
             self.refresh(wait=False)
         self.progress()
@@ -169,6 +170,7 @@ class MigrationManager:
         if layer.return_in_flight is not None:  # the layer ran twice in this backward
             self.finish_return(layer, layer.return_in_flight)
         layer.store.add_replica_gradients(gradients)
+        handle.operation = None
         if self._is_boundary():
             handle.operation = layer.return_in_flight = GradientReturn(layer.store)
             layer.gradients.add(handle.operation)
@@ -196,14 +198,7 @@ class MigrationManager:
         Raises:
             GradientNotReturnedError: a layer did not run in the boundary backward but holds gradients of earlier ones.
         """
-        left = [layer.store.layer for layer in self._layers if layer.store.has_unreturned_sums]
-        if left:
-            raise GradientNotReturnedError(
-                f"rank {self._transport.rank}: replica gradients of {left} were not returned to their owners before "
-                f"step(): these layers did not run in the last backward before the step (the accumulation boundary); "
-                f"run every MoE layer in that micro-batch, call engine.zero_grad() to drop the gradients, or set "
-                f"every domain_size to 1"
-            )
+        self.check_returned("step()")
         self._drain_weights()
 
     def after_step(self) -> None:
@@ -221,6 +216,17 @@ class MigrationManager:
         self._are_replicas_stale = False
         if wait:
             self._drain_weights()
+
+    def check_returned(self, before: str) -> None:
+        """Raise GradientNotReturnedError if replicas hold gradients; `before` says what is about to happen."""
+        left = [layer.store.layer for layer in self._layers if layer.store.has_unreturned_sums]
+        if left:
+            raise GradientNotReturnedError(
+                f"rank {self._transport.rank}: replica gradients of {left} were not returned to their owners before "
+                f"{before}: these layers did not run in the last backward before it (the accumulation boundary); "
+                f"run every MoE layer in that micro-batch, drop them with engine.zero_grad() (below ZeRO 2), or "
+                f"set every domain_size to 1"
+            )
 
     def clear_gradients(self) -> None:
         """Forget replica gradients, as zero_grad does for the owners'."""

@@ -2,6 +2,7 @@
 """The forward of one MoE layer over expert domains: the table of contents of this package."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ds_hybridep.kernels import Kernels
+from ds_hybridep.runtime.checkpoint_guard import refuse_checkpoints
 from ds_hybridep.runtime.dispatch import Exchange, combine, dispatch, permute_to_experts, weighted_sum
 from ds_hybridep.runtime.migration import MigrationManager, is_in_backward
 
@@ -22,6 +24,8 @@ class LayerStats:
     rows_sent: int = 0  # to other ranks, in forward dispatches
     rows_computed: int = 0  # rows that experts processed here
     capacity_rows: int | Tensor = 0  # sum over calls of C * number of all-to-alls that plain EP would have run
+    was_recorded: bool = False  # the last forward that was no recomputation entered autograd
+    has_checked_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,19 @@ class HybridMoE:
             self.stats.rows_computed += sum(splits)
             chunks = permute_to_experts(rows, plan, self.kernels).split(splits)
             outputs = []
-            for slot in range(self.num_slots):
-                for local_idx, expert in enumerate(self.experts):
-                    weights = replicas[slot][local_idx] if replicas is not None else {}
-                    outputs.append(_call_expert(expert, weights, chunks[len(outputs)]))
+            with self._checked_experts():
+                for slot in range(self.num_slots):
+                    for local_idx, expert in enumerate(self.experts):
+                        weights = replicas[slot][local_idx] if replicas is not None else {}
+                        outputs.append(_call_expert(expert, weights, chunks[len(outputs)]))
             return weighted_sum(torch.cat(outputs), row_weights, plan, self.kernels)
+
+    def _checked_experts(self) -> AbstractContextManager[None]:
+        """At the first call that enters autograd: refuse experts that checkpoint inside themselves."""
+        if self.migration is None or self.stats.has_checked_experts or not torch.is_grad_enabled():
+            return nullcontext()
+        self.stats.has_checked_experts = True
+        return refuse_checkpoints(self.name)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """A copied or pickled layer is a plain DeepSpeed layer: channels and replicas belong to this one alone."""
@@ -94,7 +106,12 @@ class HybridMoE:
 
     def count_plain_ep(self, capacity: Tensor | int) -> None:
         """Note the expert capacity of this call: each all-to-all of plain EP carries C rows per expert."""
-        num_exchanges = 4 if torch.is_grad_enabled() and not is_in_backward() else 2
+        if is_in_backward():
+            # A recomputation; a re-entrant one is the first to enter autograd, so its backward is counted here.
+            num_exchanges = 2 if self.stats.was_recorded else 4
+        else:
+            self.stats.was_recorded = torch.is_grad_enabled()
+            num_exchanges = 4 if torch.is_grad_enabled() else 2
         self.stats.capacity_rows = self.stats.capacity_rows + num_exchanges * capacity
 
 

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints are DeepSpeed's own: written and read with the "hybridep" block or without it, they hold the same.
+
+All files go through a folder that the ranks share.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm as dist
+from parity import FP32_TOLERANCE, Case, levels_of, use_expert_groups_of
+from process_pool import ProcessPool
+from toy_model import ToyConfig, batch, build_model
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+STEPS_BEFORE, STEPS_AFTER = 2, 2
+PLANS = [(2, 1), (2, 2)]
+ZERO_STAGES = [0, 1, 2]
+
+Engine = deepspeed.DeepSpeedEngine
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def engine_of(case: Case, *, with_block: bool, seed: int = 1) -> Iterator[Engine]:
+    """A fresh engine whose weights are those of `seed`."""
+    use_expert_groups_of(case)
+    model = build_model(
+        case.toy, rank=dist.get_rank(), world_size=case.world_size, data_before_expert=False, seed=seed
+    )
+    config = case.ds_config(with_block=with_block)
+    if with_block:
+        config["hybridep"]["verify_interval"] = 1
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+        del engine, model
+        gc.collect()
+
+
+def train(engine: Engine, case: Case, first_step: int, num_steps: int) -> list[float]:
+    """Losses of the micro-steps of steps `first_step` and following."""
+    losses = []
+    for step in range(first_step, first_step + num_steps):
+        for micro_step in range(case.accumulation):
+            loss = engine(*_batch(case, step, micro_step))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+    return losses
+
+
+def loss_without_training(engine: Engine, case: Case) -> float:
+    engine.eval()
+    with torch.no_grad():
+        loss = engine(*_batch(case, 1000, 0)).item()
+    engine.train()
+    return loss
+
+
+def _batch(case: Case, step: int, micro_step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = dist.get_rank()
+    return batch(case.toy, seed=case.seed, step=step, micro_step=micro_step, rank=rank, num_sequences=3)
+
+
+def _parameters(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+
+
+def resume_in_a_fresh_engine(case: Case, folder: str) -> dict[str, Any]:
+    """Trains on from a checkpoint twice: in the engine that wrote it, and in one that started with other weights."""
+    with engine_of(case, with_block=True) as engine:
+        train(engine, case, 0, STEPS_BEFORE)
+        engine.save_checkpoint(folder)
+        straight_losses = train(engine, case, STEPS_BEFORE, STEPS_AFTER)
+        straight = _parameters(engine)
+    with engine_of(case, with_block=True, seed=2) as engine:
+        path, _ = engine.load_checkpoint(folder)
+        resumed_losses = train(engine, case, STEPS_BEFORE, STEPS_AFTER)
+        resumed = _parameters(engine)
+    return {
+        "is_loaded": path is not None,
+        "losses": (straight_losses, resumed_losses),
+        "different": [name for name, value in straight.items() if not torch.equal(value, resumed[name])],
+    }
+
+
+def resume_across(case: Case, folder: str) -> dict[tuple[bool, bool], list[float]]:
+    """Losses after loading, for every (written with the block, read with the block)."""
+    losses = {}
+    for writes_with_block in (False, True):
+        path = f"{folder}/{'hybrid' if writes_with_block else 'plain'}"
+        with engine_of(case, with_block=writes_with_block) as engine:
+            train(engine, case, 0, STEPS_BEFORE)
+            engine.save_checkpoint(path)
+        for reads_with_block in (False, True):
+            with engine_of(case, with_block=reads_with_block, seed=2) as engine:
+                engine.load_checkpoint(path)
+                evaluated = loss_without_training(engine, case)
+                losses[writes_with_block, reads_with_block] = [
+                    evaluated,
+                    *train(engine, case, STEPS_BEFORE, STEPS_AFTER),
+                ]
+    return losses
+
+
+def load_into_a_running_engine(case: Case, folder: str, options: dict[str, Any]) -> dict[bool, list[float]]:
+    """By `with_block`: losses of training, going back to an earlier checkpoint, and training on."""
+    losses = {}
+    for with_block in (False, True):
+        path = f"{folder}/{with_block}"
+        with engine_of(case, with_block=with_block) as engine:
+            losses[with_block] = train(engine, case, 0, STEPS_BEFORE)
+            engine.save_checkpoint(path)
+            # The last step's weights are still under way to the replicas when older ones are loaded.
+            losses[with_block] += train(engine, case, STEPS_BEFORE, 1)
+            engine.load_checkpoint(path, **options)
+            losses[with_block].append(loss_without_training(engine, case))
+            losses[with_block] += train(engine, case, STEPS_BEFORE, STEPS_AFTER)
+    return losses
+
+
+def copy_by_name(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+    """A custom_load_fn that goes round Module.load_state_dict."""
+    with torch.no_grad():
+        for name, parameter in dst.named_parameters():
+            parameter.copy_(src[name])
+
+
+def load_in_the_middle_of_an_accumulation(
+    case: Case, folder: str, *, zeroes_gradients: bool
+) -> dict[bool, list[float]]:
+    """By `with_block`: losses when an earlier checkpoint is loaded after the first of the micro-steps."""
+    losses = {}
+    for with_block in (False, True):
+        path = f"{folder}/{with_block}"
+        with engine_of(case, with_block=with_block) as engine:
+            losses[with_block] = train(engine, case, 0, 1)
+            engine.save_checkpoint(path)
+            engine.backward(engine(*_batch(case, 1, 0)))
+            engine.step()
+            if zeroes_gradients:
+                engine.zero_grad()
+            engine.load_checkpoint(path)
+            losses[with_block] += train(engine, case, 1, STEPS_AFTER)
+    return losses
+
+
+def load_state_dict_by_hand(case: Case) -> dict[bool, list[float]]:
+    """By `with_block`: losses before and after every rank loads the weights of the start into the module."""
+    losses = {}
+    for with_block in (False, True):
+        with engine_of(case, with_block=with_block) as engine:
+            start = {name: value.clone() for name, value in engine.module.state_dict().items()}
+            losses[with_block] = train(engine, case, 0, STEPS_BEFORE)
+            engine.module.load_state_dict(start)
+            losses[with_block].append(loss_without_training(engine, case))
+            losses[with_block] += train(engine, case, STEPS_BEFORE, 1)
+    return losses
+
+
+def save_between_micro_steps(case: Case, folder: str) -> dict[bool, list[float]]:
+    """By `with_block`: losses of a training that saves after every micro-step and goes on."""
+    losses = {}
+    for with_block in (False, True):
+        with engine_of(case, with_block=with_block) as engine:
+            losses[with_block] = []
+            for step in range(3):
+                for micro_step in range(case.accumulation):
+                    loss = engine(*_batch(case, step, micro_step))
+                    losses[with_block].append(loss.item())
+                    engine.backward(loss)
+                    engine.step()
+                    engine.save_checkpoint(f"{folder}/{with_block}", tag="latest_one")
+    return losses
+
+
+def write_both(case: Case, folder: str) -> None:
+    for with_block in (False, True):
+        with engine_of(case, with_block=with_block) as engine:
+            train(engine, case, 0, 1)
+            engine.save_checkpoint(f"{folder}/{'hybrid' if with_block else 'plain'}", tag="step1")
+
+
+# -- the tests --------------------------------------------------------------------------------------------------
+
+
+def world4(domain_sizes: tuple[int, int], zero_stage: int, **options: Any) -> Case:
+    toy = options.pop("toy", ToyConfig())
+    levels = levels_of((2, 2), domain_sizes)
+    return Case(levels=levels, toy=toy, zero_stage=zero_stage, kernels="reference", **options)
+
+
+def assert_close(plain: list[float], hybrid: list[float]) -> None:
+    assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE, abs=0.0)
+
+
+@pytest.mark.parametrize("zero_stage", ZERO_STAGES)
+@pytest.mark.parametrize("domain_sizes", PLANS, ids=str)
+def test_resume_is_bit_equal(
+    pool4: ProcessPool, tmp_path: Path, domain_sizes: tuple[int, int], zero_stage: int
+) -> None:
+    case = world4(domain_sizes, zero_stage, accumulation=2)
+    for rank, result in enumerate(pool4.run(resume_in_a_fresh_engine, case=case, folder=str(tmp_path))):
+        assert result["is_loaded"], rank
+        straight, resumed = result["losses"]
+        assert resumed == straight, rank
+        assert result["different"] == [], rank
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_resume_is_bit_equal_in_bf16(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
+    case = world4((2, 1), zero_stage, dtype="bf16", toy=ToyConfig(routing="by_token"))
+    for rank, result in enumerate(pool4.run(resume_in_a_fresh_engine, case=case, folder=str(tmp_path))):
+        assert result["losses"][0] == result["losses"][1], rank
+        assert result["different"] == [], rank
+
+
+@pytest.mark.parametrize("zero_stage", ZERO_STAGES)
+def test_checkpoints_are_read_with_and_without_the_block(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
+    case = world4((2, 1) if zero_stage != 1 else (2, 2), zero_stage)
+    for losses in pool4.run(resume_across, case=case, folder=str(tmp_path)):
+        for writes_with_block, reads_with_block in ((False, True), (True, False), (True, True)):
+            assert_close(losses[False, False], losses[writes_with_block, reads_with_block])
+
+
+def test_files_are_those_of_deepspeed(pool4: ProcessPool, tmp_path: Path) -> None:
+    case = world4((2, 2), zero_stage=1)
+    pool4.run(write_both, case=case, folder=str(tmp_path))
+    plain, hybrid = (
+        sorted(str(path.relative_to(tmp_path / kind)) for path in (tmp_path / kind).rglob("*"))
+        for kind in ("plain", "hybrid")
+    )
+    assert hybrid == plain
+    of_experts = sorted(Path(path).name for path in hybrid if "expert_" in Path(path).name and "layer_" in path)
+    toy = case.toy
+    assert of_experts == sorted(
+        f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+        for layer in range(toy.num_layers)
+        for expert in range(toy.num_experts)
+    )
+    # Same keys in every file of weights: neither replicas nor anything else of ours.
+    for path in hybrid:
+        if path.endswith("model_states.pt"):
+            keys = [
+                _tensor_names(torch.load(tmp_path / kind / path, weights_only=False)) for kind in ("plain", "hybrid")
+            ]
+            assert keys[0] == keys[1], path
+
+
+def _tensor_names(content: Any, prefix: str = "") -> list[str]:
+    """Paths and shapes of all tensors in nested dicts."""
+    if isinstance(content, torch.Tensor):
+        return [f"{prefix} {tuple(content.shape)}"]
+    if isinstance(content, dict):
+        return sorted(name for key, value in content.items() for name in _tensor_names(value, f"{prefix}/{key}"))
+    return []
+
+
+@pytest.mark.parametrize("zero_stage", ZERO_STAGES)
+@pytest.mark.parametrize("domain_sizes", PLANS, ids=str)
+def test_load_into_a_running_engine_leaves_no_stale_replica(
+    pool4: ProcessPool, tmp_path: Path, domain_sizes: tuple[int, int], zero_stage: int
+) -> None:
+    case = world4(domain_sizes, zero_stage)
+    for losses in pool4.run(load_into_a_running_engine, case=case, folder=str(tmp_path), options={}):
+        assert_close(losses[False], losses[True])
+
+
+@pytest.mark.parametrize("options", [{"load_module_only": True}, {"custom_load_fn": copy_by_name}], ids=" ".join)
+def test_other_ways_of_loading_leave_no_stale_replica(
+    pool4: ProcessPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    case = world4((2, 1), zero_stage=1)
+    for losses in pool4.run(load_into_a_running_engine, case=case, folder=str(tmp_path), options=options):
+        assert_close(losses[False], losses[True])
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zeroes_gradients", [True, False], ids=["zero_grad", ""])
+def test_load_in_the_middle_of_an_accumulation(
+    pool4: ProcessPool, tmp_path: Path, zero_stage: int, zeroes_gradients: bool
+) -> None:
+    case = world4((2, 1), zero_stage, accumulation=3)
+    results = pool4.run(
+        load_in_the_middle_of_an_accumulation, case=case, folder=str(tmp_path), zeroes_gradients=zeroes_gradients
+    )
+    for losses in results:
+        assert_close(losses[False], losses[True])
+
+
+def test_save_between_micro_steps(pool4: ProcessPool, tmp_path: Path) -> None:
+    case = world4((2, 1), zero_stage=2, accumulation=2)
+    for losses in pool4.run(save_between_micro_steps, case=case, folder=str(tmp_path)):
+        assert_close(losses[False], losses[True])
+
+
+@pytest.mark.parametrize("domain_sizes", PLANS, ids=str)
+def test_load_state_dict_leaves_no_stale_replica(pool4: ProcessPool, domain_sizes: tuple[int, int]) -> None:
+    for losses in pool4.run(load_state_dict_by_hand, case=world4(domain_sizes, zero_stage=0)):
+        assert_close(losses[False], losses[True])

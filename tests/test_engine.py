@@ -1,0 +1,610 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How hybridep joins an engine and leaves it, what it refuses, and how ranks that disagree find out."""
+
+import copy
+import gc
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.moe.sharded_moe import MOELayer
+from parity import FP32_TOLERANCE, Case, levels_of, use_expert_groups_of
+from process_pool import ProcessPool
+from torch import nn
+from toy_model import ToyConfig, batch, build_model
+
+import ds_hybridep
+from ds_hybridep.errors import AgreementError, HybridEPError, VerificationError
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+LAYERS = ("blocks.0.moe.deepspeed_moe", "blocks.1.moe.deepspeed_moe")
+START_UP_LIMIT_S = 3.0
+
+Engine = deepspeed.DeepSpeedEngine
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def engine_of(
+    case: Case, *, with_block: bool, hybridep: dict[str, Any] | None = None, **config: Any
+) -> Iterator[Engine]:
+    """A fresh engine; `hybridep` and `config` add settings to the block and to ds_config."""
+    use_expert_groups_of(case)
+    torch.manual_seed(case.seed)
+    model = build_model(
+        case.toy,
+        rank=dist.get_rank(),
+        world_size=case.world_size,
+        data_before_expert=case.use_data_before_expert_parallel,
+        seed=case.seed,
+    )
+    ds_config = {**case.ds_config(with_block=with_block), **config}
+    if hybridep is not None:
+        ds_config["hybridep"] = {**ds_config.get("hybridep", {}), **hybridep}
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+        del engine, model
+        gc.collect()
+
+
+def train(engine: Engine, case: Case, first_step: int, num_steps: int) -> list[float]:
+    losses = []
+    for step in range(first_step, first_step + num_steps):
+        for micro_step in range(case.accumulation):
+            loss = engine(*_batch(case, step, micro_step))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+    return losses
+
+
+def evaluate(model: nn.Module, case: Case) -> float:
+    model.eval()
+    with torch.no_grad():
+        loss = model(*_batch(case, 1000, 0)).item()
+    model.train()
+    return loss
+
+
+def _batch(case: Case, step: int, micro_step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = dist.get_rank()
+    return batch(case.toy, seed=case.seed, step=step, micro_step=micro_step, rank=rank, num_sequences=3)
+
+
+def block_of(case: Case, **settings: Any) -> dict[str, Any]:
+    return {**case.ds_config(with_block=True)["hybridep"], **settings}
+
+
+def moe_layers(model: nn.Module) -> list[MOELayer]:
+    return [module for module in model.modules() if isinstance(module, MOELayer)]
+
+
+def traces_of_hybridep(engine: Engine) -> dict[str, Any]:
+    """Everything on an engine that attach may have put there."""
+    names = ("_take_model_step", "zero_grad", "load_checkpoint", "destroy", "compile", "coalesce_grad_reduction")
+    return {
+        "methods": [name for name in names if name in engine.__dict__],
+        "layers": [layer.__dict__.get("_hybridep") is not None for layer in moe_layers(engine.module)],
+        "hooks": len(engine.module._load_state_dict_post_hooks),
+        "parameter hooks": sum(len(p._backward_hooks or {}) for p in engine.module.parameters()),
+        "optimizer": "zero_grad" in engine.optimizer.__dict__,
+        "threads": sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("hybridep")),
+    }
+
+
+def error_of(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """Type and message of the error that `function` raises; empty where it raises none."""
+    try:
+        function(*args, **kwargs)
+    except HybridEPError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def attach_and_detach(case: Case) -> dict[str, Any]:
+    """Plain and hybrid, each four steps; the hybrid one is attached by hand for steps 1 and 2 only."""
+    found: dict[str, Any] = {}
+    with engine_of(case, with_block=False) as engine:
+        found["plain losses"] = train(engine, case, 0, 4)
+    with engine_of(case, with_block=False) as engine:
+        found["before"] = traces_of_hybridep(engine)
+        found["hybrid losses"] = train(engine, case, 0, 1)
+        ds_hybridep.attach(engine, block_of(case))
+        found["attached"] = traces_of_hybridep(engine)
+        found["twice"] = error_of(ds_hybridep.attach, engine, block_of(case))
+        found["hybrid losses"] += train(engine, case, 1, 2)
+        ds_hybridep.detach(engine)
+        found["after"] = traces_of_hybridep(engine)
+        found["stats after"] = error_of(ds_hybridep.stats, engine)
+        found["detach twice"] = error_of(ds_hybridep.detach, engine)
+        found["hybrid losses"] += train(engine, case, 3, 1)
+        ds_hybridep.attach(engine, block_of(case))  # and once more
+        found["again"] = traces_of_hybridep(engine)
+    return found
+
+
+def detach_between_micro_steps(case: Case) -> tuple[tuple[str, str], list[float], list[float]]:
+    """Error of detaching after the first of two micro-steps, and losses of plain and of the hybrid that goes on."""
+    losses: list[list[float]] = []
+    error = ("", "")
+    for with_block in (False, True):
+        with engine_of(case, with_block=with_block) as engine:
+            engine.backward(engine(*_batch(case, 0, 0)))
+            engine.step()
+            if with_block:
+                error = error_of(ds_hybridep.detach, engine)
+            engine.backward(engine(*_batch(case, 0, 1)))
+            engine.step()
+            losses.append(train(engine, case, 1, 2))
+    return error, losses[0], losses[1]
+
+
+def stats_after_two_steps(case: Case) -> dict[str, Any]:
+    with engine_of(case, with_block=True, hybridep={"report_interval": 2}) as engine:
+        fresh = ds_hybridep.stats(engine)
+        train(engine, case, 0, 2)
+        engine.eval()
+        with torch.no_grad():
+            engine(*_batch(case, 2))  # waits for the weights of the last step, so that all counters stand still
+        return {"fresh": fresh, "trained": json.loads(json.dumps(ds_hybridep.stats(engine)))}
+
+
+def change_by_hand(case: Case, ranks: tuple[int, ...], layer: int, *, refreshes: bool) -> tuple[str, list[float]]:
+    """Error of a step after `ranks` changed their experts of `layer`, and the losses of all steps."""
+    with engine_of(case, with_block=True, hybridep={"verify_interval": 1}) as engine:
+        losses = train(engine, case, 0, 2)
+        _shift_experts(engine, ranks, layer)
+        if refreshes:
+            ds_hybridep.refresh(engine)
+        try:
+            losses += train(engine, case, 2, 2)
+        except VerificationError as error:
+            return str(error), losses
+        return "", losses
+
+
+def change_by_hand_without_hybridep(case: Case, ranks: tuple[int, ...], layer: int) -> list[float]:
+    with engine_of(case, with_block=False) as engine:
+        losses = train(engine, case, 0, 2)
+        _shift_experts(engine, ranks, layer)
+        return losses + train(engine, case, 2, 2)
+
+
+def _shift_experts(engine: Engine, ranks: tuple[int, ...], layer: int) -> None:
+    if dist.get_rank() in ranks:
+        with torch.no_grad():
+            for parameter in moe_layers(engine.module)[layer].experts.parameters():
+                parameter.add_(0.5)
+
+
+def untouched(case: Case) -> dict[str, Any]:
+    """Losses and traces without a block and with one that is switched off."""
+    found = {}
+    for name, block in (
+        ("none", None),
+        ("off", {"enabled": False}),
+        ("off in full", {**block_of(case), "enabled": False}),
+    ):
+        with engine_of(case, with_block=False, hybridep=block) as engine:
+            found[name] = (train(engine, case, 0, 2), traces_of_hybridep(engine), error_of(ds_hybridep.stats, engine))
+    return found
+
+
+def copy_module(case: Case) -> dict[str, Any]:
+    with engine_of(case, with_block=True) as engine:
+        train(engine, case, 0, 1)
+        loss = evaluate(engine.module, case)
+        twin = copy_of(engine.module)
+        calls = [layer["calls"] for layer in ds_hybridep.stats(engine)["layers"]]
+        found: dict[str, Any] = {
+            "plain": all(layer.__dict__.get("_hybridep") is None for layer in moe_layers(twin)),
+            "loss": loss,
+            "copied loss": evaluate(twin, case),
+        }
+        found["calls"] = calls == [layer["calls"] for layer in ds_hybridep.stats(engine)["layers"]]
+        return found
+
+
+def load_copy_on_one_rank(case: Case) -> list[float]:
+    """Losses of a training during which rank 1 alone loads weights into a copy of the module."""
+    with engine_of(case, with_block=True, hybridep={"timeout_s": 10}) as engine:
+        losses = train(engine, case, 0, 1)
+        evaluate(engine.module, case)
+        twin = copy_of(engine.module)
+        if dist.get_rank() == 1:
+            twin.load_state_dict(engine.module.state_dict())
+        return losses + train(engine, case, 1, 2)
+
+
+def train_plain(case: Case) -> list[float]:
+    with engine_of(case, with_block=False) as engine:
+        return train(engine, case, 0, 3)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy that shares the process groups, which cannot be copied, hybridep or not.
+
+    Nor can a gate's auxiliary loss while it has a graph: evaluate first.
+    """
+    groups = [layer.ep_group for layer in moe_layers(model)]
+    return copy.deepcopy(model, {id(group): group for group in groups})
+
+
+def train_without_engine(case: Case, *, with_block: bool) -> list[float]:
+    """A bare model and SGD: every backward returns gradients, refresh follows every step."""
+    use_expert_groups_of(case)
+    model = build_model(
+        case.toy, rank=dist.get_rank(), world_size=case.world_size, data_before_expert=False, seed=case.seed
+    )
+    for module in model.modules():
+        if hasattr(module, "set_deepspeed_parallelism"):
+            module.set_deepspeed_parallelism()
+    if with_block:
+        ds_hybridep.attach(model, block_of(case))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro_step in range(2):
+            loss = model(*_batch(case, step, micro_step))
+            losses.append(loss.item())
+            loss.backward()
+        optimizer.step()
+        if with_block:
+            ds_hybridep.refresh(model)
+    if with_block:
+        ds_hybridep.detach(model)
+    return losses
+
+
+class OneBitAdam(torch.optim.SGD):
+    """Goes by the name of a 1-bit optimizer, which hybridep does not look behind; DeepSpeed 0.19 ships none."""
+
+
+def refusals(case: Case) -> dict[str, tuple[str, str]]:
+    """By feature: the error of attaching to an engine that uses it.  One plain engine, changed back after each."""
+    found = {}
+    block = block_of(case)
+    alone = block_of(Case(levels=levels_of((2,), (1,)), toy=case.toy, kernels="reference"))
+    with engine_of(case, with_block=False) as engine:
+        layer = moe_layers(engine.module)[1]
+        expert = layer.experts.deepspeed_experts[1]
+
+        layer.use_tutel = True
+        found["tutel"] = error_of(ds_hybridep.attach, engine, block)
+        layer.use_tutel = False
+
+        engine.pipeline_parallelism = True
+        found["pipeline"] = error_of(ds_hybridep.attach, engine, block)
+        engine.pipeline_parallelism = False
+
+        expert.register_buffer("scale", torch.ones(1))
+        found["buffers"] = error_of(ds_hybridep.attach, engine, block)
+        found["buffers alone"] = error_of(_attach_train_detach, engine, case, alone)
+        del expert.scale
+
+        for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+            handle = getattr(expert.up, register)(lambda *_: None)
+            found[register] = error_of(ds_hybridep.attach, engine, block)
+            if register != "register_full_backward_hook":
+                found[f"{register} alone"] = error_of(_attach_train_detach, engine, case, alone)
+            handle.remove()
+
+        engine.client_optimizer = OneBitAdam(engine.module.parameters(), lr=0.1)
+        found["one bit"] = error_of(ds_hybridep.attach, engine, block)
+        engine.client_optimizer = None
+
+        found["no layer"] = error_of(ds_hybridep.attach, nn.Linear(2, 2), block)
+        found["no block"] = error_of(ds_hybridep.attach, engine)
+        found["afterwards"] = error_of(_attach_train_detach, engine, case, block)
+    return found
+
+
+def _attach_train_detach(engine: Engine, case: Case, block: dict[str, Any]) -> None:
+    ds_hybridep.attach(engine, block)
+    train(engine, case, 0, 1)
+    ds_hybridep.detach(engine)
+
+
+def destroy_after_a_failed_transfer(case: Case) -> tuple[str, str, float]:
+    """On rank 0, whose backward waits for one that rank 1 never runs: both errors, and the seconds of destroy."""
+    with engine_of(case, with_block=True, hybridep={"timeout_s": 2}) as engine:
+        loss = engine(*_batch(case, 0))
+        if dist.get_rank() == 1:
+            return "", "", 0.0
+        kind, _ = error_of(engine.backward, loss)
+        begin_s = time.perf_counter()
+        second_kind, _ = error_of(engine.destroy)
+        return kind, second_kind, time.perf_counter() - begin_s
+
+
+def initialize_with(case: Case, config: dict[str, Any]) -> tuple[str, str]:
+    """Error of deepspeed.initialize with the block and `config`."""
+
+    def enter() -> None:
+        with engine_of(case, with_block=True, **config):
+            pass
+
+    return error_of(enter)
+
+
+def call_refused_methods(case: Case) -> dict[str, tuple[str, str]]:
+    with engine_of(case, with_block=True) as engine:
+        return {name: error_of(getattr(engine, name)) for name in ("compile", "coalesce_grad_reduction")}
+
+
+def initialize_differently(case: Case, by_rank: dict[int, dict[str, Any]]) -> tuple[str, str]:
+    """Error of deepspeed.initialize where some ranks have other settings in the block."""
+
+    def enter() -> None:
+        with engine_of(case, with_block=True, hybridep=by_rank.get(dist.get_rank(), {})):
+            pass
+
+    return error_of(enter)
+
+
+def attach_without(case: Case, missing_rank: int) -> tuple[str, str]:
+    """Error of attaching on all ranks but one."""
+    with engine_of(case, with_block=False) as engine:
+        found = ("", "")
+        if dist.get_rank() != missing_rank:
+            found = error_of(ds_hybridep.attach, engine, block_of(case, timeout_s=START_UP_LIMIT_S))
+        dist.barrier()
+        if dist.get_rank() == missing_rank:  # comes too late, and is told so at once
+            found = error_of(ds_hybridep.attach, engine, block_of(case, timeout_s=60.0))
+        dist.barrier()
+        return found
+
+
+# -- the tests --------------------------------------------------------------------------------------------------
+
+
+def world2(**options: Any) -> Case:
+    options.setdefault("toy", ToyConfig(ep_size=2))
+    return Case(levels=levels_of((2,), (2,)), kernels="reference", **options)
+
+
+def world4(*domain_sizes: int, **options: Any) -> Case:
+    return Case(levels=levels_of((2, 2), domain_sizes), kernels="reference", **options)
+
+
+def close_to(losses: list[float]) -> Any:
+    return pytest.approx(losses, rel=FP32_TOLERANCE, abs=0.0)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_attach_and_detach_between_steps(pool4: ProcessPool, zero_stage: int) -> None:
+    for found in pool4.run(attach_and_detach, case=world4(2, 1, zero_stage=zero_stage, accumulation=2)):
+        assert found["hybrid losses"] == close_to(found["plain losses"])
+        assert found["after"] == found["before"]
+        assert found["before"]["layers"] == [False, False]
+        assert found["before"]["threads"] == []
+        assert found["attached"]["layers"] == found["again"]["layers"] == [True, True]
+        assert "_take_model_step" in found["attached"]["methods"]
+        kind, message = found["twice"]
+        assert kind == "ConfigError"
+        assert "ds_hybridep.detach(engine)" in message
+        for kind, message in (found["stats after"], found["detach twice"]):
+            assert kind == "ConfigError"
+            assert "not attached" in message
+
+
+def test_detach_between_micro_steps_is_an_error_and_loses_no_gradient(pool4: ProcessPool) -> None:
+    for (kind, message), plain, hybrid in pool4.run(detach_between_micro_steps, case=world4(2, 1, accumulation=2)):
+        assert kind == "GradientNotReturnedError"
+        assert "before detach" in message
+        assert hybrid == close_to(plain)
+
+
+def test_stats(pool4: ProcessPool) -> None:
+    case = world4(2, 1)
+    num_elements = 2 * 16 * 32 + 32 + 16
+    shipment = 2 * 2 * num_elements * 4  # layers x experts of a rank x fp32
+    for rank, found in enumerate(pool4.run(stats_after_two_steps, case=case)):
+        fresh, trained = found["fresh"], found["trained"]
+        assert set(trained) == {"rank", "steps", "levels", "exposed_s", "layers", "job"}
+        assert (trained["rank"], fresh["steps"], trained["steps"]) == (rank, 0, 2)
+        assert [level["name"] for level in trained["levels"]] == ["dc", "gpu"]
+        slow, fast = trained["levels"]
+        for level in trained["levels"]:
+            assert set(level) == {"name", "sent_bytes", "received_bytes", "sent_messages", "plain_ep_bytes"}
+            for counter in ("sent_bytes", "received_bytes", "sent_messages"):
+                assert set(level[counter]) == {"tokens", "expert_weights", "expert_gradients", "control"}
+            assert level["plain_ep_bytes"] > 0
+        assert slow["sent_bytes"]["expert_weights"] == slow["received_bytes"]["expert_weights"] == 3 * shipment
+        assert slow["sent_bytes"]["expert_gradients"] == slow["received_bytes"]["expert_gradients"] == 2 * shipment
+        assert slow["sent_bytes"]["tokens"] == fast["sent_bytes"]["expert_weights"] == 0
+        assert fast["sent_bytes"]["tokens"] > 0
+        assert fast["sent_messages"]["tokens"] > 0
+        assert set(trained["exposed_s"]) == {"tokens", "expert_weights", "expert_gradients"}
+        assert all(seconds > 0 for seconds in trained["exposed_s"].values())
+        assert [layer["name"] for layer in trained["layers"]] == list(LAYERS)
+        assert [layer["calls"] for layer in trained["layers"]] == [3, 3]
+        assert all(count == 0 for level in fresh["levels"] for count in level["sent_bytes"].values())
+        assert fresh["job"] is None
+        if rank > 0:
+            assert trained["job"] is None
+            continue
+        job = trained["job"]
+        assert (job["steps"], job["world_size"]) == (2, 4)
+        assert job["levels"][0]["sent_bytes"]["expert_gradients"] == 4 * 2 * shipment
+        assert [layer["name"] for layer in job["layers"]] == list(LAYERS)
+        assert all(layer["imbalance"] >= 1 for layer in job["layers"])
+
+
+def test_a_parameter_changed_by_hand_is_found_by_verification(pool2: ProcessPool) -> None:
+    results = pool2.run(change_by_hand, case=world2(), ranks=(1,), layer=1, refreshes=False)
+    for message, losses in results:
+        assert f"{LAYERS[1]}: the copies of the experts of rank 1 on ranks [0] differ" in message
+        assert "ds_hybridep.refresh(engine)" in message
+        assert len(losses) == 2
+
+
+def test_refresh_after_a_parameter_was_changed_by_hand(pool4: ProcessPool) -> None:
+    for case in (world4(2, 1), world4(2, 2)):
+        plain = pool4.run(change_by_hand_without_hybridep, case=case, ranks=(1, 2), layer=0)
+        hybrid = pool4.run(change_by_hand, case=case, ranks=(1, 2), layer=0, refreshes=True)
+        for losses_of_plain, (message, losses) in zip(plain, hybrid, strict=True):
+            assert message == ""
+            assert losses == close_to(losses_of_plain)
+
+
+def test_no_effect_without_the_block_or_when_it_is_off(pool2: ProcessPool) -> None:
+    for found in pool2.run(untouched, case=world2(zero_stage=1)):
+        losses, traces, _ = found["none"]
+        assert traces["methods"] == []
+        assert traces["layers"] == [False, False]
+        for name in ("off", "off in full"):
+            assert found[name][:2] == (losses, traces)  # bit for bit
+            assert found[name][2][0] == "ConfigError"
+
+
+def test_a_copy_of_the_module_is_plain(pool2: ProcessPool) -> None:
+    for found in pool2.run(copy_module, case=world2(), timeout_s=30.0):
+        assert found["plain"]
+        assert found["calls"]  # the copy's forward is not the engine's
+        assert found["copied loss"] == close_to(found["loss"])
+
+
+def test_a_copy_of_the_module_that_one_rank_loads_is_no_business_of_the_engine(pool2: ProcessPool) -> None:
+    plain = pool2.run(train_plain, case=world2())
+    hybrid = pool2.run(load_copy_on_one_rank, case=world2(), timeout_s=30.0)
+    for losses_of_plain, losses in zip(plain, hybrid, strict=True):
+        assert losses == close_to(losses_of_plain)
+
+
+def test_a_model_without_an_engine(pool4: ProcessPool) -> None:
+    for sizes in ((2, 1), (2, 2)):
+        plain = pool4.run(train_without_engine, case=world4(*sizes), with_block=False)
+        hybrid = pool4.run(train_without_engine, case=world4(*sizes), with_block=True)
+        for losses_of_plain, losses in zip(plain, hybrid, strict=True):
+            assert losses == close_to(losses_of_plain)
+
+
+def test_destroy_after_a_failed_transfer_neither_fails_nor_waits_again() -> None:
+    with ProcessPool(2) as pool:  # its own: the channels are out of step afterwards
+        kind, second_kind, seconds = pool.run(destroy_after_a_failed_transfer, case=world2(), timeout_s=30.0)[0]
+    assert kind == "CommunicationError"
+    assert second_kind == ""
+    assert seconds < 1.5  # less than another time limit
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_features_that_are_refused(pool2: ProcessPool) -> None:
+    name = "blocks.1.moe.deepspeed_moe"
+    expected = {
+        "tutel": f"{name}: Tutel does not work",
+        "pipeline": 'pipeline parallelism (PipelineModule) does not work together with the "hybridep" block',
+        "buffers": f"{name}: local expert 1 has buffers ['scale']",
+        "register_forward_hook": f"{name}: local expert 1 has forward or backward hooks (on ['up'])",
+        "register_forward_pre_hook": f"{name}: local expert 1 has forward or backward hooks (on ['up'])",
+        "register_full_backward_hook": f"{name}: local expert 1 has forward or backward hooks (on ['up'])",
+        "one bit": "the 1-bit optimizer OneBitAdam does not work",
+        "no layer": "the model has no deepspeed.moe.layer.MoE layer",
+    }
+    for found in pool2.run(refusals, case=world2()):
+        for feature, text in expected.items():
+            kind, message = found.pop(feature)
+            assert kind == "UnsupportedError", feature
+            assert text in message
+        kind, message = found.pop("no block")
+        assert kind == "ConfigError"
+        assert 'has no "hybridep" block' in message
+        # What remains was allowed: domains of one rank, and the same engine after all those refusals.
+        assert set(found.values()) == {("", "")}, found
+
+
+@pytest.mark.parametrize(
+    ("zero", "text"),
+    [
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "offload_optimizer"),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, "offload_param"),
+        ({"stage": 2, "zenflow": {"update_interval": 2}}, "zero_optimization.zenflow"),
+        ({"stage": 3}, "ZeRO stage 3 with native MoE layers"),
+    ],
+    ids=["offload_optimizer", "offload_param", "zenflow", "stage3"],
+)
+def test_settings_of_zero_that_are_refused(pool2: ProcessPool, zero: dict[str, Any], text: str) -> None:
+    for kind, message in pool2.run(initialize_with, case=world2(), config={"zero_optimization": zero}):
+        assert kind == "UnsupportedError"
+        assert text in message
+        assert '"hybridep": {"enabled": false}' in message
+
+
+def test_methods_that_are_refused(pool2: ProcessPool) -> None:
+    for found in pool2.run(call_refused_methods, case=world2(zero_stage=1)):
+        for name, (kind, message) in found.items():
+            assert kind == "UnsupportedError"
+            assert f"engine.{name}() does not work together with hybridep yet" in message
+
+
+def test_a_domain_beyond_the_span_of_the_group(pool4: ProcessPool) -> None:
+    case = world4(2, 1, toy=ToyConfig(ep_size=2))
+    for kind, message in pool4.run(initialize_with, case=case, config={}):
+        assert kind == "PlanError"
+        assert "hybridep.levels[0].domain_size is 2" in message
+        assert "spans 1 of the 2 children of level 'dc'" in message
+        assert '"use_data_before_expert_parallelism": true' in message
+
+
+# -- ranks that disagree ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_rank_with_another_setting_is_named_on_all_ranks(pool4: ProcessPool, rank: int) -> None:
+    by_rank = {rank: {"prefetch_depth": 5}}
+    for kind, message in pool4.run(initialize_differently, case=world4(2, 1), by_rank=by_rank, timeout_s=20.0):
+        assert kind == "AgreementError"
+        assert f"rank {rank} differs from rank 0 in config.prefetch_depth: 5 instead of 2" in message
+
+
+def test_a_setting_that_only_rank_0_has(pool4: ProcessPool) -> None:
+    by_rank = {0: {"verify_interval": 7}}
+    for kind, message in pool4.run(initialize_differently, case=world4(2, 1), by_rank=by_rank, timeout_s=20.0):
+        assert kind == "AgreementError"
+        for rank in (1, 2, 3):
+            assert f"rank {rank} differs from rank 0 in config.verify_interval: 100 instead of 7" in message
+
+
+@pytest.mark.parametrize("missing_rank", [0, 2])
+def test_a_rank_that_does_not_attach_is_named(pool4: ProcessPool, missing_rank: int) -> None:
+    results = pool4.run(attach_without, case=world4(2, 1), missing_rank=missing_rank, timeout_s=20.0)
+    for rank, (kind, message) in enumerate(results):
+        if rank != missing_rank:
+            assert kind == "AgreementError"
+            assert f"rank {missing_rank}" in message or f"ranks [{missing_rank}]" in message
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_config_error_of_one_rank_reaches_the_others_at_once(pool4: ProcessPool, rank: int) -> None:
+    by_rank = {rank: {"prefetch_depht": 5}}
+    # The block's own time limit is 60 s: they do not wait for it.
+    results = pool4.run(initialize_differently, case=world4(2, 1), by_rank=by_rank, timeout_s=20.0)
+    for other, (kind, message) in enumerate(results):
+        assert kind == ("ConfigError" if other == rank else "AgreementError")
+        assert 'hybridep.prefetch_depht is not a known key; did you mean "prefetch_depth"?' in message
+        if other != rank:
+            assert f"rank {rank} cannot start" in message
+
+
+def test_after_a_disagreement_the_same_ranks_can_start(pool4: ProcessPool) -> None:
+    assert {kind for kind, _ in pool4.run(initialize_differently, case=world4(2, 1), by_rank={})} == {""}
+
+
+def test_agreement_error_is_a_runtime_error() -> None:
+    assert issubclass(AgreementError, RuntimeError)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that hold for the whole repository and that no linter knows."""
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from ds_hybridep.config import CodecConfig, HybridEPConfig, LevelConfig, parse_config
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DS_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
+TEXT_SUFFIXES = {"", ".py", ".md", ".json", ".toml", ".yaml", ".yml", ".cpp", ".cu", ".h", ".txt", ".sh"}
+NOT_OURS = {"build", "dist", "runs", "__pycache__"}  # nor any hidden folder but .ci
+
+
+@pytest.mark.parametrize("module", ["ds_hybridep", "ds_hybridep.plan", "ds_hybridep.config", "ds_hybridep.report"])
+def test_importing_loads_neither_torch_nor_deepspeed(module):
+    program = f"import sys, {module}; print(*({{'torch', 'deepspeed'}} & set(sys.modules)))"
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=50, check=True
+    )
+    assert run.stdout.strip() == ""
+
+
+def test_public_names_are_found_and_others_are_not():
+    import ds_hybridep
+
+    for name in ds_hybridep.__all__:
+        assert getattr(ds_hybridep, name) is not None
+        assert name in dir(ds_hybridep)
+    with pytest.raises(AttributeError, match="'attatch'.*public names are .*attach"):
+        ds_hybridep.attatch  # noqa: B018
+
+
+def test_ds_configs_has_both_kinds():
+    blocks = ["hybridep" in json.loads(path.read_text()) for path in DS_CONFIGS]
+    assert {True, False} <= set(blocks)
+
+
+@pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda path: path.name)
+def test_every_block_in_ds_configs_parses_and_is_in_the_table(path):
+    block = json.loads(path.read_text()).get("hybridep")
+    if block is not None:
+        world_size = math.prod(level["size"] for level in block["levels"])
+        config = parse_config(block, world_size=world_size, base_dir=path.parent)
+        assert config.report_file is None  # running an example must not leave files about
+    assert f"`{path.name}`" in (REPOSITORY / "ds_configs" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", [HybridEPConfig, LevelConfig, CodecConfig])
+def test_every_field_of_the_config_is_in_its_table(kind):
+    text = (REPOSITORY / "docs" / "config.md").read_text()
+    documented = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", section_of(text, kind.__name__), re.MULTILINE))
+    assert sorted(documented) == sorted(field.name for field in dataclasses.fields(kind))
+    for field in dataclasses.fields(kind):
+        default = documented[field.name].strip()
+        if field.default is dataclasses.MISSING:
+            assert default == "required"
+        elif isinstance(field.default, CodecConfig):
+            assert json.loads(default.strip("`")) == field.default.type
+        else:
+            assert json.loads(default.strip("`")) == field.default
+
+
+def section_of(text, name):
+    """The part of docs/config.md that stands under the heading marked with the class's name."""
+    return text.split(f"<!-- {name} -->")[1].split("<!--")[0]
+
+
+def test_sources_of_the_kernels_are_found_inside_the_package():
+    sources = {entry.name for entry in files("ds_hybridep.csrc").iterdir()}
+    assert {"include", "cpu"} <= sources
+    assert files("ds_hybridep.op_builder").joinpath("__init__.py").is_file()
+
+
+def test_no_top_level_op_builder_that_deepspeed_could_mistake_for_its_own():
+    for path in (REPOSITORY / "op_builder").rglob("*.py"):
+        assert "__deepspeed__" not in path.read_text(), path
+
+
+def test_no_file_names_a_path_of_one_machine():
+    roots = "|".join(["work", "root", "home/[a-z]", "Users/[a-z]"])
+    absolute = re.compile(rf"(?<![\w./}}])/({roots})\w*/")
+    found = []
+    for path in text_files():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found += [f"{path.relative_to(REPOSITORY)}: {match[0]}" for match in absolute.finditer(text)]
+    assert found == []
+
+
+def text_files():
+    """Files of the checkout that people write."""
+    for path in sorted(REPOSITORY.rglob("*")):
+        folders = path.relative_to(REPOSITORY).parts[:-1]
+        is_ours = not any(
+            name in NOT_OURS or name.endswith(".egg-info") or (name.startswith(".") and name != ".ci")
+            for name in folders
+        )
+        if is_ours and path.suffix in TEXT_SUFFIXES and path.is_file() and path != Path(__file__).resolve():
+            yield path
