@@ -58,7 +58,6 @@ setup(
         "torch>=2.5",
         # ds_hybridep patches internals of DeepSpeed, so a minor version is supported once it has been tried.
         "deepspeed>=0.19.8,<0.20",
-        "pydantic>=2",
         "pyyaml",
         "pybind11",
         "ninja",

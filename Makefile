@@ -1,0 +1,68 @@
+# The words of this repository; `make help` lists them.
+#
+# demo, test and the others make .venv on first use.  torch comes first and alone, because everything else accepts
+# whatever torch is there.  The pinned version is the one that the tests run with; for GPUs name the build that fits
+# the driver, with the index that PyTorch's install page gives for it:
+#
+#     make test TORCH="torch==2.13.0 --index-url URL"
+#
+# To use an environment of your own instead, install the package there (pip install -e '.[dev]') and say
+# `make test VENV=$$VIRTUAL_ENV INSTALLED=` with it active.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+INSTALLED ?= $(VENV)/.installed
+BIN = $(abspath $(VENV))/bin
+
+# A build that was killed leaves a lock in the folder that all checkouts share, and later ones wait for it for ever.
+export TORCH_EXTENSIONS_DIR = $(CURDIR)/.cache/torch_extensions
+export PATH := $(BIN):$(PATH)
+
+.PHONY: help demo test test-slow check fmt bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       train a small model twice on 4 CPU ranks, with and without expert domains, and compare"
+	@echo "make test       the tests that need no GPU and little time"
+	@echo "make test-slow  the other ones"
+	@echo "make check      lint, format, types, import order"
+	@echo "make fmt        format, and mend what can be mended"
+	@echo "make bench      the measuring programs"
+	@echo "make clean      remove what the others made, .venv too"
+
+$(VENV)/.installed: setup.py ds_hybridep/version.py
+	@echo "[1/3] making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade pip
+	@echo "[2/3] installing $(TORCH)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	@echo "[3/3] installing ds_hybridep, DeepSpeed and the tools of development"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	@$(BIN)/python benchmarks/demo.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not bench"
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m "slow and not bench" --timeout 900
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	$(BIN)/python -m pytest -m bench --timeout 3600 -s
+
+clean:
+	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the record of a run, the JSON file that `report_file` names, into a table to read."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+BYTES_PER_MB = 1e6
+KINDS = ("tokens", "expert_weights", "expert_gradients", "control")
+MISSING = "-"
+
+
+def format_run_record(record: Mapping[str, Any]) -> str:
+    """A table of the megabytes sent per step on each level by kind, beside what plain EP would have sent.
+
+    Takes records of other versions too: what is missing is shown as "-", kinds it does not know get columns of their
+    own.  Records of this shape are written at `report_file`:
+
+        {"steps": 100, "world_size": 4, "exposed_s": {"tokens": 0.5, ...},
+         "levels": [{"name": "dc", "sent_bytes": {"tokens": 0, "expert_weights": 1000, ...}, "plain_ep_bytes": 4000}]}
+
+    record: bytes are sums over all ranks and steps; exposed seconds are means over ranks, summed over steps.
+    """
+    steps = _number(record.get("steps"))
+    levels = [level for level in _sequence(record.get("levels")) if isinstance(level, Mapping)]
+    if not levels:
+        return "no traffic was recorded"
+    sent = [_mapping(level.get("sent_bytes")) for level in levels]
+    kinds = [*KINDS, *sorted({str(kind) for counts in sent for kind in counts} - set(KINDS))]
+
+    rows = [["level", *(kind.replace("_", " ") for kind in kinds), "sum", "plain EP", "of plain EP"]]
+    for level, counts in zip(levels, sent, strict=True):
+        total_bytes = sum(number for kind in counts if (number := _number(counts[kind])) is not None)
+        plain_ep_bytes = _number(level.get("plain_ep_bytes"))
+        rows.append(
+            [
+                str(level.get("name", MISSING)),
+                *(_megabytes_per_step(_number(counts.get(kind)), steps) for kind in kinds),
+                _megabytes_per_step(total_bytes if counts else None, steps),
+                _megabytes_per_step(plain_ep_bytes, steps),
+                f"{total_bytes / plain_ep_bytes:.0%}" if counts and plain_ep_bytes else MISSING,
+            ]
+        )
+    ranks = _number(record.get("world_size"))
+    header = "MB sent per step, {} ranks together, mean of {} steps".format(
+        MISSING if ranks is None else f"{ranks:.0f}", MISSING if steps is None else f"{steps:.0f}"
+    )
+    lines = [header, "", *_aligned(rows)]
+    exposed = _mapping(record.get("exposed_s"))
+    waits = [
+        f"{kind.replace('_', ' ')} {1e3 * seconds / steps:.1f} ms"
+        for kind, value in exposed.items()
+        if (seconds := _number(value)) is not None and steps
+    ]
+    if waits:
+        lines += ["", f"time a rank waited for them, mean per step: {', '.join(waits)}"]
+    return "\n".join(lines)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _sequence(value: object) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _megabytes_per_step(num_bytes: float | None, steps: float | None) -> str:
+    return MISSING if num_bytes is None or not steps else f"{num_bytes / steps / BYTES_PER_MB:.3f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines, first column to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "   ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
