@@ -18,6 +18,7 @@ from deepspeed.moe.sharded_moe import MOELayer
 from parity import FP32_TOLERANCE, Case, levels_of, use_expert_groups_of
 from process_pool import ProcessPool
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from toy_model import ToyConfig, batch, build_model
 
 import ds_hybridep
@@ -369,6 +370,53 @@ def attach_without(case: Case, missing_rank: int) -> tuple[str, str]:
         return found
 
 
+class SelfCheckpointing(nn.Module):
+    """An expert that recomputes its own activations."""
+
+    def __init__(self, inner: nn.Module, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.use_reentrant = inner, use_reentrant
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, rows, use_reentrant=self.use_reentrant)
+
+
+def train_self_checkpointing_experts(case: Case, *, use_reentrant: bool) -> tuple[str, str]:
+    """Error of the first step of a model whose experts checkpoint inside themselves."""
+    with engine_of(case, with_block=False) as engine:
+        for block in engine.module.blocks:
+            experts = block.moe.deepspeed_moe.experts.deepspeed_experts
+            for index, expert in enumerate(experts):
+                experts[index] = SelfCheckpointing(expert, use_reentrant=use_reentrant)
+        ds_hybridep.attach(engine, block_of(case))
+        return error_of(lambda: engine.backward(engine(*_batch(case, 0))))
+
+
+def thaw_after_attach(case: Case) -> tuple[str, str]:
+    """Error of the first step after a frozen expert parameter was made trainable."""
+    with engine_of(case, with_block=False) as engine:
+        experts = engine.module.blocks[1].moe.deepspeed_moe.experts.deepspeed_experts
+        for expert in experts:
+            expert.up.weight.requires_grad_(False)
+        ds_hybridep.attach(engine, block_of(case))
+        engine.backward(engine(*_batch(case, 0)))
+        experts[0].up.weight.requires_grad_(True)
+        return error_of(lambda: engine(*_batch(case, 1)))
+
+
+def losses_beside_groups_of_some_ranks(case: Case) -> list[float]:
+    """Losses where the user made process groups that not all ranks are in, before the start and after it."""
+    dist.new_group([0, 2])
+    with engine_of(case, with_block=True, hybridep={"report_interval": 1, "verify_interval": 1}) as engine:
+        dist.new_group([1, 2, 3])
+        return train(engine, case, 0, 3)
+
+
+def plain_losses(case: Case) -> list[float]:
+    with engine_of(case, with_block=False) as engine:
+        return train(engine, case, 0, 3)
+
+
 # -- the tests --------------------------------------------------------------------------------------------------
 
 
@@ -608,3 +656,27 @@ def test_after_a_disagreement_the_same_ranks_can_start(pool4: ProcessPool) -> No
 
 def test_agreement_error_is_a_runtime_error() -> None:
     assert issubclass(AgreementError, RuntimeError)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_experts_that_checkpoint_inside_themselves_are_refused(pool2: ProcessPool, use_reentrant: bool) -> None:
+    for kind, message in pool2.run(train_self_checkpointing_experts, case=world2(), use_reentrant=use_reentrant):
+        assert kind == "UnsupportedError"
+        assert "blocks.0.moe.deepspeed_moe: an expert uses activation checkpointing inside itself" in message
+    allowed = Case(levels=levels_of((2,), (1,)), toy=ToyConfig(ep_size=2), kernels="reference")
+    found = pool2.run(train_self_checkpointing_experts, case=allowed, use_reentrant=use_reentrant)
+    assert found == [("", "")] * 2
+
+
+def test_thawing_a_parameter_after_attach_is_refused(pool2: ProcessPool) -> None:
+    for kind, message in pool2.run(thaw_after_attach, case=world2()):
+        assert kind == "UnsupportedError"
+        assert "blocks.1.moe.deepspeed_moe: a frozen parameter of local expert 0 became trainable" in message
+
+
+def test_process_groups_that_only_some_ranks_made_do_no_harm(pool4: ProcessPool) -> None:
+    case = world4(2, 1)
+    for plain, hybrid in zip(
+        pool4.run(plain_losses, case=case), pool4.run(losses_beside_groups_of_some_ranks, case=case), strict=True
+    ):
+        assert hybrid == close_to(plain)

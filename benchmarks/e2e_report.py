@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and plots of benchmarks/e2e.py's records.
+
+    python benchmarks/e2e_report.py benchmarks/results/e2e-2x2.jsonl --plots docs/images > docs/benchmarks-e2e.md
+
+A ratio is paired block by block against the better of the two baselines (flat EP, EP inside the DC), with a 95%
+bootstrap interval; "noise" is flat EP against itself.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_hybridep import bench
+
+FLAT, AGAIN, INSIDE = "deepspeed, flat EP", "deepspeed, flat EP again", "deepspeed, EP inside the DC"
+KINDS = ("tokens", "expert_weights", "expert_gradients", "control")
+Record = dict[str, Any]
+
+
+def rate_order(rate: str) -> float:
+    """Mbit/s; no limit comes first."""
+    return -float("inf") if rate == "none" else -float(rate.removesuffix("mbit"))
+
+
+def median_s(record: Record) -> float:
+    return statistics.median(record["step_s"])
+
+
+def cases(records: Sequence[Record]) -> Iterable[tuple[tuple[Any, ...], list[Record]]]:
+    """Records by (dcs, rows, accumulation), in order."""
+
+    def key(record: Record) -> tuple[Any, ...]:
+        params = record["params"]
+        return params["dcs"], params["tokens_per_rank"], params["accumulation"]
+
+    for case, group in itertools.groupby(sorted(records, key=key), key):
+        yield case, sorted(group, key=lambda record: rate_order(record["params"]["rate"]))
+
+
+def by_rate(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
+    table: dict[str, dict[str, Record]] = {}
+    for record in records:
+        table.setdefault(record["params"]["rate"], {})[record["params"]["plan"]] = record
+    return table
+
+
+def time_table(records: Sequence[Record]) -> str:
+    """Median seconds per step of each plan, and the best of ours against the better baseline."""
+    rates = by_rate(records)
+    plans = [plan for plan in next(iter(rates.values())) if plan != AGAIN]
+    lines = [
+        "| uplink | " + " | ".join(plans) + " | best of ours / flat EP | best of ours / better baseline | noise |",
+        "|---" * (len(plans) + 4) + "|",
+    ]
+    for rate, by_plan in rates.items():
+        ours = min((by_plan[plan] for plan in plans if plan.startswith("hybridep")), key=median_s)
+        baseline = min((by_plan[FLAT], by_plan[INSIDE]), key=median_s)
+        cells = [f"{median_s(by_plan[plan]):.3f}" for plan in plans]
+        cells += [
+            str(bench.ratio(ours["step_s"], by_plan[FLAT]["step_s"])),
+            f"{bench.ratio(ours['step_s'], baseline['step_s'])} ({ours['params']['plan']})",
+            str(bench.ratio(by_plan[AGAIN]["step_s"], by_plan[FLAT]["step_s"])),
+        ]
+        lines.append(f"| {'unshaped' if rate == 'none' else rate} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def byte_table(records: Sequence[Record]) -> str:
+    """MB per step over the DC uplinks at the lowest rate: seen by the interfaces, and counted by the program."""
+    by_plan = list(by_rate(records).values())[-1]
+    lines = [
+        "| plan | on the wire | tokens | expert weights | expert gradients | control | rest (dense, headers) | loss |",
+        "|---" * 8 + "|",
+    ]
+    for plan, record in by_plan.items():
+        counted = record["counted_bytes_per_step"]
+        wire = record["wan_bytes_per_step"] / 1e6
+        if not plan.startswith("hybridep"):
+            lines.append(f"| {plan} | {wire:.2f} | | | | | | {record['loss']:.4f} |")
+            continue
+        parts = [counted[kind] / 1e6 for kind in KINDS]
+        numbers = " | ".join(f"{part:.2f}" for part in [wire, *parts, wire - sum(parts)])
+        lines.append(f"| {plan} | {numbers} | {record['loss']:.4f} |")
+    return "\n".join(lines)
+
+
+def plot(records: Sequence[Record], path: Path, title: str) -> None:
+    """Step time against bandwidth, and bytes per kind, side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rates = by_rate(records)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2))
+    shaped = [rate for rate in rates if rate != "none"]
+    for plan in next(iter(rates.values())):
+        if plan != AGAIN:
+            style = "--" if plan.startswith("deepspeed") else "-"
+            mbit = [-rate_order(rate) for rate in shaped]
+            left.plot(mbit, [median_s(rates[rate][plan]) for rate in shaped], style, marker="o", label=plan)
+    left.set(xscale="log", yscale="log", xlabel="uplink of one DC, Mbit/s", ylabel="seconds per step", title=title)
+    left.legend(fontsize=8)
+    left.grid(which="both", alpha=0.3)
+    by_plan = list(rates.values())[-1]
+    names = [plan for plan in by_plan if plan != AGAIN]
+    bottom = [0.0] * len(names)
+    for kind in KINDS[:3]:
+        heights = [by_plan[plan]["counted_bytes_per_step"][kind] / 1e6 for plan in names]
+        right.bar(names, heights, bottom=bottom, label=kind)
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    rest = [max(by_plan[p]["wan_bytes_per_step"] / 1e6 - b, 0.0) for p, b in zip(names, bottom, strict=True)]
+    right.bar(names, rest, bottom=bottom, color="lightgrey", label="all else (DeepSpeed's own, headers)")
+    right.set(ylabel="MB per step over the DC uplinks")
+    right.tick_params(axis="x", labelrotation=30, labelsize=7)
+    right.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path, nargs="+")
+    parser.add_argument("--plots", type=Path, help="folder for PNG files")
+    args = parser.parse_args()
+    records = [json.loads(line) for path in args.records for line in path.read_text().splitlines()]
+    for (dcs, tokens, accumulation), group in cases(records):
+        title = f"{dcs}, {tokens} tokens per rank and micro-step, accumulation {accumulation}"
+        print(f"### {title}\n\nSeconds per step:\n\n{time_table(group)}\n")
+        print(f"MB per step over the DC uplinks, one direction, all ranks:\n\n{byte_table(group)}\n")
+        if args.plots is not None:
+            args.plots.mkdir(parents=True, exist_ok=True)
+            name = f"e2e-{dcs}-t{tokens}-a{accumulation}.png"
+            plot(group, args.plots / name, title)
+            print(f"![{title}]({args.plots.name}/{name})\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of benchmarks/e2e.py: trains every plan on the same data, in interleaved blocks, phase by phase.
+
+All plans live in one process.  Rank 0 asks the driver outside the emulated network, through files in the control
+folder, to set the link's rate and to read the interface counters; nothing crosses the network for that.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from torch import Tensor
+
+import ds_hybridep
+from ds_hybridep import bench
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import train_lm
+
+AUX_LOSS_WEIGHT = train_lm.AUX_LOSS_WEIGHT
+POLL_S = 0.002
+ANSWER_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained: an EP size, and for ours domain sizes."""
+
+    name: str
+    ep_size: int
+    domain_sizes: tuple[int, ...] | None = None
+
+
+@dataclass
+class Run:
+    """One plan at one accumulation count."""
+
+    plan: Plan
+    engine: Any
+    num_steps: int = 0  # optimizer steps so far; batches are a function of it
+    loss: float = float("nan")
+
+
+@dataclass
+class Measured:
+    """Blocks of one plan in one phase."""
+
+    step_s: list[float] = field(default_factory=list)
+    wan_bytes: list[float] = field(default_factory=list)  # per step, all DC uplinks, one direction, headers included
+    counted: list[dict[str, float]] = field(default_factory=list)  # per step, level 0, by kind, this rank
+
+
+class Driver:
+    """Asks the process outside; only rank 0 talks, everybody waits."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = {}
+        if dist.get_rank() == 0:
+            self._count += 1
+            partial = self._folder / "request.partial"
+            partial.write_text(json.dumps(request))
+            os.replace(partial, self._folder / f"request-{self._count}.json")
+            path, limit = self._folder / f"answer-{self._count}.json", time.monotonic() + ANSWER_LIMIT_S
+            while not path.exists():
+                if time.monotonic() > limit:
+                    raise TimeoutError(f"the driver did not answer {request} within {ANSWER_LIMIT_S:g} s")
+                time.sleep(POLL_S)
+            answer = json.loads(path.read_text())
+        dist.barrier()
+        return answer
+
+
+def plans_of(sizes: tuple[int, ...]) -> list[Plan]:
+    """Baselines and plans for `sizes` = (DCs, GPUs per DC)."""
+    dcs, gpus = sizes
+    plans = [
+        Plan("deepspeed, flat EP", dcs * gpus),
+        Plan("deepspeed, EP inside the DC", gpus),
+        Plan("hybridep [1,1]", dcs * gpus, (1, 1)),
+    ]
+    plans += [Plan(f"hybridep [{size},1]", dcs * gpus, (size, 1)) for size in range(2, dcs + 1) if dcs % size == 0]
+    return [*plans, Plan("deepspeed, flat EP again", dcs * gpus)]
+
+
+def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[int, ...]) -> Run:
+    torch.manual_seed(args.seed)
+    args.ep_size = plan.ep_size
+    model = train_lm.ByteModel(args)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # only its product with the others is checked
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_print": 1_000_000_000,
+        "zero_optimization": {"stage": args.zero_stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    if plan.domain_sizes is not None:
+        levels = [
+            {"name": name, "size": size, "domain_size": domain_size}
+            for name, size, domain_size in zip(("dc", "gpu"), sizes, plan.domain_sizes, strict=True)
+        ]
+        block = {"levels": levels, "report_interval": 0, "verify_interval": 0, "prefetch_depth": args.prefetch_depth}
+        ds_hybridep.attach(engine, block)
+    return Run(plan, engine)
+
+
+def train(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int, num_steps: int) -> None:
+    """`num_steps` optimizer steps; the same data for every plan."""
+    for _ in range(num_steps):
+        for micro_step in range(run.engine.gradient_accumulation_steps()):
+            place = (args.seed, run.num_steps, micro_step, dist.get_rank())
+            batch = train_lm.batch_at(corpus, place, rows=rows, seq_len=args.seq_len)
+            loss, aux_loss = run.engine(*batch)
+            run.engine.backward(loss + AUX_LOSS_WEIGHT * aux_loss)
+            run.engine.step()
+        run.num_steps += 1
+        run.loss = loss.item()
+
+
+def level_0_bytes(run: Run) -> dict[str, int]:
+    if run.plan.domain_sizes is None:
+        return {}
+    return ds_hybridep.stats(run.engine)["levels"][0]["sent_bytes"]
+
+
+def run_block(run: Run, driver: Driver, corpus: Tensor, args: argparse.Namespace, rows: int, steps: int) -> Any:
+    """(seconds per step, WAN bytes per step, counted bytes per step by kind) of one block."""
+    before, counted_before = driver.ask(command="counters"), level_0_bytes(run)
+    start = time.perf_counter()
+    train(run, corpus, args, rows, steps)
+    dist.barrier()  # the latest end over ranks
+    seconds = time.perf_counter() - start
+    after, counted = driver.ask(command="counters"), level_0_bytes(run)
+    wan_bytes = (after.get("wan_bytes", 0) - before.get("wan_bytes", 0)) / steps
+    return seconds / steps, wan_bytes, {kind: (n - counted_before[kind]) / steps for kind, n in counted.items()}
+
+
+def steps_per_block(seconds: float, args: argparse.Namespace) -> int:
+    """At most `--steps` steps, fewer where one takes long; the same on all ranks."""
+    wanted = torch.tensor([args.block_s / max(seconds, 1e-3)])
+    dist.broadcast(wanted, 0)
+    return max(1, min(args.steps, int(wanted.item())))
+
+
+def phase(runs: list[Run], driver: Driver, corpus: Tensor, args: argparse.Namespace, rows: int) -> dict[str, Measured]:
+    measured = {run.plan.name: Measured() for run in runs}
+    seconds = []
+    for run in runs:  # warm-up at this rate and batch, and how long a step takes
+        begin = time.perf_counter()
+        train(run, corpus, args, rows, 1)
+        dist.barrier()
+        seconds.append(time.perf_counter() - begin)
+    steps = steps_per_block(statistics.median(seconds), args)
+    by_name = {run.plan.name: run for run in runs}
+    for order in bench.interleaved(list(by_name), args.rounds):
+        for name in order:
+            step_s, wan_bytes, counted = run_block(by_name[name], driver, corpus, args, rows, steps)
+            measured[name].step_s.append(step_s)
+            measured[name].wan_bytes.append(wan_bytes)
+            measured[name].counted.append(counted)
+    return measured
+
+
+def sum_over_ranks(counted: list[dict[str, float]]) -> dict[str, float]:
+    """Median bytes per step by kind, summed over ranks."""
+    kinds = ("tokens", "expert_weights", "expert_gradients", "control")
+    own = torch.tensor([statistics.median(one.get(kind, 0.0) for one in counted) for kind in kinds])
+    dist.all_reduce(own)
+    return dict(zip(kinds, own.tolist(), strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--control", type=Path, required=True)
+    parser.add_argument("--dcs", required=True, help="DCs x GPUs per DC, as in 2x2")
+    parser.add_argument("--rates", nargs="+", required=True, help="rates of the DC uplinks, or 'none'")
+    parser.add_argument("--rows", type=int, nargs="+", required=True, help="sequences per rank and micro-step")
+    parser.add_argument("--accumulations", type=int, nargs="+", required=True)
+    for name, default in (("hidden", 64), ("layers", 4), ("experts", 8), ("top-k", 2), ("seq-len", 128), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--capacity-factor", type=float, default=1.25)
+    parser.add_argument("--zero-stage", type=int, default=1)
+    parser.add_argument("--prefetch-depth", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="most steps of one block")
+    parser.add_argument("--block-s", type=float, default=2.0, help="seconds of one block to aim at")
+    parser.add_argument("--local_rank", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    sizes = tuple(int(size) for size in args.dcs.split("x"))
+    driver = Driver(args.control)
+    driver.ask(command="rate", rate="none")
+    runs = {
+        accumulation: [build(args, plan, accumulation, sizes) for plan in plans_of(sizes)]
+        for accumulation in args.accumulations
+    }
+    corpus, _ = train_lm.read_corpus()
+    for rate in args.rates:
+        driver.ask(command="rate", rate=rate)
+        for rows in args.rows:
+            for accumulation in args.accumulations:
+                measured = phase(runs[accumulation], driver, corpus, args, rows)
+                records = []
+                for run in runs[accumulation]:
+                    one = measured[run.plan.name]
+                    records.append(
+                        {
+                            "params": {
+                                "dcs": args.dcs, "rate": rate, "rows": rows, "accumulation": accumulation,
+                                "tokens_per_rank": rows * args.seq_len, "hidden": args.hidden, "layers": args.layers,
+                                "experts": args.experts, "top_k": args.top_k, "zero_stage": args.zero_stage,
+                                "plan": run.plan.name,
+                            },
+                            "step_s": one.step_s,
+                            "wan_bytes_per_step": statistics.median(one.wan_bytes),
+                            "counted_bytes_per_step": sum_over_ranks(one.counted),
+                            "loss": run.loss,
+                            "num_steps": run.num_steps,
+                        }
+                    )  # fmt: skip
+                driver.ask(command="records", records=records)
+    driver.ask(command="done")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

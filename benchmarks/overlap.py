@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows that expert weights and gradients travel while other layers compute: a trace and a table of one step.
+
+    sudo ds_hybridep lab --dcs 2x2 --wan 200mbit -- python benchmarks/overlap.py --trace /tmp/step.json
+
+Rank 0 writes the Chrome/Perfetto trace of one optimizer step and the forward and backward after it, then prints for
+each layer when its weights and its gradients travelled, and during which layers' computation.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+
+import ds_hybridep
+from ds_hybridep.runtime.trace import TRANSFER_CATEGORY
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import train_lm
+
+KINDS = {"expert_weights": "shipping of expert weights", "expert_gradients": "return of expert gradients"}
+Interval = tuple[float, float]  # microseconds of the trace
+
+
+def build_engine(args: argparse.Namespace) -> Any:
+    torch.manual_seed(0)
+    args.ep_size = dist.get_world_size()
+    model = train_lm.ByteModel(args)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 1_000_000_000,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "hybridep": {
+            "levels": [
+                {"name": "dc", "size": 2, "domain_size": 2},
+                {"name": "gpu", "size": args.ep_size // 2, "domain_size": 1},
+            ],
+            "prefetch_depth": args.prefetch_depth,
+        },
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def intervals(events: Sequence[dict[str, Any]], prefix: str, layer: str) -> list[Interval]:
+    """When ranges of that name ran, in order of time."""
+    return sorted(
+        (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        for event in events
+        if event.get("ph") == "X" and event["name"] == f"{prefix}{layer}"
+    )
+
+
+def backward_window(events: Sequence[dict[str, Any]], layer: str) -> list[Interval]:
+    """From the first to the last exchange of tokens in the layer's backward."""
+    first = intervals(events, "hybridep::dispatch of output gradients::", layer)
+    last = intervals(events, "hybridep::return of input gradients::", layer)
+    return [(first[0][0], last[-1][1])] if first and last else []
+
+
+def overlap(one: Interval, others: Sequence[Interval]) -> float:
+    """Microseconds that `one` shares with any of `others` (which do not overlap each other)."""
+    return sum(max(0.0, min(one[1], end) - max(one[0], start)) for start, end in others)
+
+
+def report(trace: dict[str, Any], layers: Sequence[str]) -> None:
+    events = trace["traceEvents"]
+    transfers = [event for event in events if event.get("cat") == TRANSFER_CATEGORY]
+    start = min(float(event["ts"]) for event in transfers)
+    experts = {layer: intervals(events, "hybridep::experts::", layer) for layer in layers}
+    backwards = {layer: backward_window(events, layer) for layer in layers}
+    print(f"{'layer':30} {'what':18} {'travels [ms]':>18} {'waited for [ms]':>16}   travels during")
+    for layer in layers:
+        for kind, what in KINDS.items():
+            for event in (e for e in transfers if e["args"]["kind"] == kind and e["args"]["layer"] == layer):
+                travel = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+                waits = intervals(events, "hybridep::wait::", f"{what} of {layer}")
+                waited_ms = sum(overlap(travel, [wait]) for wait in waits) / 1e3
+                others = experts if kind == "expert_weights" else backwards
+                during = [name for name in layers if name != layer and overlap(travel, others[name]) > 0]
+                when = f"{(travel[0] - start) / 1e3:8.1f} {(travel[1] - start) / 1e3:8.1f}"
+                names = ", ".join(name.split(".")[1] for name in during) or "none"
+                verb = "forward of layers" if kind == "expert_weights" else "backward of layers"
+                print(f"{layer:30} {kind:18} {when:>18} {waited_ms:16.1f}   {verb} {names}")
+
+
+def layer_names(trace: dict[str, Any]) -> list[str]:
+    """Names like "blocks.3.moe.deepspeed_moe", in the order of the model."""
+    names = {e["args"]["layer"] for e in trace["traceEvents"] if e.get("cat") == TRANSFER_CATEGORY}
+    return sorted(names, key=lambda name: int(name.split(".")[1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("hidden", 64), ("layers", 6), ("experts", 8), ("top-k", 2), ("seq-len", 128), ("rows", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--capacity-factor", type=float, default=1.25)
+    parser.add_argument("--prefetch-depth", type=int, default=2)
+    parser.add_argument("--trace", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    engine = build_engine(args)
+    corpus, _ = train_lm.read_corpus()
+
+    def forward_and_backward(step: int) -> None:
+        batch = train_lm.batch_at(corpus, (0, step, 0, dist.get_rank()), rows=args.rows, seq_len=args.seq_len)
+        loss, aux_loss = engine(*batch)
+        engine.backward(loss + train_lm.AUX_LOSS_WEIGHT * aux_loss)
+
+    for step in range(4):
+        forward_and_backward(step)
+        engine.step()
+    forward_and_backward(4)
+    with ds_hybridep.trace(engine, args.trace.with_suffix(f".rank{dist.get_rank()}.json")):
+        engine.step()
+        forward_and_backward(5)
+    engine.step()
+    ds_hybridep.detach(engine)
+    if dist.get_rank() == 0:
+        trace = json.loads(args.trace.with_suffix(".rank0.json").read_text())
+        report(trace, layer_names(trace))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program `ds_hybridep`: `lab` runs a script on emulated datacentres, `show` prints the record of a run."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_hybridep.errors import ConfigError, HybridEPError
+from ds_hybridep.lab import command as lab_command
+
+EXIT_MISUSED = 2  # as argparse does
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand. Returns the exit code: 0, what the subcommand says, or 2 with the error on stderr."""
+    parser = argparse.ArgumentParser(prog="ds_hybridep", description="Tools around expert migration for DeepSpeed.")
+    subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
+    lab_command.add_parser(subparsers)
+    show = subparsers.add_parser("show", help="print the record of a run as a table")
+    show.add_argument("record", type=Path, metavar="RUN.json", help='what the run wrote at its "report_file"')
+    show.set_defaults(run=_show)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except HybridEPError as error:
+        print(f"ds_hybridep: {error}", file=sys.stderr)
+        return EXIT_MISUSED
+    except KeyboardInterrupt:
+        return 130
+
+
+def _show(args: argparse.Namespace) -> int:
+    from ds_hybridep.report import format_run_record
+
+    try:
+        record = json.loads(args.record.read_text())
+    except OSError as error:
+        raise ConfigError(f"RUN.json: {args.record} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"RUN.json: {args.record} is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ConfigError(
+            f"RUN.json: {args.record} holds a {type(record).__name__}, wanted the object of a run record"
+        )
+    print(format_run_record(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
