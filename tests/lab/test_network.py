@@ -272,7 +272,8 @@ def test_killing_a_host_ends_all_its_processes_and_no_others(permitted):
         while len(network._processes_in(net.namespace_of(0))) < 3 and time.monotonic() < deadline_s:
             time.sleep(0.02)
         assert net.kill_processes(0) == 3
-        assert doomed.wait(5) == -signal.SIGKILL
+        # The shell may see the end of its child, and say so, before its own.
+        assert doomed.wait(5) in (-signal.SIGKILL, 128 + signal.SIGKILL)
         assert other.poll() is None
     assert other.wait(5) == -signal.SIGKILL  # leaving the network ends the rest
     assert lab_namespaces(os.getpid()) == []
