@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from deepspeed.moe.sharded_moe import MOELayer
-from deepspeed.utils import groups
+from deepspeed.utils import groups, log_dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
@@ -26,7 +26,7 @@ from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, build_runtime
 from ds_hybridep.runtime.comm import announcing_failure, backend_name, group_ranks, is_initialized, world_size
 from ds_hybridep.runtime.migration import MigrationManager
 from ds_hybridep.runtime.moe_layer import HybridMoE
-from ds_hybridep.runtime.statistics import monitor_events
+from ds_hybridep.runtime.statistics import monitor_events, summarize
 from ds_hybridep.runtime.trace import record_trace
 
 BLOCK = "hybridep"
@@ -59,6 +59,7 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         _refuse_devices(specs)
     is_boundary = _boundary_of(engine_or_model) if is_engine else lambda: True
     attachment = Attachment(engine_or_model, build_runtime(checked, specs, is_boundary), layers)
+    log_dist(attachment.runtime.describe(), ranks=[0])
     _attachments(engine_or_model)[BLOCK] = attachment
     attachment.bind(is_engine=is_engine)
 
@@ -231,6 +232,7 @@ class Attachment:
     def _publish(self, report: dict[str, Any]) -> None:
         """Log, monitor and file; on rank 0."""
         self.last_report = report
+        log_dist(summarize(report), ranks=[0])
         monitor = getattr(self.engine, "monitor", None)
         if monitor is not None and monitor.enabled:
             monitor.write_events(monitor_events(report, self.engine.global_samples))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the runtime of one model from its config and layers, and drives it around the optimizer step."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,6 @@ from ds_hybridep.runtime.migration import LayerExperts, MigrationManager, StageP
 from ds_hybridep.runtime.moe_layer import HybridMoE, expert_to_slot
 from ds_hybridep.runtime.statistics import Statistics
 from ds_hybridep.version import __version__
-
-logger = logging.getLogger(__name__)
 
 # Tokens per rank for which the token exchange is chosen where "token_exchange" is "auto"; only the ratio of bytes to
 # latency depends on it.
@@ -96,6 +93,7 @@ class HybridRuntime:
         self.config = config
         self.transport = transport
         self.kernels = kernels
+        self._planned = tuple(planned)
         self.layers: dict[str, HybridMoE] = {}
         pipelines: dict[str, tuple[StagePipeline, StagePipeline]] = {}
         stores: list[LayerExperts] = []
@@ -146,6 +144,17 @@ class HybridRuntime:
             kernels=self.kernels,
             migration=self.migration if position >= 0 else None,
             position=position,
+        )
+
+    def describe(self) -> str:
+        """The plan in one line, for the log."""
+        first = self._planned[0]
+        names = [level.name for level in self.config.levels]
+        domains = ", ".join(f"{n} {s}" for n, s in zip(names, first.partition.domain_sizes, strict=True))
+        replica_mib = self.migration.replica_bytes / 2**20 if self.migration is not None else 0.0
+        return (
+            f"hybridep: {len(self._planned)} MoE layers, domain sizes {domains}, tokens {first.exchange}, "
+            f"{self.kernels.name} kernels, replicas and their gradients {replica_mib:.1f} MiB per rank"
         )
 
     def before_step(self) -> None:
@@ -201,10 +210,7 @@ def build_runtime(
         }
     generation = agree(payload, config.timeout_s)
     transport = Transport(config.cluster(), config.timeout_s, generation)
-    runtime = HybridRuntime(config, transport, kernels, planned, is_boundary)
-    if transport.rank == 0:
-        _log_plan(runtime, planned)
-    return runtime
+    return HybridRuntime(config, transport, kernels, planned, is_boundary)
 
 
 def _plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
@@ -255,19 +261,4 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(
         getattr(module, name)
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    )
-
-
-def _log_plan(runtime: HybridRuntime, planned: Sequence[PlannedLayer]) -> None:
-    first = planned[0]
-    names = [level.name for level in runtime.config.levels]
-    domains = ", ".join(f"{n}: {s}" for n, s in zip(names, first.partition.domain_sizes, strict=True))
-    replica_mib = runtime.migration.replica_bytes / 2**20 if runtime.migration is not None else 0.0
-    logger.info(
-        "hybridep: %d MoE layers, domains (%s), tokens %s, kernels %s, replicas with gradients %.1f MiB per rank",
-        len(planned),
-        domains,
-        first.exchange,
-        runtime.kernels.name,
-        replica_mib,
     )

@@ -113,6 +113,18 @@ class Statistics:
         return totals
 
 
+def summarize(record: Mapping[str, Any]) -> str:
+    """A job record in one line: what was sent over each level, beside what plain EP would have sent."""
+    steps = max(record["steps"], 1)
+    parts = []
+    for level in record["levels"]:
+        sent, plain = sum(level["sent_bytes"].values()), level["plain_ep_bytes"]
+        share = f" ({sent / plain:.0%} of plain EP)" if plain else ""
+        parts.append(f"{level['name']} {sent / steps / 1e6:.2f} MB{share}")
+    waited_s = sum(record["exposed_s"].values()) / steps
+    return f"hybridep after {record['steps']} steps, per step: sent over {', '.join(parts)}; waited {waited_s:.3f} s"
+
+
 def monitor_events(record: Mapping[str, Any], num_samples: int) -> list[tuple[str, float, int]]:
     """DeepSpeed monitor events (tag, value, samples) of a job record."""
     steps = max(record["steps"], 1)
