@@ -45,10 +45,10 @@ demo: $(INSTALLED)
 	@$(BIN)/python benchmarks/demo.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not bench"
+	$(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m "slow and not bench" --timeout 900
+	$(BIN)/python -m pytest -m slow --timeout 7200
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -61,7 +61,8 @@ fmt: $(INSTALLED)
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED)
-	$(BIN)/python -m pytest -m bench --timeout 3600 -s
+	$(BIN)/python benchmarks/rows.py
+	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 benchmarks/loopback.py
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis runs

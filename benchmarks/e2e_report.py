@@ -4,7 +4,8 @@
     python benchmarks/e2e_report.py benchmarks/results/e2e-2x2.jsonl --plots docs/images > docs/benchmarks-e2e.md
 
 A ratio is paired block by block against the better of the two baselines (flat EP, EP inside the DC), with a 95%
-bootstrap interval; "noise" is flat EP against itself.
+bootstrap interval; "noise" is flat EP against itself.  The best of ours and the better baseline are picked by the same
+blocks that make the interval, so where two plans are close the ratio flatters the winner by up to the noise.
 """
 
 import argparse

@@ -136,7 +136,9 @@ _LATENCY = _number(
     allowed=">= 0", accepts=lambda ms: ms >= 0, advice="give milliseconds one way, or leave the key out"
 )
 _TIMEOUT = _number(
-    allowed="> 0", accepts=lambda seconds: seconds > 0, advice="give the longest wait in seconds, for example 600"
+    allowed="> 0 and at most 1e9",
+    accepts=lambda seconds: 0 < seconds <= 1e9,
+    advice="give the longest wait in seconds, for example 600",
 )
 
 
@@ -187,8 +189,8 @@ class HybridEPConfig:
 
     levels: the whole job, slowest link first; the product of their sizes is the world size.
     enabled: False leaves DeepSpeed as it is.
-    prefetch_depth: layers ahead of its use at which an expert's transfer is awaited.
-    verify_interval: optimizer steps between two proofs that replicas equal their owners; 0: never.
+    prefetch_depth: layers between the start of a gradient's return in the backward and the wait for it.
+    verify_interval: optimizer steps between two checks, by checksum, that replicas equal their owners; 0: never.
     kernels: "compiled" and "reference" insist on one kind, "auto" prefers compiled ones.
     timeout_s: longest wait for any other rank.
     report_interval: optimizer steps between two reports; 0: never.

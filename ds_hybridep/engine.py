@@ -36,6 +36,8 @@ _ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfig | None = None) -> None:
     """Take over the MoE layers; all ranks must call.  Not needed where ds_config has a "hybridep" block.
 
+    With `"enabled": false` in the block nothing happens, and `stats` and `detach` say that nothing is attached.
+
     Args:
         engine_or_model: a DeepSpeed engine; or a model whose MoE layers have their expert-parallel groups, trained
             without an engine: then every backward returns gradients, and `refresh` must follow every optimizer step.
@@ -52,6 +54,8 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
     model = engine_or_model.module if is_engine else engine_or_model
     with announcing_failure():
         checked = _checked_config(engine_or_model, config)
+        if not checked.enabled:
+            return
         if is_engine:
             _refuse_unsupported(engine_or_model)
         layers = _find_layers(model)
@@ -154,13 +158,13 @@ class Attachment:
         """Undo `bind`; parameters, optimizer and module tree were never changed.  Waits for nothing."""
         del _attachments(self.engine)[BLOCK]
         for layer in self.layers.values():
-            del layer._hybridep
+            layer.__dict__.pop("_hybridep", None)
         for handle in self._handles:
             handle.remove()
         for method in self._overridden:
-            del self.engine.__dict__[method]
+            self.engine.__dict__.pop(method, None)
         if self._optimizer is not None:
-            del self._optimizer.__dict__["zero_grad"]
+            self._optimizer.__dict__.pop("zero_grad", None)
             self._optimizer = None
         self.runtime.close()
 

@@ -217,7 +217,7 @@ def test_values_that_are_no_size_are_refused(key, value):
     assert_says(message, f"hybridep.levels[1].{key} is {json.dumps(value)}", "an integer >= 1", "for example")
 
 
-@pytest.mark.parametrize("value", [0, -1.5, None, *NOT_NUMBERS])
+@pytest.mark.parametrize("value", [0, -1.5, 1e10, None, *NOT_NUMBERS])
 def test_values_that_are_no_time_limit_are_refused(value):
     message = refusal(with_setting("timeout_s", value))
     assert_says(message, f"hybridep.timeout_s is {json.dumps(value)[:80]}", "a finite number > 0", "for example 600")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.moe.sharded_moe import MOELayer
+from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 from parity import FP32_TOLERANCE, Case, levels_of, use_expert_groups_of
 from process_pool import ProcessPool
 from torch import nn
@@ -373,23 +374,28 @@ def attach_without(case: Case, missing_rank: int) -> tuple[str, str]:
 class SelfCheckpointing(nn.Module):
     """An expert that recomputes its own activations."""
 
-    def __init__(self, inner: nn.Module, *, use_reentrant: bool) -> None:
+    def __init__(self, inner: nn.Module, kind: str) -> None:
         super().__init__()
-        self.inner, self.use_reentrant = inner, use_reentrant
+        self.inner, self.kind = inner, kind
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.inner, rows, use_reentrant=self.use_reentrant)
+        if self.kind.startswith("deepspeed"):
+            function = "checkpoint" if self.kind == "deepspeed reentrant" else "non_reentrant_checkpoint"
+            return getattr(deepspeed_checkpointing, function)(self.inner, rows)
+        return checkpoint(self.inner, rows, use_reentrant=self.kind == "reentrant")
 
 
-def train_self_checkpointing_experts(case: Case, *, use_reentrant: bool) -> tuple[str, str]:
+def train_self_checkpointing_experts(case: Case, kind: str) -> tuple[str, str]:
     """Error of the first step of a model whose experts checkpoint inside themselves."""
     with engine_of(case, with_block=False) as engine:
         for block in engine.module.blocks:
             experts = block.moe.deepspeed_moe.experts.deepspeed_experts
             for index, expert in enumerate(experts):
-                experts[index] = SelfCheckpointing(expert, use_reentrant=use_reentrant)
+                experts[index] = SelfCheckpointing(expert, kind)
         ds_hybridep.attach(engine, block_of(case))
-        return error_of(lambda: engine.backward(engine(*_batch(case, 0))))
+        first = error_of(lambda: engine.backward(engine(*_batch(case, 0))))
+        assert first == error_of(lambda: engine.backward(engine(*_batch(case, 0))))  # also when tried again
+        return first
 
 
 def thaw_after_attach(case: Case) -> tuple[str, str]:
@@ -658,14 +664,28 @@ def test_agreement_error_is_a_runtime_error() -> None:
     assert issubclass(AgreementError, RuntimeError)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_experts_that_checkpoint_inside_themselves_are_refused(pool2: ProcessPool, use_reentrant: bool) -> None:
-    for kind, message in pool2.run(train_self_checkpointing_experts, case=world2(), use_reentrant=use_reentrant):
-        assert kind == "UnsupportedError"
+@pytest.mark.parametrize(
+    "kind", ["reentrant", "nonreentrant", "deepspeed reentrant", "deepspeed nonreentrant"], ids=lambda kind: kind
+)
+def test_experts_that_checkpoint_inside_themselves_are_refused(pool2: ProcessPool, kind: str) -> None:
+    for error, message in pool2.run(train_self_checkpointing_experts, case=world2(), kind=kind):
+        assert error == "UnsupportedError"
         assert "blocks.0.moe.deepspeed_moe: an expert uses activation checkpointing inside itself" in message
     allowed = Case(levels=levels_of((2,), (1,)), toy=ToyConfig(ep_size=2), kernels="reference")
-    found = pool2.run(train_self_checkpointing_experts, case=allowed, use_reentrant=use_reentrant)
-    assert found == [("", "")] * 2
+    assert pool2.run(train_self_checkpointing_experts, case=allowed, kind=kind) == [("", "")] * 2
+
+
+def attach_switched_off(case: Case) -> tuple[tuple[str, str], bool]:
+    with engine_of(case, with_block=False) as engine:
+        ds_hybridep.attach(engine, {"enabled": False})
+        return error_of(ds_hybridep.stats, engine), "_take_model_step" in vars(engine)
+
+
+def test_attaching_a_block_that_is_switched_off_does_nothing(pool2: ProcessPool) -> None:
+    for (kind, message), is_overridden in pool2.run(attach_switched_off, case=world2()):
+        assert kind == "ConfigError"
+        assert "not attached" in message
+        assert not is_overridden
 
 
 def test_thawing_a_parameter_after_attach_is_refused(pool2: ProcessPool) -> None:

@@ -10,7 +10,7 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.partition import Partition
 
-Exchange = Literal["direct", "hierarchical"]
+TokenExchange = Literal["direct", "hierarchical"]
 
 # Where no bandwidth is known: 10 Gbit/s Ethernet between DCs as on the paper's machines, and a fixed step inwards.
 ASSUMED_SLOWEST_BYTES_PER_S = 1.25e9
@@ -40,7 +40,7 @@ class Stage:
     expert_to_destination: tuple[int, ...]
 
 
-def build_route(partition: Partition, rank: int, num_experts: int, exchange: Exchange) -> tuple[Stage, ...]:
+def build_route(partition: Partition, rank: int, num_experts: int, exchange: TokenExchange) -> tuple[Stage, ...]:
     """Stages that bring a row of `rank` to its peer in the domain of every expert that the row needs.
 
     Direct: one stage whose destinations are the peers in all domains, in the order of the domain index.
@@ -72,7 +72,7 @@ def build_route(partition: Partition, rank: int, num_experts: int, exchange: Exc
 
 
 def expected_rows(
-    partition: Partition, num_experts: int, top_k: int, num_tokens: int, exchange: Exchange
+    partition: Partition, num_experts: int, top_k: int, num_tokens: int, exchange: TokenExchange
 ) -> tuple[float, ...]:
     """Rows that one rank sends over each cluster level in one dispatch, on average under even routing.
 
@@ -108,7 +108,7 @@ def expected_rows(
 
 def choose_exchange(
     partition: Partition, cluster: Cluster, num_experts: int, top_k: int, row_bytes: float, num_tokens: int
-) -> Exchange:
+) -> TokenExchange:
     """The exchange that takes fewer seconds for one dispatch; direct where both take the same.
 
     cluster: the partition's levels with the links as measured; a bandwidth that is not known is filled in by
@@ -123,7 +123,7 @@ def choose_exchange(
     if cluster.sizes != partition.cluster.sizes:
         raise PlanError(f"the partition was made for the levels {partition.cluster}, but the links are of {cluster}")
     seconds = {}
-    for exchange in get_args(Exchange):
+    for exchange in get_args(TokenExchange):
         rows = expected_rows(partition, num_experts, top_k, num_tokens, exchange)
         seconds[exchange] = _dispatch_s(cluster, [num_rows * row_bytes for num_rows in rows], exchange)
     return "hierarchical" if seconds["hierarchical"] < seconds["direct"] else "direct"
@@ -148,7 +148,7 @@ def known_or_assumed_bandwidths(cluster: Cluster) -> tuple[float, ...]:
     return tuple(bandwidths)
 
 
-def _dispatch_s(cluster: Cluster, rank_bytes: list[float], exchange: Exchange) -> float:
+def _dispatch_s(cluster: Cluster, rank_bytes: list[float], exchange: TokenExchange) -> float:
     """Seconds of one dispatch in which each rank sends `rank_bytes[level]` over each level."""
     transfer_s, latencies_s = 0.0, [0.0]
     bandwidths = known_or_assumed_bandwidths(cluster)
@@ -173,5 +173,7 @@ def _per_expert(per_group_rank: list[int], experts_per_rank: int) -> tuple[int, 
 
 
 def _check_exchange(exchange: str) -> None:
-    if exchange not in get_args(Exchange):
-        raise PlanError(f"token exchange {exchange!r} does not exist; choose one of {', '.join(get_args(Exchange))}")
+    if exchange not in get_args(TokenExchange):
+        raise PlanError(
+            f"token exchange {exchange!r} does not exist; choose one of {', '.join(get_args(TokenExchange))}"
+        )

@@ -12,7 +12,7 @@ from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.kernels import Kernels, load_kernels
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.token_route import Exchange, build_route, choose_exchange
+from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
 from ds_hybridep.runtime.comm import Transport, agree, announcing_failure
 from ds_hybridep.runtime.dispatch import build_exchanges
 from ds_hybridep.runtime.expert_gather import ReplicaStore, build_gather_levels, lay_out
@@ -60,7 +60,7 @@ class PlannedLayer:
 
     spec: LayerSpec
     partition: Partition
-    exchange: Exchange
+    exchange: TokenExchange
 
     def canonical(self) -> dict[str, Any]:
         """What ranks must agree on, JSON-able."""

@@ -16,10 +16,12 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ds_hybridep.errors import UnsupportedError
 
+DEEPSPEED_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
+
 
 @contextmanager
 def refuse_checkpoints(layer: str) -> Iterator[None]:
-    """Raise UnsupportedError if a checkpoint begins inside the body.  For one call per layer: it patches torch."""
+    """Raise UnsupportedError if a checkpoint begins inside the body."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
         raise UnsupportedError(
@@ -28,14 +30,16 @@ def refuse_checkpoints(layer: str) -> Iterator[None]:
         )
 
     def enter(hooks: saved_tensors_hooks) -> Any:
-        if isinstance(hooks, torch_checkpoint._checkpoint_hook):
+        is_torchs = isinstance(hooks, torch_checkpoint._checkpoint_hook)
+        if is_torchs or getattr(hooks.pack_hook, "__module__", "") == DEEPSPEED_CHECKPOINTING:
             refuse()
         return original_enter(hooks)
 
-    # Non-re-entrant checkpoints enter hooks for saved tensors; re-entrant ones, DeepSpeed's too, apply a function.
+    # Non-re-entrant checkpoints enter hooks for saved tensors, re-entrant ones apply a function; DeepSpeed has both.
     original_enter: Callable[[saved_tensors_hooks], Any] = saved_tensors_hooks.__enter__
-    deepspeed_checkpoint = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
+    deepspeed_checkpoint = sys.modules.get(DEEPSPEED_CHECKPOINTING)
     functions = [m.CheckpointFunction for m in (torch_checkpoint, deepspeed_checkpoint) if m is not None]
+    original_apply = [vars(function).get("apply") for function in functions]
     saved_tensors_hooks.__enter__ = enter
     for function in functions:
         function.apply = refuse
@@ -43,5 +47,8 @@ def refuse_checkpoints(layer: str) -> Iterator[None]:
         yield
     finally:
         saved_tensors_hooks.__enter__ = original_enter
-        for function in functions:
-            del function.apply  # what remains is the inherited one
+        for function, apply in zip(functions, original_apply, strict=True):
+            if apply is None:
+                del function.apply  # what remains is the inherited one
+            else:
+                function.apply = apply

@@ -5,13 +5,15 @@ Every transfer is a batch of sends and receives whose sizes both ends know.  Sen
 ranks on one channel match in the order in which they were started, so ranks only have to agree on that order.
 """
 
+import atexit
+import contextlib
+import hashlib
 import json
 import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -22,6 +24,8 @@ from torch import Tensor
 
 from ds_hybridep.errors import AgreementError, CommunicationError
 from ds_hybridep.plan.cluster import Cluster
+
+EXIT_LIMIT_S = 60.0  # how long a process that ends waits for transfers under way
 
 KINDS = ("tokens", "expert_weights", "expert_gradients", "control")
 
@@ -94,10 +98,10 @@ class Transfer:
 
     def finish(self) -> None:
         """Wait in the calling thread and mark the transfer finished; a failure is kept for `wait`."""
-        limit = timedelta(seconds=self.channel.transport.timeout_s)
+        deadline = time.monotonic() + self.channel.transport.timeout_s
         try:
             for work in self.works:
-                work.wait(limit)
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
             self._failure = f"failed: {str(error).splitlines()[0]}"
         self.works = []
@@ -167,8 +171,12 @@ class Channel:
 
     def _watch(self, transfer: Transfer) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_for_transfers, name=f"hybridep-{self.name}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._wait_for_transfers, name=f"hybridep-{self.name}", daemon=True)
+            thread.start()
+            self._thread = thread
+            # A script may end with its last step, whose weights still travel.  A thread that came back from gloo after
+            # the interpreter has begun to go would abort the process.
+            atexit.register(_end_thread, thread, self._pending, min(self.transport.timeout_s, EXIT_LIMIT_S))
         self._pending.put(transfer)
 
     def _wait_for_transfers(self) -> None:
@@ -182,6 +190,11 @@ class Channel:
             self._pending.put(None)
             self._thread = None
         self._group = None
+
+
+def _end_thread(thread: threading.Thread, pending: "queue.SimpleQueue[Transfer | None]", limit_s: float) -> None:
+    pending.put(None)
+    thread.join(limit_s)
 
 
 class Transport:
@@ -253,7 +266,7 @@ class Transport:
         with self._finished:
             return self._finished.wait_for(lambda: self.num_finished > num_finished, self.timeout_s)
 
-    @contextmanager
+    @contextlib.contextmanager
     def exposed(self, purpose: Purpose) -> Iterator[None]:
         """Count the seconds inside as time during which training waited for `purpose`."""
         begin = time.perf_counter()
@@ -313,14 +326,15 @@ def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
     return startup.generation
 
 
-@contextmanager
+@contextlib.contextmanager
 def announcing_failure() -> Iterator[None]:
     """Tell the other ranks when this one fails on the way to `agree`, so that they need not wait for it."""
     try:
         yield
     except BaseException as error:
         if is_initialized():
-            _Startup(0.0).announce(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(RuntimeError):  # the store may be gone; what matters is the error itself
+                _Startup(0.0).announce(f"{type(error).__name__}: {error}")
         raise
 
 
@@ -338,7 +352,7 @@ class _Startup:
         self._timeout_s = timeout_s
         self.generation = self._store.add(self.GENERATION, 0)
         if dist.get_rank() == 0:
-            if self._store.check([f"{self._prefix}/verdict"]):
+            while self._store.check([f"{self._prefix}/verdict"]):
                 self.generation = self._store.add(self.GENERATION, 1)
         else:
             while self._store.check([self._is_through_key]):
@@ -366,9 +380,8 @@ class _Startup:
     def judge(self) -> str:
         """Rank 0: compare all payloads, and tell everybody.  Empty when they are equal."""
         deadline = time.monotonic() + self._timeout_s
-        texts = [
-            self._get(str(rank), max(deadline - time.monotonic(), 0.001)) for rank in range(dist.get_world_size())
-        ]
+        # Once the limit has passed, a round trip to the store is still granted to those who are there.
+        texts = [self._get(str(rank), max(deadline - time.monotonic(), 1.0)) for rank in range(dist.get_world_size())]
         verdict = _compare_payloads(texts, self._timeout_s)
         if not verdict and self._store.check([f"{self._prefix}/abandoned"]):
             verdict = "other ranks gave up waiting for rank 0 before it came; start all ranks together"
@@ -393,8 +406,12 @@ class _Startup:
         path = f"{self._prefix}/{key}"
         try:
             self._store.wait([path], timedelta(seconds=limit_s))
-        except RuntimeError:  # includes torch.distributed.DistStoreError
+        except dist.DistStoreError:
             return None
+        except RuntimeError as error:
+            raise AgreementError(
+                f"the job's store failed: {error}; look at the log of the rank that hosts it"
+            ) from error
         return str(self._store.get(path), "utf-8")
 
 
@@ -407,7 +424,8 @@ def _connect(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
     Raises:
         CommunicationError: not all members came within the time limit.
     """
-    path = f"ds_hybridep/{transport.generation}/{name}/{'-'.join(map(str, ranks))}"
+    members = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
+    path = f"ds_hybridep/{transport.generation}/{name}/{members}"
     store = dist.PrefixStore(path, dist.distributed_c10d._get_default_store())
     limit = timedelta(seconds=transport.timeout_s)
     try:
@@ -420,12 +438,13 @@ def _connect(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
         ) from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _without_profiling() -> Iterator[None]:
     """No profiler ranges inside.
 
     torch opens a range when a send or receive starts and closes it where that is waited for.  A profiler that ends in
-    between leaves the range behind, and the process crashes when the waiting thread closes it.
+    between leaves the range behind, and the process crashes when the waiting thread closes it.  Torch does not tell
+    whether ranges were on before; they are on afterwards.
     """
     torch._C._autograd._enable_record_function(False)
     try:

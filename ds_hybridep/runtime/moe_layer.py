@@ -25,7 +25,6 @@ class LayerStats:
     rows_computed: int = 0  # rows that experts processed here
     capacity_rows: int | Tensor = 0  # sum over calls of C * number of all-to-alls that plain EP would have run
     was_recorded: bool = False  # the last forward that was no recomputation entered autograd
-    has_checked_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,9 @@ class HybridMoE:
             return weighted_sum(torch.cat(outputs), row_weights, plan, self.kernels)
 
     def _checked_experts(self) -> AbstractContextManager[None]:
-        """At the first call that enters autograd: refuse experts that checkpoint inside themselves."""
-        if self.migration is None or self.stats.has_checked_experts or not torch.is_grad_enabled():
+        """Where weights of replicas enter autograd: refuse experts that checkpoint inside themselves."""
+        if self.migration is None or not torch.is_grad_enabled():
             return nullcontext()
-        self.stats.has_checked_experts = True
         return refuse_checkpoints(self.name)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:

@@ -3,9 +3,13 @@
 
 import contextlib
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -486,3 +490,43 @@ def test_two_runtimes_do_not_mix(pool4: ProcessPool) -> None:
     reference = [result["output"] for result in dense_results(case)]
     for rank, outputs in enumerate(pool4.run(two_at_once, case=case)):
         assert all(relative_distance(output, reference[rank]) < 1e-6 for output in outputs)
+
+
+# -- the end of the process -------------------------------------------------------------------------------------
+
+SCRIPT_THAT_ENDS_DURING_A_TRANSFER = """
+import sys, time
+import torch, torch.distributed as dist
+from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.runtime.comm import Purpose, Transport
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+transport = Transport(Cluster((Level("dc", 2),)), timeout_s=20, generation=0)
+channel = transport.channel("weights", (0, 1), background=True)
+purpose = Purpose("expert_weights", "shipping")
+if rank == 0:
+    received = torch.zeros(1000)
+    channel.start([], [(1, received)], purpose)
+    class Slow:  # the interpreter takes long to end: what comes in meanwhile meets a dying process
+        def __del__(self): time.sleep(1.0)
+    keep = Slow()
+else:
+    time.sleep(0.5)
+    channel.start([(0, torch.ones(1000))], [], purpose).wait()
+"""
+
+
+def test_a_process_may_end_while_a_transfer_is_under_way(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT_THAT_ENDS_DURING_A_TRANSFER)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = [subprocess.Popen([sys.executable, str(script), str(rank), str(port)]) for rank in range(2)]
+    try:
+        assert [rank.wait(60) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(10)
