@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows that expert weights and gradients travel while other layers compute: a trace and a table of one step.
 
-    sudo ds_hybridep lab --dcs 2x2 --wan 200mbit -- python benchmarks/overlap.py --trace /tmp/step.json
+    sudo ds_hybridep lab --dcs 2x2 --wan 200mbit -- python benchmarks/overlap.py --trace step.json
 
 Rank 0 writes the Chrome/Perfetto trace of one optimizer step and the forward and backward after it, then prints for
 each layer when its weights and its gradients travelled, and during which layers' computation.
