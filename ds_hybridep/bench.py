@@ -51,12 +51,6 @@ def ratio(samples: Sequence[float], baseline: Sequence[float], seed: int = 0) ->
     )
 
 
-def percentile(samples: Sequence[float], share: float) -> float:
-    """The sample below which `share` (0 to 1) of the samples lie."""
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def versions() -> dict[str, str]:
     """What a recorded result must name: machine, Python, packages, commit ("unknown" outside a checkout)."""
     found = {"machine": platform.machine(), "python": platform.python_version()}
