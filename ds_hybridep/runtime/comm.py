@@ -305,8 +305,7 @@ def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
     """Return when every rank has called with an equal payload.
 
     Goes through the job's store and not through a collective, because a rank without the package would never join
-    one.  Rank 0 compares and publishes the verdict.  Every start-up has a generation of its own; a rank that missed
-    one joins the next.
+    one.  Rank 0 compares and publishes the verdict.  Every start-up has a generation of its own.
 
     Args:
         payload: what all ranks must share, JSON-able.
@@ -341,49 +340,54 @@ def announcing_failure() -> Iterator[None]:
 class _Startup:
     """One start-up in the job's store: payloads of all ranks, the verdict of rank 0.
 
-    Rank 0 opens the next generation when it starts again after a verdict.  Another rank that is through with the
-    current one goes on to the next; one that comes late finds the verdict of the generation that it missed.
+    Every rank counts its own start-ups, so that the n-th of one rank meets the n-th of the others however far apart
+    they are: a rank that fails three times in a row is three ahead for a while.  One that the others gave up waiting
+    for, and who meanwhile started again, goes on to their next.
     """
-
-    GENERATION = "ds_hybridep/generation"
 
     def __init__(self, timeout_s: float) -> None:
         self._store = dist.distributed_c10d._get_default_store()
         self._timeout_s = timeout_s
-        self.generation = self._store.add(self.GENERATION, 0)
-        if dist.get_rank() == 0:
-            while self._store.check([f"{self._prefix}/verdict"]):
-                self.generation = self._store.add(self.GENERATION, 1)
-        else:
-            while self._store.check([self._is_through_key]):
-                self.generation += 1
+        self._rank = dist.get_rank()
+        self.generation = self._count(self._rank, 1)
+        while self._store.check([f"{self._prefix}/missed/{self._rank}"]) and self._others_went_on():
+            self.generation = self._count(self._rank, 1)
+
+    def _count(self, rank: int, more: int) -> int:
+        """Start-ups of `rank` so far, `more` added."""
+        return int(self._store.add(f"ds_hybridep/startups/{rank}", more))
+
+    def _others_went_on(self) -> bool:
+        others = range(1, dist.get_world_size()) if self._rank == 0 else (0,)
+        return any(self._count(rank, 0) > self.generation for rank in others)
 
     @property
     def _prefix(self) -> str:
         return f"ds_hybridep/startup/{self.generation}"
 
-    @property
-    def _is_through_key(self) -> str:
-        return f"{self._prefix}/through/{dist.get_rank()}"
-
     def publish(self, payload: Mapping[str, Any]) -> None:
-        self._store.set(f"{self._prefix}/{dist.get_rank()}", json.dumps(payload, sort_keys=True))
+        self._store.set(f"{self._prefix}/{self._rank}", json.dumps(payload, sort_keys=True))
 
     def announce(self, reason: str) -> None:
         """This rank failed and will not wait."""
-        if dist.get_rank() == 0:
+        if self._rank == 0:
             self._store.set(f"{self._prefix}/verdict", f"rank 0 cannot start: {reason}")
         else:
             self.publish({"error": reason})
-            self._store.set(self._is_through_key, "")
 
     def judge(self) -> str:
         """Rank 0: compare all payloads, and tell everybody.  Empty when they are equal."""
         deadline = time.monotonic() + self._timeout_s
         # Once the limit has passed, a round trip to the store is still granted to those who are there.
         texts = [self._get(str(rank), max(deadline - time.monotonic(), 1.0)) for rank in range(dist.get_world_size())]
-        verdict = _compare_payloads(texts, self._timeout_s)
-        if not verdict and self._store.check([f"{self._prefix}/abandoned"]):
+        missing = [rank for rank, text in enumerate(texts) if text is None]
+        for rank in missing:
+            self._set_missed(rank)
+        if missing:
+            verdict = self._absence(f"ranks {missing}", self._timeout_s)
+        else:
+            verdict = _compare_payloads([json.loads(text) for text in texts if text is not None])
+        if not verdict and self._store.check([f"{self._prefix}/missed/0"]):
             verdict = "other ranks gave up waiting for rank 0 before it came; start all ranks together"
         self._store.set(f"{self._prefix}/verdict", verdict)
         return verdict
@@ -392,13 +396,19 @@ class _Startup:
         """Other ranks: what rank 0 found.  Rank 0 may itself wait for the limit before it can say who is missing."""
         limit_s = 1.25 * self._timeout_s + 5.0
         verdict = self._get("verdict", limit_s)
-        self._store.set(self._is_through_key, "")
-        if verdict is not None:
-            return verdict
-        self._store.set(f"{self._prefix}/abandoned", "")
+        if verdict is None:
+            self._set_missed(0)
+            verdict = self._absence("rank 0", limit_s)
+        return verdict
+
+    def _set_missed(self, rank: int) -> None:
+        self._store.set(f"{self._prefix}/missed/{rank}", "")
+
+    @staticmethod
+    def _absence(who: str, limit_s: float) -> str:
         return (
-            f"rank 0 did not join the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there and "
-            f"give every rank the same ds_config (hybridep.timeout_s sets the limit)"
+            f"{who} did not join the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there "
+            f"and give every rank the same ds_config (hybridep.timeout_s sets the limit)"
         )
 
     def _get(self, key: str, limit_s: float) -> str | None:
@@ -453,15 +463,8 @@ def _without_profiling() -> Iterator[None]:
         torch._C._autograd._enable_record_function(True)
 
 
-def _compare_payloads(texts: Sequence[str | None], timeout_s: float) -> str:
+def _compare_payloads(payloads: Sequence[Mapping[str, Any]]) -> str:
     """Empty if all payloads are equal to rank 0's; else what is wrong, in one sentence per rank."""
-    missing = [rank for rank, text in enumerate(texts) if text is None]
-    if missing:
-        return (
-            f"ranks {missing} did not join the hybridep start-up within {timeout_s:g} s: install the same ds_hybridep "
-            f"there and give every rank the same ds_config (hybridep.timeout_s sets the limit)"
-        )
-    payloads = [json.loads(text) for text in texts if text is not None]
     failed = [f"rank {rank} cannot start: {p['error']}" for rank, p in enumerate(payloads) if "error" in p]
     if failed:
         return "; ".join(failed)

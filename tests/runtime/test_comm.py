@@ -422,6 +422,41 @@ def test_a_rank_that_refuses_fails_the_others_at_once(pool4: ProcessPool, refusi
     assert pool4.run(agree_on, payloads=[PAYLOAD] * 4)[0][:2] == ("", "")
 
 
+def refuse_in_turn(pause_s: dict[int, float], times: int) -> tuple[str, str, float]:
+    """Every rank refuses some times, each at its own pace, and then agrees."""
+    for _ in range(times):
+        time.sleep(pause_s.get(dist.get_rank(), 0.0))
+        with pytest.raises(ConfigError), announcing_failure():
+            raise ConfigError("the model has no MoE layer")
+    return failure_of(agree, PAYLOAD, 5.0)
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_a_rank_that_refused_several_times_in_a_row_meets_the_others_again(pool2: ProcessPool, slow_rank: int) -> None:
+    for result in pool2.run(refuse_in_turn, pause_s={slow_rank: 0.2}, times=3):
+        assert result[:2] == ("", "")
+
+
+def agree_after_a_missed_one(missing: int) -> list[tuple[str, str, float]]:
+    """Results of two start-ups, the first of which one rank leaves out."""
+    results = []
+    for step in range(2):
+        if step or dist.get_rank() != missing:
+            results.append(failure_of(agree, PAYLOAD, 1.0 if step == 0 else 20.0))
+        # The one that left it out starts after the others, as their second is under way.
+        if step == 0:
+            dist.barrier()
+            time.sleep(0.5 if dist.get_rank() == missing else 0.0)
+    return results
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_left_one_out_joins_the_next(own_pool2: ProcessPool, missing: int) -> None:
+    for rank, results in enumerate(own_pool2.run(agree_after_a_missed_one, missing=missing)):
+        assert results[-1][:2] == ("", "")
+        assert [kind for kind, _, _ in results[:-1]] == ([] if rank == missing else ["AgreementError"])
+
+
 def agree_without(missing: tuple[int, ...], limit_s: float) -> tuple[str, str, float]:
     if dist.get_rank() in missing:
         return "", "", 0.0
