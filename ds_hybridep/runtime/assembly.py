@@ -14,10 +14,10 @@ from ds_hybridep.kernels import Kernels, load_kernels
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
 from ds_hybridep.runtime.comm import Transport, agree, announcing_failure
-from ds_hybridep.runtime.dispatch import build_exchanges
 from ds_hybridep.runtime.expert_gather import ReplicaStore, build_gather_levels, lay_out
 from ds_hybridep.runtime.migration import LayerExperts, MigrationManager, StagePipeline
 from ds_hybridep.runtime.moe_layer import HybridMoE, expert_to_slot
+from ds_hybridep.runtime.row_exchange import build_exchanges
 from ds_hybridep.runtime.statistics import Statistics
 from ds_hybridep.version import __version__
 

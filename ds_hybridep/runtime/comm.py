@@ -25,7 +25,11 @@ from torch import Tensor
 from ds_hybridep.errors import AgreementError, CommunicationError
 from ds_hybridep.plan.cluster import Cluster
 
+_NO_RANGE = contextlib.nullcontext()
+
 EXIT_LIMIT_S = 60.0  # how long a process that ends waits for transfers under way
+
+Part = tuple[int, Tensor]  # (global rank, contiguous tensor that goes there or comes from there)
 
 KINDS = ("tokens", "expert_weights", "expert_gradients", "control")
 
@@ -66,19 +70,21 @@ class TransferRecord:
 class Transfer:
     """Handle of a started batch of sends and receives.  `wait` returns when all have finished."""
 
-    def __init__(self, channel: "Channel", purpose: Purpose, peers: str, num_bytes: int) -> None:
+    def __init__(self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part]) -> None:
         self.channel = channel
         self.purpose = purpose
         self.start_ns = time.perf_counter_ns()
-        self.num_bytes = num_bytes
+        self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
         self.works: list[Any] = []
-        self._peers = peers
-        self._finished = threading.Event()
+        self._destinations = [rank for rank, _ in sends]
+        self._sources = [rank for rank, _ in receives]
+        # Foreground transfers finish in `wait` or not at all; the event is for the thread of a background channel.
+        self._finished = threading.Event() if channel.is_background else None
         self._failure: str | None = None
 
     def is_done(self) -> bool:
         """True when a background transfer has finished, well or badly.  Never blocks."""
-        return self._finished.is_set()
+        return self._finished is not None and self._finished.is_set()
 
     def wait(self) -> None:
         """Block until everything was sent and received.
@@ -86,12 +92,14 @@ class Transfer:
         Raises:
             CommunicationError: the time limit (`hybridep.timeout_s`) passed or the transport failed.
         """
-        if not self._finished.is_set():
-            transport = self.channel.transport
-            with transport.exposed(self.purpose):
-                if not self.channel.is_background:
+        transport = self.channel.transport
+        if self._finished is None:
+            if self.works:
+                with transport.exposed(self.purpose):
                     self.finish()
-                elif not self._finished.wait(transport.timeout_s):
+        elif not self._finished.is_set():
+            with transport.exposed(self.purpose):
+                if not self._finished.wait(transport.timeout_s):
                     self._failure = f"passed the time limit of {transport.timeout_s:g} s"
         if self._failure is not None:
             raise CommunicationError(self.describe(self._failure))
@@ -105,16 +113,17 @@ class Transfer:
         except RuntimeError as error:
             self._failure = f"failed: {str(error).splitlines()[0]}"
         self.works = []
-        self._finished.set()
+        if self._finished is not None:
+            self._finished.set()
 
     def describe(self, failure: str) -> str:
         """One sentence: who moved what over which level, what went wrong, and what to do."""
         transport = self.channel.transport
         level = transport.cluster.levels[self.channel.level].name
         return (
-            f"rank {transport.rank}: {self.purpose} over level '{level}' ({self.num_bytes} bytes, {self._peers}) "
-            f"{failure}; look at the log of the ranks named for the first error, or raise hybridep.timeout_s "
-            f"if the link is merely slow"
+            f"rank {transport.rank}: {self.purpose} over level '{level}' ({self.num_bytes} bytes, "
+            f"to ranks {self._destinations}, from ranks {self._sources}) {failure}; look at the log of the ranks "
+            f"named for the first error, or raise hybridep.timeout_s if the link is merely slow"
         )
 
 
@@ -138,23 +147,24 @@ class Channel:
 
     def start(
         self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Tensor]],
+        sends: Sequence[Part],
+        receives: Sequence[Part],
         purpose: Purpose,
+        *,
+        counts_receives: bool = True,
     ) -> Transfer:
         """Start sending and receiving; the tensors must stay untouched until the transfer has finished.
 
         Args:
             sends: (global rank, contiguous tensor); empty tensors are skipped on both ends.
-            receives: (global rank, contiguous tensor that is filled).
+            receives: (global rank, contiguous tensor that is filled; a shorter message fills its beginning).
             purpose: kind, operation and layer, for counters and errors.
+            counts_receives: False where messages may be shorter; the caller counts them by `count_received`.
         """
         assert self._group is not None, f"channel {self.name} was closed"
         sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
         receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
-        num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
-        peers = f"to ranks {[rank for rank, _ in sends]}, from ranks {[rank for rank, _ in receives]}"
-        transfer = Transfer(self, purpose, peers, num_bytes)
+        transfer = Transfer(self, purpose, sends, receives)
         try:
             with _without_profiling():
                 # Receives first: a posted receive lets the peer's data flow at once.
@@ -164,7 +174,10 @@ class Channel:
                     transfer.works.append(self._group.send([tensor], self._index_of_rank[rank], 0))
         except RuntimeError as error:
             raise CommunicationError(transfer.describe(f"failed: {str(error).splitlines()[0]}")) from error
-        self.transport.count(sends, receives, purpose.kind)
+        self.transport.count_sent(sends, purpose.kind)
+        if counts_receives:
+            for rank, tensor in receives:
+                self.transport.count_received(rank, tensor.nbytes, purpose.kind)
         if self.is_background:
             self._watch(transfer)
         return transfer
@@ -235,14 +248,16 @@ class Transport:
             self._level_of_rank[rank] = level
         return self._level_of_rank[rank]
 
-    def count(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str) -> None:
+    def count_sent(self, sends: Sequence[Part], kind: str) -> None:
         """Add what was handed to the communicator."""
         for rank, tensor in sends:
             key = (self.level_to(rank), kind)
             self.traffic.sent_bytes[key] += tensor.nbytes
             self.traffic.sent_messages[key] += 1
-        for rank, tensor in receives:
-            self.traffic.received_bytes[self.level_to(rank), kind] += tensor.nbytes
+
+    def count_received(self, rank: int, num_bytes: int, kind: str) -> None:
+        """Add what came from `rank`."""
+        self.traffic.received_bytes[self.level_to(rank), kind] += num_bytes
 
     def note_finished(self, transfer: Transfer) -> None:
         """Called by the waiting threads: wakes whoever waits for background transfers."""
@@ -270,7 +285,7 @@ class Transport:
     def exposed(self, purpose: Purpose) -> Iterator[None]:
         """Count the seconds inside as time during which training waited for `purpose`."""
         begin = time.perf_counter()
-        with torch.profiler.record_function(f"hybridep::wait::{purpose}"):
+        with profiler_range("wait", str(purpose)):
             yield
         self.traffic.exposed_s[purpose.kind] += time.perf_counter() - begin
 
@@ -446,6 +461,13 @@ def _connect(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
             f"{transport.timeout_s:g} s: {str(error).splitlines()[0]}; look at the log of those ranks for the first "
             f"error, and at GLOO_SOCKET_IFNAME if they cannot reach each other"
         ) from error
+
+
+def profiler_range(*words: str) -> contextlib.AbstractContextManager[Any]:
+    """A range "hybridep::..." for torch's profiler; free of cost where none runs."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function("::".join(("hybridep", *words)))
+    return _NO_RANGE
 
 
 @contextlib.contextmanager

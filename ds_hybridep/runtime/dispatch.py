@@ -21,20 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ds_hybridep.kernels import Kernels, RoutePlan
-from ds_hybridep.plan.token_route import Stage
-from ds_hybridep.runtime.comm import Channel, Purpose, Transport
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """One stage of a layer's token route on this rank: with whom rows are exchanged.  Lives as long as the layer."""
-
-    layer: str
-    ranks: tuple[int, ...]  # destinations in order, this rank included
-    self_index: int
-    expert_to_destination: Tensor  # [E] int32
-    channel: Channel
-    kernels: Kernels
+from ds_hybridep.runtime.row_exchange import Arrival, Exchange, dispatch_rows, swap
 
 
 @dataclass(frozen=True)
@@ -45,25 +32,6 @@ class DispatchState:
     plan: RoutePlan
     send_splits: tuple[int, ...]  # rows to each destination
     recv_splits: tuple[int, ...]  # rows from each destination; the way back swaps the two
-
-
-def build_exchanges(
-    stages: Sequence[Stage], transport: Transport, group: str, kernels: Kernels, layer: str, device: torch.device
-) -> tuple[Exchange, ...]:
-    """The exchanges of one layer's route; makes the channels, so all ranks of the group call in the same order."""
-    return tuple(
-        Exchange(
-            layer=layer,
-            ranks=stage.ranks,
-            self_index=stage.self_index,
-            expert_to_destination=torch.tensor(stage.expert_to_destination, dtype=torch.int32, device=device),
-            channel=transport.channel(
-                f"{group}_tokens_{'direct' if stage.level is None else stage.level}", stage.ranks
-            ),
-            kernels=kernels,
-        )
-        for stage in stages
-    )
 
 
 def dispatch(
@@ -84,10 +52,10 @@ def dispatch(
     plan = exchange.kernels.plan_routes(topk_idx, exchange.expert_to_destination, len(exchange.ranks))
     # The only device-to-host sync of the exchange: split sizes must be Python ints before it starts.
     send_splits = tuple(plan.rows_per_destination.tolist())
-    state = DispatchState(
-        exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=_exchange_counts(exchange, send_splits)
-    )
-    rows, row_weights, row_topk_idx = _Dispatch.apply(x, topk_weights, state)
+    with torch.no_grad():
+        arrival = dispatch_rows(exchange, plan, send_splits, x, topk_weights)
+    state = DispatchState(exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=arrival.splits)
+    rows, row_weights, row_topk_idx = _Dispatch.apply(x, topk_weights, arrival, state)
     return rows, row_topk_idx, row_weights, state
 
 
@@ -106,72 +74,32 @@ def weighted_sum(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan, kern
     return _WeightedSum.apply(expert_rows, row_weights, plan, kernels)
 
 
-def _exchange_counts(exchange: Exchange, send_splits: tuple[int, ...]) -> tuple[int, ...]:
-    """Rows that every destination sends here."""
-    counts = torch.tensor(send_splits, dtype=torch.int64)
-    one_each = [1] * len(send_splits)
-    (received,) = _swap(exchange, [counts], one_each, one_each, "exchange of row counts")
-    return tuple(received.tolist())
-
-
-def _swap(
-    exchange: Exchange, tensors: Sequence[Tensor], send_splits: Sequence[int], recv_splits: Sequence[int], what: str
-) -> list[Tensor]:
-    """For each [sum(send_splits), ...] tensor the parts meant for this rank, [sum(recv_splits), ...].
-
-    All tensors travel in one transfer; the part of this rank itself is copied.
-    """
-    with torch.profiler.record_function(f"hybridep::{what}::{exchange.layer}"):
-        sends, receives, own, results = [], [], [], []
-        for tensor in tensors:
-            tensor = tensor.contiguous()
-            result = tensor.new_empty(sum(recv_splits), *tensor.shape[1:])
-            results.append(result)
-            for index, (rank, send, receive) in enumerate(
-                zip(exchange.ranks, tensor.split(list(send_splits)), result.split(list(recv_splits)), strict=True)
-            ):
-                if index == exchange.self_index:
-                    own.append((receive, send))
-                else:
-                    sends.append((rank, send))
-                    receives.append((rank, receive))
-        transfer = exchange.channel.start(sends, receives, Purpose("tokens", what, exchange.layer))
-        for receive, send in own:
-            receive.copy_(send)
-        transfer.wait()
-        return results
-
-
 def _swap_there(state: DispatchState, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
     """Rows go to their destinations."""
-    return _swap(state.exchange, tensors, state.send_splits, state.recv_splits, what)
+    return swap(state.exchange, tensors, state.send_splits, state.recv_splits, what)
 
 
 def _swap_back(state: DispatchState, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
     """Rows return to where they came from."""
-    return _swap(state.exchange, tensors, state.recv_splits, state.send_splits, what)
+    return swap(state.exchange, tensors, state.recv_splits, state.send_splits, what)
 
 
 class _Dispatch(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, topk_weights: Tensor, state: DispatchState) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, topk_weights: Tensor, arrival: Arrival, state: DispatchState
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What arrived, as a function of what was sent."""
         ctx.state = state
-        plan, kernels = state.plan, state.exchange.kernels
-        sent_rows = kernels.dispatch_rows(x.contiguous(), plan.row_to_token)
-        # Expert ids and gate weights of a row travel together, [R, 2K] int32.
-        sent_weights = topk_weights.index_select(0, plan.row_to_token).contiguous()
-        metadata = torch.cat([plan.row_topk_idx, sent_weights.view(torch.int32)], dim=1)
-        metadata, rows = _swap_there(state, [metadata, sent_rows], "dispatch of rows")
-        row_topk_idx, row_weights = metadata.chunk(2, dim=1)
-        row_topk_idx = row_topk_idx.contiguous()
+        row_topk_idx, row_weights = (part.contiguous() for part in arrival.metadata.chunk(2, dim=1))
         ctx.mark_non_differentiable(row_topk_idx)
-        return rows, row_weights.contiguous().view(torch.float32), row_topk_idx
+        return arrival.rows, row_weights.view(torch.float32), row_topk_idx
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor, _: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         state = ctx.state
         plan, kernels = state.plan, state.exchange.kernels
         grad_row_weights, grad_rows = _swap_back(state, [grad_row_weights, grad_rows], "return of input gradients")
@@ -179,7 +107,7 @@ class _Dispatch(Function):
         # Each slot (t, k) was served by one row; one row more takes the slots that were not routed.
         padded = torch.cat([grad_row_weights, grad_row_weights.new_zeros(1, grad_row_weights.shape[1])])
         slot_to_row = plan.slot_to_row.where(plan.slot_to_row >= 0, grad_row_weights.shape[0])
-        return grad_x, padded.gather(0, slot_to_row), None
+        return grad_x, padded.gather(0, slot_to_row), None, None
 
 
 class _Combine(Function):

@@ -23,7 +23,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ds_hybridep.errors import CommunicationError, GradientNotReturnedError, VerificationError
-from ds_hybridep.runtime.comm import Purpose, Transport
+from ds_hybridep.runtime.comm import Purpose, Transport, profiler_range
 from ds_hybridep.runtime.expert_gather import GradientReturn, ReplicaStore, StagedOperation, WeightGather
 
 
@@ -350,7 +350,7 @@ class _Prefetch(Function):
         operation = ctx.handle.operation
         if operation is None:  # not the accumulation boundary: the owner's own part only
             return None, None, None, *gradients
-        with torch.profiler.record_function(f"hybridep::prefetch_backward::{ctx.layer.store.layer}"):
+        with profiler_range("prefetch_backward", ctx.layer.store.layer):
             returned = ctx.manager.finish_return(ctx.layer, operation)
             return (
                 None,
@@ -373,6 +373,6 @@ class _Acquire(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.profiler.record_function(f"hybridep::acquire_backward::{ctx.layer.store.layer}"):
+        with profiler_range("acquire_backward", ctx.layer.store.layer):
             ctx.manager.take_gradients(ctx.layer, ctx.handle, gradients[ctx.num_own :])
         return None, None, None, *gradients[: ctx.num_own]

@@ -12,8 +12,10 @@ from torch.func import functional_call
 
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.runtime.checkpoint_guard import refuse_checkpoints
-from ds_hybridep.runtime.dispatch import Exchange, combine, dispatch, permute_to_experts, weighted_sum
+from ds_hybridep.runtime.comm import profiler_range
+from ds_hybridep.runtime.dispatch import combine, dispatch, permute_to_experts, weighted_sum
 from ds_hybridep.runtime.migration import MigrationManager, is_in_backward
+from ds_hybridep.runtime.row_exchange import Exchange
 
 
 @dataclass
@@ -79,7 +81,7 @@ class HybridMoE:
         self, rows: Tensor, row_idx: Tensor, row_weights: Tensor, replicas: list[list[dict[str, Tensor]]] | None
     ) -> Tensor:
         """Every expert of the domain on its rows, with zero rows too: all ranks must run the same operations."""
-        with torch.profiler.record_function(f"hybridep::experts::{self.name}"):
+        with profiler_range("experts", self.name):
             plan = self.kernels.plan_routes(row_idx, self.expert_to_slot, self.num_slots * len(self.experts))
             splits = plan.rows_per_destination.tolist()
             self.stats.rows_computed += sum(splits)

@@ -155,7 +155,7 @@ def run_layer_without_rank_1(case: MoeCase) -> list[tuple[str, str, float]]:
 @pytest.mark.parametrize(
     ("domain_sizes", "operation"),
     [
-        ((1, 1), "exchange of row counts of layer 0 over level 'dc'"),
+        ((1, 1), "dispatch of rows of layer 0 over level 'dc'"),
         ((1, 2), "shipping of expert weights of layer 0 over level 'gpu'"),
     ],
     ids=str,

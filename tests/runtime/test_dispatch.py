@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from moe_refs import (
     HIDDEN,
@@ -34,7 +34,8 @@ from ds_hybridep.kernels import load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import build_route
-from ds_hybridep.runtime.dispatch import build_exchanges, combine, dispatch
+from ds_hybridep.runtime.dispatch import combine, dispatch
+from ds_hybridep.runtime.row_exchange import HEADER_BYTES, build_exchanges
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -82,6 +83,69 @@ def carry(case: MoeCase, routing: Routing | None = None) -> dict[str, Any]:
     splits = [dict(zip(state.exchange.ranks, state.send_splits, strict=True)) for state in states]
     transport.close()
     return {**arrived, "output": sums.tolist(), "splits": splits}
+
+
+def carry_again_and_again(num_tokens: tuple[tuple[int, ...], ...], top_k: int, width: int) -> list[dict[str, Any]]:
+    """One exchange of four ranks, used with each of these numbers of tokens in turn: what came of it."""
+    rank, ranks = dist.get_rank(), range(4)
+    transport = open_transport(Cluster((Level("dc", 4),)), timeout_s=30)
+    partition = Partition.build(transport.cluster, ranks, (1,))
+    stages = build_route(partition, rank, 4, "direct")
+    exchange = build_exchanges(stages, transport, "ep", load_kernels("auto", "cpu"), "layer 0", torch.device("cpu"))[0]
+    results = []
+    for step, counts in enumerate(num_tokens):
+        count = counts[rank]
+        x = torch.arange(count * width, dtype=torch.float32).view(count, width) + rank
+        # Token t of rank r needs the experts t, t + 1 ... (modulo 4), one on each rank, with the weights 1, 2 ...
+        topk_idx = (torch.arange(count)[:, None] + torch.arange(top_k)[None]).remainder(4).int()
+        weights = torch.arange(1.0, top_k + 1).expand(count, top_k).contiguous()
+        before = dict(transport.traffic.sent_bytes), dict(transport.traffic.sent_messages)
+        rows, row_idx, row_weights, state = dispatch(x, topk_idx, weights, exchange)
+        after = dict(transport.traffic.sent_bytes), dict(transport.traffic.sent_messages)
+        is_mine = ((row_idx == rank) | (row_idx < 0)).all().item()
+        output = combine(rows * (row_weights * (row_idx >= 0)).sum(1, keepdim=True), state)
+        results.append(
+            {
+                "is_right": torch.equal(output, x * (top_k * (top_k + 1) // 2)) and is_mine,
+                "splits": state.send_splits,
+                "received": state.recv_splits,
+                "bytes": after[0][0, "tokens"] - before[0].get((0, "tokens"), 0),
+                "messages": after[1][0, "tokens"] - before[1].get((0, "tokens"), 0),
+                "step": step,
+            }
+        )
+    received = transport.traffic.received_bytes[0, "tokens"]
+    transport.close()
+    return [*results, {"received": received, "sent": transport.traffic.sent_bytes[0, "tokens"]}]
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    num_tokens=st.lists(st.tuples(*[st.integers(0, 60)] * 4), min_size=2, max_size=6).map(tuple),
+    top_k=st.integers(1, 4),
+    width=st.sampled_from([1, 6, 64]),
+)
+@example(num_tokens=((0,) * 4, (60,) * 4, (1,) * 4, (60, 0, 60, 0), (0, 60, 0, 60)), top_k=2, width=6)
+def test_row_counts_may_change_at_will_between_dispatches(
+    pool4: ProcessPool, num_tokens: tuple[tuple[int, ...], ...], top_k: int, width: int
+) -> None:
+    results = pool4.run(carry_again_and_again, num_tokens=num_tokens, top_k=top_k, width=width)
+    *steps, totals = zip(*results, strict=True)
+    for ranks in steps:
+        for rank, result in enumerate(ranks):
+            assert result["is_right"]
+            assert [other["splits"][rank] for other in ranks] == list(result["received"])
+            rows_sent = sum(result["splits"]) - result["splits"][rank]
+            assert result["bytes"] == 3 * HEADER_BYTES + rows_sent * (8 * top_k + 4 * width)
+    assert sum(total["received"] for total in totals) == sum(total["sent"] for total in totals)
+
+
+def test_a_dispatch_like_the_last_one_is_a_message_per_rank(pool4: ProcessPool) -> None:
+    like = (40, 40, 40, 40)
+    for *steps, _ in pool4.run(carry_again_and_again, num_tokens=(like, like, (44,) * 4, (8,) * 4), top_k=2, width=6):
+        first, *others = [result["messages"] for result in steps]
+        assert first == 3 * 3  # counts, then metadata and rows: nothing was known yet
+        assert others == [3, 3, 3]
 
 
 def assert_carried(pool: ProcessPool, case: MoeCase, routing: Routing) -> None:
