@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the test of the counters runs on each rank: MoE layers over 2x2 ranks, and nothing else that communicates.
+
+    moe_script.py DC_DOMAIN_SIZE STEPS
+
+Prints what this rank counted as one JSON document.
+"""
+
+import json
+import sys
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+import ds_hybridep
+
+HIDDEN, TOKENS = 256, 1024
+
+
+def main():
+    domain_size, num_steps = (int(text) for text in sys.argv[1:])
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(dist.get_rank())
+    expert = nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(), nn.Linear(2 * HIDDEN, HIDDEN))
+    layers = [MoE(HIDDEN, expert, num_experts=4, ep_size=4, k=2, use_rts=False) for _ in range(2)]
+    model = nn.ModuleList(layers)
+    for layer in layers:
+        layer.set_deepspeed_parallelism()
+    levels = [{"name": "dc", "size": 2, "domain_size": domain_size}, {"name": "gpu", "size": 2, "domain_size": 1}]
+    ds_hybridep.attach(model, {"levels": levels, "verify_interval": 0, "report_interval": 0})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(num_steps):
+        x = torch.randn(TOKENS, HIDDEN)
+        for layer in layers:
+            x = x + layer(x)[0]
+        optimizer.zero_grad()
+        x.square().mean().backward()
+        optimizer.step()
+        ds_hybridep.refresh(model)
+    dist.barrier()
+    print(json.dumps(ds_hybridep.stats(model)["levels"]))
+
+
+if __name__ == "__main__":
+    main()
