@@ -25,6 +25,7 @@ from ds_hybridep import bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm
+from sleep_model import SleepModel
 
 AUX_LOSS_WEIGHT = train_lm.AUX_LOSS_WEIGHT
 POLL_S = 0.002
@@ -98,7 +99,7 @@ def plans_of(sizes: tuple[int, ...]) -> list[Plan]:
 def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[int, ...]) -> Run:
     torch.manual_seed(args.seed)
     args.ep_size = plan.ep_size
-    model = train_lm.ByteModel(args)
+    model = SleepModel(args) if args.compute == "sleep" else train_lm.ByteModel(args)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # only its product with the others is checked
         "gradient_accumulation_steps": accumulation,
@@ -193,6 +194,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--capacity-factor", type=float, default=1.25)
     parser.add_argument("--zero-stage", type=int, default=1)
+    parser.add_argument("--compute", choices=("real", "sleep"), default="real", help="see sleep_model.py")
+    parser.add_argument("--dense-ms", type=float, default=2.0, help="slept per dense sublayer and sequence, forward")
+    parser.add_argument("--row-us", type=float, default=10.0, help="slept per row and expert, forward")
     parser.add_argument("--prefetch-depth", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="most steps of one block")
@@ -223,6 +227,7 @@ def main() -> None:
                                 "dcs": args.dcs, "rate": rate, "rows": rows, "accumulation": accumulation,
                                 "tokens_per_rank": rows * args.seq_len, "hidden": args.hidden, "layers": args.layers,
                                 "experts": args.experts, "top_k": args.top_k, "zero_stage": args.zero_stage,
+                                "compute": args.compute, "dense_ms": args.dense_ms, "row_us": args.row_us,
                                 "plan": run.plan.name,
                             },
                             "step_s": one.step_s,
