@@ -3,8 +3,11 @@
 
 One layer's `ReplicaStore` holds the weights of all M*e experts of the domain, one slot per owner:
 
-    weights  [M, e, n]   slot i = the experts of the domain rank with offset index i (own slot: a staging copy)
-    sums     [M, e, n]   fp32 partial gradients since the last return (own slot: what came back)
+    weights  [M, e * n]  slot i = the experts of the domain rank with offset index i (own slot: a staging copy)
+    sums     [M, e * n]  fp32 partial gradients since the last return (own slot: what came back)
+
+Within a slot parameter follows parameter, each as [e, *shape]: a slot is one message, and a parameter of all its
+experts one contiguous tensor.
 
 Weights travel level by level, slowest first, so that each byte crosses a slow link once per child and not once per
 rank; gradients travel the opposite way, summed in fp32 inside the fast levels before they cross a slow one.
@@ -123,11 +126,11 @@ class ReplicaStore:
         device = next(experts[0].parameters()).device
         num_slots, num_local = len(self.domain_ranks), len(experts)
         self.weights = [
-            torch.zeros(num_slots, num_local, block.num_elements, dtype=block.dtype, device=device)
+            torch.zeros(num_slots, num_local * block.num_elements, dtype=block.dtype, device=device)
             for block in self.blocks
         ]
         self.sums: list[Tensor | None] = [
-            torch.zeros(num_slots, num_local, block.num_elements, dtype=torch.float32, device=device)
+            torch.zeros(num_slots, num_local * block.num_elements, dtype=torch.float32, device=device)
             if block.is_trainable
             else None
             for block in self.blocks
@@ -153,18 +156,23 @@ class ReplicaStore:
 
     def load_own_weights(self, *, trainable_only: bool) -> None:
         """Copy the owned experts' parameters into the own slot.  Reads them afresh: ZeRO re-points parameters."""
+        parameters = [dict(expert.named_parameters()) for expert in self.experts]
         for block, weights in zip(self.blocks, self.weights, strict=True):
             if trainable_only and not block.is_trainable:
                 continue
-            for expert, row in zip(self.experts, weights[self.own_index], strict=True):
-                parameters = dict(expert.named_parameters())
-                for piece in block.slices:
-                    row[piece.start : piece.stop].copy_(parameters[piece.name].detach().reshape(-1))
+            for piece in block.slices:
+                for place, named in zip(self.part(weights, self.own_index, piece), parameters, strict=True):
+                    place.copy_(named[piece.name].detach())
+
+    def part(self, tensor: Tensor, slot: int, piece: ParameterSlice) -> Tensor:
+        """View [e, *shape] of one parameter of a slot's experts in `tensor`, one of `weights` or `sums`."""
+        num_local = len(self.experts)
+        return tensor[slot, num_local * piece.start : num_local * piece.stop].view(num_local, *piece.shape)
 
     def expert_weights(self, slot: int, local_idx: int) -> dict[str, Tensor]:
         """Views of one replica's weights by parameter name."""
         return {
-            piece.name: weights[slot, local_idx, piece.start : piece.stop].view(piece.shape)
+            piece.name: self.part(weights, slot, piece)[local_idx]
             for block, weights in zip(self.blocks, self.weights, strict=True)
             for piece in block.slices
         }
@@ -189,13 +197,13 @@ class ReplicaStore:
                 for block, sums in zip(self.blocks, self.sums, strict=True):
                     if sums is not None:
                         for piece in block.slices:
-                            sums[slot, local_idx, piece.start : piece.stop].add_(next(iterator).reshape(-1))
+                            self.part(sums, slot, piece)[local_idx].add_(next(iterator))
         self.has_unreturned_sums = True
 
     def returned_gradients(self) -> list[Tensor]:
         """What came back for the owned experts, fp32, by local expert and `trainable_names`."""
         return [
-            sums[self.own_index, local_idx, piece.start : piece.stop].view(piece.shape)
+            self.part(sums, self.own_index, piece)[local_idx]
             for local_idx in range(len(self.experts))
             for block, sums in zip(self.blocks, self.sums, strict=True)
             if sums is not None
