@@ -8,6 +8,7 @@ HybridEPError (Exception)
 ├── CommunicationError (RuntimeError)        a wait passed its time limit, or a transfer failed
 ├── GradientNotReturnedError (RuntimeError)  the optimizer was stepped before replica gradients reached their owner
 ├── VerificationError (RuntimeError)         a replica is not bit-equal to what its owner believes it to be
+├── PacketError (RuntimeError)               a compressed packet is of another codec or shape, or came out of order
 ├── KernelBuildError (RuntimeError)          compiled kernels were asked for and could not be built or loaded
 └── LabError (RuntimeError)                  a link-shaping experiment could not be set up or taken down
 
@@ -46,6 +47,10 @@ class GradientNotReturnedError(HybridEPError, RuntimeError):
 
 class VerificationError(HybridEPError, RuntimeError):
     """A replica and its owner's copy of it differ. Training on would diverge silently: restart from a checkpoint."""
+
+
+class PacketError(HybridEPError, RuntimeError):
+    """A packet cannot be applied: other codec settings, another shape, or packets before it are missing."""
 
 
 class KernelBuildError(HybridEPError, RuntimeError):

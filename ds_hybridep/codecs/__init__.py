@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Smaller forms of expert weights and gradients, for slow links.  No communication.
+
+    interface.py  Codec and CodecState: encode, decode, and the fused forms that keep mirrors and residuals
+    packet.py     the header of a packet, and PacketOrder, which applies each packet once
+    registry.py   make_codec: a codec from its config
+    identity.py, blockwise.py, top_k.py, low_rank.py   one family each, its byte layout and its error bound
+    composed.py   sums of codecs, and a mild codec for the first steps
+
+The owner's side and a replica's side of one weight:
+
+    packets = codec.encode_update(weights, mirror, state)
+                                                            if order.accept(packets):
+                                                                codec.decode_add(packets, replica)
+
+Legend: n tensors of one shape [rows, cols]; L = rows * cols elements.
+"""
+
+from ds_hybridep.codecs.interface import Codec, CodecState
+from ds_hybridep.codecs.packet import HEADER_BYTES, PacketOrder, non_finite, sequence_of
+from ds_hybridep.codecs.registry import make_codec
+
+__all__ = ["HEADER_BYTES", "Codec", "CodecState", "PacketOrder", "make_codec", "non_finite", "sequence_of"]

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""int8, int4, int2 and sign: blocks of consecutive elements share a scale, elements become 8, 4, 2 or 1 bits.
+
+Payload of a tensor of L elements: the scales of ceil(L / block) blocks as bf16, then the codes, lowest bits first.
+The last block may be short.  Values, with the block's scale s:
+
+    bits  codes       values                     scale
+    8     -127..127   code * s                   largest magnitude / 127, rounded up
+    4     -7..7       code * s                   largest magnitude / 7, rounded up
+    2     -2..1       (code + 0.5) * s           1.25 * mean magnitude
+    1     0, 1        -s, s                      mean magnitude
+
+A scale below the smallest normal number counts as 0, so that processors which flush subnormal numbers agree.
+
+Sums are made by halving: x[:h] + x[h:] until one number is left.  That order is the same in every language.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.codecs.interface import Codec, CodecState, round_up
+
+SMALLEST_NORMAL = 2.0**-126
+INT2_STEP = 1.25  # of the mean magnitude: near the least squared error of four levels for normal numbers (1.248)
+LARGEST_CODE = {8: 127.0, 4: 7.0}
+SCALE_BYTES = 2
+
+
+def halving_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension, whose size is a power of two: [..., size] -> [...]."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def to_blocks(x: Tensor, block: int) -> Tensor:
+    """[..., L] -> [..., num_blocks, block], the last block filled with zeros."""
+    length = x.shape[-1]
+    missing = -length % block
+    if missing:
+        x = torch.nn.functional.pad(x, (0, missing))
+    return x.reshape(*x.shape[:-1], (length + missing) // block, block)
+
+
+def block_counts(length: int, block: int, device: torch.device) -> Tensor:
+    """Elements of each block as fp32, [num_blocks]; all are `block` but the last."""
+    num_blocks = -(-length // block)
+    counts = torch.full((num_blocks,), float(block), device=device)
+    if num_blocks:
+        counts[-1] = float(length - (num_blocks - 1) * block)
+    return counts
+
+
+def to_bf16(x: Tensor) -> Tensor:
+    """Scales fp32 -> bf16, and 0 where they are subnormal."""
+    rounded = x.to(torch.bfloat16)
+    return torch.where(rounded < SMALLEST_NORMAL, 0.0, rounded)
+
+
+def to_bf16_up(x: Tensor) -> Tensor:
+    """Scales fp32 -> bf16 rounded up, and 0 where they are subnormal."""
+    # Adding all that is cut off carries into the kept bits wherever it is not zero.
+    bits = (x.view(torch.int32) + 0xFFFF) & ~0xFFFF
+    return to_bf16(bits.view(torch.float32))
+
+
+def quantise(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x [N, L] fp32: uint8 [N, L], one code a byte, and bf16 [N, num_blocks]."""
+    length = x.shape[-1]
+    blocks = to_blocks(x, block)
+    if bits in LARGEST_CODE:
+        largest = LARGEST_CODE[bits]
+        scales = to_bf16_up(blocks.abs().amax(dim=-1) / largest if x.numel() else blocks.sum(dim=-1))
+        s = _divisor(scales)
+        codes = torch.round(blocks / s).clamp_(-largest, largest) + (largest + 1)
+    elif bits == 2:
+        mean = halving_sum(blocks.abs()) / block_counts(length, block, x.device)
+        scales = to_bf16(mean * INT2_STEP)
+        codes = torch.floor(blocks / _divisor(scales)).clamp_(-2.0, 1.0) + 2.0
+    else:
+        scales = to_bf16(halving_sum(blocks.abs()) / block_counts(length, block, x.device))
+        codes = blocks >= 0
+    return codes.to(torch.uint8).flatten(-2)[..., :length], scales
+
+
+def _divisor(scales: Tensor) -> Tensor:
+    """Scales to divide by, [..., num_blocks, 1] fp32: infinite where they are 0, which makes codes of 0."""
+    s = scales.float()
+    return torch.where(s == 0, torch.inf, s).unsqueeze(-1)
+
+
+def dequantise(codes: Tensor, scales: Tensor, bits: int, block: int) -> Tensor:
+    """Values of codes uint8 [N, L] under scales bf16 [N, num_blocks], fp32 [N, L]."""
+    values = codes.float()
+    if bits in LARGEST_CODE:
+        values -= LARGEST_CODE[bits] + 1
+    elif bits == 2:
+        values -= 1.5
+    else:
+        values = values * 2.0 - 1.0
+    scaled = to_blocks(values, block) * scales.float().unsqueeze(-1)
+    return scaled.flatten(-2)[..., : codes.shape[-1]]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [N, L], one a byte, packed to [N, ceil(L * bits / 8)], the first code in the lowest bits."""
+    per_byte = 8 // bits
+    if per_byte == 1:
+        return codes
+    groups = to_blocks(codes, per_byte)
+    packed = groups[..., 0].clone()
+    for position in range(1, per_byte):
+        packed |= groups[..., position] << (bits * position)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
+    """The inverse of `pack`: uint8 [N, length]."""
+    if bits == 8:
+        return packed
+    mask = (1 << bits) - 1
+    shifts = range(0, 8, bits)
+    return torch.stack([(packed >> shift) & mask for shift in shifts], dim=-1).flatten(-2)[..., :length]
+
+
+def quantised_bytes(length: int, bits: int, block: int) -> int:
+    """Bytes of L elements: scales and codes."""
+    return -(-length // block) * SCALE_BYTES + -(-length * bits // 8)
+
+
+def write_quantised(x: Tensor, payload: Tensor, bits: int, block: int) -> Tensor:
+    """Quantise x [N, L] fp32 into payload [N, quantised_bytes].  Returns [N] bool: where a scale overflowed."""
+    codes, scales = quantise(x, bits, block)
+    scale_bytes = scales.shape[-1] * SCALE_BYTES
+    payload[:, :scale_bytes] = scales.view(torch.uint8)
+    payload[:, scale_bytes:] = pack(codes, bits)
+    return ~scales.isfinite().all(dim=-1)
+
+
+def read_quantised(payload: Tensor, length: int, bits: int, block: int) -> Tensor:
+    """Values of payload [N, quantised_bytes], fp32 [N, length]."""
+    scale_bytes = -(-length // block) * SCALE_BYTES
+    scales = payload[:, :scale_bytes].contiguous().view(torch.bfloat16)
+    codes = unpack(payload[:, scale_bytes:], bits, length)
+    return dequantise(codes, scales, bits, block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blockwise(Codec):
+    """Quantisation to `bits` bits with one scale for each `block` elements.
+
+    Error, with a the largest and m the mean magnitude of a block of B elements, s the scale, bf16 rounding included:
+
+        8 bits  at most s / 2 per element, s <= a / 127 * (1 + 2^-7)
+        4 bits  at most s / 2 per element, s <= a / 7 * (1 + 2^-7)
+        2 bits  sum of squares at most (1 - 0.8 / B) of the block's
+        1 bit   sum of squares at most (1 - 0.9 / B) of the block's
+
+    The last two let error feedback converge; for normal numbers they leave 12% and 36%.
+    """
+
+    codec_id: ClassVar[int] = 1
+    name: ClassVar[str] = "blockwise"
+
+    bits: int
+    block: int = field(default=128)
+
+    def settings(self) -> str:
+        """See `Codec.settings`."""
+        return f"{BIT_NAMES[self.bits]}(block={self.block})"
+
+    def payload_bytes(self, rows: int, cols: int) -> int:
+        """See `Codec.payload_bytes`."""
+        return round_up(quantised_bytes(rows * cols, self.bits, self.block))
+
+    def header_number(self, rows: int, cols: int) -> int:
+        """The bits of an element."""
+        return self.bits
+
+    def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
+        """See `Codec.encode_payload`."""
+        num_bytes = quantised_bytes(x.shape[1] * x.shape[2], self.bits, self.block)
+        payload[:, num_bytes:] = 0
+        return write_quantised(x.flatten(1), payload[:, :num_bytes], self.bits, self.block)
+
+    def decode_payload(self, payload: Tensor, out: Tensor) -> None:
+        """See `Codec.decode_payload`."""
+        length = out.shape[1] * out.shape[2]
+        num_bytes = quantised_bytes(length, self.bits, self.block)
+        out.copy_(read_quantised(payload[:, :num_bytes], length, self.bits, self.block).view(out.shape))
+
+
+BIT_NAMES = {8: "int8", 4: "int4", 2: "int2", 1: "sign"}

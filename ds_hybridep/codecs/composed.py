@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs made of codecs: one after another on what is left, and one for the first steps, then another."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.codecs.interface import Codec, CodecState
+from ds_hybridep.codecs.packet import HEADER_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum(Codec):
+    """Each part encodes what the parts before it leave; the value is the sum of theirs, in order."""
+
+    codec_id: ClassVar[int] = 4
+    name: ClassVar[str] = "sum"
+
+    parts: tuple[Codec, ...]
+
+    def resolve(self, rows: int, cols: int) -> Codec:
+        """See `Codec.resolve`.  A shape that the first part leaves to its fallback is left to that alone."""
+        first = self.parts[0].resolve(rows, cols)
+        return self if first is self.parts[0] else first
+
+    def payload_bytes(self, rows: int, cols: int) -> int:
+        """See `Codec.payload_bytes`."""
+        return sum(part.resolve(rows, cols).payload_bytes(rows, cols) for part in self.parts)
+
+    def initial_state(self, n: int, rows: int, cols: int, device: torch.device) -> CodecState:
+        """See `Codec.initial_state`."""
+        return CodecState(parts=[part.new_state(n, rows, cols, device=device) for part in self.parts])
+
+    def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
+        """See `Codec.encode_payload`."""
+        is_overflow = torch.zeros_like(is_bad)
+        left = x.clone()
+        value = torch.empty_like(x)
+        slices = self._slices(payload, x.shape[1], x.shape[2])
+        for (part, part_payload), part_state in zip(slices, state.parts, strict=True):
+            is_overflow = is_overflow | part.encode_payload(left, part_state, part_payload, is_bad)
+            part_state.step += 1
+            part.decode_payload(part_payload, value)
+            left -= value
+        return is_overflow
+
+    def decode_payload(self, payload: Tensor, out: Tensor) -> None:
+        """See `Codec.decode_payload`."""
+        (first, first_payload), *others = self._slices(payload, out.shape[1], out.shape[2])
+        first.decode_payload(first_payload, out)
+        for part, part_payload in others:
+            part.decode_add_payload(part_payload, out)
+
+    def _slices(self, payload: Tensor, rows: int, cols: int) -> list[tuple[Codec, Tensor]]:
+        """Each part as it is resolved for this shape, with its share of the payload."""
+        parts = [part.resolve(rows, cols) for part in self.parts]
+        sizes = [part.payload_bytes(rows, cols) for part in parts]
+        return list(zip(parts, payload.split(sizes, dim=1), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp(Codec):
+    """`first` for `steps` steps, then `then`: weights move fast at the start, and a mild codec keeps up.
+
+    The length of a packet depends on the step, which sender and receiver both know.
+    """
+
+    codec_id: ClassVar[int] = 5
+    name: ClassVar[str] = "warm_up"
+
+    steps: int
+    first: Codec
+    then: Codec
+
+    def at(self, step: int) -> Codec:
+        """The codec of encoder step `step`."""
+        return self.first if step < self.steps else self.then
+
+    def packet_bytes(self, rows: int, cols: int, *, step: int | None = None) -> int:
+        """See `Codec.packet_bytes`."""
+        if step is not None:
+            return self.at(step).packet_bytes(rows, cols, step=step)
+        return max(self.first.packet_bytes(rows, cols), self.then.packet_bytes(rows, cols))
+
+    def new_state(self, n: int, rows: int, cols: int, *, device: torch.device | str = "cpu") -> CodecState:
+        """See `Codec.new_state`."""
+        return CodecState(parts=[codec.new_state(n, rows, cols, device=device) for codec in (self.first, self.then)])
+
+    def encode(
+        self, x: Tensor, state: CodecState, *, out: Tensor | None = None, sequence: int | None = None
+    ) -> Tensor:
+        """See `Codec.encode`."""
+        part = state.parts[0 if state.step < self.steps else 1]
+        sequence = state.step if sequence is None else sequence
+        packets = self.at(state.step).encode(x, part, out=out, sequence=sequence)
+        state.step += 1
+        return packets
+
+    def decode(self, packets: Tensor, out: Tensor) -> Tensor:
+        """See `Codec.decode`."""
+        return self._maker(packets, out).decode(packets, out)
+
+    def decode_add(self, packets: Tensor, into: Tensor) -> Tensor:
+        """See `Codec.decode_add`."""
+        return self._maker(packets, into).decode_add(packets, into)
+
+    def _maker(self, packets: Tensor, target: Tensor) -> Codec:
+        """The one of the two codecs that made the packets: told by their length, or else by their codec id."""
+        rows, cols = target.shape[-2:]
+        first, then = (codec.resolve(rows, cols) for codec in (self.first, self.then))
+        is_same_length = first.packet_bytes(rows, cols) == then.packet_bytes(rows, cols)
+        if is_same_length and len(packets):
+            return self.first if int(packets[0, 2]) == first.codec_id else self.then
+        return self.first if packets.shape[-1] == first.packet_bytes(rows, cols) else self.then
+
+    def payload_bytes(self, rows: int, cols: int) -> int:
+        """See `Codec.payload_bytes`.  The largest."""
+        return self.packet_bytes(rows, cols) - HEADER_BYTES
+
+    def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
+        """Not asked for: packets are made by the codec of the step."""
+        raise AssertionError("a warm-up stands outermost; make_codec refuses it inside other codecs")
+
+    def decode_payload(self, payload: Tensor, out: Tensor) -> None:
+        """Not asked for, as above."""
+        raise AssertionError("a warm-up stands outermost; make_codec refuses it inside other codecs")

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every codec can do.
+
+A codec works on n tensors of one shape at a time (the same weight of n experts), [n, rows, cols] fp32; a vector is
+[n, 1, cols].  Encoding gives [n, packet_bytes] uint8, one packet for each tensor.
+
+Two promises carry the rest:
+
+- What a packet decodes to is a fixed sequence of fp32 operations on its bytes, each rounded by itself.  It depends on
+  nothing else: not on n, the number of threads, alignment, or whether compiled kernels are at hand.
+- `decode_add` adds that value with one rounding, and `encode_update` does the same to the mirror.  So a replica that
+  applies every packet once and in order equals its owner's mirror bit for bit.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.codecs.packet import HEADER_BYTES, check_headers, non_finite, stamp_of, write_headers
+from ds_hybridep.errors import PacketError
+
+Mode = Literal["auto", "compiled", "reference"]
+
+
+@dataclass
+class CodecState:
+    """What an encoder remembers between steps.  Equal states and inputs give equal packets.
+
+    step: packets encoded so far; the sequence number of the next one.
+    tensors: for example warm-start factors, the experts first.
+    parts: states of the codecs inside a composed one.
+    """
+
+    step: int = 0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    parts: list["CodecState"] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy as plain dicts, lists, ints and tensors, for a checkpoint or for a step that may be undone."""
+        return {
+            "step": self.step,
+            "tensors": {name: tensor.clone() for name, tensor in self.tensors.items()},
+            "parts": [part.state_dict() for part in self.parts],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Become what `saved` was.
+
+        Raises:
+            PacketError: `saved` is of a codec with other settings or of another shape; nothing was changed.
+        """
+        mine, other = _outline(self.state_dict()), _outline(saved)
+        if mine != other:
+            raise PacketError(f"codec state is {other}, wanted {mine}; load it with the settings that saved it")
+        self.step = saved["step"]
+        for name, tensor in saved["tensors"].items():
+            self.tensors[name].copy_(tensor)
+        for part, part_saved in zip(self.parts, saved["parts"], strict=True):
+            part.load_state_dict(part_saved)
+
+
+def _outline(saved: dict[str, Any]) -> str:
+    """Names and shapes of a saved state."""
+    tensors = {name: list(tensor.shape) for name, tensor in saved["tensors"].items()}
+    parts = ", ".join(_outline(part) for part in saved["parts"])
+    return f"{tensors}" + (f" [{parts}]" if parts else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec(ABC):
+    """Settings of one way to encode, and the encoding itself.  Frozen: what changes is in a CodecState.
+
+    Subclasses say how long a payload is, and encode and decode payloads; headers, checks, inf and nan are done here.
+    `kernels` chooses the implementation; all give the same bytes and values (encoding of low rank apart, which may
+    round differently).
+    """
+
+    kernels: Mode = field(default="auto", compare=False, repr=False)
+
+    codec_id: ClassVar[int]
+    name: ClassVar[str]
+
+    # ---- what a codec is asked ----
+
+    def packet_bytes(self, rows: int, cols: int, *, step: int | None = None) -> int:
+        """Bytes of one packet at encoder step `step`, exact and known before encoding.
+
+        Without `step` the largest over all steps, for buffers.  Only a codec with a warm-up depends on the step.
+        """
+        return HEADER_BYTES + self.resolve(rows, cols).payload_bytes(rows, cols)
+
+    def ratio(self, rows: int, cols: int, dtype: torch.dtype = torch.float32) -> float:
+        """Bytes of a [rows, cols] tensor of `dtype` over the bytes of its packet, header and all, after a warm-up."""
+        return rows * cols * dtype.itemsize / self.packet_bytes(rows, cols, step=2**31)
+
+    def resolve(self, rows: int, cols: int) -> "Codec":
+        """The codec that really encodes this shape: this one, or the one that it leaves small tensors to."""
+        return self
+
+    def new_state(self, n: int, rows: int, cols: int, *, device: torch.device | str = "cpu") -> CodecState:
+        """The state of an encoder of [n, rows, cols] that has encoded nothing yet."""
+        codec = self.resolve(rows, cols)
+        return codec.initial_state(n, rows, cols, torch.device(device))
+
+    def encode(
+        self, x: Tensor, state: CodecState, *, out: Tensor | None = None, sequence: int | None = None
+    ) -> Tensor:
+        """Packets [n, packet_bytes] uint8 of x [n, rows, cols] fp32; `state` advances by one step.
+
+        A tensor with inf or nan gives a flagged packet, which decodes to nan throughout, and leaves its part of the
+        state alone.
+
+        out: memory for the packets. sequence: goes into the header instead of the state's step.
+        """
+        n, rows, cols = require_tensors("x", x)
+        codec = self.resolve(rows, cols)
+        sequence = state.step if sequence is None else sequence
+        packets = codec._packets_for(x, codec.packet_bytes(rows, cols, step=state.step), out)
+        # isfinite of a sum would overflow on large finite values, so the largest magnitude is looked at.
+        is_bad = torch.zeros(n, dtype=torch.bool, device=x.device)
+        if x.numel():
+            is_bad = ~x.abs().amax(dim=(1, 2)).isfinite()
+            # No zero stands in where all is finite: copying x takes as long as some codecs do.
+            clean = torch.where(is_bad[:, None, None], 0.0, x) if bool(is_bad.any()) else x
+            is_bad = is_bad | codec.encode_payload(clean, state, packets[:, HEADER_BYTES:], is_bad)
+        state.step += 1
+        write_headers(
+            packets,
+            codec_id=codec.codec_id,
+            number=codec.header_number(rows, cols),
+            sequence=sequence,
+            stamp=stamp_of(codec.settings(), rows, cols),
+            is_bad=is_bad,
+        )
+        return packets
+
+    def decode(self, packets: Tensor, out: Tensor) -> Tensor:
+        """Assign what packets [n, packet_bytes] hold to out [n, rows, cols] fp32; returns it.
+
+        Raises:
+            PacketError: the packets were made with other settings or for another shape.
+        """
+        codec, payload = self._open(packets, "out", out)
+        if out.numel():
+            codec.decode_payload(payload, out)
+        return _poison(packets, out)
+
+    def decode_add(self, packets: Tensor, into: Tensor) -> Tensor:
+        """Add what packets [n, packet_bytes] hold to `into` [n, rows, cols] fp32; returns it.
+
+        A flagged packet assigns nan.
+
+        Raises:
+            PacketError: as `decode`.
+        """
+        codec, payload = self._open(packets, "into", into)
+        if into.numel():
+            codec.decode_add_payload(payload, into)
+        return _poison(packets, into)
+
+    def encode_update(
+        self,
+        weights: Tensor,
+        mirror: Tensor,
+        state: CodecState,
+        *,
+        out: Tensor | None = None,
+        sequence: int | None = None,
+    ) -> Tensor:
+        """Packets of weights - mirror, added to the mirror as every replica adds them.  All [n, rows, cols] fp32.
+
+        What the packets leave out stays in weights - mirror and goes out later.
+        """
+        packets = self.encode(weights - mirror, state, out=out, sequence=sequence)
+        self.decode_add(packets, mirror)
+        return packets
+
+    def encode_with_residual(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        state: CodecState,
+        *,
+        out: Tensor | None = None,
+        sequence: int | None = None,
+    ) -> Tensor:
+        """Packets of x + residual; `residual` becomes what they leave out.  All [n, rows, cols] fp32.
+
+        The residual of a tensor with inf or nan stays as it was.
+        """
+        total = x + residual
+        packets = self.encode(total, state, out=out, sequence=sequence)
+        total -= self.decode(packets, torch.empty_like(total))
+        residual.copy_(torch.where(non_finite(packets)[:, None, None], residual, total))
+        return packets
+
+    # ---- what a subclass says ----
+
+    @abstractmethod
+    def payload_bytes(self, rows: int, cols: int) -> int:
+        """Bytes of one payload."""
+
+    @abstractmethod
+    def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
+        """Write finite x [n, rows, cols] to payload [n, payload_bytes] and update `state` except where is_bad [n].
+
+        Returns [n] bool: tensors that overflowed in the encoding.
+        """
+
+    @abstractmethod
+    def decode_payload(self, payload: Tensor, out: Tensor) -> None:
+        """Assign the values of payload [n, payload_bytes] to out [n, rows, cols]."""
+
+    def decode_add_payload(self, payload: Tensor, into: Tensor) -> None:
+        """Add the values of payload [n, payload_bytes] to into [n, rows, cols], one rounding each."""
+        value = torch.empty_like(into)
+        self.decode_payload(payload, value)
+        into += value
+
+    def initial_state(self, n: int, rows: int, cols: int, device: torch.device) -> CodecState:
+        """The state before the first step."""
+        return CodecState()
+
+    def header_number(self, rows: int, cols: int) -> int:
+        """The codec's own number in the header."""
+        return 0
+
+    def settings(self) -> str:
+        """Name and options in one form, for the stamp."""
+        options = {item.name: getattr(self, item.name) for item in fields(self) if item.compare}
+        parts = ", ".join(
+            f"{name}={value.settings() if isinstance(value, Codec) else value!r}" for name, value in options.items()
+        )
+        return f"{self.name}({parts})"
+
+    # ---- checks ----
+
+    def _packets_for(self, x: Tensor, num_bytes: int, out: Tensor | None) -> Tensor:
+        wanted = (len(x), num_bytes)
+        if out is None:
+            return torch.empty(wanted, dtype=torch.uint8, device=x.device)
+        if out.shape != wanted or out.dtype != torch.uint8 or not out.is_contiguous():
+            raise ValueError(
+                f"out: got {out.dtype} {tuple(out.shape)}, wanted contiguous torch.uint8 {wanted}; "
+                "ask packet_bytes(rows, cols, step=state.step)"
+            )
+        return out
+
+    def _open(self, packets: Tensor, name: str, target: Tensor) -> tuple["Codec", Tensor]:
+        """The codec that made the packets of a tensor like `target`, and their payloads."""
+        n, rows, cols = require_tensors(name, target)
+        codec = self.resolve(rows, cols)
+        wanted = (n, codec.packet_bytes(rows, cols))
+        if packets.shape != wanted or packets.dtype != torch.uint8:
+            raise PacketError(
+                f"packets: got {packets.dtype} {tuple(packets.shape)}, wanted torch.uint8 {wanted} for "
+                f"{codec.settings()} on [{n}, {rows}, {cols}]; encode and decode with equal settings and shapes"
+            )
+        stamp = stamp_of(codec.settings(), rows, cols)
+        check_headers(packets, codec_id=codec.codec_id, stamp=stamp, what=codec.settings())
+        return codec, packets[:, HEADER_BYTES:]
+
+
+def require_tensors(name: str, tensor: Tensor) -> tuple[int, int, int]:
+    """n, rows and cols of a contiguous fp32 tensor.  Raises ValueError or TypeError for any other."""
+    if tensor.dim() != 3:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted [n, rows, cols]; a vector is [n, 1, cols]")
+    if tensor.dtype != torch.float32:
+        raise TypeError(f"{name}: got {tensor.dtype}, wanted torch.float32; convert it with {name}.float()")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: strides {tensor.stride()} are not contiguous; pass {name}.contiguous()")
+    n, rows, cols = tensor.shape
+    return n, rows, cols
+
+
+def round_up(num_bytes: int, multiple: int = 4) -> int:
+    """The next multiple: payloads keep packets aligned to 4 bytes."""
+    return math.ceil(num_bytes / multiple) * multiple
+
+
+def _poison(packets: Tensor, values: Tensor) -> Tensor:
+    """Assign nan where packets are flagged: the same nan everywhere, so that bits stay equal."""
+    is_bad = non_finite(packets)
+    if packets.device.type != "cpu" or bool(is_bad.any()):  # no device-to-host sync on an accelerator
+        values.masked_fill_(is_bad[:, None, None], math.nan)
+    return values

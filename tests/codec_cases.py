@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs and tensors that the tests of codecs share."""
+
+import torch
+from hypothesis import strategies as st
+
+SPECS = {
+    "identity": "identity",
+    "identity_bf16": {"type": "identity", "dtype": "bf16"},
+    "int8": "int8",
+    "int4": "int4",
+    "int4_32": {"type": "int4", "block": 32},
+    "int2": "int2",
+    "sign": {"type": "sign", "block": 256},
+    "top_k": "top_k",
+    "top_k_1": {"type": "top_k", "block": 16, "k": 1, "value_bits": 1},
+    "top_k_2": {"type": "top_k", "block": 64, "k": 3, "value_bits": 2},
+    "top_k_4": {"type": "top_k", "block": 1024, "k": 20, "value_bits": 4},
+    "low_rank": "low_rank",
+    "low_rank_fp32": {"type": "low_rank", "rank": 3, "factors": "fp32", "refresh_interval": 5},
+    "low_rank_bf16": {"type": "low_rank", "rank": 2, "factors": "bf16", "iterations": 2},
+    "low_rank_int4": {"type": "low_rank", "rank": 6, "factors": "int4", "fallback": "int2"},
+    "sum": {"type": "sum", "parts": [{"type": "low_rank", "rank": 2}, {"type": "top_k", "block": 16, "k": 1}]},
+    "warm_up": {"type": "warm_up", "steps": 3, "first": "int4", "then": "low_rank"},
+}
+
+# Even and odd lengths, one block and many, less than a block, vectors, and nothing at all.
+SHAPES = [(2, 48, 80), (3, 1, 70), (1, 5, 7), (2, 33, 17), (1, 1, 1), (2, 7, 1), (0, 8, 8), (2, 0, 5), (1, 3, 0)]
+
+
+def normal(*shape, seed=0, scale=1.0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@st.composite
+def tensors(draw, max_n=3):
+    """fp32 [n, rows, cols]: normal, heavy-tailed, sparse, constant, of low rank, tiny or huge."""
+    n, rows, cols = draw(st.integers(1, max_n)), draw(st.integers(1, 40)), draw(st.integers(1, 70))
+    seed = draw(st.integers(0, 2**20))
+    kind = draw(st.sampled_from(["normal", "cubed", "sparse", "constant", "low rank", "zero"]))
+    x = normal(n, rows, cols, seed=seed)
+    if kind == "cubed":
+        x = x**3
+    elif kind == "sparse":
+        x = x * (normal(n, rows, cols, seed=seed + 1) > 1.5)
+    elif kind == "constant":
+        x = torch.ones_like(x)
+    elif kind == "low rank":
+        x = normal(n, rows, 1, seed=seed) @ normal(n, 1, cols, seed=seed + 1)
+    elif kind == "zero":
+        x = torch.zeros_like(x)
+    return (x * 10.0 ** draw(st.integers(-12, 6))).contiguous()

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every codec promises: sizes, replicas, residuals, states, and what inf and nan do."""
+
+import pickle
+
+import pytest
+import torch
+from codec_cases import SHAPES, SPECS, normal, tensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_hybridep.codecs import HEADER_BYTES, PacketOrder, make_codec, non_finite, sequence_of
+from ds_hybridep.errors import PacketError
+
+pytestmark = pytest.mark.timeout(300)  # the first test compiles the kernels where no cached build exists
+
+
+@pytest.fixture(params=SPECS)
+def codec(request):
+    return make_codec(SPECS[request.param])
+
+
+def assert_same_bits(actual, wanted):
+    assert torch.equal(actual.view(torch.int32), wanted.view(torch.int32))
+
+
+def decoded(codec, packets, like):
+    return codec.decode(packets, torch.empty_like(like))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packets_are_as_long_as_promised(codec, shape):
+    n, rows, cols = shape
+    state = codec.new_state(*shape)
+    for step in range(5):
+        packets = codec.encode(normal(*shape, seed=step), state)
+        assert packets.shape == (n, codec.packet_bytes(rows, cols, step=step))
+        assert packets.shape[1] <= codec.packet_bytes(rows, cols)
+        assert packets.shape[1] % 2 == 0
+        assert decoded(codec, packets, normal(*shape)).isfinite().all()
+
+
+def test_ratio_counts_every_byte(codec):
+    last = codec.packet_bytes(48, 80, step=10**6)
+    assert last > HEADER_BYTES
+    assert codec.ratio(48, 80) == 48 * 80 * 4 / last
+    assert codec.ratio(48, 80, torch.bfloat16) == 48 * 80 * 2 / last
+
+
+@settings(deadline=None, max_examples=25)
+@given(x=tensors())
+@pytest.mark.parametrize("name", SPECS)
+def test_one_encoding_never_adds_error(name, x):
+    codec = make_codec(SPECS[name])
+    packets = codec.encode(x, codec.new_state(*x.shape))
+    left = x.double() - decoded(codec, packets, x).double()
+    before, after = (value.square().sum(dim=(1, 2)).sqrt() for value in (x.double(), left))
+    # Rounded factors of a low rank matrix can leave a little more than there was where they capture nothing.
+    assert (after <= before * 1.02 + 1e-30).all()
+
+
+@settings(deadline=None, max_examples=15)
+@given(x=tensors())
+@pytest.mark.parametrize("name", SPECS)
+def test_feedback_delivers_in_the_end(name, x):
+    """A mirror of weights that stand still comes ever closer to them."""
+    codec = make_codec(SPECS[name])
+    mirror, state = torch.zeros_like(x), codec.new_state(*x.shape)
+    for _ in range(60):
+        codec.encode_update(x, mirror, state)
+    size = x.double().norm()
+    left = (x.double() - mirror.double()).norm()
+    assert left <= 0.6 * size + 1e-30
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 40), (3, 1, 70)], ids=str)
+def test_replica_equals_mirror_after_many_steps_with_lost_and_repeated_packets(codec, shape):
+    weights = normal(*shape)
+    mirror, state = weights.clone(), codec.new_state(*shape)
+    replica, order = mirror.clone(), PacketOrder()
+    lost = []  # what the link has not delivered yet
+    generator = torch.Generator().manual_seed(1)
+    for step in range(1000):
+        weights += normal(*shape, seed=step) * 0.01
+        lost.append(codec.encode_update(weights, mirror, state))
+        if torch.rand((), generator=generator) < 0.3:
+            continue  # this one is late
+        if len(lost) > 1:
+            with pytest.raises(PacketError, match="were lost or are late"):
+                order.accept(lost[-1])
+        for packets in lost:
+            assert order.accept(packets)
+            codec.decode_add(packets, replica)
+            assert not order.accept(packets)  # the same one again
+        lost.clear()
+        assert_same_bits(replica, mirror)
+    assert order.expected + len(lost) == 1000
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 40), (3, 1, 70)], ids=str)
+def test_residual_is_exactly_what_the_packet_leaves_out(codec, shape):
+    """With sums of few bits no addition rounds, and delivered + left equals what was to be sent."""
+    residual, state = torch.zeros(shape), codec.new_state(*shape)
+    for step in range(5):
+        x = torch.round(normal(*shape, seed=step) * 8)
+        total = x + residual
+        packets = codec.encode_with_residual(x, residual, state)
+        assert_same_bits(residual, total - decoded(codec, packets, x))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2", "sign", "top_k_1", "top_k_2"])
+def test_feedback_conserves_integer_sums_exactly(name):
+    """Scales of powers of two and inputs of few bits: nothing rounds over many steps, so nothing may be lost."""
+    codec = make_codec(SPECS[name])
+    shape = (2, 4, 256)
+    residual, state = torch.zeros(shape, dtype=torch.float32), codec.new_state(*shape)
+    sent, delivered = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    for step in range(20):
+        x = normal(*shape, seed=step).sign() * 2.0
+        packets = codec.encode_with_residual(x, residual, state)
+        sent += x.double()
+        delivered += decoded(codec, packets, x).double()
+        # bf16 scales have 8 bits and codes 7, so a value has 15; 24 hold it beside the residual unless they part far.
+        left = residual.double()
+        assert ((sent - delivered - left).abs() <= 20 * 2.0**-22 * (sent.abs() + left.abs() + 4)).all()
+
+
+@pytest.mark.parametrize("shape", [(4, 24, 40), (5, 1, 70)], ids=str)
+def test_decoding_does_not_depend_on_batch_alignment_or_threads(codec, shape):
+    n, rows, cols = shape
+    mirror, state = normal(*shape, seed=3), codec.new_state(*shape)
+    threads = torch.get_num_threads()
+    for step in range(3):
+        before = mirror.clone()
+        packets = codec.encode_update(normal(*shape, seed=step), mirror, state)
+        memory = torch.empty(n * rows * cols + 1)[1:].view(shape)  # off the alignment of 16 bytes
+        memory.copy_(before)
+        torch.set_num_threads(3)
+        codec.decode_add(packets, memory)
+        torch.set_num_threads(threads)
+        assert_same_bits(memory, mirror)
+        for idx in range(n):
+            alone = before[idx : idx + 1].clone()
+            codec.decode_add(packets[idx : idx + 1], alone)
+            assert_same_bits(alone[0], mirror[idx])
+
+
+def test_encoding_does_not_depend_on_the_batch(codec):
+    shape = (4, 24, 40)
+    together = codec.new_state(*shape)
+    alone = [codec.new_state(1, 24, 40) for _ in range(4)]
+    for step in range(6):
+        x = normal(*shape, seed=step)
+        packets = codec.encode(x, together)
+        for idx, state in enumerate(alone):
+            assert torch.equal(codec.encode(x[idx : idx + 1].clone(), state)[0], packets[idx])
+
+
+@pytest.mark.parametrize("how", ["pickle", "state_dict"])
+def test_a_restored_state_gives_the_same_packets(codec, how):
+    shape = (2, 24, 40)
+    state = codec.new_state(*shape)
+    for step in range(7):
+        codec.encode(normal(*shape, seed=step), state)
+    if how == "pickle":
+        other = pickle.loads(pickle.dumps(state))
+    else:
+        other = codec.new_state(*shape)
+        other.load_state_dict(state.state_dict())
+    for step in range(7, 12):
+        x = normal(*shape, seed=step)
+        assert torch.equal(codec.encode(x, state), codec.encode(x, other))
+
+
+def test_a_saved_state_does_not_change_with_the_encoder():
+    codec = make_codec("low_rank")
+    state = codec.new_state(2, 24, 40)
+    codec.encode(normal(2, 24, 40), state)
+    saved = state.state_dict()
+    before = saved["tensors"]["q"].clone()
+    codec.encode(normal(2, 24, 40, seed=1), state)
+    assert torch.equal(saved["tensors"]["q"], before)
+
+
+def test_a_state_of_another_shape_is_refused_and_nothing_changes():
+    codec = make_codec("low_rank")
+    state = codec.new_state(2, 24, 40)
+    with pytest.raises(PacketError, match=r"'q': \[2, 40, 2\].*wanted .*'q': \[2, 40, 4\].*load it with the settings"):
+        state.load_state_dict(make_codec({"type": "low_rank", "rank": 2}).new_state(2, 24, 40).state_dict())
+    assert state.step == 0
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_passes_on_and_leaves_residual_and_state_clean(codec, value):
+    shape = (3, 24, 40)
+    residual, state = normal(*shape, seed=1) * 0.1, codec.new_state(*shape)
+    codec.encode_with_residual(normal(*shape), residual, state)
+    saved, before = state.state_dict(), residual.clone()
+    x = normal(*shape, seed=2)
+    x[1, 3, 5] = value
+    packets = codec.encode_with_residual(x, residual, state)
+    assert non_finite(packets).tolist() == [False, True, False]
+    values = decoded(codec, packets, x)
+    assert values[1].isnan().all()
+    assert values[[0, 2]].isfinite().all()
+    assert_same_bits(residual[1], before[1])
+    assert residual.isfinite().all()
+    for name, tensor in saved["tensors"].items():
+        assert_same_bits(state.tensors[name][1], tensor[1])
+    into = torch.ones(shape)
+    codec.decode_add(packets, into)
+    assert into[1].isnan().all()
+    assert into[[0, 2]].isfinite().all()
+    # The next step goes on as if the bad one had not been.
+    packets = codec.encode_with_residual(normal(*shape, seed=3), residual, state)
+    assert decoded(codec, packets, x).isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-44, 1e37])
+def test_numbers_at_the_ends_of_the_range_make_no_nan(codec, scale):
+    x = normal(2, 24, 40, scale=scale)
+    mirror, state = torch.zeros_like(x), codec.new_state(2, 24, 40)
+    for _ in range(3):
+        packets = codec.encode_update(x, mirror, state)
+        if not non_finite(packets).any():  # it may overflow, but then it says so
+            assert mirror.isfinite().all()
+        else:
+            assert scale > 1
+            break
+
+
+def test_weights_cast_from_bf16_are_taken(codec):
+    weights = normal(2, 24, 40).bfloat16().float()
+    mirror, state = torch.zeros_like(weights), codec.new_state(2, 24, 40)
+    packets = codec.encode_update(weights, mirror, state)
+    assert_same_bits(decoded(codec, packets, mirror), mirror)
+
+
+def test_out_and_sequence_are_used(codec):
+    state = codec.new_state(2, 24, 40)
+    out = torch.zeros(2, codec.packet_bytes(24, 40, step=0), dtype=torch.uint8)
+    packets = codec.encode(normal(2, 24, 40), state, out=out, sequence=2**32 + 7)
+    assert packets is out
+    assert sequence_of(out) == 7
+    assert state.step == 1
+
+
+def test_out_of_a_wrong_size_is_refused():
+    codec = make_codec("int8")
+    with pytest.raises(ValueError, match=r"out: got torch.uint8 \(2, 5\), wanted contiguous torch.uint8 \(2, \d+\)"):
+        codec.encode(normal(2, 24, 40), codec.new_state(2, 24, 40), out=torch.empty(2, 5, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("x", "kind", "message"),
+    [
+        (
+            torch.zeros(3, 4),
+            ValueError,
+            r"x: got shape \(3, 4\), wanted \[n, rows, cols\]; a vector is \[n, 1, cols\]",
+        ),
+        (torch.zeros(1, 3, 4).bfloat16(), TypeError, r"x: got torch.bfloat16, wanted torch.float32; .*x.float\(\)"),
+        (torch.zeros(1, 3, 4).transpose(1, 2), ValueError, r"x: strides .* are not contiguous; pass x.contiguous\(\)"),
+    ],
+)
+def test_tensors_that_cannot_be_encoded_are_refused(x, kind, message):
+    codec = make_codec("int8")
+    with pytest.raises(kind, match=message):
+        codec.encode(x, codec.new_state(1, 3, 4))
+
+
+@given(st.integers(2, 12), st.integers(2, 12))
+@settings(deadline=None, max_examples=20)
+def test_small_matrices_and_vectors_go_to_the_fallback(rows, cols):
+    codec = make_codec({"type": "low_rank", "rank": 4, "fallback": "int4"})
+    assert codec.resolve(1, cols).settings() == codec.resolve(rows, 1).settings() == "int4(block=128)"
+    assert codec.packet_bytes(rows, cols) <= make_codec("int4").packet_bytes(rows, cols)

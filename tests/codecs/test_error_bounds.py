@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The error bounds that the docstrings state."""
+
+import pytest
+import torch
+from codec_cases import normal, tensors
+from hypothesis import given, settings
+
+from ds_hybridep.codecs import make_codec
+from ds_hybridep.codecs.blockwise import to_blocks
+from ds_hybridep.codecs.low_rank import orthonormal
+
+pytestmark = pytest.mark.timeout(300)
+TINY = 1e-36  # scales below the smallest normal number count as 0
+
+
+def left_over(spec, x):
+    codec = make_codec(spec)
+    packets = codec.encode(x, codec.new_state(*x.shape))
+    return x.double() - codec.decode(packets, torch.empty_like(x)).double()
+
+
+@settings(deadline=None)
+@given(x=tensors())
+@pytest.mark.parametrize(("name", "largest"), [("int8", 127), ("int4", 7)])
+def test_int8_and_int4_err_by_half_a_scale(name, largest, x):
+    error = to_blocks(left_over(name, x).flatten(1), 128).abs().amax(dim=-1)
+    scale = to_blocks(x.double().flatten(1), 128).abs().amax(dim=-1) / largest * (1 + 2.0**-7)
+    assert (error <= scale / 2 * (1 + 1e-6) + 127 * TINY).all()
+
+
+@settings(deadline=None)
+@given(x=tensors())
+@pytest.mark.parametrize(("name", "gain"), [("int2", 0.8), ("sign", 0.9)])
+def test_int2_and_sign_leave_less_than_there_was(name, gain, x):
+    error = to_blocks(left_over(name, x).flatten(1), 128).square().sum(dim=-1)
+    size = to_blocks(x.double().flatten(1), 128).square().sum(dim=-1)
+    assert (error <= size * (1 - gain / 128) + 1e-60).all()
+
+
+@pytest.mark.parametrize(("name", "left"), [("int8", 0.01), ("int4", 0.12), ("int2", 0.36), ("sign", 0.61)])
+def test_normal_numbers_keep_the_share_of_error_that_is_stated(name, left):
+    x = normal(1, 64, 512)
+    assert left_over(name, x).norm() <= left * x.double().norm()
+
+
+@settings(deadline=None)
+@given(x=tensors())
+def test_top_k_leaves_at_most_its_share(x):
+    spec = {"type": "top_k", "block": 16, "k": 4, "value_bits": 16}
+    error = to_blocks(left_over(spec, x).flatten(1), 16).square().sum(dim=-1)
+    size = to_blocks(x.double().flatten(1), 16).square().sum(dim=-1)
+    assert (error <= size * (1 - 4 / 16 + 2.0**-17) + 1e-60).all()
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_low_rank_finds_a_matrix_of_its_rank(rank):
+    x = normal(2, 120, rank) @ normal(2, rank, 160, seed=1)
+    left = left_over({"type": "low_rank", "rank": rank, "factors": "fp32"}, x)
+    assert left.norm() <= 1e-5 * x.double().norm()
+
+
+def test_low_rank_comes_close_to_the_best_with_a_warm_start():
+    x = normal(1, 60, 90) * torch.linspace(3, 0.1, 90)
+    codec = make_codec({"type": "low_rank", "rank": 4, "factors": "fp32"})
+    state = codec.new_state(1, 60, 90)
+    for _ in range(20):
+        packets = codec.encode(x, state)
+    left = (x - codec.decode(packets, torch.empty_like(x))).norm()
+    best = torch.linalg.svdvals(x[0])[4:].norm()
+    assert best <= left <= 1.02 * best
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e18])
+def test_orthonormal_columns_of_dependent_ones(scale):
+    p = normal(2, 30, 1) @ torch.ones(2, 1, 5) * scale
+    p[:, :, 3] = 0
+    gram = orthonormal(p).transpose(1, 2) @ orthonormal(p)
+    assert (gram - torch.eye(5)).abs().max() < 1e-5
