@@ -41,7 +41,7 @@ from train_lm import AUX_LOSS_WEIGHT, VALID_EVERY, VOCABULARY, Attention, batch_
 Spec = str | dict[str, Any] | None
 LAYERS, HIDDEN, FFN, EXPERTS, TOP_K = 2, 128, 512, 8, 2
 ROWS, SEQ_LEN, EVAL_BATCHES = 8, 128, 48
-PHASES = {"scratch": {"steps": 300, "lr": 2e-3, "warm_up": 20}, "tune": {"steps": 150, "lr": 3e-4, "warm_up": 10}}
+PHASES = {"scratch": {"steps": 300, "lr": 1e-3, "warm_up": 20}, "tune": {"steps": 150, "lr": 3e-4, "warm_up": 10}}
 FINAL_LR = 0.1  # of the largest, reached by a cosine
 
 # Student's t, one-sided 95%, by degrees of freedom.

@@ -10,6 +10,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "hybridep_codecs.h"
 #include "hybridep_rows.h"
 
 namespace py = pybind11;
@@ -123,15 +124,105 @@ void combine_rows_backward(Address grad, int grad_type, Address rows, int rows_t
     }
 }
 
+// --- Compressed tensors ---------------------------------------------------------------------------------------------
+
+void require_block(int64_t block) {
+    if (block < 8 || block > 1024 || (block & (block - 1)) != 0) {
+        throw py::value_error("block: got " + std::to_string(block) + ", wanted a power of two from 8 to 1024");
+    }
+}
+
+void require_bits(int bits, std::initializer_list<int> allowed) {
+    for (const int one : allowed) {
+        if (bits == one) return;
+    }
+    throw py::value_error("bits: got " + std::to_string(bits) + ", which this codec has no layout for");
+}
+
+hybridep::Input to_input(int source, Address a, Address other, int64_t n, int64_t length) {
+    require_sizes({n, length});
+    if (source < 0 || source > 2) {
+        throw py::value_error("source: got " + std::to_string(source) + ", wanted 0, 1 (update) or 2 (residual)");
+    }
+    return {static_cast<hybridep::Source>(source), at<const float>(a), at<float>(other), n, length};
+}
+
+hybridep::Payloads to_payloads(Address payload, int64_t stride, int64_t bytes) {
+    require_sizes({stride, bytes});
+    return {at<uint8_t>(payload), stride, bytes};
+}
+
+void blockwise_encode(int source, Address a, Address other, int64_t n, int64_t length, int bits, int64_t block,
+                      int num_threads, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
+    require_block(block);
+    require_bits(bits, {1, 2, 4, 8});
+    hybridep::blockwise_encode(to_input(source, a, other, n, length), bits, block, num_threads,
+                               to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
+}
+
+void blockwise_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t length, int bits,
+                      int64_t block, bool is_add, int num_threads, Address out) {
+    require_sizes({n, length});
+    require_block(block);
+    require_bits(bits, {1, 2, 4, 8});
+    hybridep::blockwise_decode(to_payloads(payload, stride, bytes), n, length, bits, block, is_add, num_threads,
+                               at<float>(out));
+}
+
+void top_k_encode(int source, Address a, Address other, int64_t n, int64_t length, int64_t block, int64_t k,
+                  int value_bits, int num_threads, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
+    require_block(block);
+    require_bits(value_bits, {1, 2, 4, 16});
+    if (k < 1 || k > block) throw py::value_error("k: got " + std::to_string(k) + ", wanted 1 to block");
+    hybridep::top_k_encode(to_input(source, a, other, n, length), block, k, value_bits, num_threads,
+                           to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
+}
+
+void top_k_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t length, int64_t block, int64_t k,
+                  int value_bits, bool is_add, int num_threads, Address out) {
+    require_sizes({n, length});
+    require_block(block);
+    require_bits(value_bits, {1, 2, 4, 16});
+    if (k < 1 || k > block) throw py::value_error("k: got " + std::to_string(k) + ", wanted 1 to block");
+    hybridep::top_k_decode(to_payloads(payload, stride, bytes), n, length, block, k, value_bits, is_add, num_threads,
+                           at<float>(out));
+}
+
+void low_rank_decode(Address p, Address q, int64_t n, int64_t rank, int64_t rows, int64_t cols, bool is_add,
+                     int num_threads, Address out) {
+    require_sizes({n, rank, rows, cols});
+    hybridep::low_rank_decode(at<const float>(p), at<const float>(q), n, rank, rows, cols, is_add, num_threads,
+                              at<float>(out));
+}
+
+void times_columns(Address x, Address q, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads,
+                   Address out) {
+    require_sizes({n, rank, rows, cols});
+    hybridep::times_columns(at<const float>(x), at<const float>(q), n, rank, rows, cols, num_threads, at<float>(out));
+}
+
+void times_rows(Address x, Address p, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads,
+                Address out) {
+    require_sizes({n, rank, rows, cols});
+    hybridep::times_rows(at<const float>(x), at<const float>(p), n, rank, rows, cols, num_threads, at<float>(out));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     using release_gil = py::call_guard<py::gil_scoped_release>;
-    module.doc() = "Row movement of token routing on raw addresses; use it through ds_hybridep.kernels.";
+    module.doc() = "Token routing and codecs on raw addresses; use it through ds_hybridep.kernels.";
     module.def("plan_chunks", &plan_chunks);
     module.def("plan_count", &plan_count, release_gil());
     module.def("plan_fill", &plan_fill, release_gil());
     module.def("dispatch_rows", &dispatch_rows, release_gil());
     module.def("combine_rows", &combine_rows, release_gil());
     module.def("combine_rows_backward", &combine_rows_backward, release_gil());
+    module.def("blockwise_encode", &blockwise_encode, release_gil());
+    module.def("blockwise_decode", &blockwise_decode, release_gil());
+    module.def("top_k_encode", &top_k_encode, release_gil());
+    module.def("top_k_decode", &top_k_decode, release_gil());
+    module.def("low_rank_decode", &low_rank_decode, release_gil());
+    module.def("times_columns", &times_columns, release_gil());
+    module.def("times_rows", &times_rows, release_gil());
 }

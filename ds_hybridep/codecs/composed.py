@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ds_hybridep.codecs.interface import Codec, CodecState
 from ds_hybridep.codecs.packet import HEADER_BYTES
+from ds_hybridep.kernels import Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +89,19 @@ class WarmUp(Codec):
         """See `Codec.new_state`."""
         return CodecState(parts=[codec.new_state(n, rows, cols, device=device) for codec in (self.first, self.then)])
 
-    def encode(
-        self, x: Tensor, state: CodecState, *, out: Tensor | None = None, sequence: int | None = None
+    def _encode(
+        self,
+        source: Source,
+        a: Tensor,
+        other: Tensor | None,
+        state: CodecState,
+        out: Tensor | None,
+        sequence: int | None,
     ) -> Tensor:
-        """See `Codec.encode`."""
+        """See `Codec._encode`."""
         part = state.parts[0 if state.step < self.steps else 1]
         sequence = state.step if sequence is None else sequence
-        packets = self.at(state.step).encode(x, part, out=out, sequence=sequence)
+        packets = self.at(state.step)._encode(source, a, other, part, out, sequence)
         state.step += 1
         return packets
 

@@ -15,15 +15,14 @@ Two promises carry the rest:
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.codecs.packet import HEADER_BYTES, check_headers, non_finite, stamp_of, write_headers
 from ds_hybridep.errors import PacketError
-
-Mode = Literal["auto", "compiled", "reference"]
+from ds_hybridep.kernels import CompiledCodecs, Mode, Source, load_codec_kernels
 
 
 @dataclass
@@ -116,27 +115,7 @@ class Codec(ABC):
 
         out: memory for the packets. sequence: goes into the header instead of the state's step.
         """
-        n, rows, cols = require_tensors("x", x)
-        codec = self.resolve(rows, cols)
-        sequence = state.step if sequence is None else sequence
-        packets = codec._packets_for(x, codec.packet_bytes(rows, cols, step=state.step), out)
-        # isfinite of a sum would overflow on large finite values, so the largest magnitude is looked at.
-        is_bad = torch.zeros(n, dtype=torch.bool, device=x.device)
-        if x.numel():
-            is_bad = ~x.abs().amax(dim=(1, 2)).isfinite()
-            # No zero stands in where all is finite: copying x takes as long as some codecs do.
-            clean = torch.where(is_bad[:, None, None], 0.0, x) if bool(is_bad.any()) else x
-            is_bad = is_bad | codec.encode_payload(clean, state, packets[:, HEADER_BYTES:], is_bad)
-        state.step += 1
-        write_headers(
-            packets,
-            codec_id=codec.codec_id,
-            number=codec.header_number(rows, cols),
-            sequence=sequence,
-            stamp=stamp_of(codec.settings(), rows, cols),
-            is_bad=is_bad,
-        )
-        return packets
+        return self._encode(Source.ENCODE, x, None, state, out, sequence)
 
     def decode(self, packets: Tensor, out: Tensor) -> Tensor:
         """Assign what packets [n, packet_bytes] hold to out [n, rows, cols] fp32; returns it.
@@ -175,9 +154,7 @@ class Codec(ABC):
 
         What the packets leave out stays in weights - mirror and goes out later.
         """
-        packets = self.encode(weights - mirror, state, out=out, sequence=sequence)
-        self.decode_add(packets, mirror)
-        return packets
+        return self._encode(Source.UPDATE, weights, mirror, state, out, sequence)
 
     def encode_with_residual(
         self,
@@ -192,11 +169,7 @@ class Codec(ABC):
 
         The residual of a tensor with inf or nan stays as it was.
         """
-        total = x + residual
-        packets = self.encode(total, state, out=out, sequence=sequence)
-        total -= self.decode(packets, torch.empty_like(total))
-        residual.copy_(torch.where(non_finite(packets)[:, None, None], residual, total))
-        return packets
+        return self._encode(Source.RESIDUAL, x, residual, state, out, sequence)
 
     # ---- what a subclass says ----
 
@@ -221,6 +194,13 @@ class Codec(ABC):
         self.decode_payload(payload, value)
         into += value
 
+    def encode_fused(self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor) -> Tensor | None:
+        """Encode and update `other` in one pass of a compiled kernel, for codecs without state that have one.
+
+        Returns [n] bool, tensors that are not finite or overflowed; None: nothing was done, there is no such kernel.
+        """
+        return None
+
     def initial_state(self, n: int, rows: int, cols: int, device: torch.device) -> CodecState:
         """The state before the first step."""
         return CodecState()
@@ -236,6 +216,55 @@ class Codec(ABC):
             f"{name}={value.settings() if isinstance(value, Codec) else value!r}" for name, value in options.items()
         )
         return f"{self.name}({parts})"
+
+    # ---- one encoding ----
+
+    def _encode(
+        self,
+        source: Source,
+        a: Tensor,
+        other: Tensor | None,
+        state: CodecState,
+        out: Tensor | None,
+        sequence: int | None,
+    ) -> Tensor:
+        """Packets of what `source` says of a and other [n, rows, cols]; then other is updated."""
+        n, rows, cols = require_tensors("x", a)
+        if other is not None and require_tensors("mirror or residual", other) != (n, rows, cols):
+            raise ValueError(f"mirror or residual: got shape {tuple(other.shape)}, wanted that of x, {tuple(a.shape)}")
+        codec = self.resolve(rows, cols)
+        packets = codec._packets_for(a, codec.packet_bytes(rows, cols), out)
+        payload = packets[:, HEADER_BYTES:]
+        is_bad = codec.encode_fused(source, a, other, payload) if a.numel() else a.new_zeros(n, dtype=torch.bool)
+        is_done = is_bad is not None
+        if is_bad is None:
+            x = a if other is None else a - other if source == Source.UPDATE else a + other
+            # isfinite of a sum would overflow on large finite values, so the largest magnitude is looked at.
+            is_bad = ~x.abs().amax(dim=(1, 2)).isfinite()
+            # No zero stands in where all is finite: copying x takes as long as some codecs do.
+            clean = torch.where(is_bad[:, None, None], 0.0, x) if bool(is_bad.any()) else x
+            is_bad = is_bad | codec.encode_payload(clean, state, payload, is_bad)
+        write_headers(
+            packets,
+            codec_id=codec.codec_id,
+            number=codec.header_number(rows, cols),
+            sequence=state.step if sequence is None else sequence,
+            stamp=stamp_of(codec.settings(), rows, cols),
+            is_bad=is_bad,
+        )
+        state.step += 1
+        if is_done or other is None:
+            return packets
+        if source == Source.UPDATE:
+            codec.decode_add(packets, other)
+        else:
+            x = x - codec.decode(packets, torch.empty_like(x))
+            other.copy_(torch.where(is_bad[:, None, None], other, x) if bool(is_bad.any()) else x)
+        return packets
+
+    def compiled(self, device: torch.device) -> CompiledCodecs | None:
+        """Compiled kernels for tensors on `device`; None: use PyTorch."""
+        return load_codec_kernels(self.kernels, device.type)
 
     # ---- checks ----
 

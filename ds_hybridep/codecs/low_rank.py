@@ -9,7 +9,8 @@ One step, X [rows, cols], Q [cols, rank]:
 Before every `refresh_interval`-th step Q starts anew from a fixed random matrix: directions that Q has become
 orthogonal to would otherwise never be found.
 
-Payload: P^T, then Q^T, row by row, in fp32, bf16, or as `blockwise` payloads of one factor column each.  The value is
+Payload: the columns of P, then those of Q, in fp32, bf16, or as `blockwise` payloads, one for each column.  The value
+is
 
     ((p0 q0 + p1 q1) + p2 q2) + ...        every product and sum rounded by itself
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from ds_hybridep.codecs.blockwise import Blockwise, quantised_bytes, read_quantised, write_quantised
 from ds_hybridep.codecs.interface import Codec, CodecState, round_up
+from ds_hybridep.kernels import Source
 
 FACTOR_BLOCK = 256  # elements of a factor column that share a scale
 FACTOR_BITS = {"int8": 8, "int4": 4}
@@ -68,32 +70,28 @@ class LowRank(Codec):
 
     def initial_state(self, n: int, rows: int, cols: int, device: torch.device) -> CodecState:
         """See `Codec.initial_state`."""
-        return CodecState(tensors={"q": torch.zeros(n, cols, self.effective_rank(rows, cols), device=device)})
+        return CodecState(tensors={"q": torch.zeros(n, self.effective_rank(rows, cols), cols, device=device)})
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
-        """See `Codec.encode_payload`."""
+        """See `Codec.encode_payload`.  Factors stand as rows here, [n, rank, rows or cols]."""
         n, rows, cols = x.shape
         rank = self.effective_rank(rows, cols)
-        p_bytes, q_bytes = rank * self._column_bytes(rows), rank * self._column_bytes(cols)
+        p_payload, q_payload = self._split(payload, rows, cols)
+        payload[:, p_payload[0].numel() + q_payload[0].numel() :] = 0
         q = state.tensors["q"]
         if state.step % self.refresh_interval == 0:
-            q = _random_start(cols, rank, state.step).to(x.device).expand(n, cols, rank)
-        p_payload = payload[:, :p_bytes].unflatten(1, (rank, self._column_bytes(rows)))
-        q_payload = payload[:, p_bytes : p_bytes + q_bytes].unflatten(1, (rank, self._column_bytes(cols)))
-        payload[:, p_bytes + q_bytes :] = 0
+            q = _random_start(rank, cols, state.step).to(x.device).repeat(n, 1, 1)
 
-        # 1. Each tensor by its own products, so that results do not depend on n.
-        for _ in range(self.iterations):
-            p = orthonormal(_each_product(x, q))
-            q = _each_product(x.transpose(1, 2), p)
-        self._write(p.transpose(1, 2), p_payload)
+        # 1. P, as the decoder will see it.
+        for _ in range(self.iterations - 1):
+            q = self._times_rows(x, orthonormal(self._times_columns(x, q)))
+        self._write(orthonormal(self._times_columns(x, q)), p_payload)
+        p = self._read(p_payload, rows)
 
-        # 2. P is what the decoder will see from here on.
-        p = self._read(p_payload, rows).transpose(1, 2)
-        q = _each_product(x.transpose(1, 2), p)
-        q = _divide_by_gram(q, p)
-        self._write(q.transpose(1, 2), q_payload)
-        is_overflow = ~q.isfinite().all(dim=(1, 2))
+        # 2. Q for that P.
+        q = _divide_by_gram(self._times_rows(x, p), p)
+        self._write(q, q_payload)
+        is_overflow = ~q.isfinite().all(dim=2).all(dim=1)
         keep = (is_bad | is_overflow)[:, None, None]
         state.tensors["q"] = torch.where(keep, state.tensors["q"], q)
         return is_overflow
@@ -101,7 +99,10 @@ class LowRank(Codec):
     def decode_payload(self, payload: Tensor, out: Tensor) -> None:
         """See `Codec.decode_payload`."""
         p, q = self._factors(payload, out.shape[1], out.shape[2])
-        out.zero_()
+        kernels = self.compiled(out.device)
+        if kernels is not None:
+            kernels.low_rank_decode(p, q, out, is_add=False)
+            return
         for column in range(p.shape[1]):
             # The outer product is a tensor of its own: fused with the sum it would be rounded once instead of twice.
             product = p[:, column, :, None] * q[:, column, None, :]
@@ -110,14 +111,41 @@ class LowRank(Codec):
             else:
                 out.copy_(product)
 
+    def decode_add_payload(self, payload: Tensor, into: Tensor) -> None:
+        """See `Codec.decode_add_payload`."""
+        kernels = self.compiled(into.device)
+        if kernels is None:
+            super().decode_add_payload(payload, into)
+        else:
+            kernels.low_rank_decode(*self._factors(payload, into.shape[1], into.shape[2]), into, is_add=True)
+
     def _factors(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-        """P^T [n, rank, rows] and Q^T [n, rank, cols] as sent, fp32."""
+        """P [n, rank, rows] and Q [n, rank, cols] as sent, fp32."""
+        p_payload, q_payload = self._split(payload, rows, cols)
+        return self._read(p_payload, rows), self._read(q_payload, cols)
+
+    def _split(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+        """The parts of P and of Q, [n, rank, bytes of a column] each."""
         rank = self.effective_rank(rows, cols)
-        p_bytes, q_bytes = rank * self._column_bytes(rows), rank * self._column_bytes(cols)
-        p = self._read(payload[:, :p_bytes].unflatten(1, (rank, self._column_bytes(rows))), rows)
-        return p, self._read(
-            payload[:, p_bytes : p_bytes + q_bytes].unflatten(1, (rank, self._column_bytes(cols))), cols
-        )
+        p_bytes, q_bytes = self._column_bytes(rows), self._column_bytes(cols)
+        p_end = rank * p_bytes
+        p_payload = payload[:, :p_end].unflatten(1, (rank, p_bytes))
+        return p_payload, payload[:, p_end : p_end + rank * q_bytes].unflatten(1, (rank, q_bytes))
+
+    def _times_columns(self, x: Tensor, q: Tensor) -> Tensor:
+        """[n, rank, rows]: x times q [n, rank, cols]."""
+        kernels = self.compiled(x.device)
+        if kernels is not None:
+            return kernels.times_columns(x, q)
+        # One by one, so that the result for a tensor does not depend on n.
+        return torch.stack([other @ one.T for one, other in zip(x, q, strict=True)])
+
+    def _times_rows(self, x: Tensor, p: Tensor) -> Tensor:
+        """[n, rank, cols]: p [n, rank, rows] times x."""
+        kernels = self.compiled(x.device)
+        if kernels is not None:
+            return kernels.times_rows(x, p)
+        return torch.stack([other @ one for one, other in zip(x, p, strict=True)])
 
     def _column_bytes(self, length: int) -> int:
         """Bytes of one factor column."""
@@ -127,51 +155,57 @@ class LowRank(Codec):
 
     def _write(self, columns: Tensor, payload: Tensor) -> None:
         """Encode columns [n, rank, length] into payload [n, rank, bytes]."""
-        n, rank, length = columns.shape
-        if self.factors in FACTOR_BITS:
-            bits = FACTOR_BITS[self.factors]
-            encoded = payload.new_zeros(n * rank, payload.shape[2])
-            exact = quantised_bytes(length, bits, FACTOR_BLOCK)
-            write_quantised(columns.reshape(n * rank, length), encoded[:, :exact], bits, FACTOR_BLOCK)
-            payload.copy_(encoded.view(payload.shape))
-        else:
+        if self.factors not in FACTOR_BITS:
             payload.copy_(columns.contiguous().to(FACTOR_DTYPES[self.factors]).view(torch.uint8))
+            return
+        n, rank, length = columns.shape
+        bits = FACTOR_BITS[self.factors]
+        flat = columns.reshape(n * rank, length).contiguous()
+        encoded = payload.new_zeros(n * rank, payload.shape[2])
+        kernels = self.compiled(columns.device)
+        if kernels is not None:
+            kernels.blockwise_encode(Source.ENCODE, flat, None, encoded, bits=bits, block=FACTOR_BLOCK)
+        else:
+            write_quantised(flat, encoded[:, : quantised_bytes(length, bits, FACTOR_BLOCK)], bits, FACTOR_BLOCK)
+        payload.copy_(encoded.view(payload.shape))
 
     def _read(self, payload: Tensor, length: int) -> Tensor:
         """The inverse of `_write`: fp32 [n, rank, length]."""
-        n, rank, _ = payload.shape
-        if self.factors in FACTOR_BITS:
-            bits = FACTOR_BITS[self.factors]
-            exact = quantised_bytes(length, bits, FACTOR_BLOCK)
-            flat = payload.reshape(n * rank, payload.shape[2])[:, :exact]
-            return read_quantised(flat, length, bits, FACTOR_BLOCK).view(n, rank, length)
-        return payload.contiguous().view(FACTOR_DTYPES[self.factors]).float()
-
-
-def _each_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for each of n tensors by itself."""
-    return torch.stack([one @ other for one, other in zip(a, b, strict=True)]) if len(a) else torch.bmm(a, b)
+        if self.factors not in FACTOR_BITS:
+            return payload.contiguous().view(FACTOR_DTYPES[self.factors]).float()
+        n, rank, num_bytes = payload.shape
+        bits = FACTOR_BITS[self.factors]
+        flat = payload.reshape(n * rank, num_bytes)
+        kernels = self.compiled(payload.device)
+        if kernels is not None:
+            columns = torch.empty(n * rank, length)
+            kernels.blockwise_decode(flat, columns, bits=bits, block=FACTOR_BLOCK, is_add=False)
+        else:
+            columns = read_quantised(
+                flat[:, : quantised_bytes(length, bits, FACTOR_BLOCK)], length, bits, FACTOR_BLOCK
+            )
+        return columns.view(n, rank, length)
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """Orthonormal columns that span those of p [n, rows, rank], whatever p's own rank; zeros give unit vectors."""
-    # Columns of length 1 first: a product of lengths near the ends of the fp32 range would over- or underflow.
-    largest = p.abs().amax(dim=1, keepdim=True)
-    factor: Tensor = torch.linalg.qr(p / torch.where(largest > 0, largest, 1.0)).Q
-    return factor
+    """Orthonormal rows that span those of p [n, rank, rows], whatever p's own rank; zeros give unit vectors."""
+    # Rows of largest element 1 first: a product of numbers near the ends of the fp32 range would over- or underflow.
+    largest = p.abs().amax(dim=2, keepdim=True)
+    factor: Tensor = torch.linalg.qr((p / torch.where(largest > 0, largest, 1.0)).transpose(1, 2)).Q
+    return factor.transpose(1, 2).contiguous()
 
 
 def _divide_by_gram(q: Tensor, p: Tensor) -> Tensor:
-    """q (P^T P)^-1 for p [n, rows, rank], near-orthonormal but for its quantisation."""
-    gram = torch.bmm(p.transpose(1, 2), p)
-    # Quantised columns can be dependent; a little on the diagonal keeps the solution finite and barely moves others.
+    """(P P^T)^-1 q for rows p [n, rank, rows], near-orthonormal but for their quantisation; q is [n, rank, cols]."""
+    gram = torch.stack([one @ one.T for one in p])
+    # Quantised rows can be dependent; a little on the diagonal keeps the solution finite and barely moves others.
     diagonal = gram.diagonal(dim1=1, dim2=2)
     gram = gram + torch.diag_embed(1e-6 * diagonal.clamp(min=1e-3))
-    solution: Tensor = torch.linalg.solve(gram, q.transpose(1, 2))
-    return solution.transpose(1, 2)
+    solution: Tensor = torch.linalg.solve(gram, q)
+    return solution.contiguous()
 
 
-def _random_start(cols: int, rank: int, step: int) -> Tensor:
-    """Normal numbers [cols, rank], a function of the step alone, so equal in every run and for every tensor."""
+def _random_start(rank: int, cols: int, step: int) -> Tensor:
+    """Normal numbers [rank, cols], a function of the step alone, so equal in every run and for every tensor."""
     generator = torch.Generator().manual_seed(0x5EED + step)
-    return torch.randn(cols, rank, generator=generator)
+    return torch.randn(rank, cols, generator=generator)

@@ -9,10 +9,11 @@ from typing import Any
 from ds_hybridep.codecs.blockwise import Blockwise
 from ds_hybridep.codecs.composed import Sum, WarmUp
 from ds_hybridep.codecs.identity import Identity
-from ds_hybridep.codecs.interface import Codec, Mode
+from ds_hybridep.codecs.interface import Codec
 from ds_hybridep.codecs.low_rank import LowRank
 from ds_hybridep.codecs.top_k import TopK
 from ds_hybridep.errors import ConfigError
+from ds_hybridep.kernels import Mode
 
 MAX_SHOWN_CHARACTERS = 80  # of a wrong value in an error message
 LARGEST_BLOCK = 1024

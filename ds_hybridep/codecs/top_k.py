@@ -31,6 +31,7 @@ from ds_hybridep.codecs.blockwise import (
     to_blocks,
 )
 from ds_hybridep.codecs.interface import Codec, CodecState, round_up
+from ds_hybridep.kernels import Source
 
 RUN = 256  # kept values that share a scale
 LOW, HIGH, BETWEEN = 0.75, 1.5, 1.125  # of the mean magnitude, value_bits 2
@@ -72,8 +73,19 @@ class TopK(Codec):
         """The kept elements."""
         return self.num_kept(rows, cols)
 
+    def encode_fused(self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor) -> Tensor | None:
+        """See `Codec.encode_fused`."""
+        kernels = self.compiled(a.device)
+        if kernels is None:
+            return None
+        sizes = {"block": self.block, "k": self.k, "value_bits": self.value_bits}
+        return kernels.top_k_encode(source, a, other, payload, **sizes)
+
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """See `Codec.encode_payload`."""
+        is_overflow = self.encode_fused(Source.ENCODE, x, None, payload)
+        if is_overflow is not None:
+            return is_overflow
         blocks = to_blocks(x.flatten(1), self.block)  # [n, B, block]
         index = _largest(blocks, self.k)
         values = blocks.gather(-1, index).flatten(1)  # [n, kept]
@@ -93,11 +105,27 @@ class TopK(Codec):
 
     def decode_payload(self, payload: Tensor, out: Tensor) -> None:
         """See `Codec.decode_payload`."""
+        self._decode(payload, out, is_add=False)
+
+    def decode_add_payload(self, payload: Tensor, into: Tensor) -> None:
+        """See `Codec.decode_add_payload`.  Elements that were not kept are not touched."""
+        self._decode(payload, into, is_add=True)
+
+    def _decode(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
+        kernels = self.compiled(out.device)
+        if kernels is not None:
+            sizes = {"block": self.block, "k": self.k, "value_bits": self.value_bits}
+            kernels.top_k_decode(payload, out, **sizes, is_add=is_add)
+            return
         n, rows, cols = out.shape
         index, values = self._kept(payload, rows, cols)
+        # Padded, because a short last block can keep elements that are not there.
         padded = out.new_zeros(n, self.num_kept(rows, cols) // self.k * self.block)
-        # Positions are distinct, so the order of writing does not matter.
-        padded.scatter_(1, index, values)
+        if is_add:
+            padded[:, : rows * cols] = out.flatten(1)
+            padded.scatter_add_(1, index, values)  # positions are distinct, so the order of adding does not matter
+        else:
+            padded.scatter_(1, index, values)
         out.copy_(padded[:, : rows * cols].view(out.shape))
 
     def _kept(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local operations of token routing: which rows to send, gather them, sum them back.  No communication.
+"""Local operations of token routing (which rows to send, gather them, sum them back) and of codecs.  No communication.
 
     interface.py  what each operation computes: RoutePlan, the protocol Kernels, the rules its arguments obey
     reference.py  the definition of each operation in plain PyTorch, for every device and dtype
     compiled.py   the same from csrc/, for the CPU
-    build.py      load_kernels: which of the two a process gets, and why
+    codecs.py     kernels of codecs, for the CPU; their definition is in ds_hybridep.codecs
+    build.py      load_kernels, load_codec_kernels: which of the two a process gets, and why
 
 One step uses them twice: experts are mapped to domains to dispatch tokens, and to local indices to sort the rows that
 arrived by expert.  Legend: T tokens, K top_k, D hidden, R rows, N destinations, E experts.
 """
 
-from ds_hybridep.kernels.build import load_kernels
+from ds_hybridep.kernels.build import Mode, load_codec_kernels, load_kernels
+from ds_hybridep.kernels.codecs import CompiledCodecs, Source
 from ds_hybridep.kernels.interface import Kernels, RoutePlan
 
-__all__ = ["Kernels", "RoutePlan", "load_kernels"]
+__all__ = ["CompiledCodecs", "Kernels", "Mode", "RoutePlan", "Source", "load_codec_kernels", "load_kernels"]

@@ -8,6 +8,7 @@ import subprocess
 from typing import Any, Literal, get_args
 
 from ds_hybridep.errors import KernelBuildError
+from ds_hybridep.kernels.codecs import CompiledCodecs
 from ds_hybridep.kernels.interface import Kernels
 from ds_hybridep.kernels.reference import ReferenceKernels
 
@@ -49,6 +50,16 @@ def load_kernels(mode: Mode, device_type: str = "cpu") -> Kernels:
             "which compute the same more slowly."
         )
     return compiled
+
+
+def load_codec_kernels(mode: Mode, device_type: str = "cpu") -> CompiledCodecs | None:
+    """Compiled kernels for codecs on `device_type`; None: encode and decode by the PyTorch definitions in `codecs`.
+
+    Arguments and errors as `load_kernels`.
+    """
+    if mode == "reference":
+        return None
+    return getattr(load_kernels(mode, device_type), "codecs", None)
 
 
 @functools.cache  # so the warning comes once in a process

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ds_hybridep.kernels.codecs import CompiledCodecs
 from ds_hybridep.kernels.interface import RoutePlan, backward_sizes, combine_sizes, dispatch_sizes, plan_sizes
 
 # As `enum class Type` in csrc/include/hybridep_rows.h.
@@ -43,6 +44,7 @@ class CompiledKernels:
     def __init__(self, extension: Any) -> None:
         """Wrap `extension`, the module that HybridEPBuilder loads."""
         self._extension = extension
+        self.codecs = CompiledCodecs(extension)
         if CompiledKernels._library is None:
             CompiledKernels._library = _register_ops(self)
 

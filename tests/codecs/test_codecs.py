@@ -185,7 +185,7 @@ def test_a_saved_state_does_not_change_with_the_encoder():
 def test_a_state_of_another_shape_is_refused_and_nothing_changes():
     codec = make_codec("low_rank")
     state = codec.new_state(2, 24, 40)
-    with pytest.raises(PacketError, match=r"'q': \[2, 40, 2\].*wanted .*'q': \[2, 40, 4\].*load it with the settings"):
+    with pytest.raises(PacketError, match=r"'q': \[2, 2, 40\].*wanted .*'q': \[2, 4, 40\].*load it with the settings"):
         state.load_state_dict(make_codec({"type": "low_rank", "rank": 2}).new_state(2, 24, 40).state_dict())
     assert state.step == 0
 

@@ -72,8 +72,8 @@ def test_low_rank_comes_close_to_the_best_with_a_warm_start():
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e18])
-def test_orthonormal_columns_of_dependent_ones(scale):
-    p = normal(2, 30, 1) @ torch.ones(2, 1, 5) * scale
-    p[:, :, 3] = 0
-    gram = orthonormal(p).transpose(1, 2) @ orthonormal(p)
+def test_orthonormal_rows_of_dependent_ones(scale):
+    p = torch.ones(2, 5, 1) @ normal(2, 1, 30) * scale
+    p[:, 3] = 0
+    gram = orthonormal(p) @ orthonormal(p).transpose(1, 2)
     assert (gram - torch.eye(5)).abs().max() < 1e-5

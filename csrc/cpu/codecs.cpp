@@ -1,0 +1,597 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Compression on the CPU: plain loops over blocks, split over OpenMP threads by tensor and by chunks of blocks.  What
+// each function computes is told in hybridep_codecs.h; the layouts are drawn in ds_hybridep/codecs/.
+
+#include "hybridep_codecs.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace hybridep {
+namespace {
+
+constexpr int64_t kMaxBlock = 1024;
+constexpr int64_t kBlocksPerChunk = 32;  // a chunk is what one thread takes at a time
+constexpr int64_t kRun = 256;            // kept values of top-k that share a scale
+constexpr int64_t kTile = 512;           // columns summed at a time, so that they stay in the first-level cache
+constexpr int64_t kLanes = 16;
+constexpr uint32_t kInfinity = 0x7f800000u;
+constexpr float kSmallestNormal = 0x1p-126f;
+constexpr float kLow = 0.75f, kHigh = 1.5f, kBetween = 1.125f;
+
+// A thread is woken for this many elements at least; less is done sooner than the wake-up.
+constexpr int64_t kElementsPerThread = 16 * 1024;
+
+int threads_for(int64_t num_elements, int num_threads) {
+    return static_cast<int>(std::clamp<int64_t>(num_elements / kElementsPerThread, 1, std::max(num_threads, 1)));
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// --- Scales ---------------------------------------------------------------------------------------------------------
+// A scale is the upper half of an fp32 number that is not negative.
+
+inline float scale_value(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+inline uint16_t drop_subnormal(uint16_t bits) { return scale_value(bits) < kSmallestNormal ? 0 : bits; }
+
+inline uint16_t round_scale(float value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    if (bits > kInfinity) return 0x7fc0;  // nan
+    return drop_subnormal(static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16));
+}
+
+inline uint16_t round_scale_up(float value) {
+    return drop_subnormal(static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + 0xffffu) >> 16));
+}
+
+inline bool is_scale_finite(uint16_t bits) { return (bits & 0x7f80u) != 0x7f80u; }
+
+inline uint16_t load16(const uint8_t* from) {
+    uint16_t value;
+    std::memcpy(&value, from, sizeof(value));
+    return value;
+}
+
+inline void store16(uint8_t* to, uint16_t value) { std::memcpy(to, &value, sizeof(value)); }
+
+// Sum of values [size], a power of two, by halving.  Overwrites them.
+inline float halving_sum(float* values, int64_t size) {
+    for (int64_t half = size / 2; half > 0; half /= 2) {
+#pragma omp simd
+        for (int64_t i = 0; i < half; ++i) values[i] += values[i + half];
+    }
+    return values[0];
+}
+
+inline float mean_magnitude(const float* values, int64_t count, int64_t size) {
+    alignas(64) float magnitude[kMaxBlock];
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) magnitude[i] = std::fabs(values[i]);
+    return halving_sum(magnitude, size) / static_cast<float>(count);
+}
+
+inline uint32_t largest_magnitude_bits(const float* values, int64_t size) {
+    uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < size; ++i) {
+        largest = std::max(largest, std::bit_cast<uint32_t>(values[i]) & 0x7fffffffu);
+    }
+    return largest;
+}
+
+// Scale of values [size], of which the first `count` are real and the rest 0.
+inline uint16_t scale_of(const float* values, int64_t count, int64_t size, int bits) {
+    if (bits == 8 || bits == 4) {
+        const float largest = std::bit_cast<float>(largest_magnitude_bits(values, size));
+        return round_scale_up(largest / (bits == 8 ? 127.0f : 7.0f));
+    }
+    const float mean = mean_magnitude(values, count, size);
+    return round_scale(bits == 2 ? mean * 1.25f : mean);
+}
+
+// --- Codes ----------------------------------------------------------------------------------------------------------
+
+inline float divisor(uint16_t scale) {
+    const float value = scale_value(scale);
+    return value == 0.0f ? std::numeric_limits<float>::infinity() : value;
+}
+
+// codes [size], one a byte.  Adding 1.5 * 2^23 rounds to an integer, halves to even.
+void make_codes(const float* values, int64_t size, int bits, uint16_t scale, uint8_t* codes) {
+    const float s = divisor(scale);
+    if (bits == 8 || bits == 4) {
+        const float largest = bits == 8 ? 127.0f : 7.0f;
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) {
+            float code = values[i] / s + 0x1.8p23f;
+            code -= 0x1.8p23f;
+            code = code > largest ? largest : code;
+            code = code < -largest ? -largest : code;
+            codes[i] = static_cast<uint8_t>(static_cast<int32_t>(code + largest + 1.0f));
+        }
+    } else if (bits == 2) {
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) {
+            const float code = values[i] / s;
+            codes[i] = static_cast<uint8_t>((code >= -1.0f) + (code >= 0.0f) + (code >= 1.0f));
+        }
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < size; ++i) codes[i] = values[i] >= 0.0f;
+    }
+}
+
+void make_values(const uint8_t* codes, int64_t size, int bits, uint16_t scale, float* values) {
+    const float s = scale_value(scale);
+    const float factor = bits == 1 ? 2.0f : 1.0f;
+    const float offset = bits == 8 ? 128.0f : bits == 4 ? 8.0f : bits == 2 ? 1.5f : 1.0f;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) values[i] = (static_cast<float>(codes[i]) * factor - offset) * s;
+}
+
+// packed [ceil(count * bits / 8)] from codes, which are readable and 0 up to the next multiple of 8.
+void pack_codes(const uint8_t* codes, int64_t count, int bits, uint8_t* packed) {
+    const int64_t num_bytes = ceil_div(count * bits, 8);
+    if (bits == 8) {
+        std::memcpy(packed, codes, static_cast<size_t>(num_bytes));
+    } else if (bits == 4) {
+        for (int64_t i = 0; i < num_bytes; ++i) {
+            packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+        }
+    } else if (bits == 2) {
+        for (int64_t i = 0; i < num_bytes; ++i) {
+            const uint8_t* four = codes + 4 * i;
+            packed[i] = static_cast<uint8_t>(four[0] | four[1] << 2 | four[2] << 4 | four[3] << 6);
+        }
+    } else {
+        for (int64_t i = 0; i < num_bytes; ++i) {
+            uint64_t eight;
+            std::memcpy(&eight, codes + 8 * i, 8);
+            // Moves bit 0 of byte j to bit j of the highest byte.
+            packed[i] = static_cast<uint8_t>((eight * 0x0102040810204080u) >> 56);
+        }
+    }
+}
+
+void unpack_codes(const uint8_t* packed, int64_t count, int bits, uint8_t* codes) {
+    const int64_t num_bytes = ceil_div(count * bits, 8);
+    if (bits == 8) {
+        std::memcpy(codes, packed, static_cast<size_t>(num_bytes));
+        return;
+    }
+    const int per_byte = 8 / bits;
+    const uint8_t mask = static_cast<uint8_t>((1 << bits) - 1);
+    for (int64_t i = 0; i < num_bytes; ++i) {
+        for (int j = 0; j < per_byte; ++j) {
+            codes[i * per_byte + j] = static_cast<uint8_t>(packed[i] >> (bits * j)) & mask;
+        }
+    }
+}
+
+// --- Input ----------------------------------------------------------------------------------------------------------
+
+// values [block] = what is to be encoded of elements [begin, begin + count), then zeros.  All zeros if is_bad.
+void load(const Input& input, int64_t begin, int64_t count, int64_t block, bool is_bad, float* values) {
+    const float* a = input.a + begin;
+    const float* other = input.other == nullptr ? nullptr : input.other + begin;
+    if (is_bad) {
+        count = 0;
+    } else if (input.source == Source::kEncode) {
+        std::memcpy(values, a, static_cast<size_t>(count) * sizeof(float));
+    } else if (input.source == Source::kUpdate) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) values[i] = a[i] - other[i];
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) values[i] = a[i] + other[i];
+    }
+    std::fill(values + count, values + block, 0.0f);
+}
+
+// Marks tensors that hold inf or nan.
+void find_bad(const Input& input, int64_t block, int threads, uint8_t* is_bad) {
+    const int64_t num_chunks = ceil_div(input.length, block * kBlocksPerChunk);
+    std::fill(is_bad, is_bad + input.n, uint8_t{0});
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static)
+    for (int64_t tensor = 0; tensor < input.n; ++tensor) {
+        for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+            alignas(64) float values[kMaxBlock];
+            const int64_t end = std::min(input.length, (chunk + 1) * kBlocksPerChunk * block);
+            uint32_t largest = 0;
+            for (int64_t at = chunk * kBlocksPerChunk * block; at < end; at += block) {
+                load(input, tensor * input.length + at, std::min(block, end - at), block, false, values);
+                largest = std::max(largest, largest_magnitude_bits(values, block));
+            }
+            if (largest >= kInfinity) {
+#pragma omp atomic write
+                is_bad[tensor] = 1;
+            }
+        }
+    }
+}
+
+// What happens to `other` where whole tensors are bad.
+void finish_bad(const Input& input, const uint8_t* is_bad) {
+    if (input.source != Source::kUpdate) return;
+    for (int64_t tensor = 0; tensor < input.n; ++tensor) {
+        if (!is_bad[tensor]) continue;
+        float* begin = input.other + tensor * input.length;
+        std::fill(begin, begin + input.length, std::bit_cast<float>(0x7fc00000u));
+    }
+}
+
+}  // namespace
+
+void blockwise_encode(const Input& input, int bits, int64_t block, int num_threads, const Payloads& payloads,
+                      uint8_t* is_bad) {
+    const int64_t num_blocks = ceil_div(input.length, block);
+    const int64_t num_chunks = ceil_div(num_blocks, kBlocksPerChunk);
+    const int threads = threads_for(input.n * input.length, num_threads);
+
+    // 1. A bad tensor is written as zeros and must not change a residual, so it is found before anything is written.
+    find_bad(input, block, threads, is_bad);
+
+    // 2. Scales; they tell which tensors overflow.
+    std::vector<uint8_t> is_overflow(static_cast<size_t>(input.n), 0);
+    uint8_t* overflow = is_overflow.data();
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static)
+    for (int64_t tensor = 0; tensor < input.n; ++tensor) {
+        for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+            alignas(64) float values[kMaxBlock];
+            uint8_t* payload = payloads.data + tensor * payloads.stride;
+            const int64_t end = std::min(num_blocks, (chunk + 1) * kBlocksPerChunk);
+            for (int64_t idx = chunk * kBlocksPerChunk; idx < end; ++idx) {
+                const int64_t count = std::min(block, input.length - idx * block);
+                load(input, tensor * input.length + idx * block, count, block, is_bad[tensor] != 0, values);
+                const uint16_t scale = scale_of(values, count, block, bits);
+                store16(payload + 2 * idx, scale);
+                if (!is_scale_finite(scale)) {
+#pragma omp atomic write
+                    overflow[tensor] = 1;
+                }
+            }
+        }
+    }
+
+    // 3. Codes, and what the packet does to the mirror or leaves in the residual.
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static)
+    for (int64_t tensor = 0; tensor < input.n; ++tensor) {
+        for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+            alignas(64) float values[kMaxBlock];
+            alignas(64) float decoded[kMaxBlock];
+            alignas(64) uint8_t codes[kMaxBlock];
+            uint8_t* payload = payloads.data + tensor * payloads.stride;
+            const bool is_lost = is_bad[tensor] || overflow[tensor];
+            const int64_t end = std::min(num_blocks, (chunk + 1) * kBlocksPerChunk);
+            for (int64_t idx = chunk * kBlocksPerChunk; idx < end; ++idx) {
+                const int64_t count = std::min(block, input.length - idx * block);
+                const int64_t begin = tensor * input.length + idx * block;
+                load(input, begin, count, block, is_bad[tensor] != 0, values);
+                const uint16_t scale = load16(payload + 2 * idx);
+                make_codes(values, block, bits, scale, codes);
+                std::fill(codes + count, codes + block, uint8_t{0});
+                pack_codes(codes, count, bits, payload + 2 * num_blocks + idx * block * bits / 8);
+                if (input.source == Source::kEncode || is_lost) continue;
+                make_values(codes, block, bits, scale, decoded);
+                float* other = input.other + begin;
+                if (input.source == Source::kUpdate) {
+#pragma omp simd
+                    for (int64_t i = 0; i < count; ++i) other[i] += decoded[i];
+                } else {
+#pragma omp simd
+                    for (int64_t i = 0; i < count; ++i) other[i] = values[i] - decoded[i];
+                }
+            }
+        }
+    }
+    const int64_t used = 2 * num_blocks + ceil_div(input.length * bits, 8);
+    for (int64_t tensor = 0; tensor < input.n; ++tensor) {
+        std::memset(payloads.data + tensor * payloads.stride + used, 0, static_cast<size_t>(payloads.bytes - used));
+        is_bad[tensor] |= overflow[tensor];
+    }
+    finish_bad(input, is_bad);
+}
+
+void blockwise_decode(const Payloads& payloads, int64_t n, int64_t length, int bits, int64_t block, bool is_add,
+                      int num_threads, float* out) {
+    const int64_t num_blocks = ceil_div(length, block);
+    const int64_t num_chunks = ceil_div(num_blocks, kBlocksPerChunk);
+#pragma omp parallel for collapse(2) num_threads(threads_for(n * length, num_threads)) schedule(static)
+    for (int64_t tensor = 0; tensor < n; ++tensor) {
+        for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+            alignas(64) float values[kMaxBlock];
+            alignas(64) uint8_t codes[kMaxBlock];
+            const uint8_t* payload = payloads.data + tensor * payloads.stride;
+            const int64_t end = std::min(num_blocks, (chunk + 1) * kBlocksPerChunk);
+            for (int64_t idx = chunk * kBlocksPerChunk; idx < end; ++idx) {
+                const int64_t count = std::min(block, length - idx * block);
+                unpack_codes(payload + 2 * num_blocks + idx * block * bits / 8, count, bits, codes);
+                make_values(codes, count, bits, load16(payload + 2 * idx), values);
+                float* to = out + tensor * length + idx * block;
+                if (is_add) {
+#pragma omp simd
+                    for (int64_t i = 0; i < count; ++i) to[i] += values[i];
+                } else {
+                    std::memcpy(to, values, static_cast<size_t>(count) * sizeof(float));
+                }
+            }
+        }
+    }
+}
+
+// --- Top-k ----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Sizes that follow from block, k and value_bits.
+struct Kept {
+    int64_t count;      // of one tensor
+    int64_t num_heads;  // scales, or values in bf16
+    int64_t value_bits; // inside a code; 0 where values stand in front
+    int64_t code_bits;
+    int64_t code_bytes;
+};
+
+Kept kept_of(int64_t length, int64_t block, int64_t k, int value_bits) {
+    Kept kept{};
+    kept.count = ceil_div(length, block) * k;
+    kept.num_heads = value_bits == 16 ? kept.count : ceil_div(kept.count, kRun);
+    kept.value_bits = value_bits == 16 ? 0 : value_bits;
+    kept.code_bits = std::countr_zero(static_cast<uint64_t>(block)) + kept.value_bits;
+    kept.code_bytes = ceil_div(kept.count * kept.code_bits, 8);
+    return kept;
+}
+
+// chosen [k], ascending: indices of the largest magnitudes of values [block]; of equals the first.
+void choose(const float* values, int64_t block, int64_t k, uint64_t* keys, int64_t* chosen) {
+    // Magnitude above, inverted index below: the largest keys are the largest magnitudes, the first of equals.
+    for (int64_t i = 0; i < block; ++i) {
+        const uint64_t magnitude = std::bit_cast<uint32_t>(values[i]) & 0x7fffffffu;
+        keys[i] = magnitude << 16 | static_cast<uint64_t>(kMaxBlock - i);
+    }
+    if (k == 1) {
+        chosen[0] = kMaxBlock - static_cast<int64_t>(*std::max_element(keys, keys + block) & 0xffffu);
+        return;
+    }
+    std::nth_element(keys, keys + k - 1, keys + block, std::greater<>());
+    for (int64_t j = 0; j < k; ++j) chosen[j] = kMaxBlock - static_cast<int64_t>(keys[j] & 0xffffu);
+    std::sort(chosen, chosen + k);
+}
+
+void encode_run(const float* values, int64_t count, int value_bits, uint8_t* codes, uint16_t* scale) {
+    alignas(64) float padded[kRun] = {};
+    std::copy(values, values + count, padded);
+    if (value_bits != 2) {
+        *scale = scale_of(padded, count, kRun, value_bits);
+        make_codes(padded, kRun, value_bits, *scale, codes);
+        return;
+    }
+    *scale = round_scale(mean_magnitude(padded, count, kRun));
+    const float between = kBetween * scale_value(*scale);
+    for (int64_t i = 0; i < count; ++i) {
+        codes[i] = static_cast<uint8_t>((padded[i] >= 0.0f) << 1 | (std::fabs(padded[i]) > between));
+    }
+}
+
+inline float decode_value(int64_t code, int value_bits, uint16_t scale) {
+    const float s = scale_value(scale);
+    if (value_bits == 1) return (static_cast<float>(code) * 2.0f - 1.0f) * s;
+    if (value_bits == 4) return (static_cast<float>(code) - 8.0f) * s;
+    const float magnitude = (code & 1) != 0 ? kHigh : kLow;
+    return (code >= 2 ? magnitude : -magnitude) * s;
+}
+
+// One tensor's positions [count] and values [count] as a decoder reads them.
+void read_kept(const uint8_t* payload, const Kept& kept, int64_t block, int64_t k, int value_bits, int64_t* position,
+               float* values) {
+    const uint8_t* codes = payload + 2 * kept.num_heads;
+    const uint64_t mask = (uint64_t{1} << kept.code_bits) - 1;
+    for (int64_t i = 0; i < kept.count; ++i) {
+        const int64_t bit = i * kept.code_bits;
+        // At most 14 bits from a start inside a byte: within three bytes.
+        uint64_t window = 0;
+        std::memcpy(&window, codes + bit / 8, static_cast<size_t>(std::min<int64_t>(3, kept.code_bytes - bit / 8)));
+        const uint64_t code = window >> (bit % 8) & mask;
+        position[i] = i / k * block + static_cast<int64_t>(code >> kept.value_bits);
+        if (value_bits == 16) {
+            values[i] = scale_value(load16(payload + 2 * i));
+        } else {
+            const int64_t value = static_cast<int64_t>(code & ((uint64_t{1} << kept.value_bits) - 1));
+            values[i] = decode_value(value, value_bits, load16(payload + 2 * (i / kRun)));
+        }
+    }
+}
+
+inline uint16_t round_value(float value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Writes one tensor's payload; returns whether a scale or value overflowed.
+bool encode_kept(const int64_t* index, const float* values, const Kept& kept, int value_bits, uint8_t* payload,
+                 int64_t payload_bytes) {
+    bool is_overflow = false;
+    std::memset(payload, 0, static_cast<size_t>(payload_bytes));
+    uint8_t* stream = payload + 2 * kept.num_heads;
+    uint8_t value_codes[kRun] = {};
+    for (int64_t i = 0; i < kept.count; ++i) {
+        if (value_bits == 16) {
+            const uint16_t value = round_value(values[i]);
+            is_overflow |= !is_scale_finite(value);
+            store16(payload + 2 * i, value);
+        } else if (i % kRun == 0) {
+            uint16_t scale;
+            encode_run(values + i, std::min(kRun, kept.count - i), value_bits, value_codes, &scale);
+            is_overflow |= !is_scale_finite(scale);
+            store16(payload + 2 * (i / kRun), scale);
+        }
+        uint64_t code = static_cast<uint64_t>(index[i]) << kept.value_bits;
+        if (value_bits != 16) code |= value_codes[i % kRun];
+        const int64_t bit = i * kept.code_bits;
+        code <<= bit % 8;
+        for (int64_t byte = bit / 8; code != 0; ++byte, code >>= 8) stream[byte] |= static_cast<uint8_t>(code);
+    }
+    return is_overflow;
+}
+
+}  // namespace
+
+void top_k_encode(const Input& input, int64_t block, int64_t k, int value_bits, int num_threads,
+                  const Payloads& payloads, uint8_t* is_bad) {
+    const Kept kept = kept_of(input.length, block, k, value_bits);
+    const int64_t num_blocks = ceil_div(input.length, block);
+    const int64_t num_chunks = ceil_div(num_blocks, kBlocksPerChunk);
+    const int threads = threads_for(input.n * input.length, num_threads);
+    find_bad(input, block, threads, is_bad);
+
+    // 1. The kept elements of every block.
+    std::vector<int64_t> all_index(static_cast<size_t>(input.n * kept.count));
+    std::vector<float> all_values(static_cast<size_t>(input.n * kept.count));
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static)
+    for (int64_t tensor = 0; tensor < input.n; ++tensor) {
+        for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+            alignas(64) float values[kMaxBlock];
+            alignas(64) uint64_t keys[kMaxBlock];
+            const int64_t end = std::min(num_blocks, (chunk + 1) * kBlocksPerChunk);
+            for (int64_t idx = chunk * kBlocksPerChunk; idx < end; ++idx) {
+                const int64_t count = std::min(block, input.length - idx * block);
+                load(input, tensor * input.length + idx * block, count, block, is_bad[tensor] != 0, values);
+                int64_t* index = all_index.data() + tensor * kept.count + idx * k;
+                choose(values, block, k, keys, index);
+                float* chosen = all_values.data() + tensor * kept.count + idx * k;
+                for (int64_t j = 0; j < k; ++j) chosen[j] = values[index[j]];
+            }
+        }
+    }
+
+    // 2. Payloads, which hold a small part of the elements, and then the mirror or the residual.
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t tensor = 0; tensor < input.n; ++tensor) {
+        int64_t* index = all_index.data() + tensor * kept.count;
+        float* values = all_values.data() + tensor * kept.count;
+        uint8_t* payload = payloads.data + tensor * payloads.stride;
+        const bool is_overflow = encode_kept(index, values, kept, value_bits, payload, payloads.bytes);
+        const bool is_lost = is_bad[tensor] != 0 || is_overflow;
+        is_bad[tensor] = is_lost;
+        if (input.source == Source::kEncode || is_lost) continue;
+        float* other = input.other + tensor * input.length;
+        const float* a = input.a + tensor * input.length;
+        if (input.source == Source::kResidual) {
+#pragma omp simd
+            for (int64_t i = 0; i < input.length; ++i) other[i] += a[i];
+        }
+        read_kept(payload, kept, block, k, value_bits, index, values);
+        const float sign = input.source == Source::kUpdate ? 1.0f : -1.0f;
+        for (int64_t i = 0; i < kept.count; ++i) {
+            if (index[i] < input.length) other[index[i]] += sign * values[i];
+        }
+    }
+    finish_bad(input, is_bad);
+}
+
+void top_k_decode(const Payloads& payloads, int64_t n, int64_t length, int64_t block, int64_t k, int value_bits,
+                  bool is_add, int num_threads, float* out) {
+    const Kept kept = kept_of(length, block, k, value_bits);
+#pragma omp parallel for num_threads(threads_for(n * length, num_threads)) schedule(static)
+    for (int64_t tensor = 0; tensor < n; ++tensor) {
+        std::vector<int64_t> position(static_cast<size_t>(kept.count));
+        std::vector<float> values(static_cast<size_t>(kept.count));
+        read_kept(payloads.data + tensor * payloads.stride, kept, block, k, value_bits, position.data(),
+                  values.data());
+        float* to = out + tensor * length;
+        if (!is_add) std::fill(to, to + length, 0.0f);
+        for (int64_t i = 0; i < kept.count; ++i) {
+            if (position[i] >= length) continue;
+            to[position[i]] = is_add ? to[position[i]] + values[i] : values[i];
+        }
+    }
+}
+
+// --- Low rank -------------------------------------------------------------------------------------------------------
+
+void low_rank_decode(const float* p, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, bool is_add,
+                     int num_threads, float* out) {
+#pragma omp parallel for collapse(2) num_threads(threads_for(n * rows * cols, num_threads)) schedule(static)
+    for (int64_t tensor = 0; tensor < n; ++tensor) {
+        for (int64_t row = 0; row < rows; ++row) {
+            alignas(64) float sum[kTile];
+            float* to = out + (tensor * rows + row) * cols;
+            for (int64_t begin = 0; begin < cols; begin += kTile) {
+                const int64_t size = std::min(kTile, cols - begin);
+                for (int64_t column = 0; column < rank; ++column) {
+                    const float left = p[(tensor * rank + column) * rows + row];
+                    const float* right = q + (tensor * rank + column) * cols + begin;
+                    if (column == 0) {
+#pragma omp simd
+                        for (int64_t i = 0; i < size; ++i) sum[i] = left * right[i];
+                    } else {
+#pragma omp simd
+                        for (int64_t i = 0; i < size; ++i) sum[i] += left * right[i];
+                    }
+                }
+                if (is_add) {
+#pragma omp simd
+                    for (int64_t i = 0; i < size; ++i) to[begin + i] += sum[i];
+                } else {
+                    std::memcpy(to + begin, sum, static_cast<size_t>(size) * sizeof(float));
+                }
+            }
+        }
+    }
+}
+
+void times_columns(const float* x, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols,
+                   int num_threads, float* out) {
+    const int64_t whole = cols / kLanes * kLanes;
+#pragma omp parallel for collapse(2) num_threads(threads_for(n * rows * cols, num_threads)) schedule(static)
+    for (int64_t tensor = 0; tensor < n; ++tensor) {
+        for (int64_t row = 0; row < rows; ++row) {
+            const float* from = x + (tensor * rows + row) * cols;
+            for (int64_t column = 0; column < rank; ++column) {
+                const float* other = q + (tensor * rank + column) * cols;
+                // Four sets of lanes hide the latency of the additions.
+                alignas(64) float lanes[4 * kLanes] = {};
+                int64_t i = 0;
+                for (; i + 4 * kLanes <= whole; i += 4 * kLanes) {
+#pragma omp simd
+                    for (int64_t j = 0; j < 4 * kLanes; ++j) lanes[j] += from[i + j] * other[i + j];
+                }
+                for (; i < cols; ++i) lanes[i % kLanes] += from[i] * other[i];
+                out[(tensor * rank + column) * rows + row] = halving_sum(lanes, 4 * kLanes);
+            }
+        }
+    }
+}
+
+void times_rows(const float* x, const float* p, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads,
+                float* out) {
+    const int64_t num_tiles = ceil_div(cols, kTile);
+#pragma omp parallel for collapse(2) num_threads(threads_for(n * rows * cols, num_threads)) schedule(static)
+    for (int64_t tensor = 0; tensor < n; ++tensor) {
+        for (int64_t tile = 0; tile < num_tiles; ++tile) {
+            const int64_t begin = tile * kTile;
+            const int64_t size = std::min(kTile, cols - begin);
+            for (int64_t column = 0; column < rank; ++column) {
+                float* to = out + (tensor * rank + column) * cols + begin;
+                std::fill(to, to + size, 0.0f);
+            }
+            for (int64_t row = 0; row < rows; ++row) {
+                const float* from = x + (tensor * rows + row) * cols + begin;
+                for (int64_t column = 0; column < rank; ++column) {
+                    const float left = p[(tensor * rank + column) * rows + row];
+                    float* to = out + (tensor * rank + column) * cols + begin;
+#pragma omp simd
+                    for (int64_t i = 0; i < size; ++i) to[i] += left * from[i];
+                }
+            }
+        }
+    }
+}
+
+}  // namespace hybridep

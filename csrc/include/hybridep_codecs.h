@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Payloads of compressed tensors on raw pointers.  No torch header: callers own all memory and have checked sizes.
+//
+// The layouts and the arithmetic are those of ds_hybridep/codecs/*.py, to the bit: every product, sum and quotient is
+// rounded by itself, and sums over a block are made by halving.  Nothing depends on the number of threads or on n.
+//
+// Legend: n tensors of `length` = rows * cols fp32 elements; payloads of all tensors are `stride` bytes apart.
+// num_threads is an upper bound: small inputs run on the calling thread alone.
+
+#pragma once
+
+#include <cstdint>
+
+namespace hybridep {
+
+// Where payloads lie: that of tensor i at data + i * stride, `bytes` long.
+struct Payloads {
+    uint8_t* data;
+    int64_t stride;
+    int64_t bytes;
+};
+
+// What is encoded, and what becomes of `other` afterwards.
+//
+//   kEncode    a           other is not read
+//   kUpdate    a - other   other += value of the packet (a mirror; nan throughout where the packet is bad)
+//   kResidual  a + other   other  = that sum - value of the packet (a residual; untouched where the packet is bad)
+enum class Source : int { kEncode = 0, kUpdate = 1, kResidual = 2 };
+
+struct Input {
+    Source source;
+    const float* a;
+    float* other;
+    int64_t n;
+    int64_t length;
+};
+
+// Blocks of `block` elements (a power of two, at most 1024) to `bits` bits (8, 4, 2 or 1) and a bf16 scale.
+// is_bad [n] becomes 1 where an element is inf or nan, or a scale overflowed, else 0.
+//   bits = 1, block = 8, a = {1, -3, 2, 2, 0, 0, 0, 0}  ->  scale 1, codes 0b11111101
+void blockwise_encode(const Input& input, int bits, int64_t block, int num_threads, const Payloads& payloads,
+                      uint8_t* is_bad);
+
+// out [n, length] = or += the values of payloads; is_add chooses.
+void blockwise_decode(const Payloads& payloads, int64_t n, int64_t length, int bits, int64_t block, bool is_add,
+                      int num_threads, float* out);
+
+// The k largest magnitudes of each block: codes of (log2(block) + value_bits) bits.  As blockwise_encode otherwise.
+void top_k_encode(const Input& input, int64_t block, int64_t k, int value_bits, int num_threads,
+                  const Payloads& payloads, uint8_t* is_bad);
+
+void top_k_decode(const Payloads& payloads, int64_t n, int64_t length, int64_t block, int64_t k, int value_bits,
+                  bool is_add, int num_threads, float* out);
+
+// out [n, rows, cols] = or += ((p0 q0 + p1 q1) + ...), p [n, rank, rows], q [n, rank, cols].
+void low_rank_decode(const float* p, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, bool is_add,
+                     int num_threads, float* out);
+
+// out [n, rank, rows] = x [n, rows, cols] times q [n, rank, cols], over cols; sums in 16 lanes, then by halving.
+void times_columns(const float* x, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols,
+                   int num_threads, float* out);
+
+// out [n, rank, cols] = p [n, rank, rows] times x [n, rows, cols], over rows in order.
+void times_rows(const float* x, const float* p, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads,
+                float* out);
+
+}  // namespace hybridep

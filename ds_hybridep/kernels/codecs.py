@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The codec kernels of csrc/ on CPU tensors.  Definitions and drawings of the layouts are in `ds_hybridep.codecs`.
+
+Callers have checked shapes: payloads are [n, bytes] uint8 with dense rows, all else is contiguous fp32.
+"""
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Source(IntEnum):
+    """What is encoded, as `enum class Source` in csrc/include/hybridep_codecs.h.
+
+    ENCODE: a.
+    UPDATE: a - other; the packet's value is added to other.
+    RESIDUAL: a + other; other becomes what the packet leaves out.
+    """
+
+    ENCODE = 0
+    UPDATE = 1
+    RESIDUAL = 2
+
+
+class CompiledCodecs:
+    """Work is split over torch.get_num_threads() threads; the results depend neither on their number nor on n."""
+
+    def __init__(self, extension: Any) -> None:
+        """Wrap `extension`, the module that HybridEPBuilder loads."""
+        self._extension = extension
+
+    def blockwise_encode(
+        self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor, *, bits: int, block: int
+    ) -> Tensor:
+        """Quantise a [n, ...] into payload [n, bytes].  Returns [n] bool: tensors with inf, nan or an overflow."""
+        is_bad = torch.empty(len(a), dtype=torch.uint8)
+        self._extension.blockwise_encode(
+            *_input(source, a, other), bits, block, torch.get_num_threads(), *_place(payload), is_bad.data_ptr()
+        )
+        return is_bad.bool()
+
+    def blockwise_decode(self, payload: Tensor, out: Tensor, *, bits: int, block: int, is_add: bool) -> None:
+        """Assign or add the values of payload [n, bytes] to out [n, ...]."""
+        self._extension.blockwise_decode(
+            *_place(payload), *_size(out), bits, block, is_add, torch.get_num_threads(), out.data_ptr()
+        )
+
+    def top_k_encode(
+        self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor, *, block: int, k: int, value_bits: int
+    ) -> Tensor:
+        """As `blockwise_encode`, the k largest of each block."""
+        is_bad = torch.empty(len(a), dtype=torch.uint8)
+        threads = torch.get_num_threads()
+        self._extension.top_k_encode(
+            *_input(source, a, other), block, k, value_bits, threads, *_place(payload), is_bad.data_ptr()
+        )
+        return is_bad.bool()
+
+    def top_k_decode(self, payload: Tensor, out: Tensor, *, block: int, k: int, value_bits: int, is_add: bool) -> None:
+        """Assign or add the values of payload [n, bytes] to out [n, ...]."""
+        threads = torch.get_num_threads()
+        self._extension.top_k_decode(
+            *_place(payload), *_size(out), block, k, value_bits, is_add, threads, out.data_ptr()
+        )
+
+    def low_rank_decode(self, p: Tensor, q: Tensor, out: Tensor, *, is_add: bool) -> None:
+        """Assign or add p [n, rank, rows] times q [n, rank, cols], over rank in order, to out [n, rows, cols]."""
+        n, rank, rows = p.shape
+        sizes = (n, rank, rows, q.shape[2])
+        self._extension.low_rank_decode(
+            p.data_ptr(), q.data_ptr(), *sizes, is_add, torch.get_num_threads(), out.data_ptr()
+        )
+
+    def times_columns(self, x: Tensor, q: Tensor) -> Tensor:
+        """[n, rank, rows]: x [n, rows, cols] times q [n, rank, cols], over cols."""
+        n, rows, cols = x.shape
+        out = torch.empty(n, q.shape[1], rows)
+        sizes = (n, q.shape[1], rows, cols)
+        self._extension.times_columns(x.data_ptr(), q.data_ptr(), *sizes, torch.get_num_threads(), out.data_ptr())
+        return out
+
+    def times_rows(self, x: Tensor, p: Tensor) -> Tensor:
+        """[n, rank, cols]: p [n, rank, rows] times x [n, rows, cols], over rows."""
+        n, rows, cols = x.shape
+        out = torch.empty(n, p.shape[1], cols)
+        sizes = (n, p.shape[1], rows, cols)
+        self._extension.times_rows(x.data_ptr(), p.data_ptr(), *sizes, torch.get_num_threads(), out.data_ptr())
+        return out
+
+
+def _size(tensor: Tensor) -> tuple[int, int]:
+    """n, and the elements of one tensor."""
+    return len(tensor), tensor.numel() // max(len(tensor), 1)
+
+
+def _input(source: Source, a: Tensor, other: Tensor | None) -> tuple[int, int, int, int, int]:
+    """Source, addresses and sizes of what is encoded."""
+    return int(source), a.data_ptr(), 0 if other is None else other.data_ptr(), *_size(a)
+
+
+def _place(payload: Tensor) -> tuple[int, int, int]:
+    """Address, distance of rows and length of rows of payload [n, bytes]."""
+    return payload.data_ptr(), payload.stride(0), payload.shape[1]

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled codec kernels against the PyTorch definitions: the same bytes, values, mirrors and residuals."""
+
+import pytest
+import torch
+from codec_cases import SHAPES, SPECS, normal, tensors
+from hypothesis import given, settings
+
+from ds_hybridep.codecs import make_codec, non_finite
+
+pytestmark = pytest.mark.timeout(300)
+
+# Their encoding multiplies matrices, in an order of its own; what they decode is the same to the bit.
+ROUNDS_DIFFERENTLY = ("low_rank", "sum", "warm_up")
+SAME_BYTES = {name: spec for name, spec in SPECS.items() if not name.startswith(ROUNDS_DIFFERENTLY)}
+
+
+def assert_same_bits(actual, wanted):
+    assert torch.equal(actual.view(torch.int32), wanted.view(torch.int32))
+
+
+def assert_same_encoding(spec, x, other):
+    for method in ("encode", "encode_update", "encode_with_residual"):
+        results = []
+        for kernels in ("compiled", "reference"):
+            codec, changed = make_codec(spec, kernels=kernels), other.clone()
+            state = codec.new_state(*x.shape)
+            arguments = (x, state) if method == "encode" else (x, changed, state)
+            results.append((getattr(codec, method)(*arguments), changed))
+        (packets, changed), (wanted_packets, wanted) = results
+        assert torch.equal(packets, wanted_packets)
+        assert_same_bits(changed, wanted)
+
+
+@settings(deadline=None, max_examples=40)
+@given(x=tensors())
+@pytest.mark.parametrize("name", SAME_BYTES)
+def test_encoding_equals_the_definition_bit_for_bit(name, x):
+    assert_same_encoding(SAME_BYTES[name], x, normal(*x.shape, seed=5) * x.abs().mean())
+
+
+@pytest.mark.parametrize("name", SAME_BYTES)
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 100, 1111)], ids=str)
+def test_encoding_of_all_shapes_equals_the_definition(name, shape):
+    assert_same_encoding(SAME_BYTES[name], normal(*shape), normal(*shape, seed=1))
+
+
+@pytest.mark.parametrize("name", SAME_BYTES)
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38, 1e-40])
+def test_encoding_of_odd_numbers_equals_the_definition(name, value):
+    x = normal(3, 20, 50)
+    x[1] = value
+    assert_same_encoding(SAME_BYTES[name], x, normal(3, 20, 50, seed=1))
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("name", SPECS)
+def test_decoding_equals_the_definition_bit_for_bit(name, num_threads):
+    compiled, reference = make_codec(SPECS[name], kernels="compiled"), make_codec(SPECS[name], kernels="reference")
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    for shape in [(2, 48, 80), (3, 1, 70), (2, 33, 17), (2, 64, 1100)]:
+        for encoder in (compiled, reference):
+            x = normal(*shape)
+            packets = encoder.encode(x, encoder.new_state(*shape))
+            assert not non_finite(packets).any()
+            wanted = reference.decode(packets, torch.empty(shape))
+            assert_same_bits(compiled.decode(packets, torch.empty(shape)), wanted)
+            into = normal(*shape, seed=2)
+            wanted = reference.decode_add(packets, into.clone())
+            assert_same_bits(compiled.decode_add(packets, into.clone()), wanted)
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_an_owner_and_a_replica_with_other_kernels_agree(name):
+    owner, far = make_codec(SPECS[name], kernels="compiled"), make_codec(SPECS[name], kernels="reference")
+    shape = (2, 24, 40)
+    mirror, state = torch.zeros(shape), owner.new_state(*shape)
+    replica = mirror.clone()
+    weights = normal(*shape)
+    for step in range(30):
+        weights += normal(*shape, seed=step) * 0.01
+        far.decode_add(owner.encode_update(weights, mirror, state), replica)
+    assert_same_bits(replica, mirror)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_packets_do_not_depend_on_threads(name):
+    shape, packets = (3, 128, 300), []
+    before = torch.get_num_threads()
+    for num_threads in (1, 4):
+        torch.set_num_threads(num_threads)
+        codec = make_codec(SPECS[name], kernels="compiled")
+        state, residual = codec.new_state(*shape), torch.zeros(shape)
+        packets.append([codec.encode_with_residual(normal(*shape, seed=s), residual, state) for s in range(4)])
+    torch.set_num_threads(before)
+    for one, other in zip(*packets, strict=True):
+        assert torch.equal(one, other)
