@@ -1,6 +1,7 @@
 """How token rows travel between domains: straight to the peers, or level by level with fewer rows on slow links."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -86,19 +87,25 @@ def expected_rows(
 
     Raises PlanError where the experts cannot be shared evenly, or fewer than `top_k` exist.
     """
-    _check_exchange(exchange)
     partition.experts_per_rank(num_experts)
+    return expected_rows_of(partition.domain_counts, num_experts, top_k, num_tokens, exchange)
+
+
+def expected_rows_of(
+    domain_counts: Sequence[int], num_experts: int, top_k: int, num_tokens: int, exchange: TokenExchange
+) -> tuple[float, ...]:
+    """`expected_rows` of a partition that is known by its number of domains at each level only."""
+    _check_exchange(exchange)
     if not 1 <= top_k <= num_experts:
         raise PlanError(f"top_k is {top_k}, but a token picks between 1 and all of the {num_experts} experts")
     if num_tokens < 0:
         raise PlanError(f"num_tokens is {num_tokens}; a rank has 0 tokens or more")
-    counts = partition.domain_counts
-    domains_down_to = tuple(accumulate(counts, mul))
+    num_domains = math.prod(domain_counts)
     rows = []
-    for count, down_to in zip(counts, domains_down_to, strict=True):
+    for count, down_to in zip(domain_counts, accumulate(domain_counts, mul), strict=True):
         if exchange == "direct":
-            num_destinations = (count - 1) * (partition.num_domains // down_to)
-            experts_each = num_experts // partition.num_domains
+            num_destinations = (count - 1) * (num_domains // down_to)
+            experts_each = num_experts // num_domains
         else:
             num_destinations = (count - 1) * (down_to // count)
             experts_each = num_experts // down_to

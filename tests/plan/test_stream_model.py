@@ -1,0 +1,386 @@
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
+from ds_hybridep.plan.models import read_model_file
+from ds_hybridep.plan.stream_model import (
+    IDENTITY,
+    Codec,
+    ExpertGroup,
+    Layout,
+    LevelCodecs,
+    Rates,
+    SyncModel,
+    memory_of,
+    packet_bytes,
+    predict,
+    row_counts,
+    sync_bytes,
+    with_bandwidth,
+)
+from ds_hybridep.plan.workload import MoEModel, Workload, model_from_mapping
+
+# A slow machine is no failure, so there is no deadline per example.
+properties = settings(deadline=None, max_examples=150)
+
+TOY = MoEModel(
+    name="toy", hidden=64, num_experts=8, top_k=2, num_moe_layers=4, expert_params=33088,
+    dense_params=110720, active_dense_params=94336,
+)  # fmt: skip
+FAST = 1e15
+
+
+def cluster_of(*sizes, bandwidth=1e6, latency_s=0.0):
+    names = {1: ["gpu"], 2: ["dc", "gpu"], 3: ["dc", "node", "gpu"]}[len(sizes)]
+    links = [Link(bandwidth * 1e3**level, latency_s) for level in range(len(sizes))]
+    return Cluster(tuple(Level(name, size, link) for name, size, link in zip(names, sizes, links, strict=True)))
+
+
+def layout_of(spans, domain_sizes, **settings):
+    return Layout(spans=spans, domain_sizes=domain_sizes, codecs=(LevelCodecs(),) * len(spans), **settings)
+
+
+def toy(**settings):
+    return Workload(**{"model": TOY, "tokens_per_rank": 128, "param_bytes": 4, **settings})
+
+
+rates_of_toy = Rates(flops_per_s=1e9)
+
+
+@st.composite
+def cases(draw):
+    """A cluster of 1 to 3 levels with any links, a layout on it, a workload and rates."""
+    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3))
+    links = [Link(draw(st.floats(1e4, 1e10)), draw(st.sampled_from([0.0, 1e-4, 0.05]))) for _ in sizes]
+    cluster = Cluster(tuple(Level(f"l{i}", n, link) for i, (n, link) in enumerate(zip(sizes, links, strict=True))))
+    spans = tuple(draw(st.sampled_from(divisors(size))) for size in sizes)
+    is_padded = draw(st.booleans())
+    ours = tuple(draw(st.sampled_from(divisors(span))) for span in spans)
+    codec = st.sampled_from([IDENTITY, Codec("small", 20.0, 1e9, 5e8)])
+    layout = Layout(
+        spans=spans,
+        domain_sizes=(1,) * len(spans) if is_padded else ours,
+        codecs=tuple(LevelCodecs(draw(codec), draw(codec), draw(codec)) for _ in spans),
+        prefetch_depth=draw(st.integers(0, 4)),
+        exchange=draw(st.sampled_from(["direct", "hierarchical"])),
+        is_padded=is_padded,
+    )
+    model = dataclasses.replace(TOY, num_experts=math.prod(spans) * draw(st.integers(2, 3)))
+    workload = Workload(
+        model=model,
+        tokens_per_rank=draw(st.integers(1, 5000)),
+        micro_steps=draw(st.integers(1, 3)),
+        param_bytes=draw(st.sampled_from([2, 4])),
+        zero_stage=draw(st.sampled_from([0, 1, 2])),
+        is_checkpointed=draw(st.booleans()),
+        imbalance=draw(st.floats(1, 3)),
+    )
+    rates = Rates(flops_per_s=draw(st.floats(1e7, 1e12)), exchange_s=1e-4, packet_s=1e-4, expert_call_s=1e-5)
+    return cluster, layout, workload, rates
+
+
+@properties
+@given(cases())
+def test_no_step_is_shorter_than_its_bytes_take_on_any_level(case):
+    cluster, layout, workload, rates = case
+    prediction = predict(cluster, layout, workload, rates)
+    for level, entry in enumerate(cluster.levels):
+        assert prediction.step_s >= prediction.level_bytes(level) / entry.link.bandwidth_bytes_per_s * (1 - 1e-9)
+
+
+@properties
+@given(cases(), st.data())
+def test_less_bandwidth_never_makes_a_step_shorter(case, data):
+    cluster, layout, workload, rates = case
+    level = data.draw(st.integers(0, len(cluster.levels) - 1))
+    slower = cluster.levels[level].link.bandwidth_bytes_per_s * data.draw(st.floats(0.01, 1.0))
+    before = predict(cluster, layout, workload, rates).step_s
+    after = predict(with_bandwidth(cluster, level, slower), layout, workload, rates).step_s
+    assert after >= before * (1 - 1e-9)
+
+
+@properties
+@given(cases())
+def test_waiting_for_gradients_later_never_takes_longer(case):
+    cluster, layout, workload, rates = case
+    deeper = dataclasses.replace(layout, prefetch_depth=layout.prefetch_depth + 1)
+    assert predict(cluster, deeper, workload, rates).step_s <= predict(
+        cluster, layout, workload, rates
+    ).step_s * (1 + 1e-9)  # fmt: skip
+
+
+@properties
+@given(cases())
+def test_terms_are_not_negative_and_add_up(case):
+    cluster, layout, workload, rates = case
+    prediction = predict(cluster, layout, workload, rates)
+    terms = prediction.terms.as_dict()
+    assert all(seconds >= 0 for seconds in terms.values())
+    assert prediction.step_s == pytest.approx(sum(terms.values()))
+
+
+# ---- bytes ----
+
+
+def test_expert_bytes_are_those_that_the_runtime_counted():
+    # Recorded in benchmarks/results/e2e-2x2.jsonl: 4235264 B of weights, and of gradients, over both DC uplinks.
+    prediction = predict(cluster_of(2, 2), layout_of((2, 2), (2, 1)), toy(), rates_of_toy)
+    assert 2 * prediction.uplink_bytes[0]["expert_weights"] == 4235264
+    assert 2 * prediction.uplink_bytes[0]["expert_gradients"] == 4235264
+    assert prediction.uplink_bytes[0]["tokens"] == 0
+    assert prediction.uplink_bytes[1]["expert_weights"] == 0
+
+
+@pytest.mark.parametrize("domain_sizes", [(2, 1), (1, 2), (2, 2)])
+def test_packets_are_counted_as_they_are_sent(domain_sizes):
+    """Each rank forwards, level by level, all the experts that it has by then."""
+    layout, workload = layout_of((2, 2), domain_sizes), toy()
+    own = 2 * workload.expert_travel_bytes
+    held, expected = own, []
+    for size in domain_sizes:
+        expected.append((size - 1) * held)
+        held *= size
+    assert packet_bytes(layout, workload, "weights") == pytest.approx(expected)
+    assert packet_bytes(layout, workload, "gradients") == pytest.approx(expected)
+
+
+def test_a_packet_keeps_the_codec_of_the_slowest_level_that_it_crossed():
+    codecs = (LevelCodecs(weight=Codec("a", 10.0), gradient=Codec("b", 20.0)), LevelCodecs())
+    layout = Layout(spans=(2, 2), domain_sizes=(2, 2), codecs=codecs)
+    own = 2 * toy().expert_travel_bytes
+    assert packet_bytes(layout, toy(), "weights") == pytest.approx((own / 10, own + own / 10))
+    assert packet_bytes(layout, toy(), "gradients") == pytest.approx((own / 20, 2 * own))
+
+
+def test_adapters_alone_travel():
+    layout = layout_of((2, 2), (2, 1))
+    full, adapters = toy(), toy(trainable_expert_params=331)
+    share = 331 / TOY.expert_params
+    assert packet_bytes(layout, adapters, "weights")[0] == pytest.approx(
+        share * packet_bytes(layout, full, "weights")[0]
+    )
+
+
+def test_a_padded_all_to_all_sends_the_capacity_of_every_expert():
+    layout = layout_of((2, 2), (1, 1), is_padded=True)
+    # 40 rows for each of 8 experts, half of which are in the other DC, and a quarter at the neighbour.
+    assert row_counts(layout, toy(capacity_factor=1.25)) == (160, 80)
+
+
+def test_token_bytes_of_one_row():
+    """Four row passes, ids and gate weights on the way there, gate gradients on the way back, 8 B of counts."""
+    prediction = predict(cluster_of(2, 1), layout_of((2, 1), (1, 1)), toy(tokens_per_rank=1), rates_of_toy)
+    rows = row_counts(layout_of((2, 1), (1, 1)), toy(tokens_per_rank=1))[0]
+    assert prediction.uplink_bytes[0]["tokens"] == pytest.approx(4 * (rows * (4 * 256 + 16 + 8) + 8))
+    checkpointed = predict(
+        cluster_of(2, 1), layout_of((2, 1), (1, 1)), toy(tokens_per_rank=1, is_checkpointed=True), rates_of_toy
+    )
+    assert checkpointed.uplink_bytes[0]["tokens"] == pytest.approx(4 * (rows * (6 * 256 + 2 * 16 + 8) + 16))
+
+
+def test_synchronisation_of_dense_parameters_by_zero_stage():
+    def dense(stage, micro_steps):
+        workload = toy(zero_stage=stage, micro_steps=micro_steps)
+        bytes_per_kind = predict(cluster_of(2, 2), layout_of((2, 2), (1, 1)), workload, rates_of_toy).uplink_bytes[0]
+        return bytes_per_kind["dense_sync"] / (TOY.dense_params * 4)
+
+    # A ring of 4: each pass sends 3/4 over each edge. All-reduce: 2 passes; parameters gathered: 1.
+    assert dense(0, 4) == pytest.approx(1.5)
+    assert dense(1, 4) == pytest.approx(2.25)
+    assert dense(2, 4) == pytest.approx(0.75 * (4 * 2 + 1))
+
+
+def test_experts_held_by_several_groups_are_synchronised():
+    inside = predict(cluster_of(2, 2), layout_of((1, 2), (1, 1)), toy(), rates_of_toy)
+    # Two rings of 2 over the uplink, each with half of the experts.
+    assert inside.uplink_bytes[0]["expert_sync"] == pytest.approx(3 * 0.5 * 8 * 4 * 33088 * 4)
+    assert inside.uplink_bytes[0]["tokens"] == 0
+    assert predict(cluster_of(2, 2), layout_of((2, 2), (1, 1)), toy(), rates_of_toy).terms.expert_sync_s == 0
+
+
+def test_hierarchical_sums_cross_once_per_child():
+    assert sync_bytes(cluster_of(2, 4), (2, 4), 80.0, 2.0, SyncModel(algorithm="hierarchical")) == (80.0, 120.0)
+    assert sync_bytes(cluster_of(2, 4), (2, 4), 80.0, 2.0, SyncModel()) == (140.0, 140.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "thousands"),
+    [
+        ("Qwen3-30B-A3B", 1, 74), ("Qwen3-30B-A3B", 8, 9.2), ("Mixtral-8x7B", 1, 109), ("Mixtral-8x7B", 8, 13.7),
+        ("DeepSeek-V3", 1, 395), ("DeepSeek-V3", 8, 49),
+    ],
+)  # fmt: skip
+def test_bytes_break_even_at_known_token_counts(name, gpus, thousands):
+    """All experts moved, exact bf16, two DCs: token bytes equal expert bytes, the ids beside the rows left out."""
+    model = model_from_mapping(read_model_file(name), name)
+    tokens = round(thousands * 1000)
+    workload = Workload(model=model, tokens_per_rank=tokens)
+    # Rows cross a DC border once, whatever the number of GPUs behind it.
+    rows = row_counts(layout_of((2, 1), (1, 1), exchange="hierarchical"), workload)[0] * gpus
+    # Each DC sends its half of the experts, and the gradients of the other half.
+    expert_bytes = model.num_experts * workload.expert_travel_bytes
+    assert rows * 4 * workload.row_bytes == pytest.approx(expert_bytes, rel=0.01)
+
+
+# ---- time ----
+
+
+def one_way(num_layers, transfer_s, compute_s, **settings):
+    """A toy of which each layer's packet takes `transfer_s`, and each layer's forward `compute_s`."""
+    model = MoEModel(
+        name="line", hidden=1, num_experts=2, top_k=1, num_moe_layers=num_layers, expert_params=1000,
+        dense_params=num_layers, active_dense_params=num_layers,
+    )  # fmt: skip
+    workload = Workload(model=model, tokens_per_rank=1, param_bytes=1, trainable_dense_params=0, zero_stage=0)
+    cluster = Cluster((Level("dc", 2, Link(1000 / transfer_s, 0.0)),))
+    return predict(cluster, layout_of((2,), (2,), **settings), workload, Rates(flops_per_s=2 / compute_s,
+                                                                              expert_flops_per_s=FAST))  # fmt: skip
+
+
+def test_sixteen_layers_on_a_serial_link_are_not_hidden_one_by_one():
+    """Transfer twice the computation: all 16 packets have to pass, whatever each layer computes meanwhile."""
+    terms = one_way(16, transfer_s=2.0, compute_s=1.0).terms
+    assert terms.expert_weights_s + 16 * 1.0 == pytest.approx(32.0)
+    # Backward: 2 s of computation a layer hide all but the last packet.
+    assert terms.expert_gradients_s == pytest.approx(2.0 - 2.0 + 0.0, abs=1e-6)
+
+
+def test_fast_links_hide_all_but_the_first_packet():
+    terms = one_way(8, transfer_s=0.5, compute_s=1.0).terms
+    assert terms.expert_weights_s == pytest.approx(0.0, abs=1e-6)  # computation before the first experts hides it
+    assert terms.expert_gradients_s == pytest.approx(0.0, abs=1e-6)
+    without_overlap = one_way(8, transfer_s=0.5, compute_s=1.0, prefetch_depth=0).terms
+    assert without_overlap.expert_gradients_s == pytest.approx(8 * 0.5)
+
+
+def test_rows_share_a_link_with_packets_in_flight():
+    """Half-size domains on one level: rows and packets cross the same uplink, and take as long as their sum."""
+    cluster = Cluster((Level("dc", 4, Link(1e6, 0.0)),))
+    layout, workload = layout_of((4,), (2,)), toy(tokens_per_rank=2000)
+    prediction = predict(cluster, layout, workload, Rates(flops_per_s=FAST))
+    assert prediction.step_s == pytest.approx(prediction.level_bytes(0) / 1e6, rel=1e-3)
+
+
+def test_each_level_of_a_gather_adds_its_latency_once():
+    rates, layout = Rates(flops_per_s=FAST), layout_of((2, 2), (2, 2), prefetch_depth=4)
+    quiet = predict(cluster_of(2, 2, bandwidth=1e12), layout, toy(), rates)
+    far = cluster_of(2, 2, bandwidth=1e12, latency_s=0.1)
+    slow = predict(far, layout, toy(zero_stage=0), rates)
+    assert quiet.step_s < 1e-3
+    assert slow.terms.expert_weights_s == pytest.approx(0.2, rel=1e-3)
+    assert slow.terms.expert_gradients_s == pytest.approx(0.2, rel=1e-3)
+
+
+def test_accumulation_moves_experts_once_and_tokens_each_time():
+    cluster, layout = cluster_of(2, 2), layout_of((2, 2), (2, 1))
+    once, four = (predict(cluster, layout, toy(micro_steps=count), rates_of_toy) for count in (1, 4))
+    assert four.uplink_bytes[0] == once.uplink_bytes[0]
+    assert four.uplink_bytes[1]["tokens"] == 4 * once.uplink_bytes[1]["tokens"]
+    assert four.terms.dense_s == pytest.approx(4 * once.terms.dense_s)
+
+
+def test_the_busiest_rank_sets_the_time_and_domains_even_it_out():
+    def experts_s(domain_sizes):
+        layout = layout_of((2, 2), domain_sizes)
+        return predict(cluster_of(2, 2), layout, toy(imbalance=2.0), rates_of_toy).terms.experts_s
+
+    even = predict(cluster_of(2, 2), layout_of((2, 2), (1, 1)), toy(), rates_of_toy).terms.experts_s
+    assert experts_s((1, 1)) == pytest.approx(2 * even)
+    assert experts_s((2, 2)) == pytest.approx(even)
+    assert even < experts_s((2, 1)) < 2 * even
+
+
+def test_codecs_cost_time_and_save_bytes():
+    codec = Codec("small", 50.0, encode_bytes_per_s=1e9, decode_bytes_per_s=1e9)
+    exact = layout_of((2, 2), (2, 1))
+    small = dataclasses.replace(exact, codecs=(LevelCodecs(codec, codec), LevelCodecs()))
+    before, after = (predict(cluster_of(2, 2), layout, toy(), rates_of_toy) for layout in (exact, small))
+    assert after.uplink_bytes[0]["expert_weights"] == pytest.approx(before.uplink_bytes[0]["expert_weights"] / 50)
+    own_s = 4 * 2 * toy().expert_travel_bytes / 1e9
+    assert after.terms.codec_s == pytest.approx(4 * own_s)  # encode and decode, both ways
+    assert after.step_s < before.step_s
+
+
+def test_host_costs_are_counted_per_call():
+    rates = Rates(flops_per_s=FAST, exchange_s=1.0)
+    layout = layout_of((2, 2), (1, 1))
+    # 4 layers: counts and rows, combine, output gradients, input gradients.
+    assert predict(cluster_of(2, 2), layout, toy(), rates).terms.host_s == pytest.approx(4 * 5)
+    padded = layout_of((2, 2), (1, 1), is_padded=True)
+    per_all_to_all = Rates(flops_per_s=FAST, all_to_all_s=1.0)
+    assert predict(cluster_of(2, 2), padded, toy(), per_all_to_all).terms.host_s == pytest.approx(4 * 4)
+
+
+def test_memory_per_rank():
+    exact, lossy = Codec("identity", is_lossy=False), Codec("lossy", 4.0)
+    workload = toy(param_bytes=2, zero_stage=1)
+    owned = 4 * 2 * TOY.expert_params
+
+    def memory(domain_sizes, codec):
+        codecs = (LevelCodecs(codec, codec), LevelCodecs())
+        return memory_of(cluster_of(2, 2), Layout(spans=(2, 2), domain_sizes=domain_sizes, codecs=codecs), workload)
+
+    plain = memory((1, 1), exact)
+    assert plain.replica_bytes == 0
+    assert plain.owned_expert_bytes == owned * (2 + 2 + 12)
+    assert plain.dense_bytes == TOY.dense_params * (2 + 2 + 12 / 4)
+    assert memory((2, 1), exact).replica_bytes == 2 * owned * (2 + 4)
+    assert memory((2, 1), lossy).replica_bytes == 2 * owned * (4 + 4 + 4)
+
+
+# ---- groups and refusals ----
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "is_strided", "spans"),
+    [(16, False, (2, 8)), (8, False, (1, 8)), (4, False, (1, 4)), (8, True, (2, 4)), (2, True, (2, 1)),
+     (1, False, (1, 1))],
+)  # fmt: skip
+def test_spans_of_an_expert_group(ep_size, is_strided, spans):
+    assert ExpertGroup(ep_size, is_strided).spans(cluster_of(2, 8)) == spans
+
+
+@pytest.mark.parametrize("ep_size", [3, 12, 32, 0])
+def test_an_irregular_group_is_refused(ep_size):
+    with pytest.raises(PlanError, match=rf"ep_size {ep_size} is no regular grid of the levels dc \(2\) x gpu \(8\)"):
+        ExpertGroup(ep_size).spans(cluster_of(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"domain_sizes": (3, 1)}, r"\(3, 1\) do not divide the group's spans \(2, 2\)"),
+        ({"domain_sizes": (2,)}, "differ in length"),
+        ({"prefetch_depth": -1}, "prefetch_depth is -1"),
+        ({"is_padded": True}, "has no domains"),
+    ],
+)
+def test_wrong_layouts_are_refused(settings, message):
+    with pytest.raises(PlanError, match=message):
+        layout_of(**{"spans": (2, 2), "domain_sizes": (2, 1), **settings})
+
+
+def test_a_layout_of_another_cluster_is_refused():
+    with pytest.raises(PlanError, match=r"spans \(2, 2\) does not fit the levels dc \(3\) x gpu \(2\)"):
+        predict(cluster_of(3, 2), layout_of((2, 2), (1, 1)), toy(), rates_of_toy)
+
+
+def test_experts_that_cannot_be_shared_are_refused():
+    with pytest.raises(PlanError, match="8 experts cannot be shared evenly by an expert-parallel group of 3"):
+        predict(cluster_of(3), layout_of((3,), (1,)), toy(), rates_of_toy)
+
+
+def test_impossible_rates_and_codecs_are_refused():
+    with pytest.raises(PlanError, match="flops_per_s is 0"):
+        Rates(flops_per_s=0)
+    with pytest.raises(PlanError, match="exchange_s is -1"):
+        Rates(flops_per_s=1, exchange_s=-1)
+    with pytest.raises(PlanError, match="wire_factor is 0.5"):
+        Rates(flops_per_s=1, wire_factor=0.5)
+    with pytest.raises(PlanError, match="codec 'x': ratio is 0"):
+        Codec("x", 0)
