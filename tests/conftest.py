@@ -26,6 +26,10 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(REPO_DIR / ".cache" / "torch_e
 from process_pool import ProcessPool  # noqa: E402 (needs the path and the environment above)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-golden", action="store_true", help="write what is computed to tests/golden")
+
+
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[ProcessPool]:
     """Two gloo ranks."""

@@ -1,0 +1,239 @@
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.models import read_model_file
+from ds_hybridep.plan.planner import (
+    Question,
+    break_even_tokens,
+    candidate_groups,
+    make_plan,
+    price_all,
+    reigns,
+    step_times,
+)
+from ds_hybridep.plan.stream_model import IDENTITY, Codec, ExpertGroup, LevelCodecs, Rates
+from ds_hybridep.plan.workload import Workload, model_from_mapping
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+LOW_RANK = Codec("low_rank", 25.0, encode_bytes_per_s=2e11, decode_bytes_per_s=4e11)
+
+
+def cluster_of(sizes, gbps, latency_s=0.0):
+    names = {1: ["gpu"], 2: ["dc", "gpu"], 3: ["dc", "node", "gpu"], 4: ["dc", "pod", "node", "gpu"]}[len(sizes)]
+    parts = zip(names, sizes, gbps, strict=True)
+    return Cluster(tuple(Level(name, size, Link(1e9 * rate / 8, latency_s)) for name, size, rate in parts))
+
+
+def question_of(name, sizes=(2, 8), gbps=(10, 800), latency_s=0.005, tokens=16384, **settings):
+    workload_settings = settings.pop("workload", {})
+    model = model_from_mapping(read_model_file(name), name)
+    return Question(
+        cluster=cluster_of(sizes, gbps, latency_s),
+        workload=Workload(model=model, tokens_per_rank=tokens, seq_len=4096, **workload_settings),
+        rates=Rates(flops_per_s=4e14),
+        **settings,
+    )
+
+
+CASES = {
+    "qwen3-2x8-10gbps": question_of("Qwen3-30B-A3B"),
+    "qwen3-2x8-lora": question_of(
+        "Qwen3-30B-A3B",
+        workload={"trainable_expert_params": 67584, "trainable_dense_params": 10_000_000, "zero_stage": 2},
+        tokens=4096,
+    ),
+    "qwen3-2x8-low-rank": question_of(
+        "Qwen3-30B-A3B", codecs=(LevelCodecs(), LevelCodecs(LOW_RANK, LOW_RANK)), workload={"micro_steps": 4}
+    ),
+    "mixtral-2x8": question_of("Mixtral-8x7B", workload={"is_checkpointed": True}),
+    "gpt-oss-2x4x4": question_of("gpt-oss-120b", (2, 4, 4), (1, 100, 1000), tokens=65536, memory_bytes=2e11),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plans_are_those_on_record(name, request):
+    """A change of the model that moves a plan shows here; `pytest --rewrite-golden` records the new ones."""
+    found = json.dumps(make_plan(CASES[name]).to_json(), indent=1) + "\n"
+    path = GOLDEN / f"plan-{name}.json"
+    if request.config.getoption("--rewrite-golden"):
+        path.write_text(found)
+    expected = json.loads(path.read_text())
+    assert_close(json.loads(found), expected)
+
+
+def assert_close(found, expected, where="plan"):
+    """Equal, with floats to a millionth: summation may differ by machine."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            assert_close(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_close(one, other, f"{where}[{index}]")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-12), where
+    else:
+        assert found == expected, where
+
+
+def test_the_best_is_the_fastest_of_all():
+    question = CASES["qwen3-2x8-10gbps"]
+    plan = make_plan(question)
+    assert plan.best.step_s <= min(candidate.step_s for candidate in price_all(question)) * 1.001
+    assert plan.runner_up == plan.others[0]
+    assert len(plan.others) + 1 == len(list(price_all(question)))
+    assert all(candidate.reason for candidate in (plan.best, *plan.others))
+
+
+def test_equal_questions_have_equal_plans_and_digests():
+    first, second = (make_plan(CASES["mixtral-2x8"]) for _ in range(2))
+    assert first == second
+    assert first.digest == second.digest
+    assert first.digest != make_plan(CASES["qwen3-2x8-10gbps"]).digest
+    # Seconds are no matter of agreement between ranks.
+    faster = dataclasses.replace(CASES["mixtral-2x8"], rates=Rates(flops_per_s=4.1e14))
+    assert make_plan(faster).digest == first.digest
+
+
+def test_every_divisor_of_every_level_is_priced():
+    """Four levels and 1024 ranks, 256 experts: groups of neighbours over two pods, and strided ones over everything."""
+    question = question_of("DeepSeek-V3", (2, 4, 16, 8), (10, 100, 400, 3200))
+    sizes = [candidate.layout.domain_sizes for candidate in price_all(question)]
+    inside = set(itertools.product((1,), (1, 2), (1, 2, 4, 8, 16), (1, 2, 4, 8)))
+    strided = set(itertools.product((1, 2), (1, 2, 4), (1, 2, 4, 8, 16), (1, 2)))
+    assert set(sizes) == inside | strided
+
+
+def test_fast_links_need_no_domains_over_them():
+    assert make_plan(question_of("DeepSeek-V3", tokens=2048)).best.layout.domain_sizes[0] == 1
+
+
+def test_many_tokens_move_experts_and_codecs_move_more_of_them():
+    plain = make_plan(CASES["qwen3-2x8-10gbps"])
+    assert plain.best.layout.domain_sizes[0] == 2
+    small = make_plan(CASES["qwen3-2x8-low-rank"])
+    assert small.best.layout.codecs[0].weight.name == "low_rank"
+
+
+def test_of_plans_as_fast_the_one_that_loses_nothing_is_taken():
+    # A link so fast that nothing shows: identity without replicas.
+    question = question_of(
+        "Qwen3-30B-A3B", gbps=(1e9, 1e9), latency_s=0.0, codecs=(LevelCodecs(), LevelCodecs(LOW_RANK, LOW_RANK))
+    )
+    best = make_plan(question).best
+    assert best.layout.domain_sizes == (1, 1)
+    assert all(codecs.weight == IDENTITY for codecs in best.layout.codecs)
+
+
+def test_experts_that_are_fewer_than_ranks_may_be_strided_over_the_slow_level():
+    cluster = cluster_of((2, 8), (10, 800))
+    assert candidate_groups(cluster, 8) == (ExpertGroup(8), ExpertGroup(8, True))
+    assert candidate_groups(cluster, 128) == (ExpertGroup(16), ExpertGroup(8))
+    # Each of the two groups in a DC would have to move all experts: data parallel across is fewer bytes, unless there
+    # are so few tokens that they are fewer still.
+    assert make_plan(CASES["mixtral-2x8"]).best.group == ExpertGroup(8)
+    few_tokens = make_plan(question_of("Mixtral-8x7B", tokens=4096)).best
+    assert (few_tokens.group, few_tokens.layout.domain_sizes[0]) == (ExpertGroup(8, True), 1)
+
+
+def test_memory_excludes_replicas_and_says_what_they_lack():
+    question = question_of("Qwen3-30B-A3B")
+    free = make_plan(question)
+    needed = free.best.memory.total_bytes
+    limited = make_plan(dataclasses.replace(question, memory_bytes=needed - 1e9))
+    assert limited.best.memory.total_bytes <= needed - 1e9
+    lost = {candidate.label: candidate for candidate in limited.others}[free.best.label]
+    assert lost.reason == "needs 1.0 GB more memory than there is"
+    assert lost.lacking_bytes == pytest.approx(1e9)
+
+
+def test_no_plan_fits_is_an_error_with_the_bytes():
+    with pytest.raises(PlanError, match=r"no plan fits: the smallest, \[1,1\] ep 16, needs .* GB more than there are"):
+        make_plan(question_of("DeepSeek-V3", memory_bytes=1e9))
+
+
+def test_domain_sizes_that_are_given_are_kept():
+    plan = make_plan(question_of("Qwen3-30B-A3B", domain_sizes=(None, 2), groups=(ExpertGroup(16),)))
+    assert {candidate.layout.domain_sizes for candidate in (plan.best, *plan.others)} == {(1, 2), (2, 2)}
+
+
+def test_alternatives_are_priced_and_named():
+    plan = make_plan(CASES["qwen3-2x8-10gbps"])
+    names = [way.name for way in plan.alternatives]
+    assert names == [
+        "DeepSpeed, EP over 16",
+        "EP over 16, exchange de-duplicated",
+        "DeepSpeed, EP over 8 inside each dc, data parallel across",
+        "pipeline stages across, EP inside",
+        "local SGD, averaged every 100 steps",
+    ]
+    assert [way.is_provided for way in plan.alternatives] == [True, True, True, False, False]
+    assert plan.alternatives[0].step_s > plan.alternatives[1].step_s > plan.best.step_s
+    assert plan.better is None
+    assert plan.better_elsewhere in plan.alternatives[-2:]
+
+
+def test_a_better_way_that_deepspeed_has_already_is_named():
+    """Adapters and few tokens: data parallel over the slow link beats any expert-parallel group over it."""
+    question = question_of(
+        "Qwen3-30B-A3B",
+        workload={"trainable_expert_params": 67584, "trainable_dense_params": 0},
+        groups=(ExpertGroup(16),),
+        domain_sizes=(1, 1),
+        tokens=2048,
+    )
+    assert make_plan(question).better.name.startswith("DeepSpeed, EP over 8 inside each dc")
+
+
+def test_a_pipeline_of_more_stages_than_layers_does_not_exist():
+    question = question_of("Mixtral-8x7B", (64,), (10,), tokens=64)
+    pipeline = make_plan(question).alternatives[-2]
+    assert (pipeline.step_s, pipeline.note) == (None, "fewer than 64 layers")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "tokens"),
+    [("Qwen3-30B-A3B", (2, 8), 9190), ("Qwen3-30B-A3B", (2, 1), 73526), ("DeepSeek-V3", (2, 8), 49242)],
+)
+def test_break_even_tokens(name, sizes, tokens):
+    question = question_of(name, sizes, (10, 800))
+    assert break_even_tokens(question, is_deduplicated=True) == pytest.approx(tokens, rel=1e-3)
+    # Accumulation divides it, and padding to capacity brings it down by top_k / 2 or so.
+    four = dataclasses.replace(question, workload=dataclasses.replace(question.workload, micro_steps=4))
+    assert break_even_tokens(four, is_deduplicated=True) == pytest.approx(tokens / 4, rel=1e-3)
+    assert break_even_tokens(question, is_deduplicated=False) < tokens
+
+
+def test_break_even_needs_a_group_over_the_slow_level():
+    question = question_of("Qwen3-30B-A3B", groups=(ExpertGroup(8),))
+    assert break_even_tokens(question, is_deduplicated=True) is None
+
+
+def test_reigns_cover_the_range_and_change_hands_where_times_cross():
+    question = question_of("Qwen3-30B-A3B", tokens=6000)
+    plan = make_plan(question)
+    bandwidths = [10 ** (8 + step / 2) for step in range(10)]
+    found = reigns(question, plan, bandwidths)
+    assert found[0].from_bytes_per_s == bandwidths[0]
+    assert found[-1].to_bytes_per_s == bandwidths[-1]
+    for reign, following in zip(found, found[1:], strict=False):
+        assert reign.to_bytes_per_s == following.from_bytes_per_s
+        times = step_times(question, plan, [reign.to_bytes_per_s])
+        assert times[reign.label][0] == pytest.approx(times[following.label][0], rel=0.05)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.floats(0.1, 1000), st.floats(0.01, 1.0), st.integers(100, 100_000))
+def test_a_slower_link_never_makes_the_best_plan_faster(gbps, factor, tokens):
+    fast, slow = (question_of("Qwen3-30B-A3B", gbps=(rate, 800), tokens=tokens) for rate in (gbps, gbps * factor))
+    # Within what counts as a tie.
+    assert make_plan(slow).best.step_s >= make_plan(fast).best.step_s * (1 - 2e-3)
