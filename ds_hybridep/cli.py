@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program `ds_hybridep`: `lab` runs a script on emulated datacentres, `show` prints the record of a run."""
+"""The program `ds_hybridep`: `plan` predicts, `lab` runs a script on emulated datacentres, `show` prints a record."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ds_hybridep import plan_command
 from ds_hybridep.errors import ConfigError, HybridEPError
 from ds_hybridep.lab import command as lab_command
 
@@ -17,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand. Returns the exit code: 0, what the subcommand says, or 2 with the error on stderr."""
     parser = argparse.ArgumentParser(prog="ds_hybridep", description="Tools around expert migration for DeepSpeed.")
     subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
+    plan_command.add_parser(subparsers)
     lab_command.add_parser(subparsers)
     show = subparsers.add_parser("show", help="print the record of a run as a table")
     show.add_argument("record", type=Path, metavar="RUN.json", help='what the run wrote at its "report_file"')

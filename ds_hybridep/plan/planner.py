@@ -22,7 +22,6 @@ from ds_hybridep.plan.stream_model import (
     Memory,
     Rates,
     StepPrediction,
-    StepTerms,
     SyncModel,
     memory_of,
     predict,
@@ -35,7 +34,7 @@ from ds_hybridep.plan.workload import Workload
 
 PLAN_VERSION = 1
 DEFAULT_DEPTHS = (0, 1, 2, 4)
-TIE = 1e-3  # plans this close to the best count as equal, and the simplest of them is taken
+TIE = 0.01  # plans this close to the best count as equal, as no model is better, and the simplest of them is taken
 LOCAL_STEPS = 100  # optimizer steps between two synchronisations of local SGD
 
 TERM_WORDS = {
@@ -111,13 +110,14 @@ class Alternative:
     """Another way to train the same model.
 
     step_s: predicted; None where it does not exist here, and `note` says why.
+    prediction: terms and bytes of what is provided.
     layout: of what DeepSpeed or this program can do; None: another program, priced only.
     lacking_bytes: memory that it needs beyond what there is; 0: it fits, or was not checked.
     """
 
     name: str
     step_s: float | None
-    terms: StepTerms | None = None
+    prediction: StepPrediction | None = None
     layout: Layout | None = None
     memory_bytes: float | None = None
     lacking_bytes: float = 0.0
@@ -172,7 +172,7 @@ class Plan:
                 {
                     "name": way.name,
                     "step_s": _rounded(way.step_s),
-                    "terms_s": None if way.terms is None else _rounded_values(way.terms.as_dict()),
+                    "terms_s": None if way.prediction is None else _rounded_values(way.prediction.terms.as_dict()),
                     "memory_bytes": _rounded(way.memory_bytes),
                     "lacking_bytes": _rounded(way.lacking_bytes),
                     "provided": way.is_provided,
@@ -192,7 +192,7 @@ class Plan:
 def make_plan(question: Question) -> Plan:
     """The plan of least predicted step time among those that fit the memory.
 
-    Among plans within a tenth of a percent of the best, the one without lossy codecs, then with least memory is taken,
+    Among plans within one percent of the best, the one without lossy codecs, then with least memory is taken,
     and of those that differ in depth only the one with the least.
 
     Raises:
@@ -292,7 +292,7 @@ def _with_least_depth(question: Question, candidate: Candidate) -> Candidate:
     for depth in sorted(question.depths):
         layout = replace(candidate.layout, prefetch_depth=depth)
         prediction = predict(question.cluster, layout, question.workload, question.rates, question.sync)
-        if prediction.step_s <= candidate.step_s * (1 + TIE):
+        if prediction.step_s <= candidate.step_s * (1 + TIE / 10):
             return replace(candidate, layout=layout, prediction=prediction)
     return candidate
 
@@ -408,7 +408,7 @@ def _provided(question: Question, name: str, layout: Layout) -> Alternative:
     return Alternative(
         name=name,
         step_s=prediction.step_s,
-        terms=prediction.terms,
+        prediction=prediction,
         layout=layout,
         memory_bytes=memory_bytes,
         lacking_bytes=lacking,

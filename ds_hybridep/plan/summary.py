@@ -1,0 +1,263 @@
+"""What a plan means, in words, tables and settings for people; the JSON for programs is in `planner`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ds_hybridep.plan.planner import Alternative, Candidate, Plan, Question, Reign
+from ds_hybridep.plan.stream_model import IDENTITY, Layout
+from ds_hybridep.plan.token_route import known_or_assumed_bandwidths
+
+GIGA = 1e9
+BITS_PER_BYTE = 8
+MS_PER_S = 1e3
+MAX_ROWS = 8  # of plans that lost, in a table
+STEPS_PRICED = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extras:
+    """What is reckoned beside the plan.
+
+    tokens_deduplicated, tokens_padded: tokens per rank and micro-step from which on experts over level 0 are fewer
+        bytes than rows; None where no group spans level 0.
+    reigns: who is fastest at which bandwidth of level 0.
+    price_per_gb: of what leaves a child of level 0; None: not asked.
+    """
+
+    tokens_deduplicated: float | None
+    tokens_padded: float | None
+    reigns: tuple[Reign, ...]
+    price_per_gb: float | None = None
+
+
+def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
+    """What to paste into ds_config.json: the "hybridep" block, and what else the plan needs there."""
+    layout, levels = plan.best.layout, []
+    for level, domain_size, codecs in zip(question.cluster.levels, layout.domain_sizes, layout.codecs, strict=True):
+        entry: dict[str, Any] = {"name": level.name, "size": level.size}
+        if level.link.bandwidth_bytes_per_s is not None:
+            entry["bandwidth_gbps"] = _digits(level.link.bandwidth_bytes_per_s * BITS_PER_BYTE / GIGA)
+        if level.link.latency_s is not None:
+            entry["latency_ms"] = _digits(level.link.latency_s * MS_PER_S)
+        entry["domain_size"] = domain_size
+        for kind in ("weight", "gradient", "token"):
+            codec = getattr(codecs, kind)
+            if codec != IDENTITY:
+                entry[f"{kind}_codec"] = codec.name
+        levels.append(entry)
+    block: dict[str, Any] = {"levels": levels, "prefetch_depth": layout.prefetch_depth}
+    if sum(count > 1 for count in layout.domain_counts) > 1:
+        block["token_exchange"] = layout.exchange
+    settings: dict[str, Any] = {"hybridep": block}
+    if plan.best.group.is_strided:
+        settings["use_data_before_expert_parallelism"] = True
+    return settings
+
+
+def verdict(question: Question, plan: Plan) -> list[str]:
+    """One or more sentences: use it, use it without domains, or do not use it, and why."""
+    best, better = plan.best, plan.better
+    if better is not None:
+        ratio = best.step_s / (better.step_s or best.step_s)
+        lines = [
+            f"Do not use it: {better.name} takes {_seconds(better.step_s)}, this program's best plan "
+            f"{_seconds(best.step_s)} ({ratio:.2f} times as long)."
+        ]
+    elif best.layout.domain_size == 1:
+        lines = [
+            f"Domains do not pay here: leave every domain_size at 1 ({_seconds(best.step_s)}). What the block then "
+            f"brings is the de-duplicated exchange without padding."
+        ]
+    else:
+        lines = [f"Use domain sizes {list(best.layout.domain_sizes)}: {_seconds(best.step_s)}, {best.reason}."]
+    elsewhere = plan.better_elsewhere
+    if elsewhere is not None:
+        ratio = best.step_s / (elsewhere.step_s or best.step_s)
+        lines.append(
+            f"Do not use it where you can have this: {elsewhere.name}, {_seconds(elsewhere.step_s)}, "
+            f"{ratio:.1f} times as fast ({elsewhere.note})."
+        )
+    return lines if better is not None else lines + _advice_on_groups(question, plan)
+
+
+def _advice_on_groups(question: Question, plan: Plan) -> list[str]:
+    """How to make the model's expert-parallel group the plan's."""
+    cluster, group, layout = question.cluster, plan.best.group, plan.best.layout
+    num_experts, outermost = question.workload.model.num_experts, cluster.levels[0]
+    lines = []
+    if num_experts < cluster.num_ranks:
+        lines.append(
+            f"{num_experts} experts cannot be spread over {cluster.num_ranks} ranks, so expert parallelism over all "
+            f"ranks is impossible; groups of {group.ep_size} share them, and "
+            f"{cluster.num_ranks // group.ep_size} groups hold the same experts."
+        )
+    if group.is_strided:
+        lines.append(
+            f"Give the MoE layers ep_size={group.ep_size} and set use_data_before_expert_parallelism, so that each "
+            f"group has ranks at equal distances over every {outermost.name}."
+        )
+    else:
+        lines.append(f"Give the MoE layers ep_size={group.ep_size}; groups are neighbouring ranks.")
+    if outermost.size > 1 and layout.spans[0] == 1:
+        lines.append(
+            f"Each group stays inside one {outermost.name}: no token crosses the slow link and no expert migrates "
+            f"over it, only DeepSpeed's own synchronisation does; domain_size there must be 1."
+        )
+    return lines
+
+
+def describe(question: Question, plan: Plan, extras: Extras) -> str:
+    """The whole answer as text."""
+    sections = [
+        _describe_question(question),
+        _plan_table(plan),
+        _terms_table(plan),
+        "\n".join(verdict(question, plan)),
+        _describe_bounds(question, plan, extras),
+    ]
+    return "\n\n".join(sections)
+
+
+def _describe_question(question: Question) -> str:
+    workload, model = question.workload, question.workload.model
+    assumed = known_or_assumed_bandwidths(question.cluster)
+    links = []
+    for level, bandwidth in zip(question.cluster.levels, assumed, strict=True):
+        text = f"{level.name} ({level.size}) {_gbps(bandwidth)}"
+        if level.link.bandwidth_bytes_per_s is None:
+            text += " assumed"
+        if level.link.latency_s:
+            text += f", {level.link.latency_s * MS_PER_S:g} ms"
+        links.append(text)
+    micro = f"{workload.micro_steps} micro-step{'s' if workload.micro_steps > 1 else ''}"
+    details = [
+        f"{workload.tokens_per_rank} tokens per GPU and micro-step",
+        micro,
+        f"{workload.param_bytes} B per parameter",
+        f"ZeRO-{workload.zero_stage}",
+        f"{question.rates.flops_per_s / 1e12:g} TFLOPS reached per GPU",
+    ]
+    if workload.is_checkpointed:
+        details.append("activation checkpointing")
+    if workload.trainable_expert_params is not None:
+        details.append(f"{workload.trainable_expert_params} trained parameters per expert")
+    return "\n".join(
+        [
+            f"{model.name}: {model.num_params / GIGA:.1f} B parameters; {model.num_moe_layers} MoE layers of "
+            f"{model.num_experts} experts of {model.expert_params * workload.param_bytes / 1e6:.1f} MB, "
+            f"top-{model.top_k}",
+            "; ".join(links),
+            ", ".join(details),
+        ]
+    )
+
+
+def _plan_table(plan: Plan) -> str:
+    header = ("", "plan", "s/step", f"GB/step, {plan.cluster.levels[0].name} uplink", "GB/GPU", "")
+    rows = [_candidate_row(plan.best, "->")]
+    rows += [_candidate_row(candidate, "") for candidate in plan.others[:MAX_ROWS]]
+    hidden = len(plan.others) - MAX_ROWS
+    if hidden > 0:
+        rows.append(("", f"... {hidden} more, see --json", "", "", "", ""))
+    rows += [_alternative_row(way) for way in plan.alternatives]
+    return _aligned([header, *rows])
+
+
+def _candidate_row(candidate: Candidate, mark: str) -> tuple[str, ...]:
+    return (
+        mark,
+        candidate.label,
+        f"{candidate.step_s:.4g}",
+        f"{candidate.prediction.level_bytes(0) / GIGA:.4g}",
+        f"{candidate.memory.total_bytes / GIGA:.1f}",
+        candidate.reason,
+    )
+
+
+def _alternative_row(way: Alternative) -> tuple[str, ...]:
+    step = "-" if way.step_s is None else f"{way.step_s:.4g}"
+    memory = "" if way.memory_bytes is None else f"{way.memory_bytes / GIGA:.1f}"
+    crossing = "" if way.prediction is None else f"{way.prediction.level_bytes(0) / GIGA:.4g}"
+    return ("", way.name, step, crossing, memory, way.note)
+
+
+def _terms_table(plan: Plan) -> str:
+    terms = plan.best.prediction.terms.as_dict()
+    shown = [f"{name.removesuffix('_s')} {seconds:.4g}" for name, seconds in terms.items() if seconds > 0]
+    return f"Seconds of {plan.best.label}: " + ", ".join(shown)
+
+
+def _describe_bounds(question: Question, plan: Plan, extras: Extras) -> str:
+    outermost = question.cluster.levels[0]
+    lines = []
+    if extras.tokens_deduplicated is not None and extras.tokens_padded is not None:
+        lines.append(
+            f"In bytes over {outermost.name}, moving experts beats moving tokens from "
+            f"{extras.tokens_deduplicated:.4g} tokens per GPU and micro-step on against a de-duplicated exchange, "
+            f"from {extras.tokens_padded:.4g} on against padded all-to-alls."
+        )
+    if len(extras.reigns) > 0:
+        here = known_or_assumed_bandwidths(question.cluster)[0]
+        lines.append(f"Break-even bandwidths of {outermost.name}, and what is fastest between them:")
+        for reign in extras.reigns:
+            mark = "   <- here" if reign.from_bytes_per_s <= here < reign.to_bytes_per_s else ""
+            lines.append(
+                f"  {_gbps(reign.from_bytes_per_s):>12} to {_gbps(reign.to_bytes_per_s):<12} {reign.label}{mark}"
+            )
+    uplink_bytes = plan.best.prediction.level_bytes(0)
+    total_gb = uplink_bytes * outermost.size * STEPS_PRICED / GIGA if outermost.size > 1 else 0.0
+    text = f"Over {outermost.name} in {STEPS_PRICED} steps, all uplinks together: {total_gb:,.0f} GB"
+    if extras.price_per_gb is not None:
+        text += f", {total_gb * extras.price_per_gb:,.2f} at {extras.price_per_gb:g} per GB"
+    memory = plan.best.memory
+    lines += [
+        text + ".",
+        f"Memory per GPU without activations: {memory.total_bytes / GIGA:.1f} GB, of it "
+        f"{memory.replica_bytes / GIGA:.1f} for working copies of experts and their gradient sums.",
+    ]
+    return "\n".join(lines)
+
+
+def reigns_json(reigns: Sequence[Reign]) -> list[dict[str, Any]]:
+    """JSON values of who is fastest where."""
+    return [
+        {
+            "label": reign.label,
+            "from_bytes_per_s": _digits(reign.from_bytes_per_s),
+            "to_bytes_per_s": _digits(reign.to_bytes_per_s),
+        }
+        for reign in reigns
+    ]
+
+
+def uses_codecs(layout: Layout) -> tuple[str, ...]:
+    """Names of the codecs in a layout that are not exact."""
+    names = [codec.name for level in layout.codecs for codec in (level.weight, level.gradient) if codec != IDENTITY]
+    return tuple(dict.fromkeys(names))
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns of equal width; numbers to the right, the last column as long as it is."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column >= 2 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return "\n".join(lines)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g} s a step"
+
+
+def _gbps(bytes_per_s: float) -> str:
+    gbits = bytes_per_s * BITS_PER_BYTE / GIGA
+    return f"{gbits:.4g} Gbit/s" if gbits >= 1 else f"{gbits * 1e3:.3g} Mbit/s"
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.9g}")

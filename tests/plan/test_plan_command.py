@@ -1,0 +1,202 @@
+"""The `plan` subcommand: arguments in, a table or JSON out, and errors that name the argument."""
+
+import builtins
+import json
+import sys
+
+import pytest
+
+from ds_hybridep.cli import main
+from ds_hybridep.config import parse_config
+from ds_hybridep.errors import ConfigError
+from ds_hybridep.plan_command import parse_bits_per_s
+
+QWEN = ["plan", "--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "10gbps", "--lan", "800gbps", "--tokens", "16384"]
+
+
+def run(capsys, *arguments):
+    code = main([*arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_table_with_the_plan_its_rivals_and_a_block_to_paste(capsys):
+    code, out, _ = run(capsys, *QWEN, "--delay", "10ms", "--price-per-gb", "0.02")
+    assert code == 0
+    assert "Qwen3-30B-A3B: 30.5 B parameters; 48 MoE layers of 128 experts of 9.4 MB, top-8" in out
+    assert "->  [2,1] ep 16" in out
+    assert "DeepSpeed, EP over 8 inside each dc, data parallel across" in out
+    assert "Use domain sizes [2, 1]" in out
+    assert "Do not use it where you can have this: " in out
+    assert "from 9191 tokens per GPU and micro-step on against a de-duplicated exchange" in out
+    assert "<- here" in out
+    assert "all uplinks together: 133,301 GB, 2,666.03 at 0.02 per GB" in out
+    assert '"bandwidth_gbps": 10.0' in out
+
+
+def test_the_block_to_paste_is_read_by_the_config(capsys):
+    _, out, _ = run(capsys, *QWEN, "--json")
+    settings = json.loads(out)["ds_config"]
+    config = parse_config(settings["hybridep"], world_size=16)
+    assert config.domain_sizes == (2, 1)
+    assert config.levels[0].bandwidth_gbps == 10
+
+
+def test_json_holds_plan_rivals_and_verdict(capsys):
+    code, out, _ = run(capsys, *QWEN, "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["plan"]["domain_sizes"] == [2, 1]
+    assert sum(answer["plan"]["terms_s"].values()) == pytest.approx(answer["plan"]["step_s"])
+    assert answer["break_even_tokens"]["deduplicated"] == pytest.approx(9190.8, rel=1e-3)
+    assert answer["fastest_by_bandwidth"][0]["from_bytes_per_s"] == 1e6
+    assert len(answer["digest"]) == 16
+    assert [way["provided"] for way in answer["alternatives"]] == [True, True, True, False, False]
+
+
+def test_few_experts_on_many_ranks_are_explained(capsys):
+    """Mixtral on 2 x 8: expert parallelism over all 16 ranks is impossible."""
+    arguments = ["plan", "--model", "Mixtral-8x7B", "--dcs", "2x8", "--wan", "10gbps", "--lan", "800gbps"]
+    _, out, _ = run(capsys, *arguments, "--tokens", "4096")
+    assert "8 experts cannot be spread over 16 ranks" in out
+    assert "ep_size=8 and set use_data_before_expert_parallelism" in out
+    assert '"use_data_before_expert_parallelism": true' in out
+    _, out, _ = run(capsys, *arguments, "--tokens", "65536")
+    assert "Each group stays inside one dc: no token crosses the slow link" in out
+    assert "domain_size there must be 1" in out
+
+
+def test_do_not_use_it_where_deepspeed_is_faster(capsys):
+    code, out, _ = run(capsys, *QWEN, "--lora-rank", "8", "--ep-size", "16", "--tokens", "8192", "--memory", "13")
+    assert code == 0
+    assert "Do not use it: DeepSpeed, EP over 8 inside each dc, data parallel across takes" in out
+    assert "For ds_config.json" not in out
+
+
+def test_a_ds_config_gives_cluster_and_training(capsys, tmp_path):
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "hybridep": {
+            "levels": [
+                {"name": "dc", "size": 2, "bandwidth_gbps": 10, "domain_size": 2},
+                {"name": "gpu", "size": 8, "bandwidth_gbps": 800},
+            ]
+        },
+    }
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    code, out, err = run(capsys, "plan", "--model", "Qwen3-30B-A3B", "--ds-config", str(path), "--seq-len", "4096")
+    assert code == 0, err
+    assert "16384 tokens per GPU and micro-step, 2 micro-steps, 2 B per parameter, ZeRO-2" in out
+    assert "The ds_config has [2,1]: " in out
+    # Arguments win.
+    _, out, _ = run(
+        capsys, "plan", "--model", "Qwen3-30B-A3B", "--ds-config", str(path), "--tokens", "100", "--wan", "1gbps",
+        "--accumulation", "1", "--zero-stage", "0", "--dtype", "fp32",
+    )  # fmt: skip
+    assert "100 tokens per GPU and micro-step, 1 micro-step, 4 B per parameter, ZeRO-0" in out
+    assert "dc (2) 1 Gbit/s" in out
+
+
+def test_a_cluster_file_and_a_model_file(capsys, tmp_path):
+    cluster, model = tmp_path / "cluster.yaml", tmp_path / "toy.json"
+    cluster.write_text(
+        "levels:\n- {name: dc, size: 2, bandwidth_gbps: 1}\n- {name: node, size: 2}\n- {name: gpu, size: 2}\n"
+    )
+    content = {"layers": 2, "hidden": 64, "ffn": 256, "experts": 8, "top_k": 2, "tokens": 77, "dtype": "fp32"}
+    model.write_text(json.dumps(content))
+    code, out, _ = run(capsys, "plan", "--model", str(model), "--cluster", str(cluster))
+    assert code == 0
+    assert out.startswith("toy: ")
+    assert "dc (2) 1 Gbit/s; node (2) 8 Gbit/s assumed; gpu (2) 64 Gbit/s assumed" in out
+    assert "77 tokens per GPU and micro-step, 1 micro-step, 4 B per parameter" in out
+
+
+def test_what_if_codecs_are_tried_and_not_pasted(capsys):
+    _, out, _ = run(capsys, *QWEN, "--what-if-codec", "low_rank=25")
+    assert "low_rank/low_rank" in out
+    assert "low_rank is a what-if: this version has no such codec" in out
+    assert "For ds_config.json" not in out
+
+
+def test_a_plot_is_drawn(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    code, out, _ = run(capsys, *QWEN, "--plot", str(path))
+    assert code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert f"plot: {path}" in out
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(capsys, tmp_path, monkeypatch):
+    real_import = builtins.__import__
+
+    def import_without_matplotlib(name, *args, **kwargs):
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", import_without_matplotlib)
+    code, _, err = run(capsys, *QWEN, "--plot", str(tmp_path / "plan.png"))
+    assert code == 2
+    assert 'pip install "ds_hybridep[plot]"' in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "Qwen3-30B-A3B"], "--dcs: missing; give the cluster"),
+        (["--model", "Qwen3-30B-A3B", "--dcs", "2x8"], "--wan: missing"),
+        (["--model", "Qwen3-30B-A3B", "--dcs", "2by8", "--wan", "1gbps"], "--dcs: got '2by8'"),
+        (["--model", "qwen9", "--dcs", "2x8", "--wan", "1gbps"], "--model: qwen9 is no ready model"),
+        (["--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "1GB"], "--wan: got '1GB', wanted bits per second"),
+        (["--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--cluster", "x"], "--dcs, --cluster: got both"),
+        (["--model", "Qwen3-30B-A3B", "--ds-config", "none.json"], "--ds-config: none.json cannot be read"),
+        ([*QWEN[1:], "--mfu", "2"], "--tflops and --mfu: got 990 and 2"),
+        ([*QWEN[1:], "--strided"], "--strided: needs --ep-size"),
+        ([*QWEN[1:], "--ep-size", "3"], "ep_size 3 is no regular grid"),
+        ([*QWEN[1:], "--ep-size", "16", "--memory", "1"], "no plan fits"),
+        ([*QWEN[1:], "--what-if-codec", "int8"], "--what-if-codec: got 'int8', wanted NAME=RATIO"),
+        ([*QWEN[1:], "--what-if-codec", "int8=0"], "--what-if-codec: got 'int8=0', wanted NAME=RATIO"),
+    ],
+)
+def test_wrong_arguments_are_named(capsys, arguments, message):
+    code, _, err = run(capsys, "plan", *arguments)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize("content", ["[]", "{"])
+def test_a_ds_config_that_is_none_is_named(capsys, tmp_path, content):
+    path = tmp_path / "ds_config.json"
+    path.write_text(content)
+    code, _, err = run(capsys, "plan", "--model", "Qwen3-30B-A3B", "--ds-config", str(path))
+    assert code == 2
+    assert f"--ds-config: {path}" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_s"), [("10gbps", 1e10), ("200mbit", 2e8), ("1.5 Tbps", 1.5e12), ("64Kbit", 64e3)]
+)
+def test_rates(text, bits_per_s):
+    assert parse_bits_per_s(text, "--wan") == bits_per_s
+
+
+@pytest.mark.parametrize("text", ["10", "gbps", "0gbps", "10GBps", "-1gbps", "10gb"])
+def test_wrong_rates_name_the_argument(text):
+    with pytest.raises(ConfigError, match=r"--wan: got .*, wanted bits per second, as in 10gbps or 200mbit"):
+        parse_bits_per_s(text, "--wan")
+
+
+def test_planning_loads_neither_torch_nor_deepspeed():
+    import subprocess
+
+    program = (
+        "import sys; from ds_hybridep.cli import main; main(['plan', '--model', 'Qwen3-30B-A3B', '--dcs', '2x2', "
+        "'--wan', '1gbps', '--json']); assert not {'torch', 'deepspeed'} & set(sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert run.returncode == 0, run.stderr
