@@ -19,7 +19,7 @@ from typing import Any
 from ds_hybridep import bench
 
 FLAT, AGAIN, INSIDE = "deepspeed, flat EP", "deepspeed, flat EP again", "deepspeed, EP inside the DC"
-KINDS = ("tokens", "expert_weights", "expert_gradients", "control")
+KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
 Record = dict[str, Any]
 
 
@@ -75,16 +75,17 @@ def byte_table(records: Sequence[Record]) -> str:
     """MB per step over the DC uplinks at the lowest rate: seen by the interfaces, and counted by the program."""
     by_plan = list(by_rate(records).values())[-1]
     lines = [
-        "| plan | on the wire | tokens | expert weights | expert gradients | control | rest (dense, headers) | loss |",
-        "|---" * 8 + "|",
+        "| plan | on the wire | tokens | expert weights | expert gradients | dense | control | rest (DeepSpeed's own, "
+        "headers) | loss |",
+        "|---" * 9 + "|",
     ]
     for plan, record in by_plan.items():
         counted = record["counted_bytes_per_step"]
         wire = record["wan_bytes_per_step"] / 1e6
         if not plan.startswith("hybridep"):
-            lines.append(f"| {plan} | {wire:.2f} | | | | | | {record['loss']:.4f} |")
+            lines.append(f"| {plan} | {wire:.2f} | | | | | | | {record['loss']:.4f} |")
             continue
-        parts = [counted[kind] / 1e6 for kind in KINDS]
+        parts = [counted.get(kind, 0.0) / 1e6 for kind in KINDS]
         numbers = " | ".join(f"{part:.2f}" for part in [wire, *parts, wire - sum(parts)])
         lines.append(f"| {plan} | {numbers} | {record['loss']:.4f} |")
     return "\n".join(lines)
@@ -111,8 +112,8 @@ def plot(records: Sequence[Record], path: Path, title: str) -> None:
     by_plan = list(rates.values())[-1]
     names = [plan for plan in by_plan if plan != AGAIN]
     bottom = [0.0] * len(names)
-    for kind in KINDS[:3]:
-        heights = [by_plan[plan]["counted_bytes_per_step"][kind] / 1e6 for plan in names]
+    for kind in KINDS[:4]:
+        heights = [by_plan[plan]["counted_bytes_per_step"].get(kind, 0.0) / 1e6 for plan in names]
         right.bar(names, heights, bottom=bottom, label=kind)
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     rest = [max(by_plan[p]["wan_bytes_per_step"] / 1e6 - b, 0.0) for p, b in zip(names, bottom, strict=True)]

@@ -39,6 +39,7 @@ class Plan:
     name: str
     ep_size: int
     domain_sizes: tuple[int, ...] | None = None
+    dense_sync: str = "deepspeed"
 
 
 @dataclass
@@ -93,6 +94,8 @@ def plans_of(sizes: tuple[int, ...]) -> list[Plan]:
         Plan("hybridep [1,1]", dcs * gpus, (1, 1)),
     ]
     plans += [Plan(f"hybridep [{size},1]", dcs * gpus, (size, 1)) for size in range(2, dcs + 1) if dcs % size == 0]
+    if gpus > 1:
+        plans.append(Plan(f"hybridep [{dcs},1], hierarchical dense", dcs * gpus, (dcs, 1), "hierarchical"))
     return [*plans, Plan("deepspeed, flat EP again", dcs * gpus)]
 
 
@@ -113,7 +116,13 @@ def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[
             {"name": name, "size": size, "domain_size": domain_size}
             for name, size, domain_size in zip(("dc", "gpu"), sizes, plan.domain_sizes, strict=True)
         ]
-        block = {"levels": levels, "report_interval": 0, "verify_interval": 0, "prefetch_depth": args.prefetch_depth}
+        block = {
+            "levels": levels,
+            "report_interval": 0,
+            "verify_interval": 0,
+            "prefetch_depth": args.prefetch_depth,
+            "dense_sync": plan.dense_sync,
+        }
         ds_hybridep.attach(engine, block)
     return Run(plan, engine)
 
@@ -177,7 +186,7 @@ def phase(runs: list[Run], driver: Driver, corpus: Tensor, args: argparse.Namesp
 
 def sum_over_ranks(counted: list[dict[str, float]]) -> dict[str, float]:
     """Median bytes per step by kind, summed over ranks."""
-    kinds = ("tokens", "expert_weights", "expert_gradients", "control")
+    kinds = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
     own = torch.tensor([statistics.median(one.get(kind, 0.0) for one in counted) for kind in kinds])
     dist.all_reduce(own)
     return dict(zip(kinds, own.tolist(), strict=True))
@@ -201,16 +210,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="most steps of one block")
     parser.add_argument("--block-s", type=float, default=2.0, help="seconds of one block to aim at")
+    parser.add_argument("--plans", nargs="+", default=[], help="names of the plans to run; by default all")
     parser.add_argument("--local_rank", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     sizes = tuple(int(size) for size in args.dcs.split("x"))
+    plans = [plan for plan in plans_of(sizes) if not args.plans or plan.name in args.plans]
     driver = Driver(args.control)
     driver.ask(command="rate", rate="none")
     runs = {
-        accumulation: [build(args, plan, accumulation, sizes) for plan in plans_of(sizes)]
-        for accumulation in args.accumulations
+        accumulation: [build(args, plan, accumulation, sizes) for plan in plans] for accumulation in args.accumulations
     }
     corpus, _ = train_lm.read_corpus()
     for rate in args.rates:

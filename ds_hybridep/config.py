@@ -196,6 +196,7 @@ class HybridEPConfig:
     report_interval: optimizer steps between two reports; 0: never.
     report_file: JSON record of the run, written by rank 0; None: no file.
     token_exchange: how tokens travel between domains, see `plan.token_route`; "auto" takes the cheaper way.
+    dense_sync: how gradients and parameters of everything but the experts travel, see `runtime.level_collectives`.
     """
 
     levels: tuple[LevelConfig, ...]
@@ -212,6 +213,9 @@ class HybridEPConfig:
     )
     token_exchange: Literal["auto", "direct", "hierarchical"] = field(
         default="auto", metadata=_read_by(_choice("auto", "direct", "hierarchical"))
+    )
+    dense_sync: Literal["deepspeed", "hierarchical"] = field(
+        default="deepspeed", metadata=_read_by(_choice("deepspeed", "hierarchical"))
     )
 
     @property

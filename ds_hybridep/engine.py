@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins the runtime to DeepSpeed: finds the MoE layers, and hooks step, gradients and checkpoints.
 
-The only module that touches deepspeed.  Modules are not replaced: `MOELayer.forward` is patched once per class and
-asks each instance for its `_hybridep`; methods of the engine are overridden on the instance, and `detach` removes
-exactly those.
+The only module that touches deepspeed, beside `dense_hooks`.  Modules are not replaced: `MOELayer.forward` is patched
+once per class and asks each instance for its `_hybridep`; methods of the engine are overridden on the instance, and
+`detach` removes exactly those.
 """
 
 import json
@@ -20,6 +20,7 @@ from deepspeed.utils import groups, log_dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
+from ds_hybridep import dense_hooks
 from ds_hybridep.config import HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, build_runtime
@@ -58,6 +59,7 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
             return
         if is_engine:
             _refuse_unsupported(engine_or_model)
+        _refuse_dense_sync(engine_or_model, checked, is_engine=is_engine)
         layers = _find_layers(model)
         specs = [_spec_of(name, layer) for name, layer in layers.items()]
         _refuse_devices(specs)
@@ -134,6 +136,7 @@ class Attachment:
         self._overridden: list[str] = []
         self._handles: list[Any] = []
         self._optimizer: Any = None
+        self._dense: dense_hooks.DenseHooks | None = None
 
     def bind(self, *, is_engine: bool) -> None:
         """Connect layers and engine to the runtime."""
@@ -145,6 +148,9 @@ class Attachment:
             hook = _refill_after_load(self.runtime.migration, modules)
             self._handles = [module.register_load_state_dict_post_hook(hook) for module in modules]
         if is_engine:
+            if self.runtime.dense is not None:
+                self._dense = dense_hooks.DenseHooks(self.engine, self.runtime.dense, self.runtime.transport)
+                self._override("allreduce_bucket", self._dense.allreduce_bucket)
             self._override("_configure_optimizer", self._configure_optimizer)
             self._watch_optimizer()
             self._override("_take_model_step", self._take_model_step)
@@ -166,6 +172,8 @@ class Attachment:
         if self._optimizer is not None:
             self._optimizer.__dict__.pop("zero_grad", None)
             self._optimizer = None
+        if self._dense is not None:
+            self._dense.remove()
         self.runtime.close()
 
     def _override(self, method: str, replacement: Callable[..., Any]) -> None:
@@ -204,6 +212,8 @@ class Attachment:
 
         optimizer.__dict__["zero_grad"] = zero_grad
         self._optimizer = optimizer
+        if self._dense is not None:
+            self._dense.watch(optimizer)
 
     def _zero_grad(self, original: Callable[..., Any]) -> None:
         self._clear_gradients(by_optimizer=False)
@@ -310,6 +320,18 @@ def _refuse_unsupported(engine: Any) -> None:
                 f'{feature} does not work together with the "hybridep" block yet; turn it off, or set '
                 f'"hybridep": {{"enabled": false}}'
             )
+
+
+def _refuse_dense_sync(engine: Any, config: HybridEPConfig, *, is_engine: bool) -> None:
+    """Raise UnsupportedError where "dense_sync" asks for what cannot be done."""
+    if config.dense_sync == "deepspeed":
+        return
+    if not is_engine:
+        raise UnsupportedError(
+            f'hybridep.dense_sync is "{config.dense_sync}", but without a DeepSpeed engine nobody synchronises dense '
+            f'gradients; attach to the engine that deepspeed.initialize returns, or leave it at "deepspeed"'
+        )
+    dense_hooks.refuse_unsupported(engine)
 
 
 def _refuse_devices(specs: Sequence[LayerSpec]) -> None:

@@ -67,6 +67,7 @@ class Case:
     prefetch_depth: int | None = None
     token_exchange: str | None = None
     kernels: str | None = None
+    dense_sync: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -90,7 +91,12 @@ class Case:
     def without_block(self) -> "Case":
         """The same training with everything forgotten that only the block says; cases that share it share its run."""
         return replace(
-            self, levels=(("all", self.world_size, 1),), prefetch_depth=None, token_exchange=None, kernels=None
+            self,
+            levels=(("all", self.world_size, 1),),
+            prefetch_depth=None,
+            token_exchange=None,
+            kernels=None,
+            dense_sync=None,
         )
 
     def ds_config(self, *, with_block: bool) -> dict[str, Any]:
@@ -135,6 +141,7 @@ class Case:
             "prefetch_depth": self.prefetch_depth,
             "token_exchange": self.token_exchange,
             "kernels": self.kernels,
+            "dense_sync": self.dense_sync,
         }
         return {
             "enabled": True,
@@ -482,13 +489,19 @@ def _byte_problems(case: Case, stats: Sequence[dict[str, Any]]) -> Iterable[str]
         data_before_expert=case.use_data_before_expert_parallel,
     )
     trains = any(size > 0 for size in case.batch_sizes) if case.batch_sizes else True
-    for index, ((name, _, domain_size), span) in enumerate(zip(case.levels, spans, strict=True)):
+    for index, ((name, size, domain_size), span) in enumerate(zip(case.levels, spans, strict=True)):
         sent = {
             kind: sum(one["levels"][index]["sent_bytes"][kind] for one in stats)
-            for kind in ("tokens", "expert_weights", "expert_gradients", "control")
+            for kind in ("tokens", "expert_weights", "expert_gradients", "dense", "control")
         }
         has_tokens, has_experts = trains and domain_size < span, domain_size > 1
-        expected = {"tokens": has_tokens, "expert_weights": has_experts, "expert_gradients": has_experts}
+        has_dense = case.dense_sync == "hierarchical" and size > 1
+        expected = {
+            "tokens": has_tokens,
+            "expert_weights": has_experts,
+            "expert_gradients": has_experts,
+            "dense": has_dense,
+        }
         for kind, is_expected in expected.items():
             if (sent[kind] > 0) != is_expected:
                 yield (

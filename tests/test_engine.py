@@ -476,15 +476,15 @@ def test_stats(pool4: ProcessPool) -> None:
         for level in trained["levels"]:
             assert set(level) == {"name", "sent_bytes", "received_bytes", "sent_messages", "plain_ep_bytes"}
             for counter in ("sent_bytes", "received_bytes", "sent_messages"):
-                assert set(level[counter]) == {"tokens", "expert_weights", "expert_gradients", "control"}
+                assert set(level[counter]) == {"tokens", "expert_weights", "expert_gradients", "dense", "control"}
             assert level["plain_ep_bytes"] > 0
         assert slow["sent_bytes"]["expert_weights"] == slow["received_bytes"]["expert_weights"] == 3 * shipment
         assert slow["sent_bytes"]["expert_gradients"] == slow["received_bytes"]["expert_gradients"] == 2 * shipment
         assert slow["sent_bytes"]["tokens"] == fast["sent_bytes"]["expert_weights"] == 0
         assert fast["sent_bytes"]["tokens"] > 0
         assert fast["sent_messages"]["tokens"] > 0
-        assert set(trained["exposed_s"]) == {"tokens", "expert_weights", "expert_gradients"}
-        assert all(seconds > 0 for seconds in trained["exposed_s"].values())
+        assert set(trained["exposed_s"]) == {"tokens", "expert_weights", "expert_gradients", "dense"}
+        assert all((seconds > 0) == (kind != "dense") for kind, seconds in trained["exposed_s"].items())
         assert [layer["name"] for layer in trained["layers"]] == list(LAYERS)
         assert [layer["calls"] for layer in trained["layers"]] == [3, 3]
         assert all(count == 0 for level in fresh["levels"] for count in level["sent_bytes"].values())

@@ -9,7 +9,13 @@ RECORD = {
     "levels": [
         {
             "name": "dc",
-            "sent_bytes": {"tokens": 0, "expert_weights": 20_000_000, "expert_gradients": 15_000_000, "control": 1000},
+            "sent_bytes": {
+                "tokens": 0,
+                "expert_weights": 20_000_000,
+                "expert_gradients": 15_000_000,
+                "dense": 5_000_000,
+                "control": 1000,
+            },
             "plain_ep_bytes": 100_000_000,
         },
         {"name": "gpu", "sent_bytes": {"tokens": 80_000_000, "expert_weights": 0}, "plain_ep_bytes": 0},
@@ -27,10 +33,10 @@ def table_of(record):
 def test_table_shows_megabytes_per_step_beside_plain_ep():
     header, dc, gpu = table_of(RECORD)
     assert ", ".join(header) == (
-        "level, tokens, expert weights, expert gradients, control, sum, plain EP, of plain EP"
+        "level, tokens, expert weights, expert gradients, dense, control, sum, plain EP, of plain EP"
     )
-    assert dc == ["dc", "0.000", "2.000", "1.500", "0.000", "3.500", "10.000", "35%"]
-    assert gpu == ["gpu", "8.000", "0.000", "-", "-", "8.000", "0.000", "-"]
+    assert dc == ["dc", "0.000", "2.000", "1.500", "0.500", "0.000", "4.000", "10.000", "35%"]
+    assert gpu == ["gpu", "8.000", "0.000", "-", "-", "-", "8.000", "0.000", "-"]
 
 
 def test_header_and_waits_name_their_units():
@@ -42,8 +48,8 @@ def test_header_and_waits_name_their_units():
 def test_kinds_of_a_later_version_get_their_own_column():
     record = {**RECORD, "levels": [{"name": "dc", "sent_bytes": {"checksums": 10_000_000}}, *RECORD["levels"]]}
     header, first, *_ = table_of(record)
-    assert header[5] == "checksums"
-    assert first[5] == "1.000"
+    assert header[6] == "checksums"
+    assert first[6] == "1.000"
 
 
 def test_columns_are_aligned():

@@ -15,6 +15,7 @@ from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
 from ds_hybridep.runtime.comm import Transport, agree, announcing_failure
 from ds_hybridep.runtime.expert_gather import ReplicaStore, build_gather_levels, lay_out
+from ds_hybridep.runtime.level_collectives import LevelCollectives
 from ds_hybridep.runtime.migration import LayerExperts, MigrationManager, StagePipeline
 from ds_hybridep.runtime.moe_layer import HybridMoE, expert_to_slot
 from ds_hybridep.runtime.row_exchange import build_exchanges
@@ -97,8 +98,10 @@ class HybridRuntime:
         self.layers: dict[str, HybridMoE] = {}
         pipelines: dict[str, tuple[StagePipeline, StagePipeline]] = {}
         stores: list[LayerExperts] = []
-        # 1. Channels, in the same order on all ranks: for each layer tokens, then weights and gradients by level.
+        # 1. Channels, in the same order on all ranks: for each layer tokens, then weights and gradients by level; then
+        #    those of everything else, where it is ours to send.
         parts = [self._build_parts(layer, pipelines, stores) for layer in planned]
+        self.dense = LevelCollectives(transport) if config.dense_sync == "hierarchical" else None
         # 2. One manager for all layers, then the layers.
         self.migration = MigrationManager(transport, stores, config.prefetch_depth, is_boundary) if stores else None
         for layer, (exchanges, position) in zip(planned, parts, strict=True):
@@ -151,10 +154,11 @@ class HybridRuntime:
         first = self._planned[0]
         names = [level.name for level in self.config.levels]
         domains = ", ".join(f"{n} {s}" for n, s in zip(names, first.partition.domain_sizes, strict=True))
+        dense = ", dense gradients and parameters by level" if self.dense is not None else ""
         replica_mib = self.migration.replica_bytes / 2**20 if self.migration is not None else 0.0
         return (
             f"hybridep: {len(self._planned)} MoE layers, domain sizes {domains}, tokens {first.exchange}, "
-            f"{self.kernels.name} kernels, replicas and their gradients {replica_mib:.1f} MiB per rank"
+            f"{self.kernels.name} kernels, replicas and their gradients {replica_mib:.1f} MiB per rank{dense}"
         )
 
     def before_step(self) -> None:

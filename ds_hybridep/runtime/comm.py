@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -31,7 +31,7 @@ EXIT_LIMIT_S = 60.0  # how long a process that ends waits for transfers under wa
 
 Part = tuple[int, Tensor]  # (global rank, contiguous tensor that goes there or comes from there)
 
-KINDS = ("tokens", "expert_weights", "expert_gradients", "control")
+KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
 
 
 @dataclass
@@ -228,6 +228,7 @@ class Transport:
         self.traffic = Traffic()
         self.records: list[TransferRecord] | None = None  # a list while a trace is taken
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
+        self._stand_ins: list[StandInGroup] = []
         self.num_finished = 0  # background transfers that have ended
         self._level_of_rank: dict[int, int] = {}
         self._finished = threading.Condition()
@@ -239,6 +240,15 @@ class Transport:
             level = min(self.level_to(rank) for rank in ranks if rank != self.rank)
             self._channels[key] = Channel(self, name, ranks, level, background)
         return self._channels[key]
+
+    def stand_in(
+        self, group: Any, all_reduce: Callable[[Tensor], None], all_gather: Callable[[Tensor, Tensor], None]
+    ) -> "StandInGroup":
+        """A process group like `group` that torch knows until `close`, whose large sums and gathers go elsewhere."""
+        stand_in = StandInGroup(group, all_reduce, all_gather)
+        stand_in.register()
+        self._stand_ins.append(stand_in)
+        return stand_in
 
     def level_to(self, rank: int) -> int:
         """Index of the slowest level that a message to `rank` crosses."""
@@ -294,6 +304,64 @@ class Transport:
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
+        for stand_in in self._stand_ins:
+            stand_in.unregister()
+        self._stand_ins.clear()
+
+
+class StandInGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group to hand to code that calls torch's collectives, so that two of them take another way.
+
+    Ranks and connections are those of `group`, and so is every collective but these: a sum of at least one element per
+    rank, and a gather into one tensor.
+
+    Args:
+        group: over gloo.
+        all_reduce: replaces a contiguous tensor by its sum over the ranks.
+        all_gather: (output, own) fills `output` with the tensors `own` of all ranks, in rank order.
+    """
+
+    def __init__(
+        self, group: Any, all_reduce: Callable[[Tensor], None], all_gather: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        super().__init__(group.rank(), group.size())
+        cpu, kind = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
+        self._register_backend(cpu, kind, group._get_backend(cpu))
+        self._set_default_backend(kind)
+        self._original = group
+        self._all_reduce = all_reduce
+        self._all_gather = all_gather
+
+    def register(self) -> None:
+        """Let torch know ranks and backend of this group, which it keeps in tables and not in the group."""
+        world = dist.distributed_c10d._world
+        world.pg_map[self] = world.pg_map[self._original]
+        world.pg_group_ranks[self] = world.pg_group_ranks[self._original]
+
+    def unregister(self) -> None:
+        """Undo `register`."""
+        world = dist.distributed_c10d._world
+        world.pg_map.pop(self, None)
+        world.pg_group_ranks.pop(self, None)
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
+        # Scalars (norms, overflow flags) are a matter of latency: they keep the way they had.
+        if options.reduceOp != dist.ReduceOp.SUM or len(tensors) != 1 or tensors[0].numel() < self.size():
+            return super().allreduce(tensors, options)
+        self._all_reduce(tensors[0])
+        return _finished_work(tensors)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, options: Any) -> Any:
+        self._all_gather(output, own)
+        return _finished_work([output])
+
+    _allgather_base = all_gather_single  # its name before torch 2.13
+
+
+def _finished_work(result: list[Tensor]) -> Any:
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)
 
 
 def group_ranks(group: Any) -> tuple[int, ...]:

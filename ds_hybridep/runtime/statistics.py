@@ -11,7 +11,7 @@ from ds_hybridep.plan.partition import Partition
 from ds_hybridep.runtime.comm import KINDS, Purpose, Transport
 from ds_hybridep.runtime.moe_layer import HybridMoE
 
-EXPOSED_KINDS = ("tokens", "expert_weights", "expert_gradients")
+EXPOSED_KINDS = ("tokens", "expert_weights", "expert_gradients", "dense")
 
 
 class Statistics:
@@ -119,7 +119,8 @@ def summarize(record: Mapping[str, Any]) -> str:
     parts = []
     for level in record["levels"]:
         sent, plain = sum(level["sent_bytes"].values()), level["plain_ep_bytes"]
-        share = f" ({sent / plain:.0%} of plain EP)" if plain else ""
+        # Dense gradients and parameters travel under plain EP too, and are in no count of it.
+        share = f" ({(sent - level['sent_bytes']['dense']) / plain:.0%} of plain EP)" if plain else ""
         parts.append(f"{level['name']} {sent / steps / 1e6:.2f} MB{share}")
     waited_s = sum(record["exposed_s"].values()) / steps
     return f"hybridep after {record['steps']} steps, per step: sent over {', '.join(parts)}; waited {waited_s:.3f} s"

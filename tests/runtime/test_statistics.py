@@ -9,23 +9,29 @@ RECORD = {
     "levels": [
         {
             "name": "dc",
-            "sent_bytes": {"tokens": 0, "expert_weights": 20_000_000, "expert_gradients": 15_000_000, "control": 0},
+            "sent_bytes": {
+                "tokens": 0,
+                "expert_weights": 20_000_000,
+                "expert_gradients": 15_000_000,
+                "dense": 5_000_000,
+                "control": 0,
+            },
             "plain_ep_bytes": 100_000_000,
         },
         {
             "name": "gpu",
-            "sent_bytes": {"tokens": 80_000_000, "expert_weights": 0, "expert_gradients": 0, "control": 0},
+            "sent_bytes": {"tokens": 80_000_000, "expert_weights": 0, "expert_gradients": 0, "dense": 0, "control": 0},
             "plain_ep_bytes": 0,
         },
     ],
-    "exposed_s": {"tokens": 0.25, "expert_weights": 0.05, "expert_gradients": 0.1},
+    "exposed_s": {"tokens": 0.25, "expert_weights": 0.05, "expert_gradients": 0.1, "dense": 0.05},
     "layers": [{"name": "blocks.0.moe", "imbalance": 1.5}],
 }
 
 
 def test_the_log_line_counts_per_step_and_names_the_share_of_plain_ep() -> None:
     assert summarize(RECORD) == (
-        "hybridep after 10 steps, per step: sent over dc 3.50 MB (35% of plain EP), gpu 8.00 MB; waited 0.040 s"
+        "hybridep after 10 steps, per step: sent over dc 4.00 MB (35% of plain EP), gpu 8.00 MB; waited 0.045 s"
     )
 
 
@@ -35,4 +41,4 @@ def test_monitor_gets_bytes_waits_and_imbalance_at_the_sample_count() -> None:
     assert events["HybridEP/gpu/tokens_MB_per_step"] == (8.0, 640)
     assert events["HybridEP/exposed_s/expert_gradients"] == (0.1, 640)
     assert events["HybridEP/imbalance/blocks.0.moe"] == (1.5, 640)
-    assert len(events) == 2 * 4 + 3 + 1
+    assert len(events) == 2 * 5 + 4 + 1

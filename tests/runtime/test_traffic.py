@@ -78,6 +78,7 @@ def assert_counted(
                 "tokens": calls * tokens[rank, level],
                 "expert_weights": weights,
                 "expert_gradients": gradients,
+                "dense": 0,
                 "control": 0,
             }
             assert counted["sent_bytes"] == expected, (rank, level)
@@ -242,7 +243,7 @@ TOY = ToyConfig()
 TOY_EXPERT_BYTES = 4 * (TOY.hidden * TOY.ffn + TOY.ffn + TOY.ffn * TOY.hidden + TOY.hidden)
 TOY_ROW_BYTES = 4 * TOY.hidden
 TOY_CAPACITY = 8  # 4 sequences of 8 tokens, 2 of 8 experts each, capacity factor 1
-REPORT_BYTES = 8 * (2 * (4 + 1) + 3 + 2)  # float64: kinds and plain EP of two levels, waits, rows of two layers
+REPORT_BYTES = 8 * (2 * (5 + 1) + 4 + 2)  # float64: kinds and plain EP of two levels, waits, rows of two layers
 
 
 def train_engine(case: Case, report_file: str | None, report_interval: int = 1) -> dict[str, Any]:
