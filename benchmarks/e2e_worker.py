@@ -94,8 +94,7 @@ def plans_of(sizes: tuple[int, ...]) -> list[Plan]:
         Plan("hybridep [1,1]", dcs * gpus, (1, 1)),
     ]
     plans += [Plan(f"hybridep [{size},1]", dcs * gpus, (size, 1)) for size in range(2, dcs + 1) if dcs % size == 0]
-    if gpus > 1:
-        plans.append(Plan(f"hybridep [{dcs},1], hierarchical dense", dcs * gpus, (dcs, 1), "hierarchical"))
+    plans.append(Plan(f"hybridep [{dcs},1], hierarchical dense", dcs * gpus, (dcs, 1), "hierarchical"))
     return [*plans, Plan("deepspeed, flat EP again", dcs * gpus)]
 
 
