@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.moe.utils import is_moe_param
-from parity import Case, assert_parity, levels_of, use_expert_groups_of
+from parity import BF16_LOSS_TOLERANCE, Case, assert_parity, levels_of, use_expert_groups_of
 from process_pool import ProcessPool
 from test_engine import block_of, engine_of, error_of, train
 from toy_model import ToyConfig, build_model
@@ -138,7 +138,14 @@ def test_buckets_and_orders_of_zero_change_nothing(pool4: ProcessPool, zero: dic
 
 def losses_of(case: Case, with_block: bool, config: dict[str, Any]) -> dict[str, Any]:
     with engine_of(case, with_block=with_block, **config) as engine:
-        return {"losses": train(engine, case, 0, STEPS), "digest": dense_digest(engine)}
+        losses = train(engine, case, 0, STEPS)
+        return {
+            "losses": losses,
+            "digest": dense_digest(engine),
+            "optimizer": type(engine.optimizer).__name__,
+            "num_elements": sum(p.numel() for p in engine.module.parameters() if not is_moe_param(p)),
+            "slow bytes": ds_hybridep.stats(engine)["levels"][0]["sent_bytes"]["dense"] if with_block else 0,
+        }
 
 
 @pytest.mark.parametrize(
@@ -163,6 +170,22 @@ def test_scaling_and_data_type_of_the_communication_stay_deepspeeds(
         assert losses[rank]["losses"] == pytest.approx(plain[rank]["losses"], rel=tolerance)
     item_bytes = 2 if "communication_data_type" in config else 4
     assert sum(one["sent"][0] for one in ours) == 2 * STEPS * item_bytes * ours[0]["num_elements"]
+
+
+def test_bf16_with_gradients_in_fp32(pool4: ProcessPool) -> None:
+    """DeepSpeed takes another optimizer here: the engine sums gradients, and the optimizer gathers parameters."""
+    case = world4(2, 1, zero_stage=1, dtype="bf16", toy=BY_TOKEN, accumulation=2)
+    config = {"data_types": {"grad_accum_dtype": "fp32"}}
+    plain = pool4.run(losses_of, case=case, with_block=False, config=config)
+    ours = pool4.run(losses_of, case=case, with_block=True, config=config)
+    for rank in range(4):
+        assert ours[rank]["losses"] == pytest.approx(plain[rank]["losses"], rel=BF16_LOSS_TOLERANCE)
+    assert len({one["digest"] for one in ours}) == 1
+    assert ours[0]["optimizer"] == "BF16_Optimizer"
+    # Per step and element, over both uplinks together: twice 2 bytes of the sum (gradients are kept in fp32, but
+    # travel in bf16 unless "communication_data_type" says otherwise), and 2 bytes of the parameter, with padding.
+    bytes_per_element = sum(one["slow bytes"] for one in ours) / (STEPS * ours[0]["num_elements"])
+    assert 6 <= bytes_per_element < 6.1
 
 
 # -- joining and leaving ----------------------------------------------------------------------------------------
