@@ -18,8 +18,9 @@ from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
 
 Reader = Callable[[object, str], object]
 
-AVAILABLE_CODECS = ("identity",)
-FUTURE_CODECS = ("int8", "int4", "int2", "sign", "top_k", "low_rank", "shared_residual", "fp8", "auto")
+EXPERT_CODECS = ("identity", "int8", "int4", "int2", "sign", "top_k", "low_rank", "sum", "warm_up")
+TOKEN_CODECS = ("identity",)
+FUTURE_CODECS = ("fp8", "auto")
 
 BITS_PER_BYTE = 8
 BITS_PER_GBIT = 1e9
@@ -93,24 +94,32 @@ def _optional(reader: Reader) -> Reader:
     return lambda value, where: None if value is None else reader(value, where)
 
 
-def _read_codec(value: object, where: str) -> "CodecConfig":
-    if isinstance(value, str):
-        value = {"type": value}
-        where_type = where
-    elif isinstance(value, Mapping) and "type" in value:
-        where_type = f"{where}.type"
-    else:
-        advice = f"available: {_quoted(AVAILABLE_CODECS)}"
-        raise _refused(where, value, 'a codec name or an object such as {"type": "identity"}', advice)
-    name = value["type"]
-    if isinstance(name, str) and name in FUTURE_CODECS:
-        raise ConfigError(
-            f"{where_type} is {_shown(name)}, which is not available yet; choose one of {_quoted(AVAILABLE_CODECS)}"
-        )
-    if not isinstance(name, str) or name not in AVAILABLE_CODECS:
-        advice = _nearest(name, (*AVAILABLE_CODECS, *FUTURE_CODECS)) or "choose one of these"
-        raise _refused(where_type, name, f"one of {_quoted(AVAILABLE_CODECS)}", advice)
-    return CodecConfig(**_read_fields(CodecConfig, value, where))
+def _codec(available: Sequence[str]) -> Reader:
+    """Reader of a codec whose type is one of `available`; its options are checked where the codec is made."""
+
+    def read(value: object, where: str) -> "CodecConfig":
+        if isinstance(value, str):
+            value, where_type = {"type": value}, where
+        elif isinstance(value, Mapping) and "type" in value:
+            where_type = f"{where}.type"
+        else:
+            advice = f"available: {_quoted(available)}"
+            raise _refused(where, value, 'a codec name or an object such as {"type": "identity"}', advice)
+        name = value["type"]
+        if isinstance(name, str) and name not in available and name in (*FUTURE_CODECS, *EXPERT_CODECS):
+            raise ConfigError(
+                f"{where_type} is {_shown(name)}, which is not available yet; choose one of {_quoted(available)}"
+            )
+        if not isinstance(name, str) or name not in available:
+            advice = _nearest(name, (*available, *FUTURE_CODECS)) or "choose one of these"
+            raise _refused(where_type, name, f"one of {_quoted(available)}", advice)
+        options = {key: option for key, option in value.items() if key != "type"}
+        try:
+            return CodecConfig(type=name, options=json.dumps(options, sort_keys=True))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{where} is {_shown(value)}, but must be JSON: {error}; use plain values") from error
+
+    return read
 
 
 def _read_domain_size(value: object, where: str) -> object:
@@ -144,9 +153,19 @@ _TIMEOUT = _number(
 
 @dataclass(frozen=True, kw_only=True)
 class CodecConfig:
-    """How one kind of payload is encoded on the links of a level."""
+    """How one kind of payload is encoded on the links of a level.
 
-    type: str = field(metadata=_read_by(_choice(*AVAILABLE_CODECS)))
+    type: name of the codec.
+    options: of that type, as JSON.
+    """
+
+    type: str
+    options: str = "{}"
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """As `codecs.make_codec` reads it."""
+        return {"type": self.type, **json.loads(self.options)}
 
 
 IDENTITY = CodecConfig(type="identity")
@@ -169,9 +188,9 @@ class LevelConfig:
     bandwidth_gbps: float | None = field(default=None, metadata=_read_by(_optional(_BANDWIDTH)))
     latency_ms: float | None = field(default=None, metadata=_read_by(_optional(_LATENCY)))
     domain_size: int = field(default=1, metadata=_read_by(_read_domain_size))
-    weight_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_read_codec))
-    gradient_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_read_codec))
-    token_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_read_codec))
+    weight_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec(EXPERT_CODECS)))
+    gradient_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec(EXPERT_CODECS)))
+    token_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec(TOKEN_CODECS)))
 
     def link(self) -> Link:
         """The level's link in bytes per second and seconds."""

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,7 @@ from ds_hybridep.config import HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, build_runtime
 from ds_hybridep.runtime.comm import announcing_failure, backend_name, group_ranks, is_initialized, world_size
+from ds_hybridep.runtime.expert_gather import no_scale
 from ds_hybridep.runtime.migration import MigrationManager
 from ds_hybridep.runtime.moe_layer import HybridMoE
 from ds_hybridep.runtime.statistics import monitor_events, summarize
@@ -64,7 +65,9 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         specs = [_spec_of(name, layer) for name, layer in layers.items()]
         _refuse_devices(specs)
     is_boundary = _boundary_of(engine_or_model) if is_engine else lambda: True
-    attachment = Attachment(engine_or_model, build_runtime(checked, specs, is_boundary), layers)
+    loss_scale = partial(_loss_scale_of, engine_or_model) if is_engine else no_scale
+    runtime = build_runtime(checked, specs, is_boundary, master_of=_master_of, loss_scale=loss_scale)
+    attachment = Attachment(engine_or_model, runtime, layers)
     log_dist(attachment.runtime.describe(), ranks=[0])
     _attachments(engine_or_model)[BLOCK] = attachment
     attachment.bind(is_engine=is_engine)
@@ -396,6 +399,18 @@ def _boundary_of(engine: Any) -> Callable[[], bool]:
         return not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary()
 
     return is_boundary
+
+
+def _master_of(parameter: nn.Parameter) -> Tensor | None:
+    """The fp32 copy that DeepSpeed's optimizer updates; None where it is in parts, or there is none."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None or mapping.lp_fragment_address.numel != parameter.numel():
+        return None
+    return mapping.hp_fragment
+
+
+def _loss_scale_of(engine: Any) -> float:
+    return float(getattr(engine.optimizer, "loss_scale", 1.0))
 
 
 def _refuse_method(method: str) -> Callable[..., Any]:

@@ -6,15 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.codecs import Codec, make_codec
+from ds_hybridep.config import IDENTITY, HybridEPConfig
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.kernels import Kernels, load_kernels
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
 from ds_hybridep.runtime.comm import Transport, agree, announcing_failure
-from ds_hybridep.runtime.expert_gather import ReplicaStore, build_gather_levels, lay_out
+from ds_hybridep.runtime.expert_gather import (
+    Encoding,
+    ReplicaStore,
+    build_gather_levels,
+    lay_out,
+    no_master,
+    no_scale,
+)
 from ds_hybridep.runtime.level_collectives import LevelCollectives
 from ds_hybridep.runtime.migration import LayerExperts, MigrationManager, StagePipeline
 from ds_hybridep.runtime.moe_layer import HybridMoE, expert_to_slot
@@ -89,9 +97,11 @@ class HybridRuntime:
         transport: Transport,
         kernels: Kernels,
         planned: Sequence[PlannedLayer],
+        encoding: Encoding,
         is_boundary: Callable[[], bool],
     ) -> None:
         self.config = config
+        self._encoding = encoding
         self.transport = transport
         self.kernels = kernels
         self._planned = tuple(planned)
@@ -127,7 +137,7 @@ class HybridRuntime:
         if partition.domain_size == 1:
             return exchanges, -1
         levels = build_gather_levels(partition, self.transport, spec.group)
-        store = ReplicaStore(spec.name, spec.experts, partition, levels, rank)
+        store = ReplicaStore(spec.name, spec.experts, partition, levels, rank, self._encoding)
         if spec.group not in pipelines:
             pipelines[spec.group] = StagePipeline(self.transport), StagePipeline(self.transport)
         weights, gradients = pipelines[spec.group]
@@ -172,8 +182,8 @@ class HybridRuntime:
 
     def after_step(self, *, was_applied: bool) -> dict[str, Any] | None:
         """Call right after the optimizer step.  Returns the job's record on rank 0 every `report_interval` steps."""
-        if self.migration is not None and was_applied:
-            self.migration.after_step()
+        if self.migration is not None:
+            self.migration.after_step(was_applied=was_applied)
         self.statistics.num_steps += 1
         interval = self.config.report_interval
         return self.statistics.gather_job() if interval and self.statistics.num_steps % interval == 0 else None
@@ -194,9 +204,21 @@ class HybridRuntime:
 
 
 def build_runtime(
-    config: HybridEPConfig, specs: Sequence[LayerSpec], is_boundary: Callable[[], bool]
+    config: HybridEPConfig,
+    specs: Sequence[LayerSpec],
+    is_boundary: Callable[[], bool],
+    *,
+    master_of: Callable[[nn.Parameter], Tensor | None] = no_master,
+    loss_scale: Callable[[], float] = no_scale,
 ) -> HybridRuntime:
     """The runtime of a model; all ranks must call at the same point.
+
+    Args:
+        config: of the job.
+        specs: of the model's MoE layers, in the order in which they run.
+        is_boundary: True when the backward that runs is the last before the optimizer step.
+        master_of: the optimizer's fp32 copy of a parameter, None where this rank does not hold all of it.
+        loss_scale: by which gradients are multiplied now.
 
     Raises:
         PlanError: an expert-parallel group is no regular part of the levels, or cannot be split into the domains.
@@ -204,6 +226,7 @@ def build_runtime(
     """
     with announcing_failure():
         planned = [_plan_layer(config, spec) for spec in specs]
+        encoding = Encoding(_codecs(config, "weight_codec"), _codecs(config, "gradient_codec"), master_of, loss_scale)
         kernels = load_kernels(config.kernels, specs[0].sample.device.type)
         payload = {
             "version": __version__,
@@ -214,7 +237,22 @@ def build_runtime(
         }
     generation = agree(payload, config.timeout_s)
     transport = Transport(config.cluster(), config.timeout_s, generation)
-    return HybridRuntime(config, transport, kernels, planned, is_boundary)
+    return HybridRuntime(config, transport, kernels, planned, encoding, is_boundary)
+
+
+def _codecs(config: HybridEPConfig, key: str) -> tuple[Codec | None, ...]:
+    """The codec of each level; None where weights or gradients go as they are.
+
+    Raises:
+        ConfigError: an option of a codec is wrong.
+    """
+    specs = [getattr(level, key) for level in config.levels]
+    return tuple(
+        None
+        if spec == IDENTITY
+        else make_codec(spec.spec, where=f"hybridep.levels[{i}].{key}", kernels=config.kernels)
+        for i, spec in enumerate(specs)
+    )
 
 
 def _plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:

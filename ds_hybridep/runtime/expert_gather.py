@@ -19,16 +19,20 @@ rank; gradients travel the opposite way, summed in fp32 inside the fast levels b
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ds_hybridep.codecs import Codec
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.plan.cluster import flatten
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.runtime.comm import Channel, Purpose, Transfer, Transport
+from ds_hybridep.runtime.lossy import LossyState, MessageLayout, Mirror, PacketPart, Replica
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,30 @@ def build_gather_levels(partition: Partition, transport: Transport, group: str) 
     return tuple(levels)
 
 
+def no_master(_: nn.Parameter) -> Tensor | None:
+    """For optimizers that keep no copy of their own."""
+    return None
+
+
+def no_scale() -> float:
+    """For losses that are not scaled."""
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How weights and gradients travel; codecs by level index, None where they go as they are.
+
+    master_of: the optimizer's fp32 copy of a parameter, flat or shaped; None where this rank does not hold all of it.
+    loss_scale: by which gradients are multiplied now.
+    """
+
+    weight_codecs: tuple[Codec | None, ...]
+    gradient_codecs: tuple[Codec | None, ...]
+    master_of: Callable[[nn.Parameter], Tensor | None] = field(default=no_master, compare=False)
+    loss_scale: Callable[[], float] = field(default=no_scale, compare=False)
+
+
 class ReplicaStore:
     """Working copies of a domain's experts for one layer, and the gradients that wait to return.
 
@@ -106,6 +134,7 @@ class ReplicaStore:
         partition: of the layer's expert-parallel group.
         levels: from `build_gather_levels`.
         rank: global rank of this process.
+        encoding: how weights and gradients travel; None for exactly, everywhere.
     """
 
     def __init__(
@@ -115,6 +144,7 @@ class ReplicaStore:
         partition: Partition,
         levels: tuple[GatherLevel, ...],
         rank: int,
+        encoding: Encoding | None = None,
     ) -> None:
         self.layer = layer
         self.experts = tuple(experts)
@@ -136,6 +166,63 @@ class ReplicaStore:
             for block in self.blocks
         ]
         self.has_unreturned_sums = False
+        exact = (None,) * len(partition.domain_sizes)
+        self.encoding = encoding or Encoding(exact, exact)
+        self.parts = tuple(
+            PacketPart(piece.name, piece.shape, num_local)
+            for block in self.blocks
+            if block.is_trainable
+            for piece in block.slices
+        )
+        self.lossy = self._build_lossy(device)
+
+    def _build_lossy(self, device: torch.device) -> LossyState:
+        """Mirrors of the codecs that owned weights leave by, and replicas of the slots that come encoded."""
+        state = LossyState()
+        codecs = {level.level: self.encoding.weight_codecs[level.level] for level in self.levels}
+        for codec in codecs.values():
+            if codec is not None and codec.settings() not in state.mirrors:
+                state.mirrors[codec.settings()] = Mirror(MessageLayout(codec, self.parts), device)
+        for slot in self.replica_slots():
+            codec = codecs[self.level_of_slot(slot)]
+            if codec is not None:
+                layout = MessageLayout(codec, self.parts)
+                values = [
+                    view.view(part.num_experts, part.rows, part.cols)
+                    if view.dtype == torch.float32
+                    else torch.zeros(part.num_experts, part.rows, part.cols, device=device)
+                    for part, view in zip(self.parts, self.trainable_parts(self.weights, slot), strict=True)
+                ]
+                state.replicas[slot] = Replica(layout, values)
+        return state
+
+    def level_of_slot(self, slot: int) -> int:
+        """The slowest level between this rank and the owner of a replica."""
+        own = self.partition.offset_of(self.domain_ranks[self.own_index])
+        owner = self.partition.offset_of(self.domain_ranks[slot])
+        return next(level for level, (a, b) in enumerate(zip(own, owner, strict=True)) if a != b)
+
+    def trainable_parts(self, tensors: Sequence[Tensor | None], slot: int) -> list[Tensor]:
+        """Views [e, *shape] of a slot's trainable parameters in `weights` or `sums`, in the order of `parts`."""
+        return [
+            self.part(tensor, slot, piece)
+            for block, tensor in zip(self.blocks, tensors, strict=True)
+            if block.is_trainable and tensor is not None
+            for piece in block.slices
+        ]
+
+    def source_weights(self) -> list[Tensor]:
+        """Owned trainable weights as exact as this rank has them, [e, *shape], in the order of `parts`.
+
+        The optimizer's fp32 masters where they are here; otherwise the staging copy.  Rounding noise of a bf16 weight
+        does not compress.
+        """
+        sources = []
+        for part, staged in zip(self.parts, self.trainable_parts(self.weights, self.own_index), strict=True):
+            masters = [self.encoding.master_of(expert.get_parameter(part.name)) for expert in self.experts]
+            held = [master.detach().reshape(part.shape) for master in masters if master is not None]
+            sources.append(torch.stack(held) if len(held) == len(masters) else staged)
+        return sources
 
     def check_trainability(self) -> None:
         """Raise UnsupportedError where a parameter was unfrozen since the blocks were laid out."""
@@ -152,7 +239,8 @@ class ReplicaStore:
     @property
     def replica_bytes(self) -> int:
         """Bytes that this store holds."""
-        return sum(w.nbytes for w in self.weights) + sum(s.nbytes for s in self.sums if s is not None)
+        held = sum(w.nbytes for w in self.weights) + sum(s.nbytes for s in self.sums if s is not None)
+        return held + self.lossy.num_bytes()
 
     def load_own_weights(self, *, trainable_only: bool) -> None:
         """Copy the owned experts' parameters into the own slot.  Reads them afresh: ZeRO re-points parameters."""
@@ -218,10 +306,30 @@ class ReplicaStore:
         self.has_unreturned_sums = False
 
     def checksums(self) -> Tensor:
-        """[M, 2] int64 on the CPU: two sums over the bits of each slot; the own slot is taken from the parameters."""
+        """[M + C, 2] int64 on the CPU: two sums over the bits of each slot, then of the mirror of each lossy codec.
+
+        The own slot is taken from the parameters; a replica that comes encoded is compared with its owner's mirror.
+        """
         self.load_own_weights(trainable_only=False)
-        parts = [_bit_sums(weights) for weights in self.weights]
-        return torch.stack(parts).sum(0).cpu()
+        num_slots = len(self.domain_ranks)
+        sums = torch.zeros(num_slots + len(self.lossy.mirrors), 2, dtype=torch.int64)
+        for slot in range(num_slots):
+            replica = self.lossy.replicas.get(slot)
+            held = [weights[slot] for weights in self.weights] if replica is None else replica.values
+            sums[slot] = sum(_bit_sums(tensor) for tensor in held)
+        for index, mirror in enumerate(self.lossy.mirrors.values()):
+            sums[num_slots + index] = sum(_bit_sums(tensor) for tensor in mirror.values)
+        return sums
+
+    def checksum_row(self, slot: int, rank: int) -> int:
+        """The row of the owner's checksums that `rank`'s copy of its slot must equal."""
+        ranks = self.domain_ranks
+        if ranks[slot] == rank:
+            return slot
+        own, other = (self.partition.offset_of(r) for r in (rank, ranks[slot]))
+        level = next(level for level, (a, b) in enumerate(zip(own, other, strict=True)) if a != b)
+        codec = self.encoding.weight_codecs[level]
+        return slot if codec is None else len(ranks) + list(self.lossy.mirrors).index(codec.settings())
 
     def slots_at(self, level_position: int, own: Mapping[int, int] | None = None) -> list[int]:
         """Slots held before gather stage `level_position`: any offset at slower levels, the own one elsewhere.
@@ -285,11 +393,28 @@ class StagedOperation(ABC):
 
 
 class WeightGather(StagedOperation):
-    """One shipment of a layer's weights to their replicas, slowest level first."""
+    """One shipment of a layer's weights to their replicas, slowest level first.
 
-    def __init__(self, store: ReplicaStore, *, trainable_only: bool) -> None:
-        self._blocks = [i for i, block in enumerate(store.blocks) if block.is_trainable or not trainable_only]
-        store.load_own_weights(trainable_only=trainable_only)
+    An exact one ships every parameter as it is, frozen ones too, and begins the mirrors anew.  Otherwise trainable
+    parameters go, as the codec of the slowest level between owner and replica has it; inside, packets are forwarded as
+    they came.
+    """
+
+    def __init__(self, store: ReplicaStore, *, is_exact: bool) -> None:
+        self._is_exact = is_exact
+        self._blocks = [i for i, block in enumerate(store.blocks) if block.is_trainable or is_exact]
+        self._messages: dict[str, Tensor] = {}  # by codec: what the own experts' mirrors lack
+        self._arrived: dict[int, Tensor] = {}  # messages by slot, kept until they were forwarded
+        self._fresh: list[int] = []  # slots whose messages the stage under way brings
+        store.load_own_weights(trainable_only=not is_exact)
+        if store.lossy.mirrors:
+            with store.lossy.encoding():
+                sources = store.trainable_parts(store.weights, store.own_index) if is_exact else store.source_weights()
+                for name, mirror in store.lossy.mirrors.items():
+                    if is_exact:
+                        mirror.assign(sources)
+                    else:
+                        self._messages[name] = mirror.encode(sources)
         super().__init__(store, Purpose("expert_weights", "shipping of expert weights", store.layer))
 
     def _start_stage(self, stage: int) -> Transfer:
@@ -298,13 +423,46 @@ class WeightGather(StagedOperation):
         sends, receives = [], []
         for offset, rank in enumerate(level.ranks):
             if offset != level.own_offset:
-                arriving = store.slots_at(stage, {level.level: offset})
-                sends += [(rank, store.weights[i][slot]) for slot in held for i in self._blocks]
-                receives += [(rank, store.weights[i][slot]) for slot in arriving for i in self._blocks]
+                for slot in held:
+                    sends += [(rank, tensor) for tensor in self._outgoing(slot, level.level)]
+                for slot in store.slots_at(stage, {level.level: offset}):
+                    receives += [(rank, tensor) for tensor in self._incoming(slot)]
         return level.weights.start(sends, receives, self.purpose)
 
+    def _outgoing(self, slot: int, level: int) -> list[Tensor]:
+        store = self.store
+        if not self._is_exact:
+            if slot in self._arrived:
+                return [self._arrived[slot]]
+            codec = store.encoding.weight_codecs[level]
+            if slot == store.own_index and codec is not None:
+                return [self._messages[codec.settings()]]
+        return [store.weights[i][slot] for i in self._blocks]
+
+    def _incoming(self, slot: int) -> list[Tensor]:
+        store, replica = self.store, self.store.lossy.replicas.get(slot)
+        self._fresh.append(slot)
+        if self._is_exact or replica is None:
+            return [store.weights[i][slot] for i in self._blocks]
+        num_bytes = replica.layout.num_bytes(replica.step)
+        self._arrived[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=store.weights[0].device)
+        return [self._arrived[slot]]
+
     def _take_in(self) -> None:
-        """Nothing to do: weights arrive in their slots."""
+        """Exact weights arrived in their slots; packets are added to their replicas."""
+        store = self.store
+        with store.lossy.decoding():
+            for slot in self._fresh:
+                replica = store.lossy.replicas.get(slot)
+                if replica is None:
+                    continue
+                places = store.trainable_parts(store.weights, slot)
+                if self._is_exact:
+                    replica.assign(places)
+                else:
+                    replica.apply(self._arrived[slot])
+                    replica.copy_to(places)
+        self._fresh = []
 
 
 class GradientReturn(StagedOperation):
@@ -315,43 +473,65 @@ class GradientReturn(StagedOperation):
 
     def __init__(self, store: ReplicaStore) -> None:
         self.collected: list[Tensor] | None = None  # set once by the migration manager
-        self._arrivals: list[tuple[Tensor, Tensor]] = []  # (received packet, fp32 sum that takes it)
-        self._sent: list[Tensor] = []  # keeps packets alive until they have been sent
+        self._arrivals: list[Callable[[], Any]] = []  # what adds each message received to its sum
+        self._sent: list[Tensor] = []  # keeps messages alive until they have been sent
+        self._scale = store.encoding.loss_scale()
         super().__init__(store, Purpose("expert_gradients", "return of expert gradients", store.layer))
 
     def _start_stage(self, stage: int) -> Transfer:
         store = self.store
         position = len(store.levels) - 1 - stage
         level = store.levels[position]
+        codec = store.encoding.gradient_codecs[level.level]
         own_slots = store.slots_at(position)
         sends, receives = [], []
         for offset, rank in enumerate(level.ranks):
             if offset == level.own_offset:
                 continue
-            leaving = store.slots_at(position, {level.level: offset})
-            for block, sums in zip(store.blocks, store.sums, strict=True):
-                if sums is not None:
-                    sends += [(rank, sums[slot].to(block.dtype)) for slot in leaving]
-                    for slot in own_slots:
-                        packet = torch.empty_like(sums[slot], dtype=block.dtype)
-                        receives.append((rank, packet))
-                        self._arrivals.append((packet, sums[slot]))
-        self._sent = [packet for _, packet in sends]
+            for slot in store.slots_at(position, {level.level: offset}):
+                sends += [(rank, message) for message in self._outgoing(slot, level.level, codec)]
+            for slot in own_slots:
+                receives += [(rank, message) for message in self._incoming(slot, rank, codec)]
+        self._sent = [message for _, message in sends]
         return level.gradients.start(sends, receives, self.purpose)
 
+    def _outgoing(self, slot: int, level: int, codec: Codec | None) -> list[Tensor]:
+        store = self.store
+        if codec is None:
+            return [
+                sums[slot].to(block.dtype)
+                for block, sums in zip(store.blocks, store.sums, strict=True)
+                if sums is not None
+            ]
+        with store.lossy.encoding():
+            encoder = store.lossy.encoder(level, slot, MessageLayout(codec, store.parts), store.weights[0].device)
+            return [encoder.encode(store.trainable_parts(store.sums, slot), self._scale)]
+
+    def _incoming(self, slot: int, rank: int, codec: Codec | None) -> list[Tensor]:
+        store = self.store
+        if codec is None:
+            messages = []
+            for block, sums in zip(store.blocks, store.sums, strict=True):
+                if sums is not None:
+                    messages.append(torch.empty_like(sums[slot], dtype=block.dtype))
+                    self._arrivals.append(partial(sums[slot].add_, messages[-1]))
+            return messages
+        decoder = store.lossy.decoder(rank, slot, MessageLayout(codec, store.parts))
+        num_bytes = decoder.layout.num_bytes(decoder.step)
+        message = torch.empty(num_bytes, dtype=torch.uint8, device=store.weights[0].device)
+        self._arrivals.append(partial(decoder.add, message, store.trainable_parts(store.sums, slot), self._scale))
+        return [message]
+
     def _take_in(self) -> None:
-        for packet, sums in self._arrivals:
-            sums.add_(packet)
+        with self.store.lossy.decoding():
+            for add in self._arrivals:
+                add()
         self._arrivals, self._sent = [], []
 
 
-def _bit_sums(weights: Tensor) -> Tensor:
-    """[M, 2] int64: sum and index-weighted sum (mod 2^64) of each slot's words."""
-    word = torch.int16 if weights.element_size() > 1 else torch.uint8
-    words = weights.reshape(weights.shape[0], -1).view(word)
-    totals = []
-    for row in words:
-        wide = row.to(torch.int64)
-        positions = torch.arange(wide.numel(), device=wide.device) % 65521 + 1
-        totals.append(torch.stack([wide.sum(), (wide * positions).sum()]))
-    return torch.stack(totals)
+def _bit_sums(tensor: Tensor) -> Tensor:
+    """[2] int64 on the CPU: sum and index-weighted sum (mod 2^64) of a tensor's words."""
+    word = torch.int16 if tensor.element_size() > 1 else torch.uint8
+    wide = tensor.reshape(-1).view(word).to(torch.int64)
+    positions = torch.arange(wide.numel(), device=wide.device) % 65521 + 1
+    return torch.stack([wide.sum(), (wide * positions).sum()]).cpu()

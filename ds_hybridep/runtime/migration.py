@@ -115,6 +115,7 @@ class MigrationManager:
         self._depth = prefetch_depth
         self._is_boundary = is_boundary
         self._are_replicas_stale = True
+        self._is_stepping = False
         pipelines = [pipeline for layer in layers for pipeline in (layer.weights, layer.gradients)]
         self._pipelines = list(dict.fromkeys(pipelines))
 
@@ -200,19 +201,32 @@ class MigrationManager:
         """
         self.check_returned("step()")
         self._drain_weights()
+        self._is_stepping = True
 
-    def after_step(self) -> None:
-        """Ship the new weights in the background."""
-        self._ship(trainable_only=True)
+    def after_step(self, *, was_applied: bool) -> None:
+        """Ship the new weights in the background.  A step that was skipped never was: residuals go back."""
+        self._is_stepping = False
+        for layer in self._layers:
+            if was_applied:
+                layer.store.lossy.commit()
+            else:
+                layer.store.lossy.restore()
+        if was_applied:
+            self._ship(is_exact=False)
 
     def mark_weights_changed(self) -> None:
         """Weights changed outside the optimizer step: the next forward ships everything."""
         self._are_replicas_stale = True
 
     def refresh(self, *, wait: bool = True) -> None:
-        """Ship all weights, frozen ones too; all ranks must call.  Returns when they have arrived if `wait`."""
+        """Ship all weights, frozen ones too; all ranks must call.  Returns when they have arrived if `wait`.
+
+        Without an engine this is what follows an optimizer step, so residuals of gradients are kept.
+        """
+        for layer in self._layers:
+            layer.store.lossy.commit()
         self._drain_weights()
-        self._ship(trainable_only=False)
+        self._ship(is_exact=True)
         self._are_replicas_stale = False
         if wait:
             self._drain_weights()
@@ -233,6 +247,8 @@ class MigrationManager:
         for layer in self._layers:
             if layer.store.has_unreturned_sums:
                 layer.store.clear_sums()
+            if not self._is_stepping:  # the optimizer's own zero_grad comes after it has used what was returned
+                layer.store.lossy.restore()
 
     def finish(self) -> None:
         """Wait for everything under way."""
@@ -257,7 +273,11 @@ class MigrationManager:
             store = layer.store
             tables = _exchange_checksums(self._transport, store)
             for slot, owner in enumerate(store.domain_ranks):
-                wrong = [r for r, table in tables.items() if not torch.equal(table[slot], tables[owner][slot])]
+                wrong = [
+                    rank
+                    for rank, table in tables.items()
+                    if not torch.equal(table[slot], tables[owner][store.checksum_row(slot, rank)])
+                ]
                 if wrong:
                     raise VerificationError(
                         f"{store.layer}: the copies of the experts of rank {owner} on ranks {wrong} differ from the "
@@ -265,15 +285,35 @@ class MigrationManager:
                         f"ds_hybridep.refresh(engine) on all ranks after the change"
                     )
 
+    def codec_record(self, position: int) -> dict[str, float]:
+        """What lossy codecs do in one layer; empty where it has none.
+
+        weight_error: relative L2 distance of the replicas from the weights that they stand for, seen by their owner.
+        residual_norm: L2 norm of the gradients that this rank has not delivered yet.
+        encode_s, decode_s: since attach.
+        """
+        store = self._layers[position].store
+        lossy = store.lossy
+        if not lossy.mirrors and not lossy.encoders:
+            return {}
+        distances = [mirror.squared_distance(store.source_weights()) for mirror in lossy.mirrors.values()]
+        apart, whole = (sum(column) for column in zip(*distances, strict=True)) if distances else (0.0, 0.0)
+        return {
+            "weight_error": (apart / whole) ** 0.5 if whole else 0.0,
+            "residual_norm": sum(encoder.squared_residual() for encoder in lossy.encoders.values()) ** 0.5,
+            "encode_s": lossy.encode_s,
+            "decode_s": lossy.decode_s,
+        }
+
     @property
     def replica_bytes(self) -> int:
         """Bytes held for replicas and their gradient sums on this rank."""
         return sum(layer.store.replica_bytes for layer in self._layers)
 
-    def _ship(self, *, trainable_only: bool) -> None:
+    def _ship(self, *, is_exact: bool) -> None:
         self.drop_prefetched()
         for layer in self._layers:
-            layer.gather = WeightGather(layer.store, trainable_only=trainable_only)
+            layer.gather = WeightGather(layer.store, is_exact=is_exact)
             layer.weights.add(layer.gather)
 
     def _drain_weights(self) -> None:
@@ -287,7 +327,7 @@ def is_in_backward() -> bool:
 
 
 def _exchange_checksums(transport: Transport, store: ReplicaStore) -> dict[int, Tensor]:
-    """Checksums [M, 2] of every rank of the domain, by global rank."""
+    """Checksums [M + C, 2] of every rank of the domain, by global rank."""
     own = store.checksums()
     tables = {rank: torch.empty_like(own) for rank in store.domain_ranks}
     tables[transport.rank] = own

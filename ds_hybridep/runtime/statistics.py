@@ -51,6 +51,7 @@ class Statistics:
                     "calls": layer.stats.calls,
                     "rows_sent": layer.stats.rows_sent,
                     "rows_computed": layer.stats.rows_computed,
+                    "codecs": layer.migration.codec_record(layer.position) if layer.migration is not None else {},
                 }
                 for layer, _, _ in self._layers
             ],

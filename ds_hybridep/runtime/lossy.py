@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert weights and gradients in encoded form: mirrors, residuals, and the messages that carry packets.
+
+A message holds one packet for each trainable parameter of each of the e experts of a slot:
+
+    [parameter 0, expert 0 | parameter 0, expert 1 | ... | parameter 1, expert 0 | ...]
+
+Weights travel as deltas.  The owner keeps a mirror of what its replicas hold, encodes weight - mirror and adds to the
+mirror what it has encoded; a replica adds the same.  What a codec left out is still in weight - mirror the next time.
+Gradients travel as they are, plus what earlier packets of the same sender left out: its residual.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.codecs import Codec, CodecState, PacketOrder
+
+
+@dataclass(frozen=True)
+class PacketPart:
+    """One parameter in a message."""
+
+    name: str
+    shape: torch.Size
+    num_experts: int
+
+    @property
+    def rows(self) -> int:
+        """Rows as a codec sees them: 1 for vectors and scalars."""
+        return self.shape[0] if len(self.shape) > 1 else 1
+
+    @property
+    def cols(self) -> int:
+        """Columns as a codec sees them."""
+        return math.prod(self.shape) // max(self.rows, 1)
+
+    def as_matrices(self, tensor: Tensor) -> Tensor:
+        """[e, *shape] as a codec wants it, [e, rows, cols] fp32."""
+        return tensor.float().reshape(self.num_experts, self.rows, self.cols)
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """The packets of one slot, for one codec."""
+
+    codec: Codec
+    parts: tuple[PacketPart, ...]
+
+    def num_bytes(self, step: int) -> int:
+        """Length of the message of encoder step `step`."""
+        return sum(part.num_experts * self._packet_bytes(part, step) for part in self.parts)
+
+    def packets(self, message: Tensor, step: int) -> list[Tensor]:
+        """Views of a message, [e, packet_bytes] uint8 for each part."""
+        sizes = [part.num_experts * self._packet_bytes(part, step) for part in self.parts]
+        pieces = message.split_with_sizes(sizes)
+        return [piece.view(part.num_experts, -1) for piece, part in zip(pieces, self.parts, strict=True)]
+
+    def new_states(self, device: torch.device) -> list[CodecState]:
+        """Encoder states that have encoded nothing yet."""
+        return [self.codec.new_state(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
+
+    def new_values(self, device: torch.device) -> list[Tensor]:
+        """Zeros, [e, rows, cols] fp32 for each part."""
+        return [torch.zeros(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
+
+    def _packet_bytes(self, part: PacketPart, step: int) -> int:
+        return self.codec.packet_bytes(part.rows, part.cols, step=step)
+
+
+class Mirror:
+    """The owner's side of one lossy codec: what its replicas hold, and the encoder of what they lack."""
+
+    def __init__(self, layout: MessageLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.values = layout.new_values(device)
+        self.states = layout.new_states(device)
+
+    @property
+    def step(self) -> int:
+        """Messages encoded so far."""
+        return self.states[0].step
+
+    def assign(self, weights: Sequence[Tensor]) -> None:
+        """Hold what was shipped exactly, [e, *shape] for each part."""
+        for part, value, weight in zip(self.layout.parts, self.values, weights, strict=True):
+            value.copy_(part.as_matrices(weight))
+
+    def encode(self, weights: Sequence[Tensor]) -> Tensor:
+        """The message that brings every replica closer to `weights` ([e, *shape] for each part); uint8."""
+        step = self.step
+        message = torch.empty(self.layout.num_bytes(step), dtype=torch.uint8, device=self.values[0].device)
+        packets = self.layout.packets(message, step)
+        for part, weight, value, state, out in zip(
+            self.layout.parts, weights, self.values, self.states, packets, strict=True
+        ):
+            self.layout.codec.encode_update(part.as_matrices(weight), value, state, out=out)
+        return message
+
+    def squared_distance(self, weights: Sequence[Tensor]) -> tuple[float, float]:
+        """Sums over all elements of (weight - mirror)^2 and of weight^2."""
+        wide = [part.as_matrices(w).double() for part, w in zip(self.layout.parts, weights, strict=True)]
+        apart = sum(float((w - v).square().sum()) for w, v in zip(wide, self.values, strict=True))
+        return apart, sum(float(w.square().sum()) for w in wide)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": [v.clone() for v in self.values], "states": [state.state_dict() for state in self.states]}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        for value, other in zip(self.values, saved["values"], strict=True):
+            value.copy_(other)
+        for state, other in zip(self.states, saved["states"], strict=True):
+            state.load_state_dict(other)
+
+
+class Replica:
+    """One slot's weights on a rank that does not own them, as its owner's mirror has them."""
+
+    def __init__(self, layout: MessageLayout, values: Sequence[Tensor]) -> None:
+        """values: [e, rows, cols] fp32 for each part; may be views of weights that are computed with."""
+        self.layout = layout
+        self.values = list(values)
+        self.order = PacketOrder()
+
+    @property
+    def step(self) -> int:
+        """The encoder step of the next message."""
+        return self.order.expected
+
+    def assign(self, weights: Sequence[Tensor]) -> None:
+        """Hold what was shipped exactly, [e, *shape] for each part."""
+        for part, value, weight in zip(self.layout.parts, self.values, weights, strict=True):
+            if value.data_ptr() != weight.data_ptr():
+                value.copy_(part.as_matrices(weight))
+
+    def copy_to(self, weights: Sequence[Tensor]) -> None:
+        """Round to the weights that are computed with, [e, *shape] for each part."""
+        for value, weight in zip(self.values, weights, strict=True):
+            if value.data_ptr() != weight.data_ptr():
+                weight.copy_(value.view(weight.shape))
+
+    def apply(self, message: Tensor) -> None:
+        """Add what a message holds, unless it was applied before.
+
+        Raises:
+            PacketError: a message before it is missing.
+        """
+        packets = self.layout.packets(message, self.step)
+        if self.order.accept(packets[0]):
+            for part, value in zip(packets, self.values, strict=True):
+                self.layout.codec.decode_add(part, value)
+
+
+@dataclass
+class _Saved:
+    """A residual encoder as it was after the last optimizer step."""
+
+    residuals: list[Tensor]
+    states: list[dict[str, Any]]
+
+
+class ResidualEncoder:
+    """Sender of one slot's gradients over one level.
+
+    What a packet left out is added to the next gradient.  Changes are provisional until the optimizer step was done:
+    `commit` keeps them, `restore` undoes them.
+    """
+
+    def __init__(self, layout: MessageLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.residuals = layout.new_values(device)
+        self.states = layout.new_states(device)
+        self._saved: _Saved | None = None
+
+    def encode(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
+        """The message of gradients ([e, *shape] fp32 for each part), divided by the loss scale; uint8."""
+        if self._saved is None:
+            self._saved = _Saved([r.clone() for r in self.residuals], [state.state_dict() for state in self.states])
+        step = self.states[0].step
+        message = torch.empty(self.layout.num_bytes(step), dtype=torch.uint8, device=self.residuals[0].device)
+        packets = self.layout.packets(message, step)
+        for part, gradient, residual, state, out in zip(
+            self.layout.parts, gradients, self.residuals, self.states, packets, strict=True
+        ):
+            unscaled = part.as_matrices(gradient)
+            unscaled = unscaled / scale if scale != 1.0 else unscaled
+            self.layout.codec.encode_with_residual(unscaled, residual, state, out=out)
+        return message
+
+    def commit(self) -> None:
+        """The optimizer step was done."""
+        self._saved = None
+
+    def restore(self) -> None:
+        """The optimizer step was skipped, or the gradients were dropped."""
+        if self._saved is not None:
+            for residual, saved in zip(self.residuals, self._saved.residuals, strict=True):
+                residual.copy_(saved)
+            for state, saved_state in zip(self.states, self._saved.states, strict=True):
+                state.load_state_dict(saved_state)
+            self._saved = None
+
+    def squared_residual(self) -> float:
+        """Sum of squares of what was not delivered yet."""
+        return sum(float(residual.double().square().sum()) for residual in self.residuals)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "residuals": [residual.clone() for residual in self.residuals],
+            "states": [state.state_dict() for state in self.states],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        for residual, other in zip(self.residuals, saved["residuals"], strict=True):
+            residual.copy_(other)
+        for state, other_state in zip(self.states, saved["states"], strict=True):
+            state.load_state_dict(other_state)
+
+
+class GradientDecoder:
+    """Receiver of one sender's messages for one slot."""
+
+    def __init__(self, layout: MessageLayout) -> None:
+        self.layout = layout
+        self._order = PacketOrder()
+        self._saved: int | None = None
+
+    @property
+    def step(self) -> int:
+        """The encoder step of the next message."""
+        return self._order.expected
+
+    def add(self, message: Tensor, sums: Sequence[Tensor], scale: float) -> None:
+        """Add what a message holds, times the loss scale, to `sums` ([e, *shape] fp32 for each part)."""
+        if self._saved is None:
+            self._saved = self._order.expected
+        packets = self.layout.packets(message, self.step)
+        if not self._order.accept(packets[0]):
+            return
+        for part, packet, total in zip(self.layout.parts, packets, sums, strict=True):
+            matrices = total.view(part.num_experts, part.rows, part.cols)
+            if scale == 1.0:
+                self.layout.codec.decode_add(packet, matrices)
+            else:
+                matrices.add_(self.layout.codec.decode(packet, torch.empty_like(matrices)), alpha=scale)
+
+    def commit(self) -> None:
+        """The optimizer step was done."""
+        self._saved = None
+
+    def restore(self) -> None:
+        """The sender goes back to where it was."""
+        if self._saved is not None:
+            self._order.expected, self._saved = self._saved, None
+
+
+@dataclass
+class LossyState:
+    """All that lossy codecs keep for one layer on this rank; empty where everything is exact."""
+
+    mirrors: dict[str, Mirror] = field(default_factory=dict)  # by codec settings
+    replicas: dict[int, Replica] = field(default_factory=dict)  # by slot
+    encoders: dict[tuple[int, int], ResidualEncoder] = field(default_factory=dict)  # by (level, slot)
+    decoders: dict[tuple[int, int], GradientDecoder] = field(default_factory=dict)  # by (sender, slot)
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+    def encoder(self, level: int, slot: int, layout: MessageLayout, device: torch.device) -> ResidualEncoder:
+        """The sender of a slot's gradients over a level."""
+        if (level, slot) not in self.encoders:
+            self.encoders[level, slot] = ResidualEncoder(layout, device)
+        return self.encoders[level, slot]
+
+    def decoder(self, sender: int, slot: int, layout: MessageLayout) -> GradientDecoder:
+        """The receiver of a rank's messages for a slot."""
+        return self.decoders.setdefault((sender, slot), GradientDecoder(layout))
+
+    def commit(self) -> None:
+        """The optimizer step was done."""
+        for one in (*self.encoders.values(), *self.decoders.values()):
+            one.commit()
+
+    def restore(self) -> None:
+        """The optimizer step was skipped, or the gradients were dropped."""
+        for one in (*self.encoders.values(), *self.decoders.values()):
+            one.restore()
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """Count the seconds inside as encoding."""
+        begin_s = time.perf_counter()
+        yield
+        self.encode_s += time.perf_counter() - begin_s
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Count the seconds inside as decoding."""
+        begin_s = time.perf_counter()
+        yield
+        self.decode_s += time.perf_counter() - begin_s
+
+    def num_bytes(self) -> int:
+        """Bytes held beside the weights and sums of the store."""
+        mirrors = [value for mirror in self.mirrors.values() for value in mirror.values]
+        residuals = [residual for encoder in self.encoders.values() for residual in encoder.residuals]
+        return sum(tensor.nbytes for tensor in (*mirrors, *residuals))

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training over lossy codecs: replicas equal mirrors bit for bit, nothing is lost for good, no trace of skipped steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from parity import Case, levels_of
+from process_pool import ProcessPool
+from test_engine import Engine, _batch, engine_of, error_of, moe_layers, train
+from toy_model import ToyConfig
+
+import ds_hybridep
+from ds_hybridep.codecs import make_codec
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+LOW_RANK = {"type": "low_rank", "rank": 2}
+TOP_K = {"type": "top_k", "k": 8, "block": 256}
+STEPS = 6
+Codecs = list[tuple[Any, Any]]  # (weights, gradients) of each level
+
+
+def world4(*domain_sizes: int, **options: Any) -> Case:
+    return Case(levels=levels_of((2, 2), domain_sizes), **options)
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+def block_with(case: Case, codecs: Codecs, **settings: Any) -> dict[str, Any]:
+    """The case's block with these codecs, every step verified."""
+    levels = [
+        {**level, "weight_codec": weights, "gradient_codec": gradients}
+        for level, (weights, gradients) in zip(
+            case.ds_config(with_block=True)["hybridep"]["levels"], codecs, strict=True
+        )
+    ]
+    return {"levels": levels, "verify_interval": 1, **settings}
+
+
+def migration_of(engine: Engine) -> Any:
+    return engine.__dict__["_hybridep_attachment"]["hybridep"].runtime.migration
+
+
+def stores_of(engine: Engine) -> list[Any]:
+    return [layer.store for layer in migration_of(engine)._layers]
+
+
+def train_lossy(case: Case, codecs: Codecs, num_steps: int) -> dict[str, Any]:
+    """Losses, bytes by level and kind, and how far replicas are from the weights that they stand for."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
+        losses = train(engine, case, 0, num_steps)
+        migration_of(engine).verify()
+        stats = ds_hybridep.stats(engine)
+        return {
+            "losses": losses,
+            "bytes": [level["sent_bytes"] for level in stats["levels"]],
+            "codecs": [layer["codecs"] for layer in stats["layers"]],
+        }
+
+
+def distance_of_mirrors(case: Case, codecs: Codecs) -> list[float]:
+    """Relative distance of weights from mirrors after training, and after more messages while nothing changes."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
+        train(engine, case, 0, 4)
+        distances = []
+        for num_messages in (0, 1, 30):
+            for _ in range(num_messages):
+                migration_of(engine)._drain_weights()
+                migration_of(engine)._ship(is_exact=False)
+            migration_of(engine)._drain_weights()
+            migration_of(engine).verify()
+            sums = [
+                m.squared_distance(s.source_weights()) for s in stores_of(engine) for m in s.lossy.mirrors.values()
+            ]
+            distances.append((sum(apart for apart, _ in sums) / sum(whole for _, whole in sums)) ** 0.5)
+        return distances
+
+
+def returned_gradients(engine: Engine, case: Case, step: int) -> list[torch.Tensor]:
+    """What one boundary backward leaves on the owned experts."""
+    engine.backward(engine(*_batch(case, step)))
+    gradients = [p.grad.clone() for layer in moe_layers(engine.module) for p in layer.experts.parameters()]
+    engine.zero_grad()
+    return gradients
+
+
+def residuals_of(engine: Engine) -> list[torch.Tensor]:
+    return [r.clone() for s in stores_of(engine) for e in s.lossy.encoders.values() for r in e.residuals]
+
+
+def skip_steps(case: Case, codecs: Codecs) -> dict[str, bool]:
+    """A step that is skipped, and one whose gradients are dropped, leave residuals and encoders as they were."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
+        train(engine, case, 0, 2)
+        before = residuals_of(engine)
+        first = returned_gradients(engine, case, 7)  # dropped by zero_grad
+        dropped = residuals_of(engine)
+        engine.backward(engine(*_batch(case, 7)))
+        migration_of(engine).before_step()
+        migration_of(engine).after_step(was_applied=False)
+        skipped = residuals_of(engine)
+        engine.zero_grad()
+        again = returned_gradients(engine, case, 7)
+        train(engine, case, 2, 1)
+        return {
+            "has residuals": any(bool(r.any()) for r in before),
+            "dropped": all(map(torch.equal, before, dropped)),
+            "skipped": all(map(torch.equal, before, skipped)),
+            "again": all(map(torch.equal, first, again)),
+            "goes on": not all(map(torch.equal, before, residuals_of(engine))),
+        }
+
+
+def overflow_on_rank_1(case: Case, codecs: Codecs) -> dict[str, bool]:
+    """A backward with inf on one rank: every owner it reaches sees it, no residual keeps it."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
+        train(engine, case, 0, 2)
+        loss = engine(*_batch(case, 9))
+        engine.backward(loss * float("inf") if dist.get_rank() == 1 else loss)
+        gradients = [p.grad for layer in moe_layers(engine.module) for p in layer.experts.parameters()]
+        found = {
+            "gradients are finite": all(bool(g.isfinite().all()) for g in gradients),
+            "residuals are finite": all(bool(r.isfinite().all()) for r in residuals_of(engine)),
+        }
+        engine.zero_grad()
+        return {**found, "trains on": all(loss == loss for loss in train(engine, case, 2, 2))}
+
+
+def corrupt_replica(case: Case, codecs: Codecs) -> tuple[str, str]:
+    with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
+        train(engine, case, 0, 2)
+        migration_of(engine)._drain_weights()
+        if dist.get_rank() == 2:
+            store = stores_of(engine)[1]
+            next(iter(store.lossy.replicas.values())).values[0][0, 0, 0] += 2**-10
+        return error_of(train, engine, case, 2, 2)
+
+
+def wrong_codec(case: Case, codecs: Codecs) -> tuple[str, str]:
+    def enter() -> None:
+        with engine_of(case, with_block=True, hybridep=block_with(case, codecs)):
+            pass
+
+    return error_of(enter)
+
+
+# -- the tests --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("domain_sizes", "codecs"),
+    [
+        ((2, 1), [("int8", "int8"), ("identity", "identity")]),
+        ((2, 2), [(LOW_RANK, LOW_RANK), ("identity", "identity")]),
+        ((2, 2), [("sign", TOP_K), ("int8", "int4")]),
+        ((2, 2), [("int4", "int4"), ("int4", "identity")]),
+        ((1, 2), [("identity", "identity"), ("int2", LOW_RANK)]),
+    ],
+    ids=["2x1-int8", "2x2-low_rank", "2x2-sign-int8", "2x2-shared-int4", "1x2-int2"],
+)
+def test_replicas_equal_mirrors_after_every_step(
+    pool4: ProcessPool, domain_sizes: tuple[int, ...], codecs: Codecs, dtype: str, zero_stage: int
+) -> None:
+    case = world4(*domain_sizes, dtype=dtype, zero_stage=zero_stage, accumulation=2)
+    for found in pool4.run(train_lossy, case=case, codecs=codecs, num_steps=STEPS):  # verifies
+        assert len(found["losses"]) == 2 * STEPS
+        assert all(loss == loss for loss in found["losses"])
+        for layer in found["codecs"]:
+            assert 0.0 < layer["weight_error"] < 0.2
+            assert layer["encode_s"] > 0
+            assert layer["decode_s"] > 0
+
+
+def test_replicas_equal_mirrors_over_three_levels(pool8: ProcessPool) -> None:
+    case = Case(levels=levels_of((2, 2, 2), (2, 2, 2)), toy=ToyConfig(ep_size=8))
+    codecs: Codecs = [(LOW_RANK, LOW_RANK), ("int8", "int8"), ("identity", "identity")]
+    assert len(pool8.run(train_lossy, case=case, codecs=codecs, num_steps=3)) == 8
+
+
+def test_int8_both_ways_trains_as_exact_does(pool4: ProcessPool) -> None:
+    # Routed by token: a token that moves to another expert changes a loss by more than rounding does.
+    case = world4(2, 1, toy=ToyConfig(hidden=16, routing="by_token"))
+    exact: Codecs = [("identity", "identity")] * 2
+    lossy: Codecs = [("int8", "int8"), ("identity", "identity")]
+    for one, other in zip(
+        pool4.run(train_lossy, case=case, codecs=exact, num_steps=10),
+        pool4.run(train_lossy, case=case, codecs=lossy, num_steps=10),
+        strict=True,
+    ):
+        # A block of int8 is within 1/254 of its largest element, and the error is fed back.
+        assert other["losses"] == pytest.approx(one["losses"], rel=2e-3)
+        assert other["losses"] != one["losses"]
+
+
+@pytest.mark.parametrize(("codec", "left"), [("int8", 1e-6), ("int4", 1e-6), (TOP_K, 0.05), (LOW_RANK, 0.05)], ids=str)
+def test_what_a_codec_left_out_goes_out_later(pool4: ProcessPool, codec: Any, left: float) -> None:
+    for case in (world4(2, 1), world4(2, 1, dtype="bf16", zero_stage=1)):
+        for trained, _, later in pool4.run(distance_of_mirrors, case=case, codecs=[(codec, "identity")] * 2):
+            assert later < max(left * trained, 1e-8)
+
+
+@pytest.mark.parametrize("codec", ["int4", LOW_RANK, TOP_K], ids=str)
+def test_a_skipped_step_leaves_no_trace(pool4: ProcessPool, codec: Any) -> None:
+    codecs: Codecs = [("int8", codec), ("identity", "int8")]
+    for found in pool4.run(skip_steps, case=world4(2, 2), codecs=codecs):
+        assert set(found.values()) == {True}, found
+
+
+def test_an_overflow_reaches_the_owners_and_no_residual(pool4: ProcessPool) -> None:
+    codecs: Codecs = [("int8", "int4"), ("identity", "int8")]
+    results = pool4.run(overflow_on_rank_1, case=world4(2, 2), codecs=codecs)
+    for found in results:
+        assert not found["gradients are finite"]
+        assert found["residuals are finite"]
+        assert found["trains on"]
+
+
+def test_a_replica_that_left_its_mirror_is_named(pool4: ProcessPool) -> None:
+    codecs: Codecs = [("int8", "int8"), ("identity", "identity")]
+    for kind, message in pool4.run(corrupt_replica, case=world4(2, 1), codecs=codecs):
+        assert kind in ("VerificationError", "CommunicationError", "")
+        if kind == "VerificationError":
+            assert "blocks.1.moe.deepspeed_moe: the copies of the experts of rank" in message
+            assert "on ranks [2]" in message
+
+
+def test_a_wrong_option_of_a_codec_names_its_key_path(pool4: ProcessPool) -> None:
+    codecs: Codecs = [({"type": "low_rank", "rnk": 4}, "identity"), ("identity", "identity")]
+    for kind, message in pool4.run(wrong_codec, case=world4(2, 1), codecs=codecs):
+        assert kind == "ConfigError"
+        assert 'hybridep.levels[0].weight_codec.rnk is not a known option; did you mean "rank"?' in message
+
+
+def test_bytes_over_the_slow_level_are_those_that_the_codec_promised(pool4: ProcessPool) -> None:
+    case = world4(2, 2)
+    codecs: Codecs = [(LOW_RANK, TOP_K), ("identity", "identity")]
+    few, more = (
+        pool4.run(train_lossy, case=case, codecs=codecs, num_steps=num_steps) for num_steps in (STEPS, STEPS + 1)
+    )
+    toy = case.toy
+    shapes = [(toy.ffn, toy.hidden), (1, toy.ffn), (toy.hidden, toy.ffn), (1, toy.hidden)]
+    num_experts = toy.num_experts // 4
+    for before, after in zip(few, more, strict=True):
+        for kind, spec in (("expert_weights", LOW_RANK), ("expert_gradients", TOP_K)):
+            codec = make_codec(spec)
+            message = num_experts * sum(codec.packet_bytes(rows, cols) for rows, cols in shapes)
+            # Per layer one slot each way: own weights to the peer in the other DC, and back what this DC has summed.
+            assert after["bytes"][0][kind] - before["bytes"][0][kind] == toy.num_layers * message
