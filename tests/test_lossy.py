@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training over lossy codecs: replicas equal mirrors bit for bit, nothing is lost for good, no trace of skipped steps."""
+"""Training over lossy codecs: replicas equal mirrors bit for bit, nothing is lost, skipped steps leave no trace."""
 
 from typing import Any
 
