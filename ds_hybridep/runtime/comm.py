@@ -309,11 +309,24 @@ class Transport:
         self._stand_ins.clear()
 
 
+# Collectives of a process group under all names that torch has had for them since 2.5, but for the two taken over.
+_FORWARDED = (
+    "_reduce_scatter_base", "all_gather_single_coalesced", "all_to_all_single", "allgather", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast",
+    "gather", "monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send",
+)  # fmt: skip
+
+
 class StandInGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A process group to hand to code that calls torch's collectives, so that two of them take another way.
 
     Ranks and connections are those of `group`, and so is every collective but these: a sum of at least one element per
     rank, and a gather into one tensor.
+
+    The others are the very methods of `group`.  Inherited ones would reach torch through the layer that looks for
+    overrides in Python, which keeps the interpreter's lock while it enters gloo; gloo's own thread may hold gloo's
+    lock and wait for the interpreter's to free a tensor, and both wait for ever.
 
     Args:
         group: over gloo.
@@ -329,6 +342,7 @@ class StandInGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._register_backend(cpu, kind, group._get_backend(cpu))
         self._set_default_backend(kind)
         self._original = group
+        self.__dict__.update({name: getattr(group, name) for name in _FORWARDED if hasattr(group, name)})
         self._all_reduce = all_reduce
         self._all_gather = all_gather
 
@@ -347,7 +361,7 @@ class StandInGroup(dist.ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
         # Scalars (norms, overflow flags) are a matter of latency: they keep the way they had.
         if options.reduceOp != dist.ReduceOp.SUM or len(tensors) != 1 or tensors[0].numel() < self.size():
-            return super().allreduce(tensors, options)
+            return self._original.allreduce(tensors, options)
         self._all_reduce(tensors[0])
         return _finished_work(tensors)
 

@@ -147,6 +147,14 @@ def test_empty_and_tiny_tensors_in_every_layout(pool4: ProcessPool) -> None:
     )
 
 
+def collectives_of(group: Any) -> list[str]:
+    """Names under which torch may call a process group's collectives, those that are taken over left out."""
+    words = ("all", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")
+    taken = {"allreduce", "all_gather_single", "_allgather_base"}
+    found = [name for name in dir(dist.ProcessGroup) if any(word in name.lower() for word in words)]
+    return [name for name in found if name not in taken and "__" not in name and callable(getattr(group, name))]
+
+
 def beside_torch(sizes: tuple[int, ...], num_elements: int) -> dict[str, Any]:
     """Through a stand-in of a group: torch's calls, and whether a repetition gives the same bits."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -165,6 +173,9 @@ def beside_torch(sizes: tuple[int, ...], num_elements: int) -> dict[str, Any]:
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     dist.all_reduce(flag, group=group)  # too small to be worth the levels
     dist.broadcast(flag, 1, group=group)
+    for _ in range(300):
+        dist.all_reduce(flag / world_size, group=group)
+    forwarded = {name: getattr(getattr(group, name), "__self__", None) for name in collectives_of(group)}
     is_left_alone = dict(transport.traffic.sent_bytes) == counted
     gathered = torch.empty(world_size * num_elements)
     dist.all_gather_into_tensor(gathered, totals[0] * rank, group=group)
@@ -174,6 +185,7 @@ def beside_torch(sizes: tuple[int, ...], num_elements: int) -> dict[str, Any]:
         "largest": largest.tolist(),
         "flag": flag.item(),
         "is left alone": is_left_alone,
+        "inherited": sorted(name for name, owner in forwarded.items() if owner is not dist.group.WORLD),
         "gathered": all(
             torch.equal(part, totals[0] * other) for other, part in enumerate(gathered.view(world_size, -1))
         ),
@@ -202,6 +214,7 @@ def test_a_stand_in_takes_over_large_sums_and_gathers_and_nothing_else(
         assert found["largest"] == [world_size - 1.0] * world_size
         assert found["flag"] == world_size
         assert found["is left alone"]
+        assert found["inherited"] == []  # one that is entered from C++ can deadlock with gloo's own threads
         assert found["gathered"]
         assert found["identity"] == (rank, world_size, list(range(world_size)))
         assert found["is forgotten"]
