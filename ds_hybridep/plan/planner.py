@@ -26,10 +26,9 @@ from ds_hybridep.plan.stream_model import (
     memory_of,
     predict,
     ranks_below,
-    row_counts,
     with_bandwidth,
 )
-from ds_hybridep.plan.token_route import TokenExchange, known_or_assumed_bandwidths
+from ds_hybridep.plan.token_route import known_or_assumed_bandwidths
 from ds_hybridep.plan.workload import Workload
 
 PLAN_VERSION = 1
@@ -280,8 +279,7 @@ def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
     """The layout with the cheaper exchange and the greatest depth, which never takes longer than a smaller one."""
     memory = memory_of(question.cluster, layout, question.workload)
     lacking = 0.0 if question.memory_bytes is None else max(memory.total_bytes - question.memory_bytes, 0.0)
-    layout = _with_exchange(question, replace(layout, prefetch_depth=max(question.depths)))
-    prediction = predict(question.cluster, layout, question.workload, question.rates, question.sync)
+    layout, prediction = _with_exchange(question, replace(layout, prefetch_depth=max(question.depths)))
     return Candidate(group=group, layout=layout, prediction=prediction, memory=memory, lacking_bytes=lacking)
 
 
@@ -291,43 +289,24 @@ def _with_least_depth(question: Question, candidate: Candidate) -> Candidate:
         return candidate
     for depth in sorted(question.depths):
         layout = replace(candidate.layout, prefetch_depth=depth)
-        prediction = predict(question.cluster, layout, question.workload, question.rates, question.sync)
+        prediction = _predict(question, layout)
         if prediction.step_s <= candidate.step_s * (1 + TIE / 10):
             return replace(candidate, layout=layout, prediction=prediction)
     return candidate
 
 
-def _with_exchange(question: Question, layout: Layout) -> Layout:
-    """The layout with the token exchange that takes fewer seconds; direct where both take the same."""
+def _with_exchange(question: Question, layout: Layout) -> tuple[Layout, StepPrediction]:
+    """The layout with the token exchange that takes fewer seconds, and its step; direct where both take the same."""
+    direct, hierarchical = replace(layout, exchange="direct"), replace(layout, exchange="hierarchical")
+    best = _predict(question, direct)
     if sum(count > 1 for count in layout.domain_counts) < 2:
-        return layout
-    seconds: dict[TokenExchange, float] = {}
-    for exchange in ("direct", "hierarchical"):
-        priced = replace(layout, exchange=exchange, prefetch_depth=0)
-        rows = row_counts(priced, question.workload)
-        seconds[exchange] = _rows_s(question, priced, rows)
-    return replace(layout, exchange="hierarchical" if seconds["hierarchical"] < seconds["direct"] else "direct")
+        return direct, best
+    other = _predict(question, hierarchical)
+    return (hierarchical, other) if other.step_s < best.step_s else (direct, best)
 
 
-def _rows_s(question: Question, layout: Layout, rows: Sequence[float]) -> float:
-    """Seconds of the four or six row passes of one layer, messages and host time of both exchanges included."""
-    workload, rates = question.workload, question.rates
-    bandwidths = known_or_assumed_bandwidths(question.cluster)
-    used = [level for level, count in enumerate(rows) if count > 0]
-    latencies = [question.cluster.levels[level].link.latency_s or 0.0 for level in used]
-    rounds = 1 if layout.exchange == "direct" else len(used)
-    latency_s = max(latencies, default=0.0) if layout.exchange == "direct" else math.fsum(latencies)
-    transfer_s = math.fsum(
-        rows[level]
-        * below
-        * (workload.row_bytes / layout.codecs[level].token.ratio)
-        * rates.wire_factor
-        / bandwidths[level]
-        for level, below in enumerate(ranks_below(question.cluster))
-    )
-    # One round of counts comes on top of every dispatch.
-    num_passes = workload.token_passes + (2 if workload.is_checkpointed else 1)
-    return num_passes * (latency_s + rounds * rates.exchange_s) + workload.token_passes * transfer_s
+def _predict(question: Question, layout: Layout) -> StepPrediction:
+    return predict(question.cluster, layout, question.workload, question.rates, question.sync)
 
 
 def _simplest_of_the_fastest(candidates: Sequence[Candidate]) -> Candidate:
@@ -384,7 +363,7 @@ def alternatives(question: Question) -> list[Alternative]:
     result = [
         _provided(question, f"DeepSpeed, EP over {across.ep_size}{strided}", replace(plain, is_padded=True)),
         _provided(
-            question, f"EP over {across.ep_size}{strided}, exchange de-duplicated", _with_exchange(question, plain)
+            question, f"EP over {across.ep_size}{strided}, exchange de-duplicated", _with_exchange(question, plain)[0]
         ),
     ]
     if inside != across:
@@ -402,7 +381,7 @@ def _group_inside(cluster: Cluster, num_experts: int) -> ExpertGroup:
 
 
 def _provided(question: Question, name: str, layout: Layout) -> Alternative:
-    prediction = predict(question.cluster, layout, question.workload, question.rates, question.sync)
+    prediction = _predict(question, layout)
     memory_bytes = memory_of(question.cluster, layout, question.workload).total_bytes
     lacking = 0.0 if question.memory_bytes is None else max(memory_bytes - question.memory_bytes, 0.0)
     return Alternative(
@@ -458,7 +437,7 @@ def _local_sgd(question: Question, inside: ExpertGroup) -> Alternative:
     prediction = _inside_prediction(question, inside)
     levels = len(question.cluster.levels)
     across = Layout(spans=inside.spans(question.cluster), domain_sizes=(1,) * levels, codecs=(LevelCodecs(),) * levels)
-    terms = predict(question.cluster, across, question.workload, question.rates, question.sync).terms
+    terms = _predict(question, across).terms
     return Alternative(
         name=f"local SGD, averaged every {LOCAL_STEPS} steps",
         step_s=prediction.step_s + (terms.dense_sync_s + terms.expert_sync_s) / LOCAL_STEPS,
@@ -516,8 +495,7 @@ def step_times(question: Question, plan: Plan, bandwidths: Sequence[float], leve
         asked = replace(question, cluster=with_bandwidth(question.cluster, level, bandwidth))
         for candidate in (plan.best, *plan.others):
             if not candidate.lacking_bytes:
-                layout = _with_exchange(asked, candidate.layout)
-                prediction = predict(asked.cluster, layout, asked.workload, asked.rates, asked.sync)
+                _, prediction = _with_exchange(asked, candidate.layout)
                 times.setdefault(candidate.label, []).append(prediction.step_s)
         for way in alternatives(asked):
             # De-duplicated exchange without domains is among the layouts already.

@@ -84,10 +84,13 @@ class Rates:
     memory_bytes_per_s: of the optimizer's pass over its state.
     layer_s: host time of a layer in one forward; its backward takes twice that.
     expert_call_s: host time of calling one expert in one forward; its backward takes twice that.
-    exchange_s: host time of one round of messages of our token exchange.
-    all_to_all_s: host time of one all-to-all of DeepSpeed's layer.
+    exchange_s: host time of one round of messages of our token exchange, during which its bytes flow already: where
+        ranks share cores, the early ones' rows flow while the late ones still compute.
+    all_to_all_s: the same of one all-to-all of DeepSpeed's layer.
     packet_s: host time of one packet of a layer, there and back each.
     step_s: host time of one optimizer step.
+    overlap: how much of what could be hidden is: 1 is the clock above, 0 waits for every packet by itself; less than 1
+        where sending takes the cores that compute.
     wire_factor: bytes on the wire for each byte handed over (headers).
     """
 
@@ -100,6 +103,7 @@ class Rates:
     all_to_all_s: float = 0.0
     packet_s: float = 0.0
     step_s: float = 0.0
+    overlap: float = 1.0
     wire_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -110,6 +114,8 @@ class Rates:
         for item in ("layer_s", "expert_call_s", "exchange_s", "all_to_all_s", "packet_s", "step_s"):
             if not (math.isfinite(getattr(self, item)) and getattr(self, item) >= 0):
                 raise PlanError(f"{item} is {getattr(self, item)}, but must be a finite number >= 0")
+        if not 0 <= self.overlap <= 1:
+            raise PlanError(f"overlap is {self.overlap}, but must be between 0 and 1")
         if not self.wire_factor >= 1:
             raise PlanError(f"wire_factor is {self.wire_factor}, but must be at least 1")
 
@@ -550,12 +556,13 @@ class _Clock:
         self.now_s += seconds
         self.seconds[term] += seconds
 
-    def exchange(self, stages: Sequence[_Stage], term: str) -> None:
-        """Rows over the links, stage by stage and level by level.
+    def exchange(self, stages: Sequence[_Stage], term: str, round_s: float) -> None:
+        """Rows over the links, stage by stage and level by level; a stage takes the host `round_s` at least.
 
         On its level a row shares the link byte for byte with the packets in flight.
         """
         for stage in stages:
+            begin_s = self.now_s
             self.spend(stage.latency_s, term)
             for level, num_bytes in stage.level_bytes:
                 link = self.links[level]
@@ -569,6 +576,7 @@ class _Clock:
                         other.serve(self.now_s, shared_s + alone_s, other.bytes_per_s)
                 self.now_s += shared_s + alone_s
                 self.seconds[term] += shared_s + alone_s
+            self.spend(begin_s + round_s - self.now_s, "host_s")
 
     def send_packet(self, packet: int, level_bytes: tuple[float, ...]) -> None:
         """Queue one packet on every level that it crosses."""
@@ -634,6 +642,8 @@ def predict(
     _run_step(clock, costs, layout, workload, rates)
     dense, experts = _synchronise(clock, cluster, layout, workload, sync, latencies)
     _optimize(clock, cluster, layout, workload, rates)
+    if layout.domain_size > 1 and rates.overlap < 1.0:
+        _expose(clock, costs, workload, rates, latencies)
     terms = StepTerms(**clock.seconds)
     return StepPrediction(terms, _uplink_bytes(cluster, costs, workload, dense, experts))
 
@@ -738,10 +748,7 @@ def _run_step(clock: _Clock, costs: _Costs, layout: Layout, workload: Workload, 
 
 def _plain_passes(clock: _Clock, costs: _Costs, layout: Layout, workload: Workload) -> None:
     """The forwards and backwards in which nothing but token rows travels: one of each is timed, the rest repeat it."""
-    plain = _Clock([link.bytes_per_s for link in clock.links], [0.0] * len(clock.links))
-    _forward_layer(plain, costs, None, 0.0)
-    _backward_layer(plain, costs, workload)
-    plain.spend(2.0 * costs.pre_s, "dense_s")
+    plain = _plain_layer(clock, costs, workload)
     repeats = (workload.micro_steps - 1) * workload.model.num_moe_layers
     for term, seconds in plain.seconds.items():
         clock.seconds[term] += repeats * seconds
@@ -749,34 +756,63 @@ def _plain_passes(clock: _Clock, costs: _Costs, layout: Layout, workload: Worklo
     clock.now_s += repeats * plain.now_s
 
 
+def _plain_layer(clock: _Clock, costs: _Costs, workload: Workload) -> _Clock:
+    """A clock on which one layer has run forward and backward with idle links."""
+    plain = _Clock([link.bytes_per_s for link in clock.links], [0.0] * len(clock.links))
+    _forward_layer(plain, costs, None, 0.0)
+    _backward_layer(plain, costs, workload)
+    plain.spend(2.0 * costs.pre_s, "dense_s")
+    return plain
+
+
 def _forward_layer(clock: _Clock, costs: _Costs, packet: int | None, decode_seconds: float) -> None:
     clock.spend(costs.pre_s, "dense_s")
-    clock.spend(costs.round_s * len(costs.dispatch), "host_s")
-    clock.exchange(costs.dispatch, "tokens_s")
+    clock.exchange(costs.dispatch, "tokens_s", costs.round_s)
     if packet is not None:
         clock.await_packet(packet, "expert_weights_s")
         clock.spend(decode_seconds, "codec_s")
     clock.spend(costs.calls_s, "host_s")
     clock.spend(costs.experts_s, "experts_s")
-    clock.spend(costs.round_s * len(costs.combine), "host_s")
-    clock.exchange(costs.combine, "tokens_s")
+    clock.exchange(costs.combine, "tokens_s", costs.round_s)
 
 
 def _backward_layer(clock: _Clock, costs: _Costs, workload: Workload) -> None:
     """The backward of a layer up to its input's gradient; twice the work of its forward."""
     if workload.is_checkpointed:
         _forward_layer(clock, costs, None, 0.0)
-    clock.spend(costs.round_s * len(costs.output_gradients), "host_s")
-    clock.exchange(costs.output_gradients, "tokens_s")
+    clock.exchange(costs.output_gradients, "tokens_s", costs.round_s)
     clock.spend(2.0 * costs.calls_s, "host_s")
     clock.spend(2.0 * costs.experts_s, "experts_s")
-    clock.spend(costs.round_s * len(costs.input_gradients), "host_s")
-    clock.exchange(costs.input_gradients, "tokens_s")
+    clock.exchange(costs.input_gradients, "tokens_s", costs.round_s)
 
 
 def _take_gradients(clock: _Clock, packet: int, layout: Layout, workload: Workload) -> None:
     clock.await_packet(packet, "expert_gradients_s")
     clock.spend(decode_s(layout, workload, "gradients"), "codec_s")
+
+
+def _expose(clock: _Clock, costs: _Costs, workload: Workload, rates: Rates, latencies: Sequence[float]) -> None:
+    """Take back what `rates.overlap` says is not hidden: a mean with the step in which nothing is.
+
+    There every packet is waited for by itself, and no token row meets one. A mean of the two grows when a bandwidth
+    falls, as both do. Links that are slower while the rank computes would not do so: a wait for one level would be the
+    chance for packets of another.
+    """
+    layers = workload.model.num_moe_layers
+    plain = _plain_layer(clock, costs, workload)
+    repeats = workload.micro_steps * layers
+    exposed = {
+        "tokens_s": repeats * plain.seconds["tokens_s"],
+        "host_s": repeats * plain.seconds["host_s"] + 2 * layers * rates.packet_s + rates.step_s,
+    }
+    for term, level_bytes in (("expert_weights_s", costs.weights), ("expert_gradients_s", costs.gradients)):
+        exposed[term] = layers * math.fsum(
+            num_bytes / link.bytes_per_s + latency
+            for num_bytes, link, latency in zip(level_bytes, clock.links, latencies, strict=True)
+            if num_bytes > 0
+        )
+    for term, seconds in exposed.items():
+        clock.seconds[term] += (1.0 - rates.overlap) * (seconds - clock.seconds[term])
 
 
 def _synchronise(

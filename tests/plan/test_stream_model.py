@@ -50,6 +50,7 @@ def toy(**settings):
 
 
 rates_of_toy = Rates(flops_per_s=1e9)
+FASTEST = cluster_of(2, 2, bandwidth=1e15)
 
 
 @st.composite
@@ -80,7 +81,13 @@ def cases(draw):
         is_checkpointed=draw(st.booleans()),
         imbalance=draw(st.floats(1, 3)),
     )
-    rates = Rates(flops_per_s=draw(st.floats(1e7, 1e12)), exchange_s=1e-4, packet_s=1e-4, expert_call_s=1e-5)
+    rates = Rates(
+        flops_per_s=draw(st.floats(1e7, 1e12)),
+        exchange_s=draw(st.sampled_from([0.0, 1e-4, 1e-2])),
+        packet_s=1e-4,
+        expert_call_s=1e-5,
+        overlap=draw(st.sampled_from([0.0, 0.3, 1.0])),
+    )
     return cluster, layout, workload, rates
 
 
@@ -306,14 +313,39 @@ def test_codecs_cost_time_and_save_bytes():
     assert after.step_s < before.step_s
 
 
+def test_without_overlap_every_packet_is_waited_for():
+    layout, rates = layout_of((2, 2), (2, 1)), Rates(flops_per_s=1e9, overlap=0.0)
+    prediction = predict(cluster_of(2, 2), layout, toy(), rates)
+    terms, sent = prediction.terms, prediction.uplink_bytes[0]
+    assert terms.expert_weights_s == pytest.approx(sent["expert_weights"] / 1e6)
+    assert terms.expert_gradients_s == pytest.approx(sent["expert_gradients"] / 1e6)
+    hidden, half = (
+        predict(cluster_of(2, 2), layout, toy(), Rates(flops_per_s=1e9, overlap=overlap)).step_s
+        for overlap in (1.0, 0.5)
+    )
+    assert hidden < half < prediction.step_s
+    assert half == pytest.approx((hidden + prediction.step_s) / 2)
+
+
+def test_rows_flow_while_the_host_is_busy_with_their_messages():
+    layout = layout_of((2, 2), (1, 1))
+    quick, slow = (
+        predict(cluster_of(2, 2), layout, toy(), Rates(flops_per_s=FAST, exchange_s=seconds)).terms
+        for seconds in (1e-6, 10.0)
+    )
+    assert quick.tokens_s == slow.tokens_s
+    assert quick.tokens_s + quick.host_s < 10
+    assert slow.tokens_s + slow.host_s == pytest.approx(4 * 5 * 10.0)
+
+
 def test_host_costs_are_counted_per_call():
     rates = Rates(flops_per_s=FAST, exchange_s=1.0)
     layout = layout_of((2, 2), (1, 1))
     # 4 layers: counts and rows, combine, output gradients, input gradients.
-    assert predict(cluster_of(2, 2), layout, toy(), rates).terms.host_s == pytest.approx(4 * 5)
+    assert predict(FASTEST, layout, toy(), rates).terms.host_s == pytest.approx(4 * 5)
     padded = layout_of((2, 2), (1, 1), is_padded=True)
     per_all_to_all = Rates(flops_per_s=FAST, all_to_all_s=1.0)
-    assert predict(cluster_of(2, 2), padded, toy(), per_all_to_all).terms.host_s == pytest.approx(4 * 4)
+    assert predict(FASTEST, padded, toy(), per_all_to_all).terms.host_s == pytest.approx(4 * 4)
 
 
 def test_memory_per_rank():
@@ -380,6 +412,8 @@ def test_impossible_rates_and_codecs_are_refused():
         Rates(flops_per_s=0)
     with pytest.raises(PlanError, match="exchange_s is -1"):
         Rates(flops_per_s=1, exchange_s=-1)
+    with pytest.raises(PlanError, match="overlap is 2"):
+        Rates(flops_per_s=1, overlap=2)
     with pytest.raises(PlanError, match="wire_factor is 0.5"):
         Rates(flops_per_s=1, wire_factor=0.5)
     with pytest.raises(PlanError, match="codec 'x': ratio is 0"):
