@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_hybridep.lab.topology import parse_duration, parse_rate
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.stream_model import Layout, LevelCodecs, Rates, StepPrediction, SyncModel, predict
@@ -41,6 +42,7 @@ class Point:
 
     plan: str
     rate: str
+    delay_s: float
     sizes: tuple[int, ...]
     layout: Layout
     workload: Workload
@@ -51,12 +53,21 @@ class Point:
     @property
     def case(self) -> tuple[Any, ...]:
         """What the same plan has in common at all rates."""
-        return self.plan, self.sizes, self.workload.model, self.workload.tokens_per_rank, self.workload.micro_steps
+        return self.plan, self.batch
+
+    @property
+    def batch(self) -> tuple[Any, ...]:
+        """The point's place on the grid but for its rate."""
+        workload = self.workload
+        return (
+            self.sizes, self.delay_s, workload.model.hidden, workload.zero_stage, workload.tokens_per_rank,
+            workload.micro_steps,
+        )  # fmt: skip
 
     @property
     def wan_bytes_per_s(self) -> float | None:
         """Of one uplink; None where it is not limited."""
-        return None if self.rate == UNSHAPED else float(self.rate.removesuffix("mbit")) * 1e6 / 8
+        return None if self.rate == UNSHAPED else parse_rate(self.rate, "rate") / 8
 
 
 # Free parameters, and where the search begins.
@@ -76,7 +87,7 @@ def read_points(records: Sequence[Record]) -> list[Point]:
     grouped: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         params = {**record["params"], "plan": record["params"]["plan"].replace(AGAIN, FLAT)}
-        key = tuple(sorted((name, value) for name, value in params.items()))
+        key = (record["delay"], *sorted((name, value) for name, value in params.items()))
         grouped.setdefault(key, []).append({**record, "params": params})
     return [_point(group) for group in grouped.values()]
 
@@ -87,6 +98,7 @@ def _point(group: Sequence[Record]) -> Point:
     return Point(
         plan=params["plan"],
         rate=params["rate"],
+        delay_s=parse_duration(group[0]["delay"], "delay"),
         sizes=sizes,
         layout=_layout(params, sizes),
         workload=_workload(params),
@@ -147,7 +159,12 @@ def predict_point(point: Point, fitted: Mapping[str, float], *, row_scale: float
     """The step of a point; links that are not shaped run at the speed of the loopback."""
     bandwidths = [point.wan_bytes_per_s or LOOPBACK_BYTES_PER_S, *[LOOPBACK_BYTES_PER_S] * (len(point.sizes) - 1)]
     parts = enumerate(zip(point.sizes, bandwidths, strict=True))
-    cluster = Cluster(tuple(Level(f"level{index}", size, Link(bandwidth, 0.0)) for index, (size, bandwidth) in parts))
+    cluster = Cluster(
+        tuple(
+            Level(f"level{index}", size, Link(bandwidth, 0.0 if index else point.delay_s))
+            for index, (size, bandwidth) in parts
+        )
+    )
     rates = Rates(
         flops_per_s=fitted["flops_per_s"],
         layer_s=fitted["layer_s"],
@@ -222,17 +239,12 @@ def fit(points: Sequence[Point]) -> dict[str, float]:
 def is_fitted(point: Point, points: Sequence[Point]) -> bool:
     """True for a third of the grid of rates x batches, along its diagonals."""
     rates = sorted({other.rate for other in points}, key=_rate_order)
-    batches = sorted({_batch(other) for other in points})
-    return (rates.index(point.rate) + batches.index(_batch(point))) % 3 == 0
+    batches = sorted({other.batch for other in points})
+    return (rates.index(point.rate) + batches.index(point.batch)) % 3 == 0
 
 
 def _rate_order(rate: str) -> float:
-    return -math.inf if rate == UNSHAPED else -float(rate.removesuffix("mbit"))
-
-
-def _batch(point: Point) -> tuple[Any, ...]:
-    workload = point.workload
-    return point.sizes, workload.model.hidden, workload.tokens_per_rank, workload.micro_steps
+    return -math.inf if rate == UNSHAPED else -parse_rate(rate, "rate")
 
 
 @dataclass(frozen=True)
@@ -284,16 +296,23 @@ def report(scores: Sequence[Score], fitted: Mapping[str, float], points: Sequenc
     lines = [f"Fitted on {sum(is_fitted(p, points) for p in points)} of {len(points)} step times: "]
     lines[0] += ", ".join(f"{name} {value:.3g}" for name, value in fitted.items()) + "\n"
     lines += ["| error of held-out step times | points | median | 90% | worst |", "|---|---|---|---|---|"]
-    for plan in [None, *dict.fromkeys(one.point.plan for one in scores)]:
-        chosen = [one for one in scores if plan in (None, one.point.plan)]
+    # Where the naive line says something, all three are compared on the same points.
+    shaped = [one for one in scores if one.naive_s is not None]
+    groups = {"all": scores, "all with a limit": shaped}
+    groups |= {f"{plan}, with a limit": [one for one in shaped if one.point.plan == plan] for plan in _plans(scores)}
+    for title, chosen in groups.items():
         for name, read in LINES:
             found = errors(chosen, read)
-            if found:
+            if len(found) == len(chosen) and found:
                 cells = (statistics.median(found), found[max(math.ceil(0.9 * len(found)) - 1, 0)], found[-1])
                 numbers = " | ".join(f"{100 * value:.1f}%" for value in cells)
-                lines.append(f"| {plan or 'all plans'}: {name} | {len(found)} | {numbers} |")
+                lines.append(f"| {title}: {name} | {len(found)} | {numbers} |")
     lines += ["", bytes_table(points, fitted), "", picks_table(scores), "", times_table(scores)]
     return "\n".join(lines)
+
+
+def _plans(scores: Sequence[Score]) -> list[str]:
+    return list(dict.fromkeys(one.point.plan for one in scores))
 
 
 def bytes_table(points: Sequence[Point], fitted: Mapping[str, float]) -> str:
@@ -317,11 +336,10 @@ def picks_table(scores: Sequence[Score]) -> str:
     """Does the plan that the model picks at a point win there, and if not, what does the wrong pick cost?"""
     cases: dict[tuple[Any, ...], list[Score]] = {}
     for one in scores:
-        workload = one.point.workload
-        key = (one.point.sizes, one.point.rate, workload.tokens_per_rank, workload.micro_steps)
-        cases.setdefault(key, []).append(one)
+        cases.setdefault((one.point.rate, one.point.batch), []).append(one)
     lines = ["| uplink, tokens, accumulation | picked (even routing) | fastest measured | cost |", "|---|---|---|---|"]
-    for (_, rate, tokens, accumulation), group in cases.items():
+    for (rate, batch), group in cases.items():
+        *_, tokens, accumulation = batch
         picked = min(group, key=lambda one: one.expected_rows_s).point
         best = min((one.point for one in group), key=lambda point: point.step_s)
         cost = f"{picked.step_s / best.step_s:.3f}"

@@ -685,7 +685,7 @@ def _stages(
     Direct exchanges wait for the slowest level once; level by level each level is waited for in turn. A rank's
     messages leave one after the other, so the levels' seconds add up.
     """
-    used = [level for level, count in enumerate(rows) if count > 0]
+    used = [level for level, count in enumerate(layout.domain_counts) if count > 1]
     if layout.is_padded or layout.exchange == "direct":
         groups = [used] if used else []
     else:

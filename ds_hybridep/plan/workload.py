@@ -138,7 +138,11 @@ class Workload:
 
     @property
     def token_passes(self) -> int:
-        """Row transfers of a layer and micro-step: dispatch and combine, forward and backward, and recomputed."""
+        """Row transfers of a layer and micro-step: dispatch and combine, forward and backward, and recomputed.
+
+        Non-re-entrant checkpointing leaves out the recomputed combine where nothing behind it in the checkpoint needs
+        its output; that is not credited.
+        """
         return 6 if self.is_checkpointed else 4
 
     @property

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stream model's bytes are those that the runtime counts: exactly, once it is told how many rows were routed."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from parity import Case
+from process_pool import ProcessPool
+from test_engine import engine_of, train
+from toy_model import ToyConfig
+
+import ds_hybridep
+from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.stream_model import ExpertGroup, Layout, LevelCodecs, Rates, predict
+from ds_hybridep.plan.workload import MoEModel, Workload
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+TOY = ToyConfig(ep_size=4, checkpointing=None)
+TOKENS = 3 * TOY.sequence  # of `train`, which runs three sequences a micro-step
+ACCUMULATION = 2
+
+
+def counted_in_one_step(case: Case) -> dict[str, Any]:
+    """This rank's counters after one optimizer step."""
+    with engine_of(case, with_block=True) as engine:
+        train(engine, case, 0, 1)
+        ds_hybridep.refresh(engine)  # returns when nothing is under way any more
+        return ds_hybridep.stats(engine)
+
+
+def workload_of(case: Case) -> Workload:
+    toy = case.toy
+    model = MoEModel(
+        name="toy", hidden=toy.hidden, num_experts=toy.num_experts, top_k=toy.k, num_moe_layers=toy.num_layers,
+        expert_params=2 * toy.hidden * toy.ffn + toy.ffn + toy.hidden, dense_params=1, active_dense_params=1,
+    )  # fmt: skip
+    return Workload(
+        model=model, tokens_per_rank=TOKENS, micro_steps=case.accumulation, param_bytes=4,
+        capacity_factor=toy.capacity_factor, is_checkpointed=toy.checkpointing is not None,
+    )  # fmt: skip
+
+
+def uplink_totals(case: Case, layout: Layout, workload: Workload, kind: str) -> list[float]:
+    """Predicted bytes of a kind over all uplinks of each level together."""
+    cluster = Cluster(tuple(Level(name, size) for name, size, _ in case.levels))
+    per_uplink = predict(cluster, layout, workload, Rates(flops_per_s=1.0)).uplink_bytes
+    return [kinds[kind] * math.prod(cluster.sizes[: level + 1]) for level, kinds in enumerate(per_uplink)]
+
+
+@pytest.mark.parametrize("checkpointing", [None, "reentrant"])
+@pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
+@pytest.mark.parametrize("domain_sizes", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_every_byte_is_predicted(pool4: ProcessPool, domain_sizes, exchange, checkpointing):
+    levels = tuple((name, 2, size) for name, size in zip(("dc", "gpu"), domain_sizes, strict=True))
+    case = Case(
+        levels=levels,
+        toy=replace(TOY, checkpointing=checkpointing),
+        accumulation=ACCUMULATION,
+        token_exchange=exchange,
+    )
+    workload = workload_of(case)
+    layout = Layout(
+        spans=ExpertGroup(4).spans(Cluster((Level("dc", 2), Level("gpu", 2)))),
+        domain_sizes=domain_sizes, codecs=(LevelCodecs(),) * 2, exchange=exchange,
+    )  # fmt: skip
+    records = pool4.run(counted_in_one_step, case=case)
+
+    def counted(kind: str) -> list[int]:
+        return [sum(record["levels"][level]["sent_bytes"][kind] for record in records) for level in range(2)]
+
+    # Weights leave three times: before the first forward, after the step, and for the refresh.
+    weights = uplink_totals(case, layout, workload, "expert_weights")
+    assert counted("expert_weights") == [3 * count for count in weights]
+    assert counted("expert_gradients") == uplink_totals(case, layout, workload, "expert_gradients")
+
+    padded = replace(layout, domain_sizes=(1, 1), is_padded=True)
+    plain = [sum(record["levels"][level]["plain_ep_bytes"] for record in records) for level in range(2)]
+    assert plain == uplink_totals(case, padded, workload, "tokens")
+
+    # Rows are predicted on average only. With as many rows as were routed all bytes around them must come out.
+    rows = sum(layer["rows_sent"] for record in records for layer in record["layers"])
+    forwards = ACCUMULATION * (1 if checkpointing is None else 2)
+    counts_only = sum(uplink_totals(case, layout, replace(workload, row_scale=0.0), "tokens"))
+    row_bytes = workload.token_passes * workload.row_bytes + workload.return_extra_bytes
+    row_bytes += (1 if checkpointing is None else 2) * workload.dispatch_extra_bytes
+    assert sum(counted("tokens")) == counts_only + rows / (forwards / ACCUMULATION) * row_bytes
