@@ -89,6 +89,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     machine = parser.add_argument_group("machines")
     machine.add_argument("--tflops", type=float, default=DEFAULT_TFLOPS, help="peak of a GPU; default %(default)g")
     machine.add_argument("--mfu", type=float, default=DEFAULT_MFU, help="share of it reached; default %(default)g")
+    machine.add_argument(
+        "--overlap", type=float, default=1.0, metavar="SHARE", help="of what could be hidden, is; default all, 1"
+    )
     machine.add_argument("--memory", type=float, metavar="GB", help="of a GPU, without activations; not limited")
     machine.add_argument("--sync", choices=("ring", "hierarchical"), default="ring", help="of dense gradients")
     machine.add_argument(
@@ -187,7 +190,7 @@ def read_question(args: argparse.Namespace) -> Question:
     return Question(
         cluster=read_cluster(args, config),
         workload=workload,
-        rates=Rates(flops_per_s=args.tflops * args.mfu * TERA),
+        rates=Rates(flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap),
         sync=SyncModel(algorithm=args.sync),
         groups=() if args.ep_size is None else (ExpertGroup(args.ep_size, is_strided),),
         codecs=(LevelCodecs(), *(read_codec(text) for text in args.what_if_codec)),

@@ -333,7 +333,7 @@ def _why_lost(candidate: Candidate, best: Candidate) -> str:
         return "as fast, but needs more memory or loses more"
     ours, theirs = best.prediction.terms.as_dict(), candidate.prediction.terms.as_dict()
     term = max(theirs, key=lambda name: theirs[name] - ours[name])
-    return f"{ratio:.3f} times as long: {theirs[term] - ours[term]:.3g} s more for {TERM_WORDS[term]}"
+    return f"{ratio:.4g} times as long: {theirs[term] - ours[term]:.3g} s more for {TERM_WORDS[term]}"
 
 
 def _why_won(best: Candidate, runner_up: Candidate | None) -> str:
@@ -345,7 +345,7 @@ def _why_won(best: Candidate, runner_up: Candidate | None) -> str:
     ours, theirs = best.prediction.terms.as_dict(), runner_up.prediction.terms.as_dict()
     term = max(theirs, key=lambda name: theirs[name] - ours[name])
     saved = theirs[term] - ours[term]
-    return f"{ratio:.3f} times as fast as {runner_up.label}: saves {saved:.3g} s on {TERM_WORDS[term]}"
+    return f"{ratio:.4g} times as fast as {runner_up.label}: saves {saved:.3g} s on {TERM_WORDS[term]}"
 
 
 # ---- other ways ----

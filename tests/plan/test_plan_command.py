@@ -156,6 +156,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(capsys, tmp_path, monkey
         (["--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--cluster", "x"], "--dcs, --cluster: got both"),
         (["--model", "Qwen3-30B-A3B", "--ds-config", "none.json"], "--ds-config: none.json cannot be read"),
         ([*QWEN[1:], "--mfu", "2"], "--tflops and --mfu: got 990 and 2"),
+        ([*QWEN[1:], "--overlap", "2"], "overlap is 2.0, but must be between 0 and 1"),
         ([*QWEN[1:], "--strided"], "--strided: needs --ep-size"),
         ([*QWEN[1:], "--ep-size", "3"], "ep_size 3 is no regular grid"),
         ([*QWEN[1:], "--ep-size", "16", "--memory", "1"], "no plan fits"),
