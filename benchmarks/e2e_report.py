@@ -33,11 +33,11 @@ def median_s(record: Record) -> float:
 
 
 def cases(records: Sequence[Record]) -> Iterable[tuple[tuple[Any, ...], list[Record]]]:
-    """Records by (dcs, rows, accumulation), in order."""
+    """Records by (compute, dcs, tokens, accumulation), in order."""
 
     def key(record: Record) -> tuple[Any, ...]:
         params = record["params"]
-        return params["dcs"], params["tokens_per_rank"], params["accumulation"]
+        return params.get("compute", "real"), params["dcs"], params["tokens_per_rank"], params["accumulation"]
 
     for case, group in itertools.groupby(sorted(records, key=key), key):
         yield case, sorted(group, key=lambda record: rate_order(record["params"]["rate"]))
@@ -132,13 +132,14 @@ def main() -> None:
     parser.add_argument("--plots", type=Path, help="folder for PNG files")
     args = parser.parse_args()
     records = [json.loads(line) for path in args.records for line in path.read_text().splitlines()]
-    for (dcs, tokens, accumulation), group in cases(records):
+    for (compute, dcs, tokens, accumulation), group in cases(records):
         title = f"{dcs}, {tokens} tokens per rank and micro-step, accumulation {accumulation}"
+        title += ", compute slept" if compute == "sleep" else ""
         print(f"### {title}\n\nSeconds per step:\n\n{time_table(group)}\n")
         print(f"MB per step over the DC uplinks, one direction, all ranks:\n\n{byte_table(group)}\n")
         if args.plots is not None:
             args.plots.mkdir(parents=True, exist_ok=True)
-            name = f"e2e-{dcs}-t{tokens}-a{accumulation}.png"
+            name = f"e2e-{'sleep-' if compute == 'sleep' else ''}{dcs}-t{tokens}-a{accumulation}.png"
             plot(group, args.plots / name, title)
             print(f"![{title}]({args.plots.name}/{name})\n")
 

@@ -29,6 +29,11 @@ from sleep_model import SleepModel
 
 AUX_LOSS_WEIGHT = train_lm.AUX_LOSS_WEIGHT
 POLL_S = 0.002
+CODECS = {
+    "": "identity",
+    " int8": "int8",
+    " low rank 4 int8": {"type": "low_rank", "rank": 4, "factors": "int8"},
+}
 ANSWER_LIMIT_S = 60.0
 
 
@@ -40,6 +45,7 @@ class Plan:
     ep_size: int
     domain_sizes: tuple[int, ...] | None = None
     dense_sync: str = "deepspeed"
+    codec: Any = "identity"  # of weights and gradients between the DCs
 
 
 @dataclass
@@ -94,7 +100,9 @@ def plans_of(sizes: tuple[int, ...]) -> list[Plan]:
         Plan("hybridep [1,1]", dcs * gpus, (1, 1)),
     ]
     plans += [Plan(f"hybridep [{size},1]", dcs * gpus, (size, 1)) for size in range(2, dcs + 1) if dcs % size == 0]
-    plans.append(Plan(f"hybridep [{dcs},1], hierarchical dense", dcs * gpus, (dcs, 1), "hierarchical"))
+    for codec, spec in CODECS.items():
+        name = f"hybridep [{dcs},1]{codec}, hierarchical dense"
+        plans.append(Plan(name, dcs * gpus, (dcs, 1), "hierarchical", spec))
     return [*plans, Plan("deepspeed, flat EP again", dcs * gpus)]
 
 
@@ -122,6 +130,7 @@ def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[
             "prefetch_depth": args.prefetch_depth,
             "dense_sync": plan.dense_sync,
         }
+        levels[0].update(weight_codec=plan.codec, gradient_codec=plan.codec)
         ds_hybridep.attach(engine, block)
     return Run(plan, engine)
 
