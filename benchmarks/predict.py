@@ -236,11 +236,11 @@ def fit(points: Sequence[Point]) -> dict[str, float]:
 # ---- the report ----
 
 
-def is_fitted(point: Point, points: Sequence[Point]) -> bool:
-    """True for a third of the grid of rates x batches, along its diagonals."""
+def is_fitted(point: Point, points: Sequence[Point], third: int) -> bool:
+    """True for one of three thirds of the grid of rates x batches, along its diagonals."""
     rates = sorted({other.rate for other in points}, key=_rate_order)
     batches = sorted({other.batch for other in points})
-    return (rates.index(point.rate) + batches.index(point.batch)) % 3 == 0
+    return (rates.index(point.rate) + batches.index(point.batch)) % 3 == third
 
 
 def _rate_order(rate: str) -> float:
@@ -291,9 +291,9 @@ def errors(scores: Sequence[Score], read: Callable[[Score], float | None]) -> li
     return sorted(abs(predicted / measured - 1) for predicted, measured in pairs if predicted is not None)
 
 
-def report(scores: Sequence[Score], fitted: Mapping[str, float], points: Sequence[Point]) -> str:
+def report(scores: Sequence[Score], fitted: Mapping[str, float], points: Sequence[Point], num_fitted: int) -> str:
     """Markdown: fitted values, errors by plan, picks, and every held-out point."""
-    lines = [f"Fitted on {sum(is_fitted(p, points) for p in points)} of {len(points)} step times: "]
+    lines = [f"Fitted on {num_fitted} of {len(points)} step times: "]
     lines[0] += ", ".join(f"{name} {value:.3g}" for name, value in fitted.items()) + "\n"
     lines += ["| error of held-out step times | points | median | 90% | worst |", "|---|---|---|---|---|"]
     # Where the naive line says something, all three are compared on the same points.
@@ -387,16 +387,17 @@ def plot(scores: Sequence[Score], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, nargs="+")
+    parser.add_argument("--third", type=int, choices=(0, 1, 2), default=0, help="which third of the grid is fitted on")
     parser.add_argument("--plot", type=Path, help="PNG of predicted against measured seconds")
     args = parser.parse_args()
     points = read_points([json.loads(line) for path in args.records for line in path.read_text().splitlines()])
-    known = [point for point in points if is_fitted(point, points)]
-    unknown = [point for point in points if not is_fitted(point, points)]
+    known = [point for point in points if is_fitted(point, points, args.third)]
+    unknown = [point for point in points if not is_fitted(point, points, args.third)]
     if not known or not unknown:
         parser.error("the records hold too few points to fit on some and to predict others")
     fitted = fit(known)
     scores = score(unknown, [point for point in points if point.rate == UNSHAPED], fitted)
-    print(report(scores, fitted, points))
+    print(report(scores, fitted, points, len(known)))
     if args.plot is not None:
         plot(scores, args.plot)
 

@@ -28,6 +28,7 @@ from typing import Literal
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.routing import expected_rows_of_load
 from ds_hybridep.plan.token_route import TokenExchange, expected_rows_of, known_or_assumed_bandwidths
 from ds_hybridep.plan.workload import ADAM_BYTES, COUNT_BYTES, MASTER_BYTES, Workload
 
@@ -295,7 +296,8 @@ def ranks_below(cluster: Cluster) -> tuple[int, ...]:
 def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
     """Rows that one rank sends over each level in one dispatch.
 
-    Ours: expected number of (token, destination) pairs, each once.  Source: `token_route.expected_rows`.
+    Ours: expected number of (token, destination) pairs, each once.  Source: `token_route.expected_rows`, or
+    `routing.expected_rows_of_load` where a load was measured.
     DeepSpeed's: the capacity of every expert, wherever it is, whether or not tokens came.
     """
     model = workload.model
@@ -306,9 +308,15 @@ def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
         ]  # fmt: skip
         rows_per_peer = workload.expert_capacity * model.num_experts / layout.group_size
         return tuple(count * rows_per_peer for count in num_peers)
-    rows = expected_rows_of(
-        layout.domain_counts, model.num_experts, model.top_k, workload.tokens_per_rank, layout.exchange
-    )
+    if workload.expert_load is None:
+        rows = expected_rows_of(
+            layout.domain_counts, model.num_experts, model.top_k, workload.tokens_per_rank, layout.exchange
+        )
+    else:
+        rows = expected_rows_of_load(
+            workload.expert_load, layout.spans, layout.domain_sizes, top_k=model.top_k,
+            num_tokens=workload.tokens_per_rank, exchange=layout.exchange,
+        )  # fmt: skip
     return tuple(workload.row_scale * count for count in rows)
 
 
