@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The paper's closed form: one level, forward only, one expert per GPU, even routing.  An oracle for special cases."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search for the plan of least step time: expert group x domain sizes x codecs x prefetch depth x token exchange.
 
 The search is exhaustive. What does not fit the memory is left out with the bytes that it lacks; for all else there is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many rows a measured load of experts makes, where routing is not even."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds of one training step for a cluster, a layout of experts and a workload, term by term.
 
 The clock of one rank runs through the step; every second of it belongs to one term, so that the terms add up:

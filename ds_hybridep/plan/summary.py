@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan means, in words, tables and settings for people; the JSON for programs is in `planner`."""
 
 from collections.abc import Sequence

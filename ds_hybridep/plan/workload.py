@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes, parameters and FLOPs of one training step of a Mixture-of-Experts model, per layer and rank."""
 
 import math

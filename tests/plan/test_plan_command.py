@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `plan` subcommand: arguments in, a table or JSON out, and errors that name the argument."""
 
 import builtins

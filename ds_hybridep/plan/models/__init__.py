@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes of well-known models, and the reader of model files."""
 
 import json
