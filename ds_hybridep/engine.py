@@ -158,6 +158,7 @@ class Attachment:
             self._watch_optimizer()
             self._override("_take_model_step", self._take_model_step)
             self._override("zero_grad", self._zero_grad)
+            self._override("save_checkpoint", self._save_checkpoint)
             self._override("load_checkpoint", self._load_checkpoint)
             self._override("destroy", self._destroy)
             for method in ("compile", "coalesce_grad_reduction"):
@@ -236,10 +237,21 @@ class Attachment:
             self.runtime.migration.clear_gradients()
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        loaded = original(*args, **kwargs)
-        if self.runtime.migration is not None:
-            self.runtime.migration.mark_weights_changed()
+        with announcing_failure():  # the others wait for this rank in `load_codecs`
+            loaded = original(*args, **kwargs)
+        path = loaded[0]
+        lost = self.runtime.load_codecs(Path(path).parent if path is not None else None)
+        if lost:
+            log_dist(f"hybridep: {lost}", ranks=[0])
         return loaded
+
+    def _save_checkpoint(
+        self, original: Callable[..., Any], save_dir: str, tag: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        tag = str(tag) if tag is not None else f"global_step{self.engine.global_steps}"
+        result = original(save_dir, tag, *args, **kwargs)
+        self.runtime.save_codecs(Path(save_dir) / tag)
+        return result
 
     def _destroy(self, original: Callable[..., Any]) -> None:
         # Also called while an exception is on its way, so nothing is waited for.

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training over lossy codecs: replicas equal mirrors bit for bit, nothing is lost, skipped steps leave no trace."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +132,41 @@ def overflow_on_rank_1(case: Case, codecs: Codecs) -> dict[str, bool]:
         return {**found, "trains on": all(loss == loss for loss in train(engine, case, 2, 2))}
 
 
+def resume(case: Case, codecs: Codecs, folder: str, then: Codecs | None = None) -> dict[str, Any]:
+    """Train, save, go on; and again from the checkpoint, with the codecs `then` if given."""
+    block = block_with(case, codecs)
+    with engine_of(case, with_block=True, hybridep=block) as engine:
+        train(engine, case, 0, 3)
+        engine.save_checkpoint(folder)
+        residual = weighted_sum_of(residuals_of(engine))
+        losses = train(engine, case, 3, 2)
+        parameters = [p.detach().clone() for p in engine.module.parameters()]
+    block = block_with(case, then or codecs)
+    with engine_of(replace(case, seed=5), with_block=True, hybridep=block) as engine:  # other weights at first
+        train(engine, replace(case, seed=5), 0, 1)
+        engine.load_checkpoint(folder)
+        undelivered = [s.lossy.undelivered for s in stores_of(engine) if s.lossy.undelivered is not None]
+        handed_over = weighted_sum_of(part for one in undelivered for part in one.parts)
+        again = train(engine, case, 3, 2)
+        return {
+            "losses": losses,
+            "again": again,
+            "equal": all(map(torch.equal, parameters, engine.module.parameters())),
+            "residual": residual,
+            "handed over": handed_over,
+            "left": [s.lossy.undelivered is not None for s in stores_of(engine)],
+        }
+
+
+def weighted_sum_of(tensors: Iterable[torch.Tensor]) -> float:
+    """A number that adds up over ranks like the tensors do, other for every element of a parameter."""
+    total = 0.0
+    for tensor in tensors:
+        flat = tensor.double().reshape(len(tensor), -1)
+        total += float((flat * torch.arange(1, flat.shape[1] + 1)).sum())
+    return total
+
+
 def corrupt_replica(case: Case, codecs: Codecs) -> tuple[str, str]:
     with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
         train(engine, case, 0, 2)
@@ -218,6 +256,34 @@ def test_an_overflow_reaches_the_owners_and_no_residual(pool4: ProcessPool) -> N
         assert not found["gradients are finite"]
         assert found["residuals are finite"]
         assert found["trains on"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero_stage", "accumulation"), [("fp32", 0, 1), ("bf16", 1, 2), ("fp32", 2, 2)], ids=str
+)
+def test_a_resumed_training_goes_on_bit_for_bit(
+    pool4: ProcessPool, tmp_path: Path, dtype: str, zero_stage: int, accumulation: int
+) -> None:
+    case = world4(2, 2, dtype=dtype, zero_stage=zero_stage, accumulation=accumulation)
+    codecs: Codecs = [(LOW_RANK, TOP_K), ("int8", "int4")]
+    for found in pool4.run(resume, case=case, codecs=codecs, folder=str(tmp_path)):
+        assert found["residual"] != 0
+        assert found["again"] == found["losses"]
+        assert found["equal"]
+        assert found["handed over"] == 0
+
+
+def test_at_another_plan_residuals_go_to_the_owners(pool4: ProcessPool, tmp_path: Path) -> None:
+    case = world4(2, 2)
+    codecs: Codecs = [(LOW_RANK, TOP_K), ("int8", "int4")]
+    for name, then in (("codec", [("int8", "int8")] * 2), ("exact", [("identity", "identity")] * 2)):
+        results = pool4.run(resume, case=case, codecs=codecs, folder=str(tmp_path / name), then=then)
+        saved = sum(found["residual"] for found in results)
+        assert abs(saved) > 1e-3
+        assert sum(found["handed over"] for found in results) == pytest.approx(saved, rel=1e-5)
+        for found in results:
+            assert not any(found["left"])  # used in the first step
+            assert all(loss == loss for loss in found["again"])
 
 
 def test_a_replica_that_left_its_mirror_is_named(pool4: ProcessPool) -> None:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the runtime of one model from its config and layers, and drives it around the optimizer step."""
 
+import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.kernels import Kernels, load_kernels
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
+from ds_hybridep.runtime import codec_checkpoint
 from ds_hybridep.runtime.comm import Transport, agree, announcing_failure
 from ds_hybridep.runtime.expert_gather import (
     Encoding,
@@ -158,6 +162,51 @@ class HybridRuntime:
             migration=self.migration if position >= 0 else None,
             position=position,
         )
+
+    @property
+    def plan(self) -> str:
+        """What lossy codecs' state depends on, in one form: levels, domains, codecs and layers."""
+        levels = [
+            [level.size, level.domain_size, level.weight_codec.spec, level.gradient_codec.spec]
+            for level in self.config.levels
+        ]
+        return json.dumps({"levels": levels, "layers": [layer.canonical() for layer in self._planned]}, sort_keys=True)
+
+    def save_codecs(self, folder: Path) -> None:
+        """Write what lossy codecs keep into the folder of a checkpoint; all ranks must call."""
+        if self.migration is not None and self.migration.has_codecs:
+            path = codec_checkpoint.file_of(folder, self.transport.rank)
+            partial = path.with_suffix(".partial")
+            torch.save(self.migration.capture_codecs(self.plan), partial)
+            os.replace(partial, path)
+
+    def load_codecs(self, folder: Path | None) -> str:
+        """Take over what `save_codecs` wrote; all ranks must call, after weights were loaded.
+
+        Returns:
+            What could not be kept, for the log; empty where all is well.
+
+        Raises:
+            AgreementError: some ranks found the state of this plan and others did not.
+        """
+        files = sorted(folder.glob(codec_checkpoint.PATTERN)) if folder is not None else []
+        if self.migration is None:
+            return f"{len(files)} files of lossy codecs are ignored, since every domain is one rank" if files else ""
+        saved = None
+        if folder is not None and (path := codec_checkpoint.file_of(folder, self.transport.rank)).exists():
+            saved = torch.load(path, weights_only=True)
+        is_same = saved is not None and saved["plan"] == self.plan
+        agree({"checkpoint of lossy codecs at this plan": is_same}, self.config.timeout_s)
+        if saved is not None and is_same:
+            self.migration.restore_codecs(saved)
+            return ""
+        self.migration.mark_weights_changed()
+        if files:
+            norm = self.migration.hand_over(files)
+            return (
+                f"the checkpoint is of another plan: mirrors begin anew, gradients of norm {norm:.3g} were handed over"
+            )
+        return ""
 
     def describe(self) -> str:
         """The plan in one line, for the log."""

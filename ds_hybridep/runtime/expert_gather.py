@@ -32,7 +32,7 @@ from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.plan.cluster import flatten
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.runtime.comm import Channel, Purpose, Transfer, Transport
-from ds_hybridep.runtime.lossy import LossyState, MessageLayout, Mirror, PacketPart, Replica
+from ds_hybridep.runtime.lossy import LossyState, MessageLayout, Mirror, PacketPart, Replica, Undelivered
 
 
 @dataclass(frozen=True)
@@ -287,6 +287,35 @@ class ReplicaStore:
                         for piece in block.slices:
                             self.part(sums, slot, piece)[local_idx].add_(next(iterator))
         self.has_unreturned_sums = True
+
+    def expert_ids(self, slot: int) -> range:
+        """Ids of a slot's experts in the layer."""
+        owner = self.partition.group_ranks.index(self.domain_ranks[slot])
+        return range(owner * len(self.experts), (owner + 1) * len(self.experts))
+
+    def add_undelivered(self, local_idx: int, residuals: Sequence[Tensor]) -> float:
+        """Keep what a sender that is gone had not delivered for an owned expert; returns its sum of squares.
+
+        Args:
+            local_idx: of the expert.
+            residuals: [rows, cols] fp32 for each of `parts`.
+        """
+        if self.lossy.undelivered is None:
+            device = self.weights[0].device
+            self.lossy.undelivered = Undelivered(
+                [torch.zeros(part.num_experts, *part.shape, device=device) for part in self.parts]
+            )
+        for part, residual in zip(self.lossy.undelivered.parts, residuals, strict=True):
+            part[local_idx].add_(residual.view(part.shape[1:]))
+        return sum(float(residual.double().square().sum()) for residual in residuals)
+
+    def take_undelivered(self) -> None:
+        """Add to what came back for the owned experts what earlier senders had kept, once per optimizer step."""
+        undelivered = self.lossy.undelivered
+        if undelivered is not None and not undelivered.is_added:
+            for sums, part in zip(self.trainable_parts(self.sums, self.own_index), undelivered.parts, strict=True):
+                sums.add_(part, alpha=self.encoding.loss_scale())
+            undelivered.is_added = True
 
     def returned_gradients(self) -> list[Tensor]:
         """What came back for the owned experts, fp32, by local expert and `trainable_names`."""

@@ -237,6 +237,10 @@ class GradientDecoder:
         """The encoder step of the next message."""
         return self._order.expected
 
+    def expect(self, step: int) -> None:
+        """Go on with the sender's message of this step."""
+        self._order.expected = step
+
     def add(self, message: Tensor, sums: Sequence[Tensor], scale: float) -> None:
         """Add what a message holds, times the loss scale, to `sums` ([e, *shape] fp32 for each part)."""
         if self._saved is None:
@@ -262,6 +266,14 @@ class GradientDecoder:
 
 
 @dataclass
+class Undelivered:
+    """Gradients of the owned experts that earlier senders, now gone, had kept back; unscaled fp32 [e, *shape]."""
+
+    parts: list[Tensor]
+    is_added: bool = False  # to the gradients of the step that is under way
+
+
+@dataclass
 class LossyState:
     """All that lossy codecs keep for one layer on this rank; empty where everything is exact."""
 
@@ -269,6 +281,7 @@ class LossyState:
     replicas: dict[int, Replica] = field(default_factory=dict)  # by slot
     encoders: dict[tuple[int, int], ResidualEncoder] = field(default_factory=dict)  # by (level, slot)
     decoders: dict[tuple[int, int], GradientDecoder] = field(default_factory=dict)  # by (sender, slot)
+    undelivered: "Undelivered | None" = None
     encode_s: float = 0.0
     decode_s: float = 0.0
 
@@ -286,11 +299,15 @@ class LossyState:
         """The optimizer step was done."""
         for one in (*self.encoders.values(), *self.decoders.values()):
             one.commit()
+        if self.undelivered is not None and self.undelivered.is_added:
+            self.undelivered = None
 
     def restore(self) -> None:
         """The optimizer step was skipped, or the gradients were dropped."""
         for one in (*self.encoders.values(), *self.decoders.values()):
             one.restore()
+        if self.undelivered is not None:
+            self.undelivered.is_added = False
 
     @contextmanager
     def encoding(self) -> Iterator[None]:

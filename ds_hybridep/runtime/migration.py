@@ -13,8 +13,9 @@ Forward and step communicate from the main thread, the backward from autograd's;
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ds_hybridep.errors import CommunicationError, GradientNotReturnedError, VerificationError
+from ds_hybridep.runtime import codec_checkpoint
 from ds_hybridep.runtime.comm import Purpose, Transport, profiler_range
 from ds_hybridep.runtime.expert_gather import GradientReturn, ReplicaStore, StagedOperation, WeightGather
 
@@ -181,6 +183,7 @@ class MigrationManager:
         """The gradients that came back for the owned experts, fp32; clears the sums at the first call."""
         if operation.collected is None:
             layer.gradients.wait(operation)
+            layer.store.take_undelivered()
             operation.collected = [gradient.clone() for gradient in layer.store.returned_gradients()]
             layer.store.clear_sums()
             layer.return_in_flight = None
@@ -284,6 +287,29 @@ class MigrationManager:
                         f"owner's weights; if they were changed outside engine.step(), call "
                         f"ds_hybridep.refresh(engine) on all ranks after the change"
                     )
+
+    def capture_codecs(self, plan: str) -> dict[str, Any]:
+        """What lossy codecs keep on this rank, for a checkpoint of `plan`; all ranks must call."""
+        self._drain_weights()
+        return codec_checkpoint.capture([layer.store for layer in self._layers], plan)
+
+    def restore_codecs(self, saved: Mapping[str, Any]) -> None:
+        """Become what `capture_codecs` saw at the same plan; all ranks must call, after the weights were loaded."""
+        self.refresh()
+        codec_checkpoint.restore([layer.store for layer in self._layers], saved)
+
+    def hand_over(self, files: Sequence[Path]) -> float:
+        """Take on what the ranks of another plan had not delivered; returns its L2 norm on this rank."""
+        return codec_checkpoint.hand_over([layer.store for layer in self._layers], files)
+
+    @property
+    def has_codecs(self) -> bool:
+        """True where something is lossy."""
+        return any(
+            codec is not None
+            for layer in self._layers
+            for codec in (*layer.store.encoding.weight_codecs, *layer.store.encoding.gradient_codecs)
+        )
 
     def codec_record(self, position: int) -> dict[str, float]:
         """What lossy codecs do in one layer; empty where it has none.

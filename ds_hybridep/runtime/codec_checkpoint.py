@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lossy codecs keep between steps, in a checkpoint: each rank writes and reads a file of its own.
+
+At the same plan everything comes back as it was, and training goes on bit for bit.  At another plan mirrors begin anew
+from the weights, and gradients that were not delivered yet go to the owners of their experts, who add them to the next
+ones; for that a rank reads the files of all.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.runtime.expert_gather import ReplicaStore
+from ds_hybridep.runtime.lossy import MessageLayout
+
+PATTERN = "hybridep_rank_*.pt"
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Where a rank's state lies in the folder of a checkpoint."""
+    return folder / f"hybridep_rank_{rank:05d}.pt"
+
+
+def capture(stores: Sequence[ReplicaStore], plan: str) -> dict[str, Any]:
+    """This rank's state, as torch.save writes it; nothing may be under way.
+
+    plan: what the state belongs to, in one form.
+    """
+    return {"plan": plan, "layers": {store.layer: _capture_layer(store) for store in stores}}
+
+
+def restore(stores: Sequence[ReplicaStore], saved: Mapping[str, Any]) -> None:
+    """Become what `capture` saw at the same plan; replicas must hold exact weights by now."""
+    for store in stores:
+        _restore_layer(store, saved["layers"][store.layer])
+
+
+def hand_over(stores: Sequence[ReplicaStore], files: Sequence[Path]) -> float:
+    """Give the owned experts what no rank of the saved job had delivered; returns its L2 norm on this rank."""
+    total = 0.0
+    layers = {store.layer: store for store in stores}
+    for path in files:
+        for name, layer in torch.load(path, weights_only=True)["layers"].items():
+            for record in layer["encoders"] if name in layers else ():
+                store = layers[name]
+                for own_idx, expert in enumerate(store.expert_ids(store.own_index)):
+                    if expert in record["experts"]:
+                        saved_idx = record["experts"].index(expert)
+                        total += store.add_undelivered(own_idx, [part[saved_idx] for part in record["residuals"]])
+    return total**0.5
+
+
+def _capture_layer(store: ReplicaStore) -> dict[str, Any]:
+    lossy = store.lossy
+    return {
+        "mirrors": {name: mirror.state_dict() for name, mirror in lossy.mirrors.items()},
+        "replicas": [
+            {"slot": slot, "values": replica.values, "expected": replica.order.expected}
+            for slot, replica in lossy.replicas.items()
+        ],
+        "encoders": [
+            {"level": level, "slot": slot, "experts": list(store.expert_ids(slot)), **encoder.state_dict()}
+            for (level, slot), encoder in lossy.encoders.items()
+        ],
+        "decoders": [
+            {"sender": sender, "slot": slot, "expected": decoder.step}
+            for (sender, slot), decoder in lossy.decoders.items()
+        ],
+        "sums": [sums for sums in store.sums if sums is not None] if store.has_unreturned_sums else [],
+    }
+
+
+def _restore_layer(store: ReplicaStore, saved: Mapping[str, Any]) -> None:
+    lossy, device = store.lossy, store.weights[0].device
+    for name, mirror in lossy.mirrors.items():
+        mirror.load_state_dict(saved["mirrors"][name])
+    for record in saved["replicas"]:
+        replica = lossy.replicas[record["slot"]]
+        for value, other in zip(replica.values, record["values"], strict=True):
+            value.copy_(other)
+        replica.order.expected = record["expected"]
+        replica.copy_to(store.trainable_parts(store.weights, record["slot"]))
+    for record in saved["encoders"]:
+        codec = store.encoding.gradient_codecs[record["level"]]
+        assert codec is not None, f"{store.layer}: a residual over level {record['level']}, which has no codec"
+        layout = MessageLayout(codec, store.parts)
+        lossy.encoder(record["level"], record["slot"], layout, device).load_state_dict(record)
+    for record in saved["decoders"]:
+        level = store.partition.cluster.level_between(record["sender"], store.domain_ranks[store.own_index])
+        codec = store.encoding.gradient_codecs[level] if level is not None else None
+        assert codec is not None, f"{store.layer}: messages of rank {record['sender']} over a level without a codec"
+        decoder = lossy.decoder(record["sender"], record["slot"], MessageLayout(codec, store.parts))
+        decoder.expect(record["expected"])
+    sums: list[Tensor] = [own for own in store.sums if own is not None]
+    for own, other in zip(sums, saved["sums"] or sums, strict=True):
+        own.copy_(other)
+    store.has_unreturned_sums = bool(saved["sums"])
