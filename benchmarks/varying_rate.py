@@ -4,7 +4,8 @@
     sudo python benchmarks/varying_rate.py --steps 1800 --out benchmarks/results/varying-rate.json
 
 Every `--period` seconds each DC's uplink gets the next of `--rates`, and once per round one is cut for two seconds.
-Both runs log the loss of every step; they must agree in every bit.  Needs root and iproute2.
+Both runs go on side by side, each in a network of its own, and log the loss of every step; they must agree in every
+bit.  Needs root and iproute2.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ def schedule_of(rates: list[float], period_s: float, limit_s: float) -> list[Sch
 
 def train(args: argparse.Namespace, rate: float, events: list[ScheduleEvent], scratch: Path) -> dict[str, Any]:
     """Losses of all steps and the seconds of one run."""
+    scratch.mkdir()
     record = scratch / "record.json"
     config = json.loads((REPOSITORY / "ds_configs" / "two_dcs_2x2.json").read_text())
     config["train_micro_batch_size_per_gpu"] = args.rows
@@ -81,14 +84,14 @@ def main() -> int:
         return 2
     rates = [parse_rate(rate, "--rates") for rate in args.rates]
     events = schedule_of(rates, parse_duration(args.period, "--period"), parse_duration(args.timeout, "--timeout"))
-    with tempfile.TemporaryDirectory() as scratch:
-        varying = train(args, rates[0], events, Path(scratch))
-        print(
-            f"{args.steps} steps at {', '.join(map(format_rate, rates))} in turn: {varying['seconds']:.0f} s",
-            flush=True,
-        )
-        constant = train(args, parse_rate(args.constant, "--constant"), [], Path(scratch))
-        print(f"{args.steps} steps at {args.constant}: {constant['seconds']:.0f} s", flush=True)
+    plans = {"varying": (rates[0], events), "constant": (parse_rate(args.constant, "--constant"), [])}
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor() as pool:
+        started = {name: pool.submit(train, args, *plan, Path(scratch) / name) for name, plan in plans.items()}
+        varying, constant = (started[name].result() for name in plans)
+    print(
+        f"{args.steps} steps at {', '.join(map(format_rate, rates))} in turn: {varying['seconds']:.0f} s", flush=True
+    )
+    print(f"{args.steps} steps at {args.constant}: {constant['seconds']:.0f} s", flush=True)
     pairs = zip(varying["losses"], constant["losses"], strict=True)
     different = [step for (step, one), (_, other) in pairs if one != other]
     about = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
