@@ -207,6 +207,17 @@ void times_rows(Address x, Address p, int64_t n, int64_t rank, int64_t rows, int
     hybridep::times_rows(at<const float>(x), at<const float>(p), n, rank, rows, cols, num_threads, at<float>(out));
 }
 
+void orthonormalise(Address p, int64_t n, int64_t rank, int64_t rows, int num_threads) {
+    require_sizes({n, rank, rows});
+    if (rank > rows) throw py::value_error("rank: got " + std::to_string(rank) + ", wanted at most rows");
+    hybridep::orthonormalise(at<float>(p), n, rank, rows, num_threads);
+}
+
+void divide_by_gram(Address p, Address q, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads) {
+    require_sizes({n, rank, rows, cols});
+    hybridep::divide_by_gram(at<const float>(p), at<float>(q), n, rank, rows, cols, num_threads);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -225,4 +236,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("low_rank_decode", &low_rank_decode, release_gil());
     module.def("times_columns", &times_columns, release_gil());
     module.def("times_rows", &times_rows, release_gil());
+    module.def("orthonormalise", &orthonormalise, release_gil());
+    module.def("divide_by_gram", &divide_by_gram, release_gil());
 }

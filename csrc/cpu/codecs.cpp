@@ -546,24 +546,124 @@ void low_rank_decode(const float* p, const float* q, int64_t n, int64_t rank, in
     }
 }
 
+namespace {
+
+// Sum of a[i] * b[i]: lane j holds the products at i = j modulo 64, and lanes are summed by halving.
+float dot(const float* a, const float* b, int64_t size) {
+    // Four sets of lanes hide the latency of the additions.
+    alignas(64) float lanes[4 * kLanes] = {};
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= size; i += 4 * kLanes) {
+#pragma omp simd
+        for (int64_t j = 0; j < 4 * kLanes; ++j) lanes[j] += a[i + j] * b[i + j];
+    }
+    for (int64_t j = 0; i < size; ++i, ++j) lanes[j] += a[i] * b[i];
+    return halving_sum(lanes, 4 * kLanes);
+}
+
+inline void subtract(float* to, float factor, const float* from, int64_t size) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) to[i] -= factor * from[i];
+}
+
+inline void scale_by(float* values, float factor, int64_t size) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) values[i] *= factor;
+}
+
+// Takes from row `idx` of p what lies in the rows before it, which are orthonormal; returns the squared length left.
+float project_out(float* p, int64_t idx, int64_t rows) {
+    float* row = p + idx * rows;
+    for (int64_t other = 0; other < idx; ++other) subtract(row, dot(p + other * rows, row, rows), p + other * rows, rows);
+    return dot(row, row, rows);
+}
+
+void orthonormalise_one(float* p, int64_t rank, int64_t rows) {
+    constexpr float kDependent = 1e-9f;  // of the squared length before: what rounding leaves of a dependent row
+    for (int64_t idx = 0; idx < rank; ++idx) {
+        float* row = p + idx * rows;
+        // Largest element 1 first: squares of numbers near the ends of the fp32 range over- or underflow.
+        const float largest = std::bit_cast<float>(largest_magnitude_bits(row, rows));
+        bool is_found = false;
+        if (largest > 0.0f && std::isfinite(largest)) {
+            for (int64_t i = 0; i < rows; ++i) row[i] /= largest;
+            const float before = dot(row, row, rows);
+            is_found = project_out(p, idx, rows) > kDependent * before;
+        }
+        // Among the unit vectors one at least keeps (rows - idx) / rows of its squared length.
+        const float enough = 0.5f * static_cast<float>(rows - idx) / static_cast<float>(rows);
+        for (int64_t axis = idx; !is_found && axis < idx + rows; ++axis) {
+            std::fill(row, row + rows, 0.0f);
+            row[axis % rows] = 1.0f;
+            is_found = project_out(p, idx, rows) >= enough;
+        }
+        scale_by(row, 1.0f / std::sqrt(dot(row, row, rows)), rows);
+        const float squared = project_out(p, idx, rows);
+        scale_by(row, 1.0f / std::sqrt(squared), rows);
+    }
+}
+
+// inverse [rank, rank] of the symmetric positive definite gram, by Gauss-Jordan without pivots; overwrites gram.
+void invert(std::vector<double>& gram, std::vector<double>& inverse, int64_t rank) {
+    std::fill(inverse.begin(), inverse.end(), 0.0);
+    for (int64_t i = 0; i < rank; ++i) inverse[i * rank + i] = 1.0;
+    for (int64_t pivot = 0; pivot < rank; ++pivot) {
+        const double factor = 1.0 / gram[pivot * rank + pivot];
+        for (int64_t j = 0; j < rank; ++j) {
+            gram[pivot * rank + j] *= factor;
+            inverse[pivot * rank + j] *= factor;
+        }
+        for (int64_t i = 0; i < rank; ++i) {
+            const double multiple = gram[i * rank + pivot];
+            if (i == pivot || multiple == 0.0) continue;
+            for (int64_t j = 0; j < rank; ++j) {
+                gram[i * rank + j] -= multiple * gram[pivot * rank + j];
+                inverse[i * rank + j] -= multiple * inverse[pivot * rank + j];
+            }
+        }
+    }
+}
+
+}  // namespace
+
+void orthonormalise(float* p, int64_t n, int64_t rank, int64_t rows, int num_threads) {
+#pragma omp parallel for num_threads(threads_for(n * rank * rank * rows, num_threads)) schedule(static)
+    for (int64_t tensor = 0; tensor < n; ++tensor) orthonormalise_one(p + tensor * rank * rows, rank, rows);
+}
+
+void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads) {
+    constexpr double kRidge = 1e-6, kSmallest = 1e-3;  // quantised rows can be dependent or 0
+#pragma omp parallel for num_threads(threads_for(n * rank * rank * (rows + cols), num_threads)) schedule(static)
+    for (int64_t tensor = 0; tensor < n; ++tensor) {
+        const float* left = p + tensor * rank * rows;
+        float* right = q + tensor * rank * cols;
+        std::vector<double> gram(static_cast<size_t>(rank * rank)), inverse(gram.size());
+        for (int64_t i = 0; i < rank; ++i) {
+            for (int64_t j = 0; j <= i; ++j) {
+                gram[i * rank + j] = gram[j * rank + i] = dot(left + i * rows, left + j * rows, rows);
+            }
+            gram[i * rank + i] += kRidge * std::max(gram[i * rank + i], kSmallest);
+        }
+        invert(gram, inverse, rank);
+        std::vector<float> before(right, right + rank * cols);
+        for (int64_t i = 0; i < rank; ++i) {
+            float* to = right + i * cols;
+            std::fill(to, to + cols, 0.0f);
+            for (int64_t j = 0; j < rank; ++j) {
+                subtract(to, -static_cast<float>(inverse[i * rank + j]), before.data() + j * cols, cols);
+            }
+        }
+    }
+}
+
 void times_columns(const float* x, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols,
                    int num_threads, float* out) {
-    const int64_t whole = cols / kLanes * kLanes;
 #pragma omp parallel for collapse(2) num_threads(threads_for(n * rows * cols, num_threads)) schedule(static)
     for (int64_t tensor = 0; tensor < n; ++tensor) {
         for (int64_t row = 0; row < rows; ++row) {
             const float* from = x + (tensor * rows + row) * cols;
             for (int64_t column = 0; column < rank; ++column) {
-                const float* other = q + (tensor * rank + column) * cols;
-                // Four sets of lanes hide the latency of the additions.
-                alignas(64) float lanes[4 * kLanes] = {};
-                int64_t i = 0;
-                for (; i + 4 * kLanes <= whole; i += 4 * kLanes) {
-#pragma omp simd
-                    for (int64_t j = 0; j < 4 * kLanes; ++j) lanes[j] += from[i + j] * other[i + j];
-                }
-                for (; i < cols; ++i) lanes[i % kLanes] += from[i] * other[i];
-                out[(tensor * rank + column) * rows + row] = halving_sum(lanes, 4 * kLanes);
+                out[(tensor * rank + column) * rows + row] = dot(from, q + (tensor * rank + column) * cols, cols);
             }
         }
     }

@@ -57,12 +57,19 @@ void top_k_decode(const Payloads& payloads, int64_t n, int64_t length, int64_t b
 void low_rank_decode(const float* p, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, bool is_add,
                      int num_threads, float* out);
 
-// out [n, rank, rows] = x [n, rows, cols] times q [n, rank, cols], over cols; sums in 16 lanes, then by halving.
+// out [n, rank, rows] = x [n, rows, cols] times q [n, rank, cols], over cols; sums in 64 lanes, then by halving.
 void times_columns(const float* x, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols,
                    int num_threads, float* out);
 
 // out [n, rank, cols] = p [n, rank, rows] times x [n, rows, cols], over rows in order.
 void times_rows(const float* x, const float* p, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads,
                 float* out);
+
+// p [n, rank, rows]: rows of each tensor become orthonormal, in place, by Gram-Schmidt done twice.  A row that depends
+// on those before it, or is 0, becomes a unit vector made orthogonal to them.  rank must not be above rows.
+void orthonormalise(float* p, int64_t n, int64_t rank, int64_t rows, int num_threads);
+
+// q [n, rank, cols] = (P P^T + a little on the diagonal)^-1 q, in place, for p [n, rank, rows].
+void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads);
 
 }  // namespace hybridep

@@ -28,7 +28,7 @@ from ds_hybridep.codecs.interface import Codec, CodecState, round_up
 from ds_hybridep.kernels import Source
 
 FACTOR_BLOCK = 256  # elements of a factor column that share a scale
-FACTOR_BITS = {"int8": 8, "int4": 4}
+FACTOR_BITS = {"int8": 8, "int4": 4, "int2": 2}
 FACTOR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -46,7 +46,7 @@ class LowRank(Codec):
     name: ClassVar[str] = "low_rank"
 
     rank: int = 4
-    factors: Literal["fp32", "bf16", "int8", "int4"] = "int8"
+    factors: Literal["fp32", "bf16", "int8", "int4", "int2"] = "int8"
     iterations: int = 1
     refresh_interval: int = 64
     fallback: Codec = Blockwise(bits=4)
@@ -84,12 +84,12 @@ class LowRank(Codec):
 
         # 1. P, as the decoder will see it.
         for _ in range(self.iterations - 1):
-            q = self._times_rows(x, orthonormal(self._times_columns(x, q)))
-        self._write(orthonormal(self._times_columns(x, q)), p_payload)
+            q = self._times_rows(x, self._orthonormal(self._times_columns(x, q)))
+        self._write(self._orthonormal(self._times_columns(x, q)), p_payload)
         p = self._read(p_payload, rows)
 
         # 2. Q for that P.
-        q = _divide_by_gram(self._times_rows(x, p), p)
+        q = self._divide_by_gram(self._times_rows(x, p), p)
         self._write(q, q_payload)
         is_overflow = ~q.isfinite().all(dim=2).all(dim=1)
         keep = (is_bad | is_overflow)[:, None, None]
@@ -147,6 +147,22 @@ class LowRank(Codec):
             return kernels.times_rows(x, p)
         return torch.stack([other @ one for one, other in zip(x, p, strict=True)])
 
+    def _orthonormal(self, p: Tensor) -> Tensor:
+        """Orthonormal rows that span those of p [n, rank, rows]; p may be overwritten."""
+        kernels = self.compiled(p.device)
+        if kernels is None:
+            return orthonormal(p)
+        kernels.orthonormalise(p)
+        return p
+
+    def _divide_by_gram(self, q: Tensor, p: Tensor) -> Tensor:
+        """(P P^T)^-1 q; q may be overwritten."""
+        kernels = self.compiled(p.device)
+        if kernels is None:
+            return divide_by_gram(q, p)
+        kernels.divide_by_gram(p, q)
+        return q
+
     def _column_bytes(self, length: int) -> int:
         """Bytes of one factor column."""
         if self.factors in FACTOR_BITS:
@@ -195,7 +211,7 @@ def orthonormal(p: Tensor) -> Tensor:
     return factor.transpose(1, 2).contiguous()
 
 
-def _divide_by_gram(q: Tensor, p: Tensor) -> Tensor:
+def divide_by_gram(q: Tensor, p: Tensor) -> Tensor:
     """(P P^T)^-1 q for rows p [n, rank, rows], near-orthonormal but for their quantisation; q is [n, rank, cols]."""
     gram = torch.stack([one @ one.T for one in p])
     # Quantised rows can be dependent; a little on the diagonal keeps the solution finite and barely moves others.

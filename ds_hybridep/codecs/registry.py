@@ -147,7 +147,7 @@ TYPES: dict[str, tuple[Make, dict[str, Reader]]] = {
         _plain(LowRank),
         {
             "rank": _integer(1, 1024),
-            "factors": _choice("fp32", "bf16", "int8", "int4"),
+            "factors": _choice("fp32", "bf16", "int8", "int4", "int2"),
             "iterations": _integer(1, 8),
             "refresh_interval": _integer(1, 10**9),
             "fallback": _plain_codec,

@@ -89,6 +89,15 @@ class CompiledCodecs:
         self._extension.times_rows(x.data_ptr(), p.data_ptr(), *sizes, torch.get_num_threads(), out.data_ptr())
         return out
 
+    def orthonormalise(self, p: Tensor) -> None:
+        """Make the rows of p [n, rank, rows] orthonormal, in place; dependent ones become others that are not."""
+        self._extension.orthonormalise(p.data_ptr(), *p.shape, torch.get_num_threads())
+
+    def divide_by_gram(self, p: Tensor, q: Tensor) -> None:
+        """q [n, rank, cols] = (P P^T)^-1 q, in place, for p [n, rank, rows]; finite for dependent rows too."""
+        threads = torch.get_num_threads()
+        self._extension.divide_by_gram(p.data_ptr(), q.data_ptr(), *p.shape, q.shape[2], threads)
+
 
 def _size(tensor: Tensor) -> tuple[int, int]:
     """n, and the elements of one tensor."""

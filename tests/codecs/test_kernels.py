@@ -7,6 +7,8 @@ from codec_cases import SHAPES, SPECS, normal, tensors
 from hypothesis import given, settings
 
 from ds_hybridep.codecs import make_codec, non_finite
+from ds_hybridep.codecs.low_rank import divide_by_gram, orthonormal
+from ds_hybridep.kernels import load_codec_kernels
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -83,6 +85,36 @@ def test_an_owner_and_a_replica_with_other_kernels_agree(name):
         weights += normal(*shape, seed=step) * 0.01
         far.decode_add(owner.encode_update(weights, mirror, state), replica)
     assert_same_bits(replica, mirror)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 200), (1, 8, 8), (3, 5, 33), (1, 1, 1)], ids=str)
+def test_orthonormal_rows_span_what_the_definition_spans(shape):
+    kernels = load_codec_kernels("compiled")
+    p, wanted = normal(*shape), orthonormal(normal(*shape))
+    kernels.orthonormalise(p)
+    assert (p @ p.transpose(1, 2) - torch.eye(shape[1])).abs().max() < 1e-6
+    torch.testing.assert_close(
+        p.transpose(1, 2) @ p, wanted.transpose(1, 2) @ wanted, rtol=0, atol=1e-5
+    )  # projections
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-40, 1e-30, 1.0, 1e30])
+def test_dependent_rows_become_orthonormal(scale):
+    p = torch.ones(2, 6, 1) @ normal(2, 1, 9) * scale
+    p[:, 3] = 0
+    load_codec_kernels("compiled").orthonormalise(p)
+    assert (p @ p.transpose(1, 2) - torch.eye(6)).abs().max() < 1e-6
+
+
+def test_division_by_the_gram_matrix_equals_the_definition():
+    kernels, p, q = load_codec_kernels("compiled"), normal(2, 4, 50), normal(2, 4, 30, seed=1)
+    wanted = divide_by_gram(q, p)
+    kernels.divide_by_gram(p, q)
+    torch.testing.assert_close(q, wanted, rtol=1e-4, atol=1e-6)
+    p[:, 2] = p[:, 1]
+    p[:, 3] = 0
+    kernels.divide_by_gram(p, q)
+    assert q.isfinite().all()
 
 
 @pytest.mark.parametrize("name", SPECS)
