@@ -152,6 +152,11 @@ hybridep::Payloads to_payloads(Address payload, int64_t stride, int64_t bytes) {
     return {at<uint8_t>(payload), stride, bytes};
 }
 
+void prepare(int source, Address a, Address other, int64_t n, int64_t length, int num_threads, Address x,
+             Address is_bad) {
+    hybridep::prepare(to_input(source, a, other, n, length), num_threads, at<float>(x), at<uint8_t>(is_bad));
+}
+
 void blockwise_encode(int source, Address a, Address other, int64_t n, int64_t length, int bits, int64_t block,
                       int num_threads, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
     require_block(block);
@@ -229,6 +234,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("dispatch_rows", &dispatch_rows, release_gil());
     module.def("combine_rows", &combine_rows, release_gil());
     module.def("combine_rows_backward", &combine_rows_backward, release_gil());
+    module.def("prepare", &prepare, release_gil());
     module.def("blockwise_encode", &blockwise_encode, release_gil());
     module.def("blockwise_decode", &blockwise_decode, release_gil());
     module.def("top_k_encode", &top_k_encode, release_gil());

@@ -20,6 +20,7 @@ SPECS = {
     "low_rank_fp32": {"type": "low_rank", "rank": 3, "factors": "fp32", "refresh_interval": 5},
     "low_rank_bf16": {"type": "low_rank", "rank": 2, "factors": "bf16", "iterations": 2},
     "low_rank_int4": {"type": "low_rank", "rank": 6, "factors": "int4", "fallback": "int2"},
+    "low_rank_int2": {"type": "low_rank", "rank": 8, "factors": "int2", "iterations": 2, "fallback": "sign"},
     "sum": {"type": "sum", "parts": [{"type": "low_rank", "rank": 2}, {"type": "top_k", "block": 16, "k": 1}]},
     "warm_up": {"type": "warm_up", "steps": 3, "first": "int4", "then": "low_rank"},
 }

@@ -228,6 +228,26 @@ void finish_bad(const Input& input, const uint8_t* is_bad) {
 
 }  // namespace
 
+void prepare(const Input& input, int num_threads, float* x, uint8_t* is_bad) {
+    const int64_t num_blocks = ceil_div(input.length, kMaxBlock);
+    std::fill(is_bad, is_bad + input.n, uint8_t{0});
+#pragma omp parallel for collapse(2) num_threads(threads_for(input.n * input.length, num_threads)) schedule(static)
+    for (int64_t tensor = 0; tensor < input.n; ++tensor) {
+        for (int64_t block = 0; block < num_blocks; ++block) {
+            const int64_t begin = tensor * input.length + block * kMaxBlock;
+            const int64_t count = std::min(kMaxBlock, input.length - block * kMaxBlock);
+            load(input, begin, count, count, false, x + begin);
+            if (largest_magnitude_bits(x + begin, count) >= kInfinity) {
+#pragma omp atomic write
+                is_bad[tensor] = 1;
+            }
+        }
+    }
+    for (int64_t tensor = 0; tensor < input.n; ++tensor) {
+        if (is_bad[tensor]) std::fill(x + tensor * input.length, x + (tensor + 1) * input.length, 0.0f);
+    }
+}
+
 void blockwise_encode(const Input& input, int bits, int64_t block, int num_threads, const Payloads& payloads,
                       uint8_t* is_bad) {
     const int64_t num_blocks = ceil_div(input.length, block);

@@ -36,6 +36,10 @@ struct Input {
     int64_t length;
 };
 
+// x [n, length] = what is encoded of each tensor, all zeros where the tensor is bad; is_bad [n] becomes 1 where an
+// element is inf or nan, else 0.  For codecs that need the whole tensor at once.
+void prepare(const Input& input, int num_threads, float* x, uint8_t* is_bad);
+
 // Blocks of `block` elements (a power of two, at most 1024) to `bits` bits (8, 4, 2 or 1) and a bf16 scale.
 // is_bad [n] becomes 1 where an element is inf or nan, or a scale overflowed, else 0.
 //   bits = 1, block = 8, a = {1, -3, 2, 2, 0, 0, 0, 0}  ->  scale 1, codes 0b11111101

@@ -238,12 +238,8 @@ class Codec(ABC):
         is_bad = codec.encode_fused(source, a, other, payload) if a.numel() else a.new_zeros(n, dtype=torch.bool)
         is_done = is_bad is not None
         if is_bad is None:
-            x = a if other is None else a - other if source == Source.UPDATE else a + other
-            # isfinite of a sum would overflow on large finite values, so the largest magnitude is looked at.
-            is_bad = ~x.abs().amax(dim=(1, 2)).isfinite()
-            # No zero stands in where all is finite: copying x takes as long as some codecs do.
-            clean = torch.where(is_bad[:, None, None], 0.0, x) if bool(is_bad.any()) else x
-            is_bad = is_bad | codec.encode_payload(clean, state, payload, is_bad)
+            x, is_bad = codec._prepare(source, a, other)
+            is_bad = is_bad | codec.encode_payload(x, state, payload, is_bad)
         write_headers(
             packets,
             codec_id=codec.codec_id,
@@ -261,6 +257,15 @@ class Codec(ABC):
             x = x - codec.decode(packets, torch.empty_like(x))
             other.copy_(torch.where(is_bad[:, None, None], other, x) if bool(is_bad.any()) else x)
         return packets
+
+    def _prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What `source` says of a and other, zeros in tensors that are not finite; and [n] bool, which those are."""
+        kernels = self.compiled(a.device)
+        if kernels is not None:
+            return kernels.prepare(source, a, other)
+        x = a if other is None else a - other if source == Source.UPDATE else a + other
+        is_bad = ~x.isfinite().flatten(1).all(dim=1)
+        return torch.where(is_bad[:, None, None], 0.0, x), is_bad
 
     def compiled(self, device: torch.device) -> CompiledCodecs | None:
         """Compiled kernels for tensors on `device`; None: use PyTorch."""

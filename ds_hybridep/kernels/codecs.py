@@ -31,6 +31,13 @@ class CompiledCodecs:
         """Wrap `extension`, the module that HybridEPBuilder loads."""
         self._extension = extension
 
+    def prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What is encoded, shaped as a [n, ...] and all zeros in tensors with inf or nan; and [n] bool, which have."""
+        x, is_bad = torch.empty_like(a), torch.empty(len(a), dtype=torch.uint8)
+        inputs = _input(source, a, other)
+        self._extension.prepare(*inputs, torch.get_num_threads(), x.data_ptr(), is_bad.data_ptr())
+        return x, is_bad.bool()
+
     def blockwise_encode(
         self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor, *, bits: int, block: int
     ) -> Tensor:

@@ -269,6 +269,12 @@ def test_tensors_that_cannot_be_encoded_are_refused(x, kind, message):
         codec.encode(x, codec.new_state(1, 3, 4))
 
 
+def test_a_mirror_of_another_shape_is_refused():
+    codec = make_codec("int8")
+    with pytest.raises(ValueError, match=r"mirror or residual: got shape \(1, 4, 3\), wanted that of x, \(1, 3, 4\)"):
+        codec.encode_update(torch.zeros(1, 3, 4), torch.zeros(1, 4, 3), codec.new_state(1, 3, 4))
+
+
 @given(st.integers(2, 12), st.integers(2, 12))
 @settings(deadline=None, max_examples=20)
 def test_small_matrices_and_vectors_go_to_the_fallback(rows, cols):
