@@ -2,6 +2,8 @@
 """What codecs cost in model quality, in bytes and in time: two sites trained in one process.
 
     python benchmarks/codecs.py train --seeds 0 1 2 --out benchmarks/results/codecs.jsonl
+    python benchmarks/codecs.py time
+    python benchmarks/codecs.py track
     python benchmarks/codecs.py report benchmarks/results/codecs.jsonl --plot docs/images/codecs.png
 
 A byte-level Mixture-of-Experts model in fp32 under AdamW.  Half of the rows of each batch stand for a remote site:
@@ -21,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -244,8 +246,16 @@ def evaluate(model: Model, valid: Tensor) -> float:
     return statistics.fmean(losses)
 
 
-def train(case: str, phase: str, seed: int, corpus: tuple[Tensor, Tensor], start: dict[str, Tensor] | None) -> Any:
-    """One run: its record, and the state it ends with."""
+def train(
+    case: str,
+    phase: str,
+    seed: int,
+    corpus: tuple[Tensor, Tensor],
+    start: dict[str, Tensor] | None,
+    *,
+    link: Callable[..., Link] = Link,
+) -> Any:
+    """One run: its record, and the state it ends with.  `link` makes what carries one expert tensor."""
     torch.manual_seed(seed)
     model = Model()
     if start is not None:
@@ -255,8 +265,8 @@ def train(case: str, phase: str, seed: int, corpus: tuple[Tensor, Tensor], start
     for moe in model.moes:
         for parameter in moe.experts:
             weight_codec, gradient_codec = (_codec(spec) for spec in (weight_spec, gradient_spec))
-            links.append(Link(parameter, weight_codec, gradient_codec))
-        moe.mirrors = [link.mirror for link in links[-4:]]
+            links.append(link(parameter, weight_codec, gradient_codec))
+        moe.mirrors = [each.mirror for each in links[-4:]]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.01)
 
     steps = int(PHASES[phase]["steps"])
@@ -270,26 +280,26 @@ def train(case: str, phase: str, seed: int, corpus: tuple[Tensor, Tensor], start
         optimizer.zero_grad(set_to_none=False)
         (loss + AUX_LOSS_WEIGHT * aux_loss).backward()
         backward_s = time.perf_counter()
-        for link in links:
-            link.return_gradient()
+        for each in links:
+            each.return_gradient()
         optimizer_s = time.perf_counter()
         optimizer.step()
         send_s = time.perf_counter()
-        for link in links:
-            link.send_weights()
+        for each in links:
+            each.send_weights()
         end_s = time.perf_counter()
         compute_s += backward_s - begin_s + send_s - optimizer_s
         codec_s += optimizer_s - backward_s + end_s - send_s
         if step % 50 == 49:
             with torch.no_grad():
                 lag.append(float((links[0].parameter - links[0].mirror).norm() / links[0].parameter.norm()))
-    raw_bytes = 4 * steps * sum(link.parameter.numel() for link in links)
+    raw_bytes = 4 * steps * sum(each.parameter.numel() for each in links)
     record = {
         "case": "codecs",
         "params": {"name": case, "phase": phase, "seed": seed, "weights": weight_spec, "gradients": gradient_spec},
         "loss": evaluate(model, corpus[1]),
-        "weight_ratio": raw_bytes / sum(link.weight_bytes for link in links),
-        "gradient_ratio": raw_bytes / sum(link.gradient_bytes for link in links),
+        "weight_ratio": raw_bytes / sum(each.weight_bytes for each in links),
+        "gradient_ratio": raw_bytes / sum(each.gradient_bytes for each in links),
         "compute_s_per_step": compute_s / steps,
         "codec_s_per_step": codec_s / steps,
         "mirror_lag": lag,
@@ -340,6 +350,125 @@ def run_cases(args: argparse.Namespace) -> None:
                     f"{record['compute_s_per_step']:.3f} + {record['codec_s_per_step']:.3f} s",
                     flush=True,
                 )
+
+
+# --------------------------------------------------------------------------------------------------- time and tracking
+
+# What `time` and `track` compare.  The ratios depend on the shape.
+SINGLE_CODECS: dict[str, dict[str, Any]] = {
+    "int8": {"type": "int8"},
+    "int4": {"type": "int4"},
+    "int2": {"type": "int2"},
+    "sign": {"type": "sign"},
+    "top 2%, bf16": {"type": "top_k", "block": 1024, "k": 20},
+    "top 5%, 2 bits": {"type": "top_k", "block": 1024, "k": 54, "value_bits": 2},
+    "1 of 8, 1 bit": ONE_OF_8,
+    "1 of 16, 1 bit": {**ONE_OF_8, "block": 16},
+    "low rank 3, int8": low_rank(3, "int8"),
+    "low rank 7, int4": low_rank(7, "int4"),
+    "low rank 7, int4, one iteration": {**low_rank(7, "int4"), "iterations": 1},
+    "low rank 7, int4, refreshed every 8 steps": {**low_rank(7, "int4"), "refresh_interval": 8},
+    "low rank 13, int2": low_rank(13, "int2"),
+    "low rank 3 + 1 of 16": {"type": "sum", "parts": [low_rank(3, "int4"), {**ONE_OF_8, "block": 16}]},
+    "low rank 3 + 4, int4": {"type": "sum", "parts": [low_rank(3, "int4"), low_rank(4, "int4")]},
+    "low rank 7 + 7, int2": RANK_7_AND_7,
+    "low rank 3, int4": low_rank(3, "int4"),
+    "low rank 7, int2": low_rank(7, "int2"),
+    "low rank 1 + 1 of 32": {"type": "sum", "parts": [low_rank(1, "int4"), {**ONE_OF_8, "block": 32}]},
+}
+
+
+def time_codecs(args: argparse.Namespace) -> None:
+    """Milliseconds of one step of each codec, encoding with the mirror's update and decoding, least of several."""
+    shape = tuple(args.shape)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(shape, generator=generator)
+    for name, spec in SINGLE_CODECS.items():
+        codec = make_codec(spec, kernels=args.kernels)
+        mirror, state = torch.zeros(shape), codec.new_state(*shape)
+        packets = codec.encode_update(weights, mirror, state)
+        encode_s, decode_s = [], []
+        for _ in range(args.samples):
+            begin_s = time.perf_counter()
+            packets = codec.encode_update(weights, mirror, state)
+            encoded_s = time.perf_counter()
+            codec.decode_add(packets, mirror)
+            decode_s.append(time.perf_counter() - encoded_s)
+            encode_s.append(encoded_s - begin_s)
+        record = {
+            "case": "codec_time",
+            "params": {"name": name, "codec": spec, "shape": shape, "kernels": args.kernels},
+            "ratio": codec.ratio(*shape[1:]),
+            "encode_update_ms": 1e3 * min(encode_s),
+            "decode_add_ms": 1e3 * min(decode_s),
+            "versions": {"ds_hybridep": __version__, "torch": torch.__version__},
+            "threads": torch.get_num_threads(),
+            "commit": _commit(),
+        }
+        print(json.dumps(record), flush=True)
+
+
+@dataclass
+class Recorder(Link):
+    """An exact link that remembers what it carried: weights after each step, and the remote site's gradients."""
+
+    weights: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def send_weights(self) -> None:
+        super().send_weights()
+        self.weights.append(self.parameter.detach().clone())
+
+    def return_gradient(self) -> None:
+        assert self.mirror.grad is not None
+        self.gradients.append(self.mirror.grad.clone())
+        super().return_gradient()
+
+
+def track(args: argparse.Namespace) -> None:
+    """How closely each codec follows the weights and gradients of one exact run, without feedback into training."""
+    torch.manual_seed(args.seed)
+    links: list[Link] = []
+
+    def link(parameter: nn.Parameter, weight_codec: Any, gradient_codec: Any) -> Link:
+        # The first matrix of the last layer; all would need gigabytes.
+        kind = Recorder if len(links) == 4 * (LAYERS - 1) else Link
+        links.append(kind(parameter, weight_codec, gradient_codec))
+        return links[-1]
+
+    train("exact", "scratch", args.seed, read_corpus(), None, link=link)
+    recorder = links[4 * (LAYERS - 1)]
+    assert isinstance(recorder, Recorder)
+    print("| codec | ratio | weights: steps behind | gradients: momentum error |\n|---|---|---|---|")
+    for name, spec in SINGLE_CODECS.items():
+        codec = make_codec(spec)
+        ratio = codec.ratio(*recorder.parameter.shape[1:])
+        lag, error = follow_weights(codec, recorder.weights), follow_gradients(codec, recorder.gradients)
+        print(f"| {name} | {ratio:.1f}x | {lag:.2f} | {error:.2f} |", flush=True)
+
+
+def follow_weights(codec: Codec, weights: Sequence[Tensor]) -> float:
+    """Mean distance from the mirror to the weights, in lengths of the last step."""
+    mirror, state = weights[0].clone(), codec.new_state(*weights[0].shape)
+    lag = []
+    for before, after in zip(weights, weights[1:], strict=False):
+        codec.encode_update(after, mirror, state)
+        lag.append(float((after - mirror).norm() / (after - before).norm()))
+    return statistics.fmean(lag)
+
+
+def follow_gradients(codec: Codec, gradients: Sequence[Tensor]) -> float:
+    """Mean relative error of a momentum of 0.9 over what arrives."""
+    shape = gradients[0].shape
+    residual, value, state = torch.zeros(shape), torch.empty(shape), codec.new_state(*shape)
+    wanted, actual = torch.zeros(shape), torch.zeros(shape)
+    error = []
+    for gradient in gradients:
+        codec.decode(codec.encode_with_residual(gradient.contiguous(), residual, state), value)
+        wanted.lerp_(gradient, 0.1)
+        actual.lerp_(value, 0.1)
+        error.append(float((wanted - actual).norm() / wanted.norm()))
+    return statistics.fmean(error)
 
 
 # -------------------------------------------------------------------------------------------------------------- report
@@ -455,6 +584,14 @@ def main() -> None:
     training.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "codecs.jsonl")
     training.add_argument("--cache", type=Path, default=REPOSITORY / ".cache" / "codecs", help="states to tune from")
     training.set_defaults(run=run_cases)
+    timing = commands.add_parser("time", help="milliseconds of each codec")
+    timing.add_argument("--shape", nargs=3, type=int, default=[2, 256, 64], metavar=("N", "ROWS", "COLS"))
+    timing.add_argument("--samples", type=int, default=30)
+    timing.add_argument("--kernels", choices=("compiled", "reference"), default="compiled")
+    timing.set_defaults(run=time_codecs)
+    tracking = commands.add_parser("track", help="how closely codecs follow one exact run")
+    tracking.add_argument("--seed", type=int, default=0)
+    tracking.set_defaults(run=track)
     reporting = commands.add_parser("report", help="tables, and a plot")
     reporting.add_argument("records", type=Path, nargs="+")
     reporting.add_argument("--plot", type=Path, help="PNG file")
