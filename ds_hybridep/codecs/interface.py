@@ -12,6 +12,7 @@ Two promises carry the rest:
   applies every packet once and in order equals its owner's mirror bit for bit.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
@@ -232,8 +233,8 @@ class Codec(ABC):
         n, rows, cols = require_tensors("x", a)
         if other is not None and require_tensors("mirror or residual", other) != (n, rows, cols):
             raise ValueError(f"mirror or residual: got shape {tuple(other.shape)}, wanted that of x, {tuple(a.shape)}")
-        codec = self.resolve(rows, cols)
-        packets = codec._packets_for(a, codec.packet_bytes(rows, cols), out)
+        codec, num_bytes, stamp = _layout(self, self.kernels, rows, cols)
+        packets = codec._packets_for(a, num_bytes, out)
         payload = packets[:, HEADER_BYTES:]
         is_bad = codec.encode_fused(source, a, other, payload) if a.numel() else a.new_zeros(n, dtype=torch.bool)
         is_done = is_bad is not None
@@ -245,16 +246,20 @@ class Codec(ABC):
             codec_id=codec.codec_id,
             number=codec.header_number(rows, cols),
             sequence=state.step if sequence is None else sequence,
-            stamp=stamp_of(codec.settings(), rows, cols),
+            stamp=stamp,
             is_bad=is_bad,
         )
         state.step += 1
         if is_done or other is None:
             return packets
+        # As decode_add and decode, without the checks of packets that come from elsewhere.
         if source == Source.UPDATE:
-            codec.decode_add(packets, other)
+            codec.decode_add_payload(payload, other)
+            _poison(packets, other)
         else:
-            x = x - codec.decode(packets, torch.empty_like(x))
+            value = torch.empty_like(x)
+            codec.decode_payload(payload, value)
+            x = x - value
             other.copy_(torch.where(is_bad[:, None, None], other, x) if bool(is_bad.any()) else x)
         return packets
 
@@ -287,16 +292,25 @@ class Codec(ABC):
     def _open(self, packets: Tensor, name: str, target: Tensor) -> tuple["Codec", Tensor]:
         """The codec that made the packets of a tensor like `target`, and their payloads."""
         n, rows, cols = require_tensors(name, target)
-        codec = self.resolve(rows, cols)
-        wanted = (n, codec.packet_bytes(rows, cols))
+        codec, num_bytes, stamp = _layout(self, self.kernels, rows, cols)
+        wanted = (n, num_bytes)
         if packets.shape != wanted or packets.dtype != torch.uint8:
             raise PacketError(
                 f"packets: got {packets.dtype} {tuple(packets.shape)}, wanted torch.uint8 {wanted} for "
                 f"{codec.settings()} on [{n}, {rows}, {cols}]; encode and decode with equal settings and shapes"
             )
-        stamp = stamp_of(codec.settings(), rows, cols)
         check_headers(packets, codec_id=codec.codec_id, stamp=stamp, what=codec.settings())
         return codec, packets[:, HEADER_BYTES:]
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(codec: Codec, kernels: Mode, rows: int, cols: int) -> tuple[Codec, int, int]:
+    """The codec that really encodes this shape, the bytes of its packets, and their stamp.
+
+    `kernels` is that of the codec: codecs compare equal without it, but the resolved one must keep it.
+    """
+    resolved = codec.resolve(rows, cols)
+    return resolved, resolved.packet_bytes(rows, cols), stamp_of(resolved.settings(), rows, cols)
 
 
 def require_tensors(name: str, tensor: Tensor) -> tuple[int, int, int]:

@@ -106,6 +106,10 @@ def _plain(kind: type[Codec], **fixed: Any) -> Make:
     return lambda where, options, kernels: kind(**fixed, **options, kernels=kernels)
 
 
+def _make_low_rank(where: str, options: dict[str, Any], kernels: Mode) -> Codec:
+    return LowRank(**{"fallback": Blockwise(bits=4, kernels=kernels), **options}, kernels=kernels)
+
+
 def _make_top_k(where: str, options: dict[str, Any], kernels: Mode) -> Codec:
     codec = TopK(**options, kernels=kernels)
     if codec.k > codec.block // 2:
@@ -144,7 +148,7 @@ TYPES: dict[str, tuple[Make, dict[str, Reader]]] = {
         {**_BLOCK, "k": _integer(1, LARGEST_BLOCK // 2), "value_bits": _choice(1, 2, 4, 16)},
     ),
     "low_rank": (
-        _plain(LowRank),
+        _make_low_rank,
         {
             "rank": _integer(1, 1024),
             "factors": _choice("fp32", "bf16", "int8", "int4", "int2"),
