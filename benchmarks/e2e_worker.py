@@ -32,7 +32,7 @@ POLL_S = 0.002
 CODECS = {
     "": "identity",
     " int8": "int8",
-    " low rank 4 int8": {"type": "low_rank", "rank": 4, "factors": "int8"},
+    " low rank 7 int4": {"type": "low_rank", "rank": 7, "factors": "int4", "iterations": 2},
 }
 ANSWER_LIMIT_S = 60.0
 

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 LAYERS = ("blocks.0.moe.deepspeed_moe", "blocks.1.moe.deepspeed_moe")
 START_UP_LIMIT_S = 3.0
+THREAD_LIMIT_S = 10.0
 
 Engine = deepspeed.DeepSpeedEngine
 
@@ -95,7 +96,12 @@ def moe_layers(model: nn.Module) -> list[MOELayer]:
 
 
 def traces_of_hybridep(engine: Engine) -> dict[str, Any]:
-    """Everything on an engine that attach may have put there."""
+    """Everything on an engine that attach may have put there; threads that are to end get some time for it."""
+    deadline = time.monotonic() + THREAD_LIMIT_S
+    while "_hybridep_attachment" not in engine.__dict__ or not engine.__dict__["_hybridep_attachment"]:
+        if not hybridep_threads() or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
     names = ("_take_model_step", "zero_grad", "load_checkpoint", "destroy", "compile", "coalesce_grad_reduction")
     return {
         "methods": [name for name in names if name in engine.__dict__],
@@ -103,8 +109,12 @@ def traces_of_hybridep(engine: Engine) -> dict[str, Any]:
         "hooks": len(engine.module._load_state_dict_post_hooks),
         "parameter hooks": sum(len(p._backward_hooks or {}) for p in engine.module.parameters()),
         "optimizer": "zero_grad" in engine.optimizer.__dict__,
-        "threads": sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("hybridep")),
+        "threads": hybridep_threads(),
     }
+
+
+def hybridep_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("hybridep"))
 
 
 def error_of(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
