@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_hybridep.config import EXPERT_CODECS, parse_config
+from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError, PlanError
 from ds_hybridep.lab.topology import Topology, parse_duration
 from ds_hybridep.plan.cluster import Cluster, Level
@@ -126,9 +126,12 @@ def run(args: argparse.Namespace) -> int:
     print(describe(question, plan, extras))
     if args.ds_config is not None:
         print(_compare_with_config(plan, read_ds_config(args.ds_config)))
-    missing = [name for name in uses_codecs(plan.best.layout) if name not in EXPERT_CODECS]
-    if missing:
-        print(f"\n{', '.join(missing)} is a what-if: this version has no such codec, so there is nothing to paste.")
+    assumed = uses_codecs(plan.best.layout)
+    if assumed:
+        print(
+            f"\n{', '.join(assumed)} is a what-if: its ratio was given by hand, so there is nothing to paste. A codec "
+            f"that has this ratio is written into weight_codec and gradient_codec of the slow level with its options."
+        )
     elif plan.better is None:
         print("\nFor ds_config.json:\n" + json.dumps(ds_config_block(question, plan), indent=2))
     if args.plot is not None:

@@ -119,7 +119,7 @@ def test_a_cluster_file_and_a_model_file(capsys, tmp_path):
 def test_what_if_codecs_are_tried_and_not_pasted(capsys):
     _, out, _ = run(capsys, *QWEN, "--what-if-codec", "low_rank=25")
     assert "low_rank/low_rank" in out
-    assert "low_rank is a what-if: this version has no such codec" in out
+    assert "low_rank is a what-if: its ratio was given by hand, so there is nothing to paste" in out
     assert "For ds_config.json" not in out
 
 
