@@ -36,8 +36,8 @@ FP32_TOLERANCE = 1e-5
 # most over 58 cases) and a planted fault, one expert's gradient halved or doubled (change 0.35 or more). Losses alone
 # do not tell a fault.
 BF16_CHANGE_TOLERANCE = 0.25  # ||hybrid - plain|| / ||plain - start||, each tensor
-# Plain DeepSpeed against itself stays below this in most cases, and reaches 8e-3 in one (k=1 without drops, ZeRO-1, EP 4
-# against EP 1). A case that is above is compared with what plain DeepSpeed does on that very case.
+# Plain DeepSpeed against itself stays below this in most cases, and reaches 8e-3 in one (k=1 without drops, ZeRO-1,
+# EP 4 against EP 1). A case that is above is compared with what plain DeepSpeed does on that very case.
 BF16_LOSS_TOLERANCE = 5e-3
 OWN_LOSS_FACTOR = 2.0  # of the largest difference of plain DeepSpeed against itself, which few layouts tell
 # Of the distance of plain bf16 from plain fp32, all tensors and ranks together: no further from plain bf16 than plain
