@@ -6,22 +6,24 @@ once per class and asks each instance for its `_hybridep`; methods of the engine
 `detach` removes exactly those.
 """
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils import groups, log_dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
 from ds_hybridep import dense_hooks
-from ds_hybridep.config import HybridEPConfig, parse_config
+from ds_hybridep.config import IDENTITY, HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, build_runtime
 from ds_hybridep.runtime.comm import announcing_failure, backend_name, group_ranks, is_initialized, world_size
@@ -60,6 +62,7 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
             return
         if is_engine:
             _refuse_unsupported(engine_or_model)
+            _refuse_unknown_scale(engine_or_model, checked)
         _refuse_dense_sync(engine_or_model, checked, is_engine=is_engine)
         layers = _find_layers(model)
         specs = [_spec_of(name, layer) for name, layer in layers.items()]
@@ -81,6 +84,9 @@ def detach(engine: nn.Module) -> None:
     """
     attachment = _attachment_of(engine)
     attachment.runtime.finish()
+    migration = attachment.runtime.migration
+    if migration is not None and (norm := migration.undelivered_norm):
+        log_dist(f"hybridep: detached with gradients of norm {norm:.3g} that codecs had kept back", ranks=[-1])
     attachment.unbind()
 
 
@@ -92,7 +98,10 @@ def stats(engine: nn.Module) -> dict[str, Any]:
         elsewhere and before the first report): sent bytes, bytes that plain EP would have sent, imbalance per layer.
     """
     attachment = _attachment_of(engine)
-    return {**attachment.runtime.statistics.local(), "job": attachment.last_report}
+    record = attachment.runtime.statistics.local()
+    for layer, codecs in zip(record["layers"], attachment.runtime.statistics.codecs(), strict=True):
+        layer["codecs"] = codecs
+    return {**record, "job": attachment.last_report}
 
 
 def refresh(engine: nn.Module) -> None:
@@ -193,7 +202,11 @@ class Attachment:
     def _take_model_step(self, original: Callable[..., Any], lr_kwargs: Any) -> None:
         self._watch_optimizer()
         self.runtime.before_step()
-        original(lr_kwargs)
+        try:
+            original(lr_kwargs)
+        except BaseException:
+            self.runtime.abandon_step()
+            raise
         report = self.runtime.after_step(was_applied=self.engine._step_applied)
         if report is not None:
             self._publish(report)
@@ -234,13 +247,21 @@ class Attachment:
             return
         has_accumulator = hasattr(optimizer, "clear_hp_grads") or getattr(optimizer, "use_grad_accum_attribute", False)
         if by_optimizer or not has_accumulator:
-            self.runtime.migration.clear_gradients()
+            # ZeRO 1 has copied what was returned, and its step applies that whoever calls zero_grad.
+            drops_returned = not getattr(optimizer, "averaged_gradients", None)
+            self.runtime.migration.clear_gradients(drops_returned=drops_returned)
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with announcing_failure():  # the others wait for this rank in `load_codecs`
+        # The others wait for this rank in `load_codecs`, where replicas depend on what it loads.
+        with announcing_failure() if self.runtime.migration is not None else nullcontext():
             loaded = original(*args, **kwargs)
-        path = loaded[0]
-        lost = self.runtime.load_codecs(Path(path).parent if path is not None else None)
+        call = inspect.signature(original).bind(*args, **kwargs)
+        call.apply_defaults()
+        takes_gradients = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
+        if loaded[0] is None or not takes_gradients:
+            self.runtime.forget_codecs()
+            return loaded
+        lost = self.runtime.load_codecs(Path(loaded[0]).parent, self.engine.global_steps)
         if lost:
             log_dist(f"hybridep: {lost}", ranks=[0])
         return loaded
@@ -249,9 +270,9 @@ class Attachment:
         self, original: Callable[..., Any], save_dir: str, tag: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         tag = str(tag) if tag is not None else f"global_step{self.engine.global_steps}"
-        result = original(save_dir, tag, *args, **kwargs)
-        self.runtime.save_codecs(Path(save_dir) / tag)
-        return result
+        # First: DeepSpeed's own last acts are a barrier and the file that names the newest checkpoint.
+        self.runtime.save_codecs(Path(save_dir) / tag, self.engine.global_steps)
+        return original(save_dir, tag, *args, **kwargs)
 
     def _destroy(self, original: Callable[..., Any]) -> None:
         # Also called while an exception is on its way, so nothing is waited for.
@@ -347,6 +368,15 @@ def _refuse_dense_sync(engine: Any, config: HybridEPConfig, *, is_engine: bool) 
             f'gradients; attach to the engine that deepspeed.initialize returns, or leave it at "deepspeed"'
         )
     dense_hooks.refuse_unsupported(engine)
+
+
+def _refuse_unknown_scale(engine: Any, config: HybridEPConfig) -> None:
+    """Residuals are kept without the loss scale, and torch's own scaler is not asked for it."""
+    is_lossy = any(level.domain_size > 1 and level.gradient_codec != IDENTITY for level in config.levels)
+    if is_lossy and engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
+        raise UnsupportedError(
+            'torch_autocast in fp16 does not work together with a hybridep gradient_codec yet: use bf16, or "identity"'
+        )
 
 
 def _refuse_devices(specs: Sequence[LayerSpec]) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training over lossy codecs: replicas equal mirrors bit for bit, nothing is lost, skipped steps leave no trace."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from ds_hybridep.codecs import make_codec
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 LOW_RANK = {"type": "low_rank", "rank": 2}
+# Two codecs with packets of one length.
+WARM_UP = {"type": "warm_up", "steps": 2, "first": {**LOW_RANK, "refresh_interval": 4}, "then": LOW_RANK}
 TOP_K = {"type": "top_k", "k": 8, "block": 256}
 STEPS = 6
 Codecs = list[tuple[Any, Any]]  # (weights, gradients) of each level
@@ -158,6 +161,55 @@ def resume(case: Case, codecs: Codecs, folder: str, then: Codecs | None = None) 
         }
 
 
+def resume_before_the_first_step(case: Case, codecs: Codecs, folder: str) -> tuple[list[float], list[float]]:
+    """Losses after a checkpoint that was saved before any forward, and the same without it."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
+        engine.save_checkpoint(folder)
+        losses = train(engine, case, 0, 2)
+    with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
+        train(engine, case, 5, 2)
+        engine.load_checkpoint(folder)  # drops the residuals of what was trained before
+        return losses, train(engine, case, 0, 2)
+
+
+def load_twice(case: Case, codecs: Codecs, folder: str) -> dict[str, Any]:
+    """What is handed over at another plan: after one load, after two, through a further checkpoint."""
+    found: dict[str, Any] = {}
+    with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
+        train(engine, case, 0, 3)
+        engine.save_checkpoint(folder)
+        found["saved"] = weighted_sum_of(residuals_of(engine))
+    other: Codecs = [("int8", "int8")] * 2
+    with engine_of(case, with_block=True, hybridep=block_with(case, other)) as engine:
+        for name in ("once", "twice"):
+            engine.load_checkpoint(folder)
+            found[name] = undelivered_of(engine)
+        engine.save_checkpoint(folder, tag="again")
+        engine.load_checkpoint(folder, tag="again")
+        found["again"] = undelivered_of(engine)
+        engine.load_checkpoint(folder, load_optimizer_states=False, tag="again")
+        found["module only"] = undelivered_of(engine)
+    return found
+
+
+def undelivered_of(engine: Engine) -> float:
+    return weighted_sum_of(
+        part for s in stores_of(engine) if s.lossy.undelivered for part in s.lossy.undelivered.parts
+    )
+
+
+def freeze_experts(case: Case, codecs: Codecs) -> list[float]:
+    """Losses where only what is no expert trains."""
+    case = replace(case, toy=replace(case.toy))
+    with engine_of(case, with_block=False) as engine:
+        for layer in moe_layers(engine.module):
+            layer.experts.requires_grad_(False)
+        ds_hybridep.attach(engine, {**case.ds_config(with_block=True)["hybridep"], **block_with(case, codecs)})
+        losses = train(engine, case, 0, 3)
+        ds_hybridep.detach(engine)
+        return losses
+
+
 def weighted_sum_of(tensors: Iterable[torch.Tensor]) -> float:
     """A number that adds up over ranks like the tensors do, other for every element of a parameter."""
     total = 0.0
@@ -198,8 +250,9 @@ def wrong_codec(case: Case, codecs: Codecs) -> tuple[str, str]:
         ((2, 2), [("sign", TOP_K), ("int8", "int4")]),
         ((2, 2), [("int4", "int4"), ("int4", "identity")]),
         ((1, 2), [("identity", "identity"), ("int2", LOW_RANK)]),
+        ((2, 1), [(WARM_UP, {"type": "sum", "parts": [LOW_RANK, "int2"]}), ("identity", "identity")]),
     ],
-    ids=["2x1-int8", "2x2-low_rank", "2x2-sign-int8", "2x2-shared-int4", "1x2-int2"],
+    ids=["2x1-int8", "2x2-low_rank", "2x2-sign-int8", "2x2-shared-int4", "1x2-int2", "2x1-warm_up-sum"],
 )
 def test_replicas_equal_mirrors_after_every_step(
     pool4: ProcessPool, domain_sizes: tuple[int, ...], codecs: Codecs, dtype: str, zero_stage: int
@@ -212,6 +265,13 @@ def test_replicas_equal_mirrors_after_every_step(
             assert 0.0 < layer["weight_error"] < 0.2
             assert layer["encode_s"] > 0
             assert layer["decode_s"] > 0
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "sign", TOP_K, LOW_RANK], ids=str)
+def test_one_expert_per_rank(pool4: ProcessPool, codec: Any) -> None:
+    case = world4(2, 2, toy=ToyConfig(num_experts=4, ffn=35, hidden=17))
+    codecs: Codecs = [(codec, codec), (codec, codec)]
+    assert len(pool4.run(train_lossy, case=case, codecs=codecs, num_steps=3)) == 4
 
 
 def test_replicas_equal_mirrors_over_three_levels(pool8: ProcessPool) -> None:
@@ -286,6 +346,33 @@ def test_at_another_plan_residuals_go_to_the_owners(pool4: ProcessPool, tmp_path
             assert all(loss == loss for loss in found["again"])
 
 
+def test_a_checkpoint_of_before_the_first_step(pool4: ProcessPool, tmp_path: Path) -> None:
+    codecs: Codecs = [("int8", "int4"), ("identity", "identity")]
+    for losses, again in pool4.run(
+        resume_before_the_first_step, case=world4(2, 2), codecs=codecs, folder=str(tmp_path)
+    ):
+        assert again == losses
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_residuals_are_handed_over_once(pool4: ProcessPool, tmp_path: Path, ep_size: int) -> None:
+    case = world4(*((2, 2) if ep_size == 4 else (1, 2)), toy=ToyConfig(ep_size=ep_size))
+    results = pool4.run(load_twice, case=case, codecs=[("int4", TOP_K)] * 2, folder=str(tmp_path))
+    saved, once, twice, again, module_only = (
+        sum(found[name] for found in results) for name in ("saved", "once", "twice", "again", "module only")
+    )
+    assert abs(saved) > 1e-3
+    # Each group's owners take a share of all groups' residuals: the sum over groups is what counts.
+    assert once == twice == pytest.approx(saved, rel=1e-4)
+    assert again == pytest.approx(saved, rel=1e-4)
+    assert module_only == 0
+
+
+def test_frozen_experts_need_no_codec(pool4: ProcessPool) -> None:
+    for losses in pool4.run(freeze_experts, case=world4(2, 2), codecs=[("int8", "int8")] * 2):
+        assert all(loss == loss for loss in losses)
+
+
 def test_a_replica_that_left_its_mirror_is_named(pool4: ProcessPool) -> None:
     codecs: Codecs = [("int8", "int8"), ("identity", "identity")]
     for kind, message in pool4.run(corrupt_replica, case=world4(2, 1), codecs=codecs):
@@ -314,6 +401,7 @@ def test_bytes_over_the_slow_level_are_those_that_the_codec_promised(pool4: Proc
     for before, after in zip(few, more, strict=True):
         for kind, spec in (("expert_weights", LOW_RANK), ("expert_gradients", TOP_K)):
             codec = make_codec(spec)
-            message = num_experts * sum(codec.packet_bytes(rows, cols) for rows, cols in shapes)
+            sizes = [num_experts * codec.packet_bytes(rows, cols) for rows, cols in shapes]
+            message = sum(math.ceil(size / 16) * 16 for size in sizes)  # parts begin aligned
             # Per layer one slot each way: own weights to the peer in the other DC, and back what this DC has summed.
             assert after["bytes"][0][kind] - before["bytes"][0][kind] == toy.num_layers * message

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs.interface import Codec, CodecState
-from ds_hybridep.codecs.packet import HEADER_BYTES
+from ds_hybridep.codecs.packet import HEADER_BYTES, stamp_in, stamp_of
 from ds_hybridep.kernels import Source
 
 
@@ -114,13 +114,14 @@ class WarmUp(Codec):
         return self._maker(packets, into).decode_add(packets, into)
 
     def _maker(self, packets: Tensor, target: Tensor) -> Codec:
-        """The one of the two codecs that made the packets: told by their length, or else by their codec id."""
+        """The one of the two codecs that made the packets: told by their length, or else by their stamp."""
         rows, cols = target.shape[-2:]
         first, then = (codec.resolve(rows, cols) for codec in (self.first, self.then))
-        is_same_length = first.packet_bytes(rows, cols) == then.packet_bytes(rows, cols)
-        if is_same_length and len(packets):
-            return self.first if int(packets[0, 2]) == first.codec_id else self.then
-        return self.first if packets.shape[-1] == first.packet_bytes(rows, cols) else self.then
+        if first.packet_bytes(rows, cols) == then.packet_bytes(rows, cols) and len(packets):
+            is_first = stamp_in(packets) == stamp_of(first.settings(), rows, cols)
+        else:
+            is_first = packets.shape[-1] == first.packet_bytes(rows, cols)
+        return self.first if is_first else self.then
 
     def payload_bytes(self, rows: int, cols: int) -> int:
         """See `Codec.payload_bytes`.  The largest."""

@@ -172,15 +172,25 @@ class HybridRuntime:
         ]
         return json.dumps({"levels": levels, "layers": [layer.canonical() for layer in self._planned]}, sort_keys=True)
 
-    def save_codecs(self, folder: Path) -> None:
-        """Write what lossy codecs keep into the folder of a checkpoint; all ranks must call."""
-        if self.migration is not None and self.migration.has_codecs:
-            path = codec_checkpoint.file_of(folder, self.transport.rank)
-            partial = path.with_suffix(".partial")
-            torch.save(self.migration.capture_codecs(self.plan), partial)
-            os.replace(partial, path)
+    def save_codecs(self, folder: Path, step: int) -> None:
+        """Write what lossy codecs keep into the folder of a checkpoint; all ranks must call, before it is complete.
 
-    def load_codecs(self, folder: Path | None) -> str:
+        step: optimizer steps so far.  Files of earlier checkpoints in the same folder are removed.
+        """
+        rank, path = self.transport.rank, codec_checkpoint.file_of(folder, self.transport.rank)
+        if self.migration is not None and self.migration.has_codecs:
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            torch.save(self.migration.capture_codecs(self.plan, step), partial)
+            os.replace(partial, path)
+        else:
+            path.unlink(missing_ok=True)
+        if rank == 0:
+            kept = {codec_checkpoint.file_of(folder, other) for other in range(self.transport.world_size)}
+            for other in set(folder.glob(codec_checkpoint.PATTERN)) - kept:
+                other.unlink(missing_ok=True)
+
+    def load_codecs(self, folder: Path, step: int) -> str:
         """Take over what `save_codecs` wrote; all ranks must call, after weights were loaded.
 
         Returns:
@@ -189,24 +199,28 @@ class HybridRuntime:
         Raises:
             AgreementError: some ranks found the state of this plan and others did not.
         """
-        files = sorted(folder.glob(codec_checkpoint.PATTERN)) if folder is not None else []
+        files = sorted(folder.glob(codec_checkpoint.PATTERN))
         if self.migration is None:
             return f"{len(files)} files of lossy codecs are ignored, since every domain is one rank" if files else ""
-        saved = None
-        if folder is not None and (path := codec_checkpoint.file_of(folder, self.transport.rank)).exists():
-            saved = torch.load(path, weights_only=True)
-        is_same = saved is not None and saved["plan"] == self.plan
-        agree({"checkpoint of lossy codecs at this plan": is_same}, self.config.timeout_s)
+        with announcing_failure():
+            path = codec_checkpoint.file_of(folder, self.transport.rank)
+            saved = torch.load(path, weights_only=True) if path in files else None
+        is_same = saved is not None and saved["plan"] == self.plan and saved["step"] == step
+        agree({f"state of lossy codecs in {folder.name}": is_same}, self.config.timeout_s)
         if saved is not None and is_same:
             self.migration.restore_codecs(saved)
             return ""
         self.migration.mark_weights_changed()
-        if files:
-            norm = self.migration.hand_over(files)
-            return (
-                f"the checkpoint is of another plan: mirrors begin anew, gradients of norm {norm:.3g} were handed over"
-            )
-        return ""
+        norm = self.migration.hand_over(files, step)
+        if not norm:
+            return ""
+        return f"the checkpoint is of another plan: mirrors begin anew, gradients of norm {norm:.3g} are handed over"
+
+    def forget_codecs(self) -> None:
+        """Weights were loaded without the optimizer: the next forward ships them, residuals are dropped."""
+        if self.migration is not None:
+            self.migration.mark_weights_changed()
+            self.migration.forget_codecs()
 
     def describe(self) -> str:
         """The plan in one line, for the log."""
@@ -228,6 +242,11 @@ class HybridRuntime:
         interval = self.config.verify_interval
         if interval and self.statistics.num_steps and self.statistics.num_steps % interval == 0:
             self.migration.verify()
+
+    def abandon_step(self) -> None:
+        """The optimizer failed in the step that `before_step` announced."""
+        if self.migration is not None:
+            self.migration.abandon_step()
 
     def after_step(self, *, was_applied: bool) -> dict[str, Any] | None:
         """Call right after the optimizer step.  Returns the job's record on rank 0 every `report_interval` steps."""

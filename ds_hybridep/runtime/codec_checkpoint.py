@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ds_hybridep.runtime.expert_gather import ReplicaStore
 from ds_hybridep.runtime.lossy import MessageLayout
@@ -24,32 +23,54 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"hybridep_rank_{rank:05d}.pt"
 
 
-def capture(stores: Sequence[ReplicaStore], plan: str) -> dict[str, Any]:
-    """This rank's state, as torch.save writes it; nothing may be under way.
+def capture(stores: Sequence[ReplicaStore], plan: str, step: int) -> dict[str, Any]:
+    """This rank's state, as torch.save writes it; nothing may be under way, and replicas must hold the weights.
 
-    plan: what the state belongs to, in one form.
+    plan, step: what the state belongs to; a file of another checkpoint may lie in the same folder.
     """
-    return {"plan": plan, "layers": {store.layer: _capture_layer(store) for store in stores}}
+    return {"plan": plan, "step": step, "layers": {store.layer: _capture_layer(store) for store in stores}}
+
+
+def forget(stores: Sequence[ReplicaStore]) -> None:
+    """Drop what belongs to gradients that were computed before a load."""
+    for store in stores:
+        store.lossy.encoders.clear()
+        store.lossy.decoders.clear()
+        store.lossy.undelivered = None
 
 
 def restore(stores: Sequence[ReplicaStore], saved: Mapping[str, Any]) -> None:
     """Become what `capture` saw at the same plan; replicas must hold exact weights by now."""
+    forget(stores)
     for store in stores:
         _restore_layer(store, saved["layers"][store.layer])
 
 
-def hand_over(stores: Sequence[ReplicaStore], files: Sequence[Path]) -> float:
-    """Give the owned experts what no rank of the saved job had delivered; returns its L2 norm on this rank."""
+def hand_over(stores: Sequence[ReplicaStore], files: Sequence[Path], step: int, world_size: int) -> float:
+    """Give the owned experts what no rank of the saved job had delivered; returns its L2 norm on this rank.
+
+    Each expert-parallel group has an owner of the expert, and their gradients are summed in the end, so each of them
+    takes its share.
+    """
+    forget(stores)
     total = 0.0
     layers = {store.layer: store for store in stores}
     for path in files:
-        for name, layer in torch.load(path, weights_only=True)["layers"].items():
-            for record in layer["encoders"] if name in layers else ():
-                store = layers[name]
+        saved = torch.load(path, weights_only=True)
+        if saved["step"] != step:
+            continue  # of an earlier checkpoint in this folder
+        for name, layer in saved["layers"].items():
+            if name not in layers:
+                continue
+            store = layers[name]
+            share = len(store.partition.group_ranks) / world_size
+            for record in layer["encoders"] + layer["undelivered"]:
                 for own_idx, expert in enumerate(store.expert_ids(store.own_index)):
                     if expert in record["experts"]:
                         saved_idx = record["experts"].index(expert)
-                        total += store.add_undelivered(own_idx, [part[saved_idx] for part in record["residuals"]])
+                        total += store.add_undelivered(
+                            own_idx, [share * part[saved_idx] for part in record["residuals"]]
+                        )
     return total**0.5
 
 
@@ -66,10 +87,12 @@ def _capture_layer(store: ReplicaStore) -> dict[str, Any]:
             for (level, slot), encoder in lossy.encoders.items()
         ],
         "decoders": [
-            {"sender": sender, "slot": slot, "expected": decoder.step}
+            {"sender": sender, "slot": slot, "expected": decoder.committed_step}
             for (sender, slot), decoder in lossy.decoders.items()
         ],
-        "sums": [sums for sums in store.sums if sums is not None] if store.has_unreturned_sums else [],
+        "undelivered": [{"experts": list(store.expert_ids(store.own_index)), "residuals": lossy.undelivered.parts}]
+        if lossy.undelivered is not None
+        else [],
     }
 
 
@@ -94,7 +117,6 @@ def _restore_layer(store: ReplicaStore, saved: Mapping[str, Any]) -> None:
         assert codec is not None, f"{store.layer}: messages of rank {record['sender']} over a level without a codec"
         decoder = lossy.decoder(record["sender"], record["slot"], MessageLayout(codec, store.parts))
         decoder.expect(record["expected"])
-    sums: list[Tensor] = [own for own in store.sums if own is not None]
-    for own, other in zip(sums, saved["sums"] or sums, strict=True):
-        own.copy_(other)
-    store.has_unreturned_sums = bool(saved["sums"])
+    for record in saved["undelivered"]:
+        for own_idx in range(len(store.experts)):
+            store.add_undelivered(own_idx, [part[own_idx] for part in record["residuals"]])

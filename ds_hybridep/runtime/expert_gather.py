@@ -179,6 +179,8 @@ class ReplicaStore:
     def _build_lossy(self, device: torch.device) -> LossyState:
         """Mirrors of the codecs that owned weights leave by, and replicas of the slots that come encoded."""
         state = LossyState()
+        if not self.parts:  # all frozen: nothing changes, and nothing travels but at the start
+            return state
         codecs = {level.level: self.encoding.weight_codecs[level.level] for level in self.levels}
         for codec in codecs.values():
             if codec is not None and codec.settings() not in state.mirrors:
@@ -240,7 +242,7 @@ class ReplicaStore:
     def replica_bytes(self) -> int:
         """Bytes that this store holds."""
         held = sum(w.nbytes for w in self.weights) + sum(s.nbytes for s in self.sums if s is not None)
-        return held + self.lossy.num_bytes()
+        return held + self.lossy.num_bytes(self.weights)
 
     def load_own_weights(self, *, trainable_only: bool) -> None:
         """Copy the owned experts' parameters into the own slot.  Reads them afresh: ZeRO re-points parameters."""
@@ -344,11 +346,19 @@ class ReplicaStore:
         sums = torch.zeros(num_slots + len(self.lossy.mirrors), 2, dtype=torch.int64)
         for slot in range(num_slots):
             replica = self.lossy.replicas.get(slot)
-            held = [weights[slot] for weights in self.weights] if replica is None else replica.values
+            held = self._blocks_of(slot, frozen_only=replica is not None) + ([] if replica is None else replica.values)
             sums[slot] = sum(_bit_sums(tensor) for tensor in held)
         for index, mirror in enumerate(self.lossy.mirrors.values()):
-            sums[num_slots + index] = sum(_bit_sums(tensor) for tensor in mirror.values)
+            held = self._blocks_of(self.own_index, frozen_only=True) + mirror.values
+            sums[num_slots + index] = sum(_bit_sums(tensor) for tensor in held)
         return sums
+
+    def _blocks_of(self, slot: int, *, frozen_only: bool) -> list[Tensor]:
+        return [
+            weights[slot]
+            for block, weights in zip(self.blocks, self.weights, strict=True)
+            if not (frozen_only and block.is_trainable)
+        ]
 
     def checksum_row(self, slot: int, rank: int) -> int:
         """The row of the owner's checksums that `rank`'s copy of its slot must equal."""
@@ -358,7 +368,9 @@ class ReplicaStore:
         own, other = (self.partition.offset_of(r) for r in (rank, ranks[slot]))
         level = next(level for level, (a, b) in enumerate(zip(own, other, strict=True)) if a != b)
         codec = self.encoding.weight_codecs[level]
-        return slot if codec is None else len(ranks) + list(self.lossy.mirrors).index(codec.settings())
+        if codec is None or codec.settings() not in self.lossy.mirrors:
+            return slot
+        return len(ranks) + list(self.lossy.mirrors).index(codec.settings())
 
     def slots_at(self, level_position: int, own: Mapping[int, int] | None = None) -> list[int]:
         """Slots held before gather stage `level_position`: any offset at slower levels, the own one elsewhere.
@@ -464,7 +476,7 @@ class WeightGather(StagedOperation):
             if slot in self._arrived:
                 return [self._arrived[slot]]
             codec = store.encoding.weight_codecs[level]
-            if slot == store.own_index and codec is not None:
+            if slot == store.own_index and codec is not None and self._messages:
                 return [self._messages[codec.settings()]]
         return [store.weights[i][slot] for i in self._blocks]
 
@@ -526,7 +538,7 @@ class GradientReturn(StagedOperation):
 
     def _outgoing(self, slot: int, level: int, codec: Codec | None) -> list[Tensor]:
         store = self.store
-        if codec is None:
+        if codec is None or not store.parts:
             return [
                 sums[slot].to(block.dtype)
                 for block, sums in zip(store.blocks, store.sums, strict=True)
@@ -538,7 +550,7 @@ class GradientReturn(StagedOperation):
 
     def _incoming(self, slot: int, rank: int, codec: Codec | None) -> list[Tensor]:
         store = self.store
-        if codec is None:
+        if codec is None or not store.parts:
             messages = []
             for block, sums in zip(store.blocks, store.sums, strict=True):
                 if sums is not None:

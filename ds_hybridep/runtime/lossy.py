@@ -3,7 +3,7 @@
 
 A message holds one packet for each trainable parameter of each of the e experts of a slot:
 
-    [parameter 0, expert 0 | parameter 0, expert 1 | ... | parameter 1, expert 0 | ...]
+    [parameter 0, expert 0 | parameter 0, expert 1 | ... | padding | parameter 1, expert 0 | ...]
 
 Weights travel as deltas.  The owner keeps a mirror of what its replicas hold, encodes weight - mirror and adds to the
 mirror what it has encoded; a replica adds the same.  What a codec left out is still in weight - mirror the next time.
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState, PacketOrder
+
+ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,15 @@ class MessageLayout:
 
     def num_bytes(self, step: int) -> int:
         """Length of the message of encoder step `step`."""
-        return sum(part.num_experts * self._packet_bytes(part, step) for part in self.parts)
+        return sum(self._part_bytes(step))
 
     def packets(self, message: Tensor, step: int) -> list[Tensor]:
         """Views of a message, [e, packet_bytes] uint8 for each part."""
-        sizes = [part.num_experts * self._packet_bytes(part, step) for part in self.parts]
-        pieces = message.split_with_sizes(sizes)
-        return [piece.view(part.num_experts, -1) for piece, part in zip(pieces, self.parts, strict=True)]
+        packets = []
+        for part, piece in zip(self.parts, message.split_with_sizes(self._part_bytes(step)), strict=True):
+            num_bytes = self._packet_bytes(part, step)
+            packets.append(piece[: part.num_experts * num_bytes].view(part.num_experts, num_bytes))
+        return packets
 
     def new_states(self, device: torch.device) -> list[CodecState]:
         """Encoder states that have encoded nothing yet."""
@@ -70,6 +74,11 @@ class MessageLayout:
     def new_values(self, device: torch.device) -> list[Tensor]:
         """Zeros, [e, rows, cols] fp32 for each part."""
         return [torch.zeros(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
+
+    def _part_bytes(self, step: int) -> list[int]:
+        """Bytes of each part, padding too, which lets the next one begin aligned."""
+        sizes = [part.num_experts * self._packet_bytes(part, step) for part in self.parts]
+        return [math.ceil(size / ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
 
     def _packet_bytes(self, part: PacketPart, step: int) -> int:
         return self.codec.packet_bytes(part.rows, part.cols, step=step)
@@ -212,6 +221,9 @@ class ResidualEncoder:
         return sum(float(residual.double().square().sum()) for residual in self.residuals)
 
     def state_dict(self) -> dict[str, Any]:
+        """As of the last optimizer step."""
+        if self._saved is not None:
+            return {"residuals": self._saved.residuals, "states": self._saved.states}
         return {
             "residuals": [residual.clone() for residual in self.residuals],
             "states": [state.state_dict() for state in self.states],
@@ -236,6 +248,11 @@ class GradientDecoder:
     def step(self) -> int:
         """The encoder step of the next message."""
         return self._order.expected
+
+    @property
+    def committed_step(self) -> int:
+        """The encoder step of the next message as of the last optimizer step."""
+        return self._order.expected if self._saved is None else self._saved
 
     def expect(self, step: int) -> None:
         """Go on with the sender's message of this step."""
@@ -323,8 +340,16 @@ class LossyState:
         yield
         self.decode_s += time.perf_counter() - begin_s
 
-    def num_bytes(self) -> int:
-        """Bytes held beside the weights and sums of the store."""
-        mirrors = [value for mirror in self.mirrors.values() for value in mirror.values]
-        residuals = [residual for encoder in self.encoders.values() for residual in encoder.residuals]
-        return sum(tensor.nbytes for tensor in (*mirrors, *residuals))
+    def num_bytes(self, weights: Sequence[Tensor]) -> int:
+        """Bytes held beside weights and sums of the store; replicas that are views of `weights` are not counted."""
+        shared = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        held = [value for mirror in self.mirrors.values() for value in mirror.values]
+        held += [
+            value
+            for replica in self.replicas.values()
+            for value in replica.values
+            if value.untyped_storage().data_ptr() not in shared
+        ]
+        held += [residual for encoder in self.encoders.values() for residual in encoder.residuals]
+        held += self.undelivered.parts if self.undelivered is not None else []
+        return sum(tensor.nbytes for tensor in held)

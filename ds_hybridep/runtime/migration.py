@@ -206,6 +206,10 @@ class MigrationManager:
         self._drain_weights()
         self._is_stepping = True
 
+    def abandon_step(self) -> None:
+        """The optimizer failed in the step that `before_step` announced."""
+        self._is_stepping = False
+
     def after_step(self, *, was_applied: bool) -> None:
         """Ship the new weights in the background.  A step that was skipped never was: residuals go back."""
         self._is_stepping = False
@@ -245,12 +249,15 @@ class MigrationManager:
                 f"set every domain_size to 1"
             )
 
-    def clear_gradients(self) -> None:
-        """Forget replica gradients, as zero_grad does for the owners'."""
+    def clear_gradients(self, *, drops_returned: bool) -> None:
+        """Forget replica gradients, as zero_grad does for the owners'.
+
+        drops_returned: those that were returned to their owners are forgotten there too.
+        """
         for layer in self._layers:
             if layer.store.has_unreturned_sums:
                 layer.store.clear_sums()
-            if not self._is_stepping:  # the optimizer's own zero_grad comes after it has used what was returned
+            if drops_returned and not self._is_stepping:  # the step's own zero_grad comes after they were used
                 layer.store.lossy.restore()
 
     def finish(self) -> None:
@@ -288,19 +295,35 @@ class MigrationManager:
                         f"ds_hybridep.refresh(engine) on all ranks after the change"
                     )
 
-    def capture_codecs(self, plan: str) -> dict[str, Any]:
-        """What lossy codecs keep on this rank, for a checkpoint of `plan`; all ranks must call."""
+    def capture_codecs(self, plan: str, step: int) -> dict[str, Any]:
+        """What lossy codecs keep on this rank, for a checkpoint of `plan` at `step`; all ranks must call."""
+        if self._are_replicas_stale:
+            self.refresh()
         self._drain_weights()
-        return codec_checkpoint.capture([layer.store for layer in self._layers], plan)
+        return codec_checkpoint.capture(self._stores, plan, step)
+
+    def forget_codecs(self) -> None:
+        """Drop residuals: they belong to gradients of before a load."""
+        codec_checkpoint.forget(self._stores)
 
     def restore_codecs(self, saved: Mapping[str, Any]) -> None:
         """Become what `capture_codecs` saw at the same plan; all ranks must call, after the weights were loaded."""
         self.refresh()
-        codec_checkpoint.restore([layer.store for layer in self._layers], saved)
+        codec_checkpoint.restore(self._stores, saved)
 
-    def hand_over(self, files: Sequence[Path]) -> float:
+    def hand_over(self, files: Sequence[Path], step: int) -> float:
         """Take on what the ranks of another plan had not delivered; returns its L2 norm on this rank."""
-        return codec_checkpoint.hand_over([layer.store for layer in self._layers], files)
+        return codec_checkpoint.hand_over(self._stores, files, step, self._transport.world_size)
+
+    @property
+    def undelivered_norm(self) -> float:
+        """L2 norm of the gradients that this rank has kept back."""
+        encoders = [encoder for store in self._stores for encoder in store.lossy.encoders.values()]
+        return sum(encoder.squared_residual() for encoder in encoders) ** 0.5
+
+    @property
+    def _stores(self) -> list[ReplicaStore]:
+        return [layer.store for layer in self._layers]
 
     @property
     def has_codecs(self) -> bool:

@@ -51,11 +51,17 @@ class Statistics:
                     "calls": layer.stats.calls,
                     "rows_sent": layer.stats.rows_sent,
                     "rows_computed": layer.stats.rows_computed,
-                    "codecs": layer.migration.codec_record(layer.position) if layer.migration is not None else {},
                 }
                 for layer, _, _ in self._layers
             ],
         }
+
+    def codecs(self) -> list[dict[str, float]]:
+        """What lossy codecs do in each layer; reads all owned weights."""
+        return [
+            layer.migration.codec_record(layer.position) if layer.migration is not None else {}
+            for layer, _, _ in self._layers
+        ]
 
     def gather_job(self) -> dict[str, Any] | None:
         """The whole job's counters on rank 0, None elsewhere; all ranks must call at the same step.
