@@ -99,7 +99,7 @@ def plot(records: Sequence[Record], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     rates = by_rate(records)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 4.5), width_ratios=(1, 1))
     shaped = [rate for rate in rates if rate != "none"]
     for plan in next(iter(rates.values())):
         if plan != AGAIN:
@@ -107,19 +107,20 @@ def plot(records: Sequence[Record], path: Path, title: str) -> None:
             mbit = [-rate_order(rate) for rate in shaped]
             left.plot(mbit, [median_s(rates[rate][plan]) for rate in shaped], style, marker="o", label=plan)
     left.set(xscale="log", yscale="log", xlabel="uplink of one DC, Mbit/s", ylabel="seconds per step", title=title)
-    left.legend(fontsize=8)
+    left.legend(fontsize=7)
     left.grid(which="both", alpha=0.3)
     by_plan = list(rates.values())[-1]
     names = [plan for plan in by_plan if plan != AGAIN]
     bottom = [0.0] * len(names)
     for kind in KINDS[:4]:
         heights = [by_plan[plan]["counted_bytes_per_step"].get(kind, 0.0) / 1e6 for plan in names]
-        right.bar(names, heights, bottom=bottom, label=kind)
+        right.barh(names, heights, left=bottom, label=kind)
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     rest = [max(by_plan[p]["wan_bytes_per_step"] / 1e6 - b, 0.0) for p, b in zip(names, bottom, strict=True)]
-    right.bar(names, rest, bottom=bottom, color="lightgrey", label="all else (DeepSpeed's own, headers)")
-    right.set(ylabel="MB per step over the DC uplinks")
-    right.tick_params(axis="x", labelrotation=30, labelsize=7)
+    right.barh(names, rest, left=bottom, color="lightgrey", label="all else (DeepSpeed's own, headers)")
+    right.set(xlabel="MB per step over the DC uplinks")
+    right.invert_yaxis()
+    right.tick_params(axis="y", labelsize=7)
     right.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
