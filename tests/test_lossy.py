@@ -240,8 +240,7 @@ def wrong_codec(case: Case, codecs: Codecs) -> tuple[str, str]:
 # -- the tests --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "zero_stage"), [("fp32", 0), ("bf16", 0), ("bf16", 1), ("fp32", 2)], ids=str)
 @pytest.mark.parametrize(
     ("domain_sizes", "codecs"),
     [
