@@ -35,7 +35,7 @@ MAX_SHOWN_CHARACTERS = 80  # of a wrong value in an error message
 
 def _read_bool(value: object, where: str) -> bool:
     if not isinstance(value, bool):
-        raise _refused(where, value, "true or false", "write it without quotes")
+        raise refused(where, value, "true or false", "write it without quotes")
     return value
 
 
@@ -44,7 +44,7 @@ def _integer(*, at_least: int, example: int) -> Reader:
         # bool is an int to Python, but nobody who writes true means 1.
         if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
             advice = f"write it without quotes and without a fraction, for example {example}"
-            raise _refused(where, value, f"an integer >= {at_least}", advice)
+            raise refused(where, value, f"an integer >= {at_least}", advice)
         return value
 
     return read
@@ -54,7 +54,7 @@ def _number(*, allowed: str, accepts: Callable[[float], bool], advice: str) -> R
     def read(value: object, where: str) -> float:
         number = _as_float(value)
         if not (math.isfinite(number) and accepts(number)):
-            raise _refused(where, value, f"a finite number {allowed}", advice)
+            raise refused(where, value, f"a finite number {allowed}", advice)
         return number
 
     return read
@@ -73,7 +73,7 @@ def _as_float(value: object) -> float:
 def _text(*, advice: str) -> Reader:
     def read(value: object, where: str) -> str:
         if not isinstance(value, str) or not value.strip():
-            raise _refused(where, value, "a string that is not empty", advice)
+            raise refused(where, value, "a string that is not empty", advice)
         return value
 
     return read
@@ -82,9 +82,7 @@ def _text(*, advice: str) -> Reader:
 def _choice(*choices: str) -> Reader:
     def read(value: object, where: str) -> str:
         if not isinstance(value, str) or value not in choices:
-            raise _refused(
-                where, value, f"one of {_quoted(choices)}", _nearest(value, choices) or "choose one of these"
-            )
+            raise refused(where, value, f"one of {quoted(choices)}", nearest(value, choices) or "choose one of these")
         return value
 
     return read
@@ -103,21 +101,21 @@ def _codec(available: Sequence[str]) -> Reader:
         elif isinstance(value, Mapping) and "type" in value:
             where_type = f"{where}.type"
         else:
-            advice = f"available: {_quoted(available)}"
-            raise _refused(where, value, 'a codec name or an object such as {"type": "identity"}', advice)
+            advice = f"available: {quoted(available)}"
+            raise refused(where, value, 'a codec name or an object such as {"type": "identity"}', advice)
         name = value["type"]
         if isinstance(name, str) and name not in available and name in (*FUTURE_CODECS, *EXPERT_CODECS):
             raise ConfigError(
-                f"{where_type} is {_shown(name)}, which is not available yet; choose one of {_quoted(available)}"
+                f"{where_type} is {shown(name)}, which is not available yet; choose one of {quoted(available)}"
             )
         if not isinstance(name, str) or name not in available:
-            advice = _nearest(name, (*available, *FUTURE_CODECS)) or "choose one of these"
-            raise _refused(where_type, name, f"one of {_quoted(available)}", advice)
+            advice = nearest(name, (*available, *FUTURE_CODECS)) or "choose one of these"
+            raise refused(where_type, name, f"one of {quoted(available)}", advice)
         options = {key: option for key, option in value.items() if key != "type"}
         try:
             return CodecConfig(type=name, options=json.dumps(options, sort_keys=True))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{where} is {_shown(value)}, but must be JSON: {error}; use plain values") from error
+            raise ConfigError(f"{where} is {shown(value)}, but must be JSON: {error}; use plain values") from error
 
     return read
 
@@ -294,10 +292,10 @@ def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | P
 def _read_fields(kind: type[Any], block: object, where: str) -> dict[str, Any]:
     """The settings that `block` gives, by field name of the dataclass `kind`; fields without a reader are left out."""
     if not isinstance(block, Mapping):
-        raise _refused(where, block, "an object with keys", f"known keys: {', '.join(_names(kind))}")
+        raise refused(where, block, "an object with keys", f"known keys: {', '.join(_names(kind))}")
     for key in block:
         if key not in _names(kind):
-            advice = _nearest(key, _names(kind)) or "remove it"
+            advice = nearest(key, _names(kind)) or "remove it"
             raise ConfigError(f"{where}.{key} is not a known key; {advice} (known keys: {', '.join(_names(kind))})")
     readers = {item.name: item.metadata["reader"] for item in fields(kind) if "reader" in item.metadata}
     for item in fields(kind):
@@ -313,7 +311,7 @@ def _names(kind: type[Any]) -> tuple[str, ...]:
 def _read_levels(entries: object, where: str) -> tuple[LevelConfig, ...]:
     if not isinstance(entries, Sequence) or isinstance(entries, str | bytes) or not entries:
         advice = f"for example {MINIMAL_BLOCK}"
-        raise _refused(where, entries, "a list of at least one level, or the path of a cluster file", advice)
+        raise refused(where, entries, "a list of at least one level, or the path of a cluster file", advice)
     levels = []
     for index, entry in enumerate(entries):
         settings = _read_fields(LevelConfig, entry, f"{where}[{index}]")
@@ -323,7 +321,7 @@ def _read_levels(entries: object, where: str) -> tuple[LevelConfig, ...]:
     for index, name in enumerate(names):
         if name in names[:index]:
             raise ConfigError(
-                f"{where}[{index}].name is {_shown(name)}, which hybridep.levels[{names.index(name)}] has already; "
+                f"{where}[{index}].name is {shown(name)}, which hybridep.levels[{names.index(name)}] has already; "
                 f"give each level its own name"
             )
     return tuple(levels)
@@ -360,7 +358,7 @@ def _find_cluster_file(name: str, base_dir: str | Path) -> Path:
             return path
     tried = " and ".join(str(path) for path in candidates)
     raise ConfigError(
-        f"hybridep.levels is the path {_shown(name)}, but there is no such file (tried {tried}); correct the path, "
+        f"hybridep.levels is the path {shown(name)}, but there is no such file (tried {tried}); correct the path, "
         f"or write the levels as a list"
     )
 
@@ -379,7 +377,7 @@ def _load_cluster_file(path: Path) -> object:
     unknown = [key for key in content if key != "levels"]
     if unknown:
         raise ConfigError(
-            f"cluster file {path}: {_shown(unknown[0])} is not a known key; it may hold levels only, so move other "
+            f"cluster file {path}: {shown(unknown[0])} is not a known key; it may hold levels only, so move other "
             f"settings to the hybridep block"
         )
     return content["levels"]
@@ -400,12 +398,12 @@ def _load_yaml(text: str, path: Path) -> object:
 # ---- parts of messages ----
 
 
-def _refused(where: str, value: object, allowed: str, advice: str) -> ConfigError:
+def refused(where: str, value: object, allowed: str, advice: str) -> ConfigError:
     """The error for a value that cannot be used."""
-    return ConfigError(f"{where} is {_shown(value)}, but must be {allowed}; {advice}")
+    return ConfigError(f"{where} is {shown(value)}, but must be {allowed}; {advice}")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """`value` as the user wrote it in JSON, cut where it is long."""
     try:
         text = json.dumps(value)
@@ -414,11 +412,12 @@ def _shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
-def _quoted(choices: Iterable[str]) -> str:
+def quoted(choices: Iterable[str]) -> str:
+    """The choices of a setting, as they are written."""
     return ", ".join(f'"{choice}"' for choice in choices)
 
 
-def _nearest(value: object, choices: Sequence[str]) -> str | None:
+def nearest(value: object, choices: Iterable[object]) -> str | None:
     """A question that offers the nearest spelling, if one is near."""
-    matches = difflib.get_close_matches(str(value).lower(), choices, n=1)
+    matches = difflib.get_close_matches(str(value).lower(), [str(choice) for choice in choices], n=1)
     return f'did you mean "{matches[0]}"?' if matches else None

@@ -63,6 +63,8 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         if is_engine:
             _refuse_unsupported(engine_or_model)
             _refuse_unknown_scale(engine_or_model, checked)
+        else:
+            _refuse_weight_codecs(checked)
         _refuse_dense_sync(engine_or_model, checked, is_engine=is_engine)
         layers = _find_layers(model)
         specs = [_spec_of(name, layer) for name, layer in layers.items()]
@@ -368,6 +370,16 @@ def _refuse_dense_sync(engine: Any, config: HybridEPConfig, *, is_engine: bool) 
             f'gradients; attach to the engine that deepspeed.initialize returns, or leave it at "deepspeed"'
         )
     dense_hooks.refuse_unsupported(engine)
+
+
+def _refuse_weight_codecs(config: HybridEPConfig) -> None:
+    """Without an engine weights travel in `refresh`, which ships them as they are."""
+    for index, level in enumerate(config.levels):
+        if level.domain_size > 1 and level.weight_codec != IDENTITY:
+            raise UnsupportedError(
+                f'hybridep.levels[{index}].weight_codec is "{level.weight_codec.type}", but without a DeepSpeed '
+                f'engine weights are shipped by refresh(), exactly; attach to an engine, or set it to "identity"'
+            )
 
 
 def _refuse_unknown_scale(engine: Any, config: HybridEPConfig) -> None:

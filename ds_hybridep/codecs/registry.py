@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codec objects from what a config says: a name, or an object such as {"type": "low_rank", "rank": 4}."""
 
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,10 +11,10 @@ from ds_hybridep.codecs.identity import Identity
 from ds_hybridep.codecs.interface import Codec
 from ds_hybridep.codecs.low_rank import LowRank
 from ds_hybridep.codecs.top_k import TopK
+from ds_hybridep.config import nearest, quoted, refused
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.kernels import Mode
 
-MAX_SHOWN_CHARACTERS = 80  # of a wrong value in an error message
 LARGEST_BLOCK = 1024
 BLOCKS = tuple(2**power for power in range(3, 11))
 
@@ -36,17 +35,17 @@ def make_codec(spec: str | Mapping[str, Any], *, where: str = "codec", kernels: 
     elif isinstance(spec, Mapping) and "type" in spec:
         where_type = f"{where}.type"
     else:
-        raise _refused(where, spec, 'a codec name or an object such as {"type": "int8"}', f"types: {_quoted(TYPES)}")
+        raise refused(where, spec, 'a codec name or an object such as {"type": "int8"}', f"types: {quoted(TYPES)}")
     name = spec["type"]
     if not isinstance(name, str) or name not in TYPES:
-        raise _refused(where_type, name, f"one of {_quoted(TYPES)}", _nearest(name, TYPES) or "choose one of these")
+        raise refused(where_type, name, f"one of {quoted(TYPES)}", nearest(name, TYPES) or "choose one of these")
     make, readers = TYPES[name]
     options = {}
     for key, value in spec.items():
         if key == "type":
             continue
         if key not in readers:
-            advice = _nearest(key, readers) or "remove it"
+            advice = nearest(key, readers) or "remove it"
             known = f'options of "{name}": {", ".join(readers)}' if readers else f'"{name}" has no options'
             raise ConfigError(f"{where}.{key} is not a known option; {advice} ({known})")
         options[key] = readers[key](value, f"{where}.{key}", kernels)
@@ -61,7 +60,7 @@ def _integer(low: int, high: int) -> Reader:
     def read(value: object, where: str, kernels: Mode) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             advice = f"write it without quotes and without a fraction, for example {low}"
-            raise _refused(where, value, f"an integer from {low} to {high}", advice)
+            raise refused(where, value, f"an integer from {low} to {high}", advice)
         return value
 
     return read
@@ -71,7 +70,7 @@ def _choice(*choices: str | int) -> Reader:
     def read(value: object, where: str, kernels: Mode) -> object:
         if isinstance(value, bool) or value not in choices:
             allowed = ", ".join(json.dumps(choice) for choice in choices)
-            raise _refused(where, value, f"one of {allowed}", _nearest(value, choices) or "choose one of these")
+            raise refused(where, value, f"one of {allowed}", nearest(value, choices) or "choose one of these")
         return value
 
     return read
@@ -80,20 +79,20 @@ def _choice(*choices: str | int) -> Reader:
 def _codec(value: object, where: str, kernels: Mode) -> Codec:
     codec = make_codec(value, where=where, kernels=kernels)  # type: ignore[arg-type]  # it checks
     if isinstance(codec, WarmUp):
-        raise _refused(where, value, "a codec other than warm_up", "put warm_up outermost")
+        raise refused(where, value, "a codec other than warm_up", "put warm_up outermost")
     return codec
 
 
 def _plain_codec(value: object, where: str, kernels: Mode) -> Codec:
     codec = _codec(value, where, kernels)
     if not isinstance(codec, Identity | Blockwise):
-        raise _refused(where, value, 'one of "identity", "int8", "int4", "int2", "sign"', "small tensors need no more")
+        raise refused(where, value, 'one of "identity", "int8", "int4", "int2", "sign"', "small tensors need no more")
     return codec
 
 
 def _codecs(value: object, where: str, kernels: Mode) -> tuple[Codec, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) < 2:
-        raise _refused(where, value, "a list of at least two codecs", 'for example ["low_rank", "top_k"]')
+        raise refused(where, value, "a list of at least two codecs", 'for example ["low_rank", "top_k"]')
     return tuple(_codec(part, f"{where}[{index}]", kernels) for index, part in enumerate(value))
 
 
@@ -113,7 +112,7 @@ def _make_low_rank(where: str, options: dict[str, Any], kernels: Mode) -> Codec:
 def _make_top_k(where: str, options: dict[str, Any], kernels: Mode) -> Codec:
     codec = TopK(**options, kernels=kernels)
     if codec.k > codec.block // 2:
-        raise _refused(f"{where}.k", codec.k, f"at most half of block {codec.block}", "take fewer, or int4 instead")
+        raise refused(f"{where}.k", codec.k, f"at most half of block {codec.block}", "take fewer, or int4 instead")
     return codec
 
 
@@ -160,27 +159,3 @@ TYPES: dict[str, tuple[Make, dict[str, Reader]]] = {
     "sum": (_make_sum, {"parts": _codecs}),
     "warm_up": (_make_warm_up, {"steps": _integer(1, 10**9), "first": _codec, "then": _codec}),
 }
-
-
-# ---- parts of messages ----
-
-
-def _refused(where: str, value: object, allowed: str, advice: str) -> ConfigError:
-    return ConfigError(f"{where} is {_shown(value)}, but must be {allowed}; {advice}")
-
-
-def _shown(value: object) -> str:
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
-
-
-def _quoted(choices: Mapping[str, Any]) -> str:
-    return ", ".join(f'"{choice}"' for choice in choices)
-
-
-def _nearest(value: object, choices: Any) -> str | None:
-    matches = difflib.get_close_matches(str(value).lower(), [str(choice) for choice in choices], n=1)
-    return f'did you mean "{matches[0]}"?' if matches else None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ds_hybridep.codecs import Codec, make_codec
 from ds_hybridep.config import IDENTITY, HybridEPConfig
-from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.errors import AgreementError, UnsupportedError
 from ds_hybridep.kernels import Kernels, load_kernels
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
@@ -206,7 +206,13 @@ class HybridRuntime:
             path = codec_checkpoint.file_of(folder, self.transport.rank)
             saved = torch.load(path, weights_only=True) if path in files else None
         is_same = saved is not None and saved["plan"] == self.plan and saved["step"] == step
-        agree({f"state of lossy codecs in {folder.name}": is_same}, self.config.timeout_s)
+        try:
+            agree({f"state of lossy codecs in {folder.name}": is_same}, self.config.timeout_s)
+        except AgreementError as error:
+            raise AgreementError(
+                f"{error} (True: its {codec_checkpoint.PATTERN} in {folder} is of this plan and step); all ranks or "
+                f"none must find theirs: copy the files to all nodes, or remove them to begin without what codecs kept"
+            ) from error
         if saved is not None and is_same:
             self.migration.restore_codecs(saved)
             return ""
@@ -227,11 +233,19 @@ class HybridRuntime:
         first = self._planned[0]
         names = [level.name for level in self.config.levels]
         domains = ", ".join(f"{n} {s}" for n, s in zip(names, first.partition.domain_sizes, strict=True))
+        codecs = [
+            f", {kind} {getattr(level, key).type} over {level.name}"
+            + (" (no effect: its domain_size is 1)" if level.domain_size == 1 else "")
+            for level in self.config.levels
+            for kind, key in (("weights", "weight_codec"), ("gradients", "gradient_codec"))
+            if getattr(level, key) != IDENTITY
+        ]
         dense = ", dense gradients and parameters by level" if self.dense is not None else ""
         replica_mib = self.migration.replica_bytes / 2**20 if self.migration is not None else 0.0
         return (
             f"hybridep: {len(self._planned)} MoE layers, domain sizes {domains}, tokens {first.exchange}, "
             f"{self.kernels.name} kernels, replicas and their gradients {replica_mib:.1f} MiB per rank{dense}"
+            + "".join(codecs)
         )
 
     def before_step(self) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ds_hybridep.runtime.expert_gather import ReplicaStore
-from ds_hybridep.runtime.lossy import MessageLayout
 
 PATTERN = "hybridep_rank_*.pt"
 
@@ -107,16 +106,11 @@ def _restore_layer(store: ReplicaStore, saved: Mapping[str, Any]) -> None:
         replica.order.expected = record["expected"]
         replica.copy_to(store.trainable_parts(store.weights, record["slot"]))
     for record in saved["encoders"]:
-        codec = store.encoding.gradient_codecs[record["level"]]
-        assert codec is not None, f"{store.layer}: a residual over level {record['level']}, which has no codec"
-        layout = MessageLayout(codec, store.parts)
+        layout = store.gradient_layouts[record["level"]]
         lossy.encoder(record["level"], record["slot"], layout, device).load_state_dict(record)
     for record in saved["decoders"]:
-        level = store.partition.cluster.level_between(record["sender"], store.domain_ranks[store.own_index])
-        codec = store.encoding.gradient_codecs[level] if level is not None else None
-        assert codec is not None, f"{store.layer}: messages of rank {record['sender']} over a level without a codec"
-        decoder = lossy.decoder(record["sender"], record["slot"], MessageLayout(codec, store.parts))
-        decoder.expect(record["expected"])
+        layout = store.gradient_layouts[store.level_between(record["sender"], store.domain_ranks[store.own_index])]
+        lossy.decoder(record["sender"], record["slot"], layout).expect(record["expected"])
     for record in saved["undelivered"]:
         for own_idx in range(len(store.experts)):
             store.add_undelivered(own_idx, [part[own_idx] for part in record["residuals"]])

@@ -175,6 +175,12 @@ class ReplicaStore:
             for piece in block.slices
         )
         self.lossy = self._build_lossy(device)
+        # Messages of gradients by level, where they are encoded.
+        self.gradient_layouts = {
+            level: MessageLayout(codec, self.parts)
+            for level, codec in enumerate(self.encoding.gradient_codecs)
+            if codec is not None and self.parts
+        }
 
     def _build_lossy(self, device: torch.device) -> LossyState:
         """Mirrors of the codecs that owned weights leave by, and replicas of the slots that come encoded."""
@@ -200,9 +206,13 @@ class ReplicaStore:
 
     def level_of_slot(self, slot: int) -> int:
         """The slowest level between this rank and the owner of a replica."""
-        own = self.partition.offset_of(self.domain_ranks[self.own_index])
-        owner = self.partition.offset_of(self.domain_ranks[slot])
-        return next(level for level, (a, b) in enumerate(zip(own, owner, strict=True)) if a != b)
+        return self.level_between(self.domain_ranks[self.own_index], self.domain_ranks[slot])
+
+    def level_between(self, rank: int, other: int) -> int:
+        """The slowest level between two ranks of the domain."""
+        level = self.partition.cluster.level_between(rank, other)
+        assert level is not None, f"{self.layer}: rank {rank} holds its own experts and no copies of them"
+        return level
 
     def trainable_parts(self, tensors: Sequence[Tensor | None], slot: int) -> list[Tensor]:
         """Views [e, *shape] of a slot's trainable parameters in `weights` or `sums`, in the order of `parts`."""
@@ -219,12 +229,15 @@ class ReplicaStore:
         The optimizer's fp32 masters where they are here; otherwise the staging copy.  Rounding noise of a bf16 weight
         does not compress.
         """
-        sources = []
-        for part, staged in zip(self.parts, self.trainable_parts(self.weights, self.own_index), strict=True):
-            masters = [self.encoding.master_of(expert.get_parameter(part.name)) for expert in self.experts]
-            held = [master.detach().reshape(part.shape) for master in masters if master is not None]
-            sources.append(torch.stack(held) if len(held) == len(masters) else staged)
-        return sources
+        staged = self.trainable_parts(self.weights, self.own_index)
+        return [self._masters(part, view) for part, view in zip(self.parts, staged, strict=True)]
+
+    def _masters(self, part: PacketPart, staged: Tensor) -> Tensor:
+        if staged.dtype == torch.float32:
+            return staged  # a master holds no more
+        masters = [self.encoding.master_of(expert.get_parameter(part.name)) for expert in self.experts]
+        held = [master.detach().reshape(part.shape) for master in masters if master is not None]
+        return torch.stack(held) if len(held) == len(masters) else staged
 
     def check_trainability(self) -> None:
         """Raise UnsupportedError where a parameter was unfrozen since the blocks were laid out."""
@@ -362,15 +375,11 @@ class ReplicaStore:
 
     def checksum_row(self, slot: int, rank: int) -> int:
         """The row of the owner's checksums that `rank`'s copy of its slot must equal."""
-        ranks = self.domain_ranks
-        if ranks[slot] == rank:
-            return slot
-        own, other = (self.partition.offset_of(r) for r in (rank, ranks[slot]))
-        level = next(level for level, (a, b) in enumerate(zip(own, other, strict=True)) if a != b)
-        codec = self.encoding.weight_codecs[level]
+        owner = self.domain_ranks[slot]
+        codec = None if owner == rank else self.encoding.weight_codecs[self.level_between(rank, owner)]
         if codec is None or codec.settings() not in self.lossy.mirrors:
             return slot
-        return len(ranks) + list(self.lossy.mirrors).index(codec.settings())
+        return len(self.domain_ranks) + list(self.lossy.mirrors).index(codec.settings())
 
     def slots_at(self, level_position: int, own: Mapping[int, int] | None = None) -> list[int]:
         """Slots held before gather stage `level_position`: any offset at slower levels, the own one elsewhere.
@@ -523,41 +532,41 @@ class GradientReturn(StagedOperation):
         store = self.store
         position = len(store.levels) - 1 - stage
         level = store.levels[position]
-        codec = store.encoding.gradient_codecs[level.level]
+        layout = store.gradient_layouts.get(level.level)
         own_slots = store.slots_at(position)
         sends, receives = [], []
         for offset, rank in enumerate(level.ranks):
             if offset == level.own_offset:
                 continue
             for slot in store.slots_at(position, {level.level: offset}):
-                sends += [(rank, message) for message in self._outgoing(slot, level.level, codec)]
+                sends += [(rank, message) for message in self._outgoing(slot, level.level, layout)]
             for slot in own_slots:
-                receives += [(rank, message) for message in self._incoming(slot, rank, codec)]
+                receives += [(rank, message) for message in self._incoming(slot, rank, layout)]
         self._sent = [message for _, message in sends]
         return level.gradients.start(sends, receives, self.purpose)
 
-    def _outgoing(self, slot: int, level: int, codec: Codec | None) -> list[Tensor]:
+    def _outgoing(self, slot: int, level: int, layout: MessageLayout | None) -> list[Tensor]:
         store = self.store
-        if codec is None or not store.parts:
+        if layout is None:
             return [
                 sums[slot].to(block.dtype)
                 for block, sums in zip(store.blocks, store.sums, strict=True)
                 if sums is not None
             ]
         with store.lossy.encoding():
-            encoder = store.lossy.encoder(level, slot, MessageLayout(codec, store.parts), store.weights[0].device)
+            encoder = store.lossy.encoder(level, slot, layout, store.weights[0].device)
             return [encoder.encode(store.trainable_parts(store.sums, slot), self._scale)]
 
-    def _incoming(self, slot: int, rank: int, codec: Codec | None) -> list[Tensor]:
+    def _incoming(self, slot: int, rank: int, layout: MessageLayout | None) -> list[Tensor]:
         store = self.store
-        if codec is None or not store.parts:
+        if layout is None:
             messages = []
             for block, sums in zip(store.blocks, store.sums, strict=True):
                 if sums is not None:
                     messages.append(torch.empty_like(sums[slot], dtype=block.dtype))
                     self._arrivals.append(partial(sums[slot].add_, messages[-1]))
             return messages
-        decoder = store.lossy.decoder(rank, slot, MessageLayout(codec, store.parts))
+        decoder = store.lossy.decoder(rank, slot, layout)
         num_bytes = decoder.layout.num_bytes(decoder.step)
         message = torch.empty(num_bytes, dtype=torch.uint8, device=store.weights[0].device)
         self._arrivals.append(partial(decoder.add, message, store.trainable_parts(store.sums, slot), self._scale))

@@ -310,7 +310,9 @@ class LossyState:
 
     def decoder(self, sender: int, slot: int, layout: MessageLayout) -> GradientDecoder:
         """The receiver of a rank's messages for a slot."""
-        return self.decoders.setdefault((sender, slot), GradientDecoder(layout))
+        if (sender, slot) not in self.decoders:
+            self.decoders[sender, slot] = GradientDecoder(layout)
+        return self.decoders[sender, slot]
 
     def commit(self) -> None:
         """The optimizer step was done."""

@@ -6,6 +6,7 @@ from codec_cases import SPECS
 
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.codecs.registry import TYPES
+from ds_hybridep.config import EXPERT_CODECS
 from ds_hybridep.errors import ConfigError
 
 
@@ -54,3 +55,7 @@ def test_every_type_is_tested():
 def test_wrong_specs_are_refused_with_key_value_and_advice(spec, message):
     with pytest.raises(ConfigError, match=message):
         make_codec(spec, where="k")
+
+
+def test_the_block_knows_every_codec():
+    assert set(EXPERT_CODECS) == set(TYPES)
