@@ -46,6 +46,7 @@ class Plan:
     domain_sizes: tuple[int, ...] | None = None
     dense_sync: str = "deepspeed"
     codec: Any = "identity"  # of weights and gradients between the DCs
+    token_exchange: str = "auto"
 
 
 @dataclass
@@ -98,6 +99,8 @@ def plans_of(sizes: tuple[int, ...]) -> list[Plan]:
         Plan("deepspeed, flat EP", dcs * gpus),
         Plan("deepspeed, EP inside the DC", gpus),
         Plan("hybridep [1,1]", dcs * gpus, (1, 1)),
+        Plan("hybridep [1,1], hierarchical dense", dcs * gpus, (1, 1), "hierarchical"),
+        Plan("hybridep, hierarchical dense only", dcs * gpus, (1, 1), "hierarchical", token_exchange="deepspeed"),
     ]
     plans += [Plan(f"hybridep [{size},1]", dcs * gpus, (size, 1)) for size in range(2, dcs + 1) if dcs % size == 0]
     for codec, spec in CODECS.items():
@@ -129,6 +132,7 @@ def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[
             "verify_interval": 0,
             "prefetch_depth": args.prefetch_depth,
             "dense_sync": plan.dense_sync,
+            "token_exchange": plan.token_exchange,
         }
         levels[0].update(weight_codec=plan.codec, gradient_codec=plan.codec)
         ds_hybridep.attach(engine, block)

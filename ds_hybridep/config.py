@@ -212,7 +212,8 @@ class HybridEPConfig:
     timeout_s: longest wait for any other rank.
     report_interval: optimizer steps between two reports; 0: never.
     report_file: JSON record of the run, written by rank 0; None: no file.
-    token_exchange: how tokens travel between domains, see `plan.token_route`; "auto" takes the cheaper way.
+    token_exchange: how tokens travel between domains, see `plan.token_route`; "auto" takes the cheaper way of the two,
+        "deepspeed" leaves tokens to DeepSpeed's own all-to-alls, which know no domains.
     dense_sync: how gradients and parameters of everything but the experts travel, see `runtime.level_collectives`.
     """
 
@@ -228,8 +229,8 @@ class HybridEPConfig:
     report_file: str | None = field(
         default=None, metadata=_read_by(_optional(_text(advice="give the path of a file, or leave the key out")))
     )
-    token_exchange: Literal["auto", "direct", "hierarchical"] = field(
-        default="auto", metadata=_read_by(_choice("auto", "direct", "hierarchical"))
+    token_exchange: Literal["auto", "direct", "hierarchical", "deepspeed"] = field(
+        default="auto", metadata=_read_by(_choice("auto", "direct", "hierarchical", "deepspeed"))
     )
     dense_sync: Literal["deepspeed", "hierarchical"] = field(
         default="deepspeed", metadata=_read_by(_choice("deepspeed", "hierarchical"))
@@ -283,6 +284,7 @@ def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | P
     levels = _read_levels(entries, where)
     if enabled:
         _check_world_size(levels, where, world_size)
+        _check_token_exchange(settings.get("token_exchange"), levels)
     return HybridEPConfig(levels=levels, **settings)
 
 
@@ -345,6 +347,16 @@ def _check_world_size(levels: Sequence[LevelConfig], where: str, world_size: int
             f"{where}: the sizes {sizes} make {product} ranks, but the job has {world_size}; set the sizes so that "
             f"their product is {world_size}, or launch {product} ranks"
         )
+
+
+def _check_token_exchange(token_exchange: object, levels: Sequence[LevelConfig]) -> None:
+    for index, level in enumerate(levels):
+        if token_exchange == "deepspeed" and level.domain_size > 1:
+            raise ConfigError(
+                f'hybridep.token_exchange is "deepspeed", but hybridep.levels[{index}].domain_size is '
+                f"{level.domain_size}: DeepSpeed's own all-to-alls know no domains; set the domain_size to 1, or "
+                f'token_exchange to "auto"'
+            )
 
 
 # ---- cluster files ----

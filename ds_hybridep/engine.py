@@ -155,8 +155,8 @@ class Attachment:
     def bind(self, *, is_engine: bool) -> None:
         """Connect layers and engine to the runtime."""
         _patch_moe_layer_class()
-        for name, layer in self.layers.items():
-            layer._hybridep = self.runtime.layers[name]
+        for name, hybrid in self.runtime.layers.items():
+            self.layers[name]._hybridep = hybrid
         if self.runtime.migration is not None:
             modules = [module for layer in self.layers.values() for module in layer.experts.modules()]
             hook = _refill_after_load(self.runtime.migration, modules)

@@ -258,6 +258,11 @@ def test_unknown_choices_are_refused_with_the_nearest_spelling(key, value, neare
     assert_says(refusal(with_setting(key, value)), f'hybridep.{key} is "{value}"', f'did you mean "{nearest}"?')
 
 
+def test_domains_are_refused_where_tokens_are_left_to_deepspeed():
+    message = refusal(with_setting("token_exchange", "deepspeed"))
+    assert_says(message, 'hybridep.token_exchange is "deepspeed"', "hybridep.levels[0].domain_size is 2", '"auto"')
+
+
 @pytest.mark.parametrize("value", [None, True, 3, "zzz", ["auto"]])
 def test_unknown_choices_unlike_any_other_are_refused_with_all(value):
     message = refusal(with_setting("kernels", value))

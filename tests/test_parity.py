@@ -99,6 +99,19 @@ def test_evaluation_between_steps(pool4: ProcessPool) -> None:
     assert_parity(pool4, [world4(2, 1, zero_stage=1, accumulation=3, evaluate=True), world4(2, 2, evaluate=True)])
 
 
+def test_tokens_left_to_deepspeed(pool4: ProcessPool) -> None:
+    cases = [
+        world4(1, 1, token_exchange="deepspeed", dense_sync=dense_sync, zero_stage=1, accumulation=2)
+        for dense_sync in ("deepspeed", "hierarchical")
+    ]
+    as_deepspeed, by_level = assert_parity(pool4, cases)
+    for result in (*as_deepspeed, *by_level):
+        assert result.stats is not None
+        assert result.stats["layers"] == []
+    # Nothing of the arithmetic is ours where dense gradients keep DeepSpeed's way too.
+    assert all(result.hybrid_losses == result.plain_losses and result.distance == 0 for result in as_deepspeed)
+
+
 def test_two_ranks_and_one_level(pool2: ProcessPool) -> None:
     toy = ToyConfig(ep_size=2)
     cases = [Case(levels=levels_of((2,), (size,)), toy=toy, kernels="reference") for size in (1, 2)]

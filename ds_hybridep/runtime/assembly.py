@@ -69,11 +69,11 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A layer with its domains and the way of its tokens."""
+    """A layer with its domains and the way of its tokens (None: DeepSpeed's own)."""
 
     spec: LayerSpec
     partition: Partition
-    exchange: TokenExchange
+    exchange: TokenExchange | None
 
     def canonical(self) -> dict[str, Any]:
         """What ranks must agree on, JSON-able."""
@@ -114,29 +114,31 @@ class HybridRuntime:
         stores: list[LayerExperts] = []
         # 1. Channels, in the same order on all ranks: for each layer tokens, then weights and gradients by level; then
         #    those of everything else, where it is ours to send.
-        parts = [self._build_parts(layer, pipelines, stores) for layer in planned]
+        taken_over = [(layer, layer.exchange) for layer in planned if layer.exchange is not None]
+        parts = [self._build_parts(layer, exchange, pipelines, stores) for layer, exchange in taken_over]
         self.dense = LevelCollectives(transport) if config.dense_sync == "hierarchical" else None
         # 2. One manager for all layers, then the layers.
         self.migration = MigrationManager(transport, stores, config.prefetch_depth, is_boundary) if stores else None
-        for layer, (exchanges, position) in zip(planned, parts, strict=True):
+        for (layer, _), (exchanges, position) in zip(taken_over, parts, strict=True):
             self.layers[layer.spec.name] = self._build_layer(layer, exchanges, position)
         self.statistics = Statistics(
             transport,
             [
                 (self.layers[layer.spec.name], layer.partition, layer.spec.hidden * layer.spec.sample.element_size())
-                for layer in planned
+                for layer, _ in taken_over
             ],
         )
 
     def _build_parts(
         self,
         layer: PlannedLayer,
+        exchange: TokenExchange,
         pipelines: dict[str, tuple[StagePipeline, StagePipeline]],
         stores: list[LayerExperts],
     ) -> tuple[tuple[Any, ...], int]:
         """Exchanges of a layer and the position of its store (-1 where every domain is one rank)."""
         spec, partition, rank = layer.spec, layer.partition, self.transport.rank
-        stages = build_route(partition, rank, spec.num_experts, layer.exchange)
+        stages = build_route(partition, rank, spec.num_experts, exchange)
         exchanges = build_exchanges(stages, self.transport, spec.group, self.kernels, spec.name, spec.sample.device)
         if partition.domain_size == 1:
             return exchanges, -1
@@ -242,8 +244,9 @@ class HybridRuntime:
         ]
         dense = ", dense gradients and parameters by level" if self.dense is not None else ""
         replica_mib = self.migration.replica_bytes / 2**20 if self.migration is not None else 0.0
+        tokens = first.exchange or "deepspeed"
         return (
-            f"hybridep: {len(self._planned)} MoE layers, domain sizes {domains}, tokens {first.exchange}, "
+            f"hybridep: {len(self._planned)} MoE layers, domain sizes {domains}, tokens {tokens}, "
             f"{self.kernels.name} kernels, replicas and their gradients {replica_mib:.1f} MiB per rank{dense}"
             + "".join(codecs)
         )
@@ -342,10 +345,12 @@ def _plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
     partition = Partition.build(cluster, spec.group_ranks, config.domain_sizes)
     if partition.domain_size > 1:
         _check_experts(spec)
-    exchange = config.token_exchange
-    if exchange == "auto":
+    exchange: TokenExchange | None
+    if config.token_exchange == "auto":
         row_bytes = spec.hidden * spec.sample.element_size()
         exchange = choose_exchange(partition, cluster, spec.num_experts, spec.top_k, row_bytes, TYPICAL_NUM_TOKENS)
+    else:
+        exchange = None if config.token_exchange == "deepspeed" else config.token_exchange
     return PlannedLayer(spec, partition, exchange)
 
 
