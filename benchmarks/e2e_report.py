@@ -91,6 +91,23 @@ def byte_table(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
+def dense_line(records: Sequence[Record]) -> str:
+    """What dense gradients and parameters, which every plan has to send, cost of the link."""
+    by_plan = list(by_rate(records).values())[-1]
+
+    def not_experts(record: Record) -> float:
+        counted = record["counted_bytes_per_step"]
+        return record["wan_bytes_per_step"] - sum(n for kind, n in counted.items() if kind != "dense")
+
+    as_deepspeed, by_level = by_plan["hybridep [1,1]"], by_plan["hybridep [1,1], hierarchical dense"]
+    dense, flat = not_experts(as_deepspeed), by_plan[FLAT]["wan_bytes_per_step"]
+    return (
+        f"Dense gradients and parameters (all that is neither tokens nor experts, headers included) take "
+        f"{dense / 1e6:.2f} MB as DeepSpeed sends them, {dense / flat:.0%} of what flat EP has on the link; level by "
+        f"level {not_experts(by_level) / 1e6:.2f} MB."
+    )
+
+
 def plot(records: Sequence[Record], path: Path, title: str) -> None:
     """Step time against bandwidth, and bytes per kind, side by side."""
     import matplotlib
@@ -138,6 +155,7 @@ def main() -> None:
         title += ", compute slept" if compute == "sleep" else ""
         print(f"### {title}\n\nSeconds per step:\n\n{time_table(group)}\n")
         print(f"MB per step over the DC uplinks, one direction, all ranks:\n\n{byte_table(group)}\n")
+        print(f"{dense_line(group)}\n")
         if args.plots is not None:
             args.plots.mkdir(parents=True, exist_ok=True)
             name = f"e2e-{'sleep-' if compute == 'sleep' else ''}{dcs}-t{tokens}-a{accumulation}.png"

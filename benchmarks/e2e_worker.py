@@ -21,7 +21,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 import ds_hybridep
-from ds_hybridep import bench
+from ds_hybridep import bench, engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm
@@ -120,7 +120,7 @@ def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[
         "zero_optimization": {"stage": args.zero_stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    trained, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     if plan.domain_sizes is not None:
         levels = [
             {"name": name, "size": size, "domain_size": domain_size}
@@ -135,8 +135,8 @@ def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[
             "token_exchange": plan.token_exchange,
         }
         levels[0].update(weight_codec=plan.codec, gradient_codec=plan.codec)
-        ds_hybridep.attach(engine, block)
-    return Run(plan, engine)
+        ds_hybridep.attach(trained, block)
+    return Run(plan, trained)
 
 
 def train(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int, num_steps: int) -> None:
@@ -159,15 +159,31 @@ def level_0_bytes(run: Run) -> dict[str, int]:
 
 
 def run_block(run: Run, driver: Driver, corpus: Tensor, args: argparse.Namespace, rows: int, steps: int) -> Any:
-    """(seconds per step, WAN bytes per step, counted bytes per step by kind) of one block."""
+    """(seconds per step, WAN bytes per step, counted bytes per step by kind) of one block.
+
+    A step leaves weights under way that the next one waits for.  So the clock runs as in the middle of a training: one
+    step goes before it starts, and what is under way when it stops arrives before another plan's turn.
+    """
+    train(run, corpus, args, rows, 1)
+    dist.barrier()
     before, counted_before = driver.ask(command="counters"), level_0_bytes(run)
     start = time.perf_counter()
     train(run, corpus, args, rows, steps)
     dist.barrier()  # the latest end over ranks
     seconds = time.perf_counter() - start
     after, counted = driver.ask(command="counters"), level_0_bytes(run)
+    finish_transfers(run)
     wan_bytes = (after.get("wan_bytes", 0) - before.get("wan_bytes", 0)) / steps
     return seconds / steps, wan_bytes, {kind: (n - counted_before[kind]) / steps for kind, n in counted.items()}
+
+
+def finish_transfers(run: Run) -> None:
+    """Wait for weights under way, on all ranks."""
+    if run.plan.domain_sizes is not None:
+        migration = engine._attachment_of(run.engine).runtime.migration
+        if migration is not None:
+            migration.finish()
+    dist.barrier()
 
 
 def steps_per_block(seconds: float, args: argparse.Namespace) -> int:
@@ -183,7 +199,7 @@ def phase(runs: list[Run], driver: Driver, corpus: Tensor, args: argparse.Namesp
     for run in runs:  # warm-up at this rate and batch, and how long a step takes
         begin = time.perf_counter()
         train(run, corpus, args, rows, 1)
-        dist.barrier()
+        finish_transfers(run)
         seconds.append(time.perf_counter() - begin)
     steps = steps_per_block(statistics.median(seconds), args)
     by_name = {run.plan.name: run for run in runs}

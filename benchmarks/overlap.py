@@ -3,8 +3,13 @@
 
     sudo ds_hybridep lab --dcs 2x2 --wan 200mbit -- python benchmarks/overlap.py --trace step.json
 
+    sudo ds_hybridep lab --dcs 2x2 --wan 100mbit -- python benchmarks/overlap.py --trace step.json --compute sleep \
+        --wan-mbit 100 --codec '{"type": "low_rank", "rank": 7, "factors": "int4"}'
+
 Rank 0 writes the Chrome/Perfetto trace of one optimizer step and the forward and backward after it, then prints for
-each layer when its weights and its gradients travelled, and during which layers' computation.
+each layer when its weights and its gradients travelled, and during which layers' computation.  With --wan-mbit it also
+says how much of the travelling was hidden, and how much could have been: each message leaves when it did, or when the
+link has carried those before it, takes its bytes at that rate, and computation goes on as soon as it is there.
 """
 
 import argparse
@@ -23,6 +28,7 @@ from ds_hybridep.runtime.trace import TRANSFER_CATEGORY
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm
+from sleep_model import SleepModel
 
 KINDS = {"expert_weights": "shipping of expert weights", "expert_gradients": "return of expert gradients"}
 Interval = tuple[float, float]  # microseconds of the trace
@@ -31,14 +37,15 @@ Interval = tuple[float, float]  # microseconds of the trace
 def build_engine(args: argparse.Namespace) -> Any:
     torch.manual_seed(0)
     args.ep_size = dist.get_world_size()
-    model = train_lm.ByteModel(args)
+    model = SleepModel(args) if args.compute == "sleep" else train_lm.ByteModel(args)
+    codec = json.loads(args.codec) if args.codec.startswith("{") else args.codec
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 1_000_000_000,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "hybridep": {
             "levels": [
-                {"name": "dc", "size": 2, "domain_size": 2},
+                {"name": "dc", "size": 2, "domain_size": 2, "weight_codec": codec, "gradient_codec": codec},
                 {"name": "gpu", "size": args.ep_size // 2, "domain_size": 1},
             ],
             "prefetch_depth": args.prefetch_depth,
@@ -85,15 +92,64 @@ def report(trace: dict[str, Any], layers: Sequence[str]) -> None:
                 others = experts if kind == "expert_weights" else backwards
                 during = [name for name in layers if name != layer and overlap(travel, others[name]) > 0]
                 when = f"{(travel[0] - start) / 1e3:8.1f} {(travel[1] - start) / 1e3:8.1f}"
-                names = ", ".join(name.split(".")[1] for name in during) or "none"
+                names = ", ".join(str(layers.index(name)) for name in during) or "none"
                 verb = "forward of layers" if kind == "expert_weights" else "backward of layers"
                 print(f"{layer:30} {kind:18} {when:>18} {waited_ms:16.1f}   {verb} {names}")
 
 
-def layer_names(trace: dict[str, Any]) -> list[str]:
+def report_hidden(trace: dict[str, Any], ranks_per_dc: int, wan_bytes_per_us: float) -> None:
+    """How much of what travelled was hidden behind computation, and how much of it could have been."""
+    events = trace["traceEvents"]
+    print(f"\n{'what':18} {'on the link [ms]':>17} {'waited for [ms]':>16} {'hidden':>8} {'could be hidden':>16}")
+    for kind, what in KINDS.items():
+        transfers = [e for e in events if e.get("cat") == TRANSFER_CATEGORY and e["args"]["kind"] == kind]
+        transfers.sort(key=lambda event: float(event["ts"]))
+        # A rank's bytes are both directions'; all ranks of a DC share its uplink.
+        link_us = [event["args"]["bytes"] / 2 * ranks_per_dc / wan_bytes_per_us for event in transfers]
+        waits = {
+            e["args"]["layer"]: intervals(events, "hybridep::wait::", f"{what} of {e['args']['layer']}")
+            for e in transfers
+        }
+        waited_us = sum(end - start for ranges in waits.values() for start, end in ranges)
+        least_us = least_wait(
+            [float(event["ts"]) for event in transfers],
+            link_us,
+            [waits[event["args"]["layer"]][0] if waits[event["args"]["layer"]] else None for event in transfers],
+        )
+        total_us = sum(link_us)
+        print(
+            f"{kind:18} {total_us / 1e3:17.1f} {waited_us / 1e3:16.1f} {1 - waited_us / total_us:8.0%} "
+            f"{1 - least_us / total_us:16.0%}"
+        )
+
+
+def least_wait(starts: Sequence[float], link_us: Sequence[float], waits: Sequence[Interval | None]) -> float:
+    """Microseconds that computation has to wait for messages if the link never idles and nothing else delays them.
+
+    Args:
+        starts: when each message was handed over, ascending.
+        link_us: how long the link takes for each.
+        waits: when the program waited for each; None where it was there already.
+    """
+    arrivals, free = [], float("-inf")
+    for start, duration in zip(starts, link_us, strict=True):
+        free = max(free, start) + duration
+        arrivals.append(free)
+    waited = saved = 0.0
+    for arrival, wait in sorted(zip(arrivals, waits, strict=True), key=lambda pair: pair[1] or (0.0, 0.0)):
+        if wait is not None:
+            # What earlier messages took less than they did lets computation reach this wait sooner.
+            begin = wait[0] - saved
+            needed = max(0.0, arrival - begin)
+            waited += needed
+            saved += wait[1] - wait[0] - needed
+    return waited
+
+
+def layer_names(trace: dict[str, Any], model: torch.nn.Module) -> list[str]:
     """Names like "blocks.3.moe.deepspeed_moe", in the order of the model."""
     names = {e["args"]["layer"] for e in trace["traceEvents"] if e.get("cat") == TRANSFER_CATEGORY}
-    return sorted(names, key=lambda name: int(name.split(".")[1]))
+    return [name for name, _ in model.named_modules() if name in names]
 
 
 def main() -> None:
@@ -102,6 +158,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--capacity-factor", type=float, default=1.25)
     parser.add_argument("--prefetch-depth", type=int, default=2)
+    parser.add_argument("--compute", choices=("real", "sleep"), default="real", help="see sleep_model.py")
+    parser.add_argument("--dense-ms", type=float, default=2.0, help="slept per dense sublayer and sequence, forward")
+    parser.add_argument("--row-us", type=float, default=10.0, help="slept per row and expert, forward")
+    parser.add_argument("--codec", default="identity", help="of weights and gradients between the DCs: a name or JSON")
+    parser.add_argument("--wan-mbit", type=float, help="rate of the uplinks, to say what could be hidden")
     parser.add_argument("--trace", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -125,7 +186,9 @@ def main() -> None:
     ds_hybridep.detach(engine)
     if dist.get_rank() == 0:
         trace = json.loads(args.trace.with_suffix(".rank0.json").read_text())
-        report(trace, layer_names(trace))
+        report(trace, layer_names(trace, engine.module))
+        if args.wan_mbit is not None:
+            report_hidden(trace, args.ep_size // 2, args.wan_mbit / 8)
     dist.barrier()
 
 
