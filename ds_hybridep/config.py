@@ -50,6 +50,13 @@ def _integer(*, at_least: int, example: int) -> Reader:
     return read
 
 
+def _zero_or_one(value: object, where: str) -> int:
+    # True == 1 to Python, but nobody who writes true means 1.
+    if isinstance(value, bool) or value not in (0, 1):
+        raise refused(where, value, "0 or 1", "0 keeps replicas as new as their owners")
+    return int(value == 1)
+
+
 def _number(*, allowed: str, accepts: Callable[[float], bool], advice: str) -> Reader:
     def read(value: object, where: str) -> float:
         number = _as_float(value)
@@ -207,6 +214,8 @@ class HybridEPConfig:
     levels: the whole job, slowest link first; the product of their sizes is the world size.
     enabled: False leaves DeepSpeed as it is.
     prefetch_depth: layers between the start of a gradient's return in the backward and the wait for it.
+    max_staleness: optimizer steps by which replicas may be older than their owners: 0, or 1, which gives weights until
+        the end of the next step to arrive.
     verify_interval: optimizer steps between two checks, by checksum, that replicas equal their owners; 0: never.
     kernels: "compiled" and "reference" insist on one kind, "auto" prefers compiled ones.
     timeout_s: longest wait for any other rank.
@@ -220,6 +229,7 @@ class HybridEPConfig:
     levels: tuple[LevelConfig, ...]
     enabled: bool = field(default=True, metadata=_read_by(_read_bool))
     prefetch_depth: int = field(default=2, metadata=_read_by(_integer(at_least=0, example=2)))
+    max_staleness: Literal[0, 1] = field(default=0, metadata=_read_by(_zero_or_one))
     verify_interval: int = field(default=100, metadata=_read_by(_integer(at_least=0, example=100)))
     kernels: Literal["auto", "compiled", "reference"] = field(
         default="auto", metadata=_read_by(_choice("auto", "compiled", "reference"))

@@ -118,7 +118,11 @@ class HybridRuntime:
         parts = [self._build_parts(layer, exchange, pipelines, stores) for layer, exchange in taken_over]
         self.dense = LevelCollectives(transport) if config.dense_sync == "hierarchical" else None
         # 2. One manager for all layers, then the layers.
-        self.migration = MigrationManager(transport, stores, config.prefetch_depth, is_boundary) if stores else None
+        self.migration = None
+        if stores:
+            self.migration = MigrationManager(
+                transport, stores, config.prefetch_depth, is_boundary, config.max_staleness
+            )
         for (layer, _), (exchanges, position) in zip(taken_over, parts, strict=True):
             self.layers[layer.spec.name] = self._build_layer(layer, exchanges, position)
         self.statistics = Statistics(
@@ -180,6 +184,8 @@ class HybridRuntime:
         step: optimizer steps so far.  Files of earlier checkpoints in the same folder are removed.
         """
         rank, path = self.transport.rank, codec_checkpoint.file_of(folder, self.transport.rank)
+        if self.migration is not None:
+            self.migration.finish()  # a run that resumes begins with replicas as new as their owners
         if self.migration is not None and self.migration.has_codecs:
             folder.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")

@@ -448,10 +448,14 @@ class WeightGather(StagedOperation):
     An exact one ships every parameter as it is, frozen ones too, and begins the mirrors anew.  Otherwise trainable
     parameters go, as the codec of the slowest level between owner and replica has it; inside, packets are forwarded as
     they came.
+
+    A deferred one leaves replicas as they are until `apply`.
     """
 
-    def __init__(self, store: ReplicaStore, *, is_exact: bool) -> None:
+    def __init__(self, store: ReplicaStore, *, is_exact: bool, is_deferred: bool = False) -> None:
         self._is_exact = is_exact
+        self.is_deferred = is_deferred
+        self._staged: dict[int, list[Tensor]] = {}  # deferred: exact weights by slot, one for each block
         self._blocks = [i for i, block in enumerate(store.blocks) if block.is_trainable or is_exact]
         self._messages: dict[str, Tensor] = {}  # by codec: what the own experts' mirrors lack
         self._arrived: dict[int, Tensor] = {}  # messages by slot, kept until they were forwarded
@@ -487,20 +491,33 @@ class WeightGather(StagedOperation):
             codec = store.encoding.weight_codecs[level]
             if slot == store.own_index and codec is not None and self._messages:
                 return [self._messages[codec.settings()]]
+        if slot in self._staged:
+            return self._staged[slot]
         return [store.weights[i][slot] for i in self._blocks]
 
     def _incoming(self, slot: int) -> list[Tensor]:
         store, replica = self.store, self.store.lossy.replicas.get(slot)
         self._fresh.append(slot)
         if self._is_exact or replica is None:
-            return [store.weights[i][slot] for i in self._blocks]
+            places = [store.weights[i][slot] for i in self._blocks]
+            if not self.is_deferred:
+                return places
+            self._staged[slot] = [torch.empty_like(place) for place in places]
+            return self._staged[slot]
         num_bytes = replica.layout.num_bytes(replica.step)
         self._arrived[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=store.weights[0].device)
         return [self._arrived[slot]]
 
     def _take_in(self) -> None:
+        if not self.is_deferred:
+            self.apply()
+
+    def apply(self) -> None:
         """Exact weights arrived in their slots; packets are added to their replicas."""
         store = self.store
+        for slot, staged in self._staged.items():
+            for i, tensor in zip(self._blocks, staged, strict=True):
+                store.weights[i][slot].copy_(tensor)
         with store.lossy.decoding():
             for slot in self._fresh:
                 replica = store.lossy.replicas.get(slot)

@@ -91,6 +91,7 @@ class LayerExperts:
     weights: StagePipeline
     gradients: StagePipeline
     gather: WeightGather | None = None
+    is_in_graph: bool = False  # a forward since the last shipment entered autograd with the replicas as they are
     return_in_flight: GradientReturn | None = None
     prefetched: tuple[ReturnHandle, tuple[Tensor, ...]] | None = None
 
@@ -103,6 +104,8 @@ class MigrationManager:
         layers: stores in the order in which the model runs its layers.
         prefetch_depth: layers between a gradient's return and the wait for it.
         is_boundary: True when the backward that runs is the last before the optimizer step.
+        max_staleness: 1: a step computes with replicas as they were one step before, and the weights shipped after
+            that step have until its end to arrive.
     """
 
     def __init__(
@@ -111,11 +114,13 @@ class MigrationManager:
         layers: Sequence[LayerExperts],
         prefetch_depth: int,
         is_boundary: Callable[[], bool],
+        max_staleness: int = 0,
     ) -> None:
         self._transport = transport
         self._layers = list(layers)
         self._depth = prefetch_depth
         self._is_boundary = is_boundary
+        self._max_staleness = max_staleness
         self._are_replicas_stale = True
         self._is_stepping = False
         pipelines = [pipeline for layer in layers for pipeline in (layer.weights, layer.gradients)]
@@ -136,6 +141,7 @@ class MigrationManager:
             self.refresh(wait=False)
         self.progress()
         own = _trainable_parameters(store)
+        layer.is_in_graph |= torch.is_grad_enabled()
         if own and torch.is_grad_enabled():
             handle, aliases = self._take_prefetched(position)
             outputs = _Acquire.apply(self, layer, handle, *aliases)
@@ -145,10 +151,20 @@ class MigrationManager:
         return _by_slot(store, iter(outputs))
 
     def wait_for_weights(self, position: int) -> None:
-        """Block until the layer's replicas hold the owners' current weights."""
+        """Block until the layer's replicas hold the weights to compute with.
+
+        Deferred ones are waited for in an evaluation, but not where a backward may still need what replicas hold now.
+        """
         layer = self._layers[position]
+        if layer.gather is not None and not (layer.gather.is_deferred and layer.is_in_graph):
+            self._finish_gather(layer)
+
+    def _finish_gather(self, layer: LayerExperts) -> None:
+        """Block until the layer's replicas hold the owners' current weights."""
         if layer.gather is not None:
             layer.weights.wait(layer.gather)
+            if layer.gather.is_deferred:
+                layer.gather.apply()
             layer.gather = None
 
     def _take_prefetched(self, position: int) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
@@ -262,6 +278,7 @@ class MigrationManager:
 
     def finish(self) -> None:
         """Wait for everything under way."""
+        self._drain_weights()
         for pipeline in self._pipelines:
             pipeline.drain()
 
@@ -362,12 +379,14 @@ class MigrationManager:
     def _ship(self, *, is_exact: bool) -> None:
         self.drop_prefetched()
         for layer in self._layers:
-            layer.gather = WeightGather(layer.store, is_exact=is_exact)
+            is_deferred = not is_exact and self._max_staleness > 0
+            layer.gather = WeightGather(layer.store, is_exact=is_exact, is_deferred=is_deferred)
             layer.weights.add(layer.gather)
+            layer.is_in_graph = False
 
     def _drain_weights(self) -> None:
-        for position in range(len(self._layers)):
-            self.wait_for_weights(position)
+        for layer in self._layers:
+            self._finish_gather(layer)
 
 
 def is_in_backward() -> bool:
