@@ -59,6 +59,7 @@ ONE_OF_8 = {"type": "top_k", "block": 8, "k": 1, "value_bits": 1}
 RANK_7_AND_7 = {"type": "sum", "parts": [low_rank(7, "int2"), low_rank(7, "int2")]}
 CASES: dict[str, tuple[Spec, Spec]] = {
     "exact": (None, None),
+    "exact, one step old": (None, None),
     "low rank 7, int4": (low_rank(7, "int4"),) * 2,
     "low rank 3, int4": (low_rank(3, "int4"),) * 2,
     "int8": ("int8", "int8"),
@@ -72,6 +73,9 @@ CASES: dict[str, tuple[Spec, Spec]] = {
     "sign": ("sign", "sign"),
     "1 of 8": (ONE_OF_8, ONE_OF_8),
 }
+
+
+STALE = {"exact, one step old"}  # cases whose replicas are what was shipped a step before, as with "max_staleness": 1
 
 
 # --------------------------------------------------------------------------------------------------------------- model
@@ -175,7 +179,9 @@ class Link:
     parameter: nn.Parameter
     weight_codec: Codec | SharedResidual | None
     gradient_codec: Codec | None
+    is_stale: bool = False
     mirror: Tensor = field(init=False)
+    replica: Tensor = field(init=False)  # what the remote site computes with: the mirror, or as it was a step before
     weight_state: CodecState | None = None
     gradient_state: CodecState | None = None
     weight_bytes: int = 0
@@ -184,7 +190,8 @@ class Link:
 
     def __post_init__(self) -> None:
         shape = self.parameter.shape
-        self.mirror = self.parameter.detach().clone().requires_grad_()
+        self.mirror = self.parameter.detach().clone()
+        self.replica = (self.mirror.clone() if self.is_stale else self.mirror).requires_grad_()
         self.residual = torch.zeros(shape)
         if isinstance(self.weight_codec, Codec):
             self.weight_state = self.weight_codec.new_state(*shape)
@@ -194,6 +201,8 @@ class Link:
     @torch.no_grad()
     def send_weights(self) -> None:
         weights, mirror = self.parameter.detach(), self.mirror.detach()
+        if self.is_stale:
+            self.replica.copy_(mirror)
         if self.weight_codec is None:
             mirror.copy_(weights)
             self.weight_bytes += weights.numel() * 4
@@ -204,7 +213,7 @@ class Link:
 
     @torch.no_grad()
     def return_gradient(self) -> None:
-        gradient, self.mirror.grad = self.mirror.grad, None
+        gradient, self.replica.grad = self.replica.grad, None
         if self.gradient_codec is None:
             self.gradient_bytes += gradient.numel() * 4
         else:
@@ -265,8 +274,8 @@ def train(
     for moe in model.moes:
         for parameter in moe.experts:
             weight_codec, gradient_codec = (_codec(spec) for spec in (weight_spec, gradient_spec))
-            links.append(link(parameter, weight_codec, gradient_codec))
-        moe.mirrors = [each.mirror for each in links[-4:]]
+            links.append(link(parameter, weight_codec, gradient_codec, case in STALE))
+        moe.mirrors = [each.replica for each in links[-4:]]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.01)
 
     steps = int(PHASES[phase]["steps"])
@@ -420,8 +429,8 @@ class Recorder(Link):
         self.weights.append(self.parameter.detach().clone())
 
     def return_gradient(self) -> None:
-        assert self.mirror.grad is not None
-        self.gradients.append(self.mirror.grad.clone())
+        assert self.replica.grad is not None
+        self.gradients.append(self.replica.grad.clone())
         super().return_gradient()
 
 
