@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins the runtime to DeepSpeed: finds the MoE layers, and hooks step, gradients and checkpoints.
 
-The only module that touches deepspeed, beside `dense_hooks`.  Modules are not replaced: `MOELayer.forward` is patched
-once per class and asks each instance for its `_hybridep`; methods of the engine are overridden on the instance, and
-`detach` removes exactly those.
+The only module that touches deepspeed, beside `autoep_layer` and `dense_hooks`.  Modules are not replaced: the forward
+of MoE layers is patched once per class and asks each instance for its `_hybridep`; methods of the engine are
+overridden on the instance, and `detach` removes exactly those.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from deepspeed.utils import groups, log_dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
-from ds_hybridep import dense_hooks
+from ds_hybridep import autoep_layer, dense_hooks
 from ds_hybridep.config import IDENTITY, HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, build_runtime
@@ -127,22 +127,37 @@ def trace(engine: nn.Module, path: str | Path) -> AbstractContextManager[None]:
 def patch_deepspeed_engine(module: ModuleType) -> None:
     """Let every engine with a "hybridep" block in its ds_config attach itself.  Called by the import hook, once."""
     engine_class = module.DeepSpeedEngine
-    original = engine_class._configure_distributed_model
+    configure_model, configure_experts = (
+        engine_class._configure_distributed_model,
+        engine_class._configure_expert_parallel,
+    )
 
-    @wraps(original)
+    @wraps(configure_model)
     def _configure_distributed_model(self: Any, model: nn.Module) -> None:
-        original(self, model)
-        block = self._config._param_dict.get(BLOCK)
-        if block is not None and not (isinstance(block, Mapping) and block.get("enabled") is False):
+        configure_model(self, model)
+        if _has_block(self):
             attach(self)
 
+    @wraps(configure_experts)
+    def _configure_expert_parallel(self: Any, *args: Any, **kwargs: Any) -> Any:
+        autoep = self._config.expert_parallel_config
+        if _has_block(self) and autoep is not None and autoep.enabled:
+            autoep_layer.check_transformers()  # before AutoEP fails on it with an error of its own
+        return configure_experts(self, *args, **kwargs)
+
     engine_class._configure_distributed_model = _configure_distributed_model
+    engine_class._configure_expert_parallel = _configure_expert_parallel
+
+
+def _has_block(engine: Any) -> bool:
+    block = engine._config._param_dict.get(BLOCK)
+    return block is not None and not (isinstance(block, Mapping) and block.get("enabled") is False)
 
 
 class Attachment:
     """What was changed on one engine (or model), and how to undo it."""
 
-    def __init__(self, engine: nn.Module, runtime: HybridRuntime, layers: Mapping[str, MOELayer]) -> None:
+    def __init__(self, engine: nn.Module, runtime: HybridRuntime, layers: Mapping[str, nn.Module]) -> None:
         self.engine = engine
         self.runtime = runtime
         self.layers = dict(layers)
@@ -154,9 +169,13 @@ class Attachment:
 
     def bind(self, *, is_engine: bool) -> None:
         """Connect layers and engine to the runtime."""
-        _patch_moe_layer_class()
         for name, hybrid in self.runtime.layers.items():
-            self.layers[name]._hybridep = hybrid
+            layer = self.layers[name]
+            if autoep_layer.is_autoep_layer(layer):
+                autoep_layer.patch_class(type(layer))
+            else:
+                _patch_moe_layer_class()
+            layer._hybridep = hybrid
         if self.runtime.migration is not None:
             modules = [module for layer in self.layers.values() for module in layer.experts.modules()]
             hook = _refill_after_load(self.runtime.migration, modules)
@@ -350,7 +369,7 @@ def _refuse_unsupported(engine: Any) -> None:
         and zero.offload_param.device != "none",
         "ZenFlow (zero_optimization.zenflow)": zero.zenflow is not None,
         f"the 1-bit optimizer {optimizer}": optimizer.lower() in _ONE_BIT_OPTIMIZERS,
-        "ZeRO stage 3 with native MoE layers": engine.zero_optimization_stage() == 3,
+        "ZeRO stage 3": engine.zero_optimization_stage() == 3,
     }
     for feature, is_used in reasons.items():
         if is_used:
@@ -402,27 +421,27 @@ def _refuse_devices(specs: Sequence[LayerSpec]) -> None:
         )
 
 
-def _find_layers(model: nn.Module) -> dict[str, MOELayer]:
-    """DeepSpeed's MoE layers by module name, in module order."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MOELayer)}
-    automatic = [name for name, m in model.named_modules() if type(m).__name__ == "AutoEPMoELayer"]
-    if automatic:
-        raise UnsupportedError(
-            f'{automatic[0]}: layers of the "expert_parallel" block (AutoEP) are not supported yet; hybridep works '
-            f"with deepspeed.moe.layer.MoE"
-        )
+def _find_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """DeepSpeed's MoE layers, classic ones and AutoEP's, by module name, in module order."""
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, MOELayer) or autoep_layer.is_autoep_layer(module)
+    }
     if not layers:
         raise UnsupportedError(
             "the model has no deepspeed.moe.layer.MoE layer, so hybridep has nothing to do; remove the block or build "
-            "the model's MoE layers with deepspeed.moe.layer.MoE"
+            "the model's MoE layers with deepspeed.moe.layer.MoE; for a Hugging Face model add an "
+            '"expert_parallel" block (DeepSpeed AutoEP)'
         )
-    for name, layer in layers.items():
-        if layer.use_tutel:
-            raise UnsupportedError(f"{name}: Tutel does not work with hybridep; build MoE with use_tutel=False")
     return layers
 
 
-def _spec_of(name: str, layer: MOELayer) -> LayerSpec:
+def _spec_of(name: str, layer: nn.Module) -> LayerSpec:
+    if autoep_layer.is_autoep_layer(layer):
+        return autoep_layer.spec_of(name, layer)
+    if layer.use_tutel:
+        raise UnsupportedError(f"{name}: Tutel does not work with hybridep; build MoE with use_tutel=False")
     if layer.ep_group is None:
         raise ConfigError(
             f"{name}: the layer has no expert-parallel group yet; attach after deepspeed.initialize, or call its "
@@ -498,6 +517,7 @@ def _forward_layer(layer: MOELayer, hybrid: HybridMoE, hidden_states: Tensor, us
     """DeepSpeed's gate decides; the routed experts run over expert domains."""
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     layer.l_aux, capacity, _, topk_idx, _, topk_weights, layer.exp_counts = layer.gate(x, used_token, True, False)
-    hybrid.count_plain_ep(capacity)
+    # Each of plain EP's exchanges carries C rows for each expert.
+    hybrid.count_plain_ep(capacity * hybrid.num_local)
     output = hybrid.forward(x, topk_idx.t().contiguous(), topk_weights.t().float().contiguous())
     return output.reshape(hidden_states.shape)

@@ -21,8 +21,9 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.utils import groups
+from hf_models import build_hf_model, hf_loss
 from process_pool import ProcessPool, RemoteError
-from torch import Tensor
+from torch import Tensor, nn
 from toy_model import ToyConfig, ToyModel, batch, build_model, expert_parallel_rank, global_name
 
 Levels = tuple[tuple[str, int, int], ...]  # (name, size, domain_size), slowest first
@@ -56,6 +57,7 @@ class Case:
 
     levels: Levels
     toy: ToyConfig = ToyConfig()
+    family: str | None = None  # a Hugging Face model of the toy's shape through AutoEP, instead of the toy
     dtype: Literal["fp32", "bf16"] = "fp32"
     zero_stage: int = 0
     accumulation: int = 1
@@ -114,6 +116,8 @@ class Case:
             "steps_per_print": 1_000_000,
             "optimizer": self._optimizer_config(),
         }
+        if self.family is not None:
+            config["expert_parallel"] = {"enabled": True, "autoep_size": self.toy.ep_size}
         if self.dtype == "bf16":
             config["bf16"] = {"enabled": True}
         if with_block:
@@ -297,13 +301,7 @@ def train(case: Case, *, with_block: bool, scaled_expert: tuple[int, float] | No
     start_s = time.perf_counter()
     use_expert_groups_of(case)
     torch.manual_seed(case.seed)
-    model = build_model(
-        case.toy,
-        rank=dist.get_rank(),
-        world_size=case.world_size,
-        data_before_expert=case.use_data_before_expert_parallel,
-        seed=case.seed,
-    )
+    model = model_of(case, seed=case.seed)
     if scaled_expert is not None:
         _scale_gradients(case, model, *scaled_expert)
     engine, _, _, _ = deepspeed.initialize(
@@ -315,7 +313,7 @@ def train(case: Case, *, with_block: bool, scaled_expert: tuple[int, float] | No
         eval_losses: list[float] = []
         for step in range(case.steps):
             for micro_step in range(case.accumulation):
-                loss = engine(*_batch_of(case, step, micro_step))
+                loss = loss_of(engine, case, *_batch_of(case, step, micro_step))
                 losses.append(loss.item())
                 engine.backward(loss)
                 engine.step()
@@ -337,6 +335,24 @@ def train(case: Case, *, with_block: bool, scaled_expert: tuple[int, float] | No
     )
 
 
+def model_of(case: Case, *, seed: int) -> nn.Module:
+    """The model of `case` as this rank holds it before deepspeed.initialize."""
+    if case.family is not None:
+        return build_hf_model(case.family, case.toy, seed=seed)
+    return build_model(
+        case.toy,
+        rank=dist.get_rank(),
+        world_size=case.world_size,
+        data_before_expert=case.use_data_before_expert_parallel,
+        seed=seed,
+    )
+
+
+def loss_of(engine: deepspeed.DeepSpeedEngine, case: Case, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Training loss of one micro-batch."""
+    return engine(tokens, targets) if case.family is None else hf_loss(engine, tokens, targets)
+
+
 def _scale_gradients(case: Case, model: ToyModel, global_expert: int, factor: float) -> None:
     for name, parameter in _by_global_name(case, dict(model.named_parameters())).items():
         if f"deepspeed_experts.{global_expert}." in name:
@@ -352,7 +368,7 @@ def _batch_of(case: Case, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
 def _evaluate(engine: deepspeed.DeepSpeedEngine, case: Case, step: int) -> float:
     engine.eval()
     with torch.no_grad():
-        loss = engine(*_batch_of(case, step, micro_step=1_000))  # a batch that training does not see
+        loss = loss_of(engine, case, *_batch_of(case, step, micro_step=1_000))  # a batch that training does not see
     engine.train()
     return loss.item()
 

@@ -14,9 +14,9 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
-from parity import FP32_TOLERANCE, Case, levels_of, use_expert_groups_of
+from parity import FP32_TOLERANCE, Case, levels_of, loss_of, model_of, use_expert_groups_of
 from process_pool import ProcessPool
-from toy_model import ToyConfig, batch, build_model
+from toy_model import ToyConfig, batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -34,9 +34,7 @@ Engine = deepspeed.DeepSpeedEngine
 def engine_of(case: Case, *, with_block: bool, seed: int = 1) -> Iterator[Engine]:
     """A fresh engine whose weights are those of `seed`."""
     use_expert_groups_of(case)
-    model = build_model(
-        case.toy, rank=dist.get_rank(), world_size=case.world_size, data_before_expert=False, seed=seed
-    )
+    model = model_of(case, seed=seed)
     config = case.ds_config(with_block=with_block)
     if with_block:
         config["hybridep"]["verify_interval"] = 1
@@ -54,7 +52,7 @@ def train(engine: Engine, case: Case, first_step: int, num_steps: int) -> list[f
     losses = []
     for step in range(first_step, first_step + num_steps):
         for micro_step in range(case.accumulation):
-            loss = engine(*_batch(case, step, micro_step))
+            loss = loss_of(engine, case, *_batch(case, step, micro_step))
             losses.append(loss.item())
             engine.backward(loss)
             engine.step()
@@ -64,7 +62,7 @@ def train(engine: Engine, case: Case, first_step: int, num_steps: int) -> list[f
 def loss_without_training(engine: Engine, case: Case) -> float:
     engine.eval()
     with torch.no_grad():
-        loss = engine(*_batch(case, 1000, 0)).item()
+        loss = loss_of(engine, case, *_batch(case, 1000, 0)).item()
     engine.train()
     return loss
 

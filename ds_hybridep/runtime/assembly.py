@@ -29,7 +29,7 @@ from ds_hybridep.runtime.expert_gather import (
 )
 from ds_hybridep.runtime.level_collectives import LevelCollectives
 from ds_hybridep.runtime.migration import LayerExperts, MigrationManager, StagePipeline
-from ds_hybridep.runtime.moe_layer import HybridMoE, expert_to_slot
+from ds_hybridep.runtime.moe_layer import HybridMoE, call_expert, expert_to_slot
 from ds_hybridep.runtime.row_exchange import build_exchanges
 from ds_hybridep.runtime.statistics import Statistics
 from ds_hybridep.version import __version__
@@ -50,7 +50,10 @@ class LayerSpec:
         num_experts: E.
         top_k: K.
         hidden: D.
-        experts: the e modules owned by this rank.
+        experts: modules with the e experts owned by this rank: one each, or, `is_grouped`, one for all.
+        is_grouped: parameters of the module are [e, *shape].
+        call: runs one of `experts`, as in `HybridMoE`.
+        weighs_inputs: gate weights multiply the experts' inputs; otherwise their outputs.
     """
 
     name: str
@@ -60,6 +63,14 @@ class LayerSpec:
     top_k: int
     hidden: int
     experts: tuple[nn.Module, ...]
+    is_grouped: bool = False
+    call: Callable[..., Tensor] = call_expert
+    weighs_inputs: bool = False
+
+    @property
+    def num_local(self) -> int:
+        """e."""
+        return self.num_experts // len(self.group_ranks)
 
     @property
     def sample(self) -> nn.Parameter:
@@ -87,7 +98,7 @@ class PlannedLayer:
             "token_exchange": self.exchange,
             "expert": [
                 [str(block.dtype), block.is_trainable, [[piece.name, list(piece.shape)] for piece in block.slices]]
-                for block in lay_out(self.spec.experts[0])
+                for block in lay_out(self.spec.experts[0], is_grouped=self.spec.is_grouped)
             ],
         }
 
@@ -147,7 +158,9 @@ class HybridRuntime:
         if partition.domain_size == 1:
             return exchanges, -1
         levels = build_gather_levels(partition, self.transport, spec.group)
-        store = ReplicaStore(spec.name, spec.experts, partition, levels, rank, self._encoding)
+        store = ReplicaStore(
+            spec.name, spec.experts, partition, levels, rank, self._encoding, is_grouped=spec.is_grouped
+        )
         if spec.group not in pipelines:
             pipelines[spec.group] = StagePipeline(self.transport), StagePipeline(self.transport)
         weights, gradients = pipelines[spec.group]
@@ -161,12 +174,15 @@ class HybridRuntime:
         return HybridMoE(
             name=spec.name,
             experts=spec.experts,
+            num_local=spec.num_local,
             exchanges=exchanges,
             expert_to_slot=expert_to_slot(experts, spec.num_experts, spec.sample.device),
             num_slots=partition.domain_size,
             kernels=self.kernels,
             migration=self.migration if position >= 0 else None,
             position=position,
+            call=spec.call,
+            weighs_inputs=spec.weighs_inputs,
         )
 
     @property
@@ -367,14 +383,14 @@ def _check_experts(spec: LayerSpec) -> None:
         UnsupportedError: the expert has buffers or hooks, no parameters, or others than its neighbours.
     """
     advice = "or set every hybridep domain_size to 1, which needs no copies of experts"
-    blocks = lay_out(spec.experts[0])
+    blocks = lay_out(spec.experts[0], is_grouped=spec.is_grouped)
     if not blocks:
         raise UnsupportedError(
             f"{spec.name}: the experts have no parameters to place in domains; build others, {advice}"
         )
     for expert_idx, expert in enumerate(spec.experts):
         where = f"{spec.name}: local expert {expert_idx}"
-        if lay_out(expert) != blocks:
+        if lay_out(expert, is_grouped=spec.is_grouped) != blocks:
             raise UnsupportedError(
                 f"{where} has other parameters (name, shape, dtype or requires_grad) than local expert 0; make the "
                 f"experts of one structure, {advice}"

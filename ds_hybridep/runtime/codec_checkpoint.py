@@ -112,5 +112,5 @@ def _restore_layer(store: ReplicaStore, saved: Mapping[str, Any]) -> None:
         layout = store.gradient_layouts[store.level_between(record["sender"], store.domain_ranks[store.own_index])]
         lossy.decoder(record["sender"], record["slot"], layout).expect(record["expected"])
     for record in saved["undelivered"]:
-        for own_idx in range(len(store.experts)):
+        for own_idx in range(store.num_local):
             store.add_undelivered(own_idx, [part[own_idx] for part in record["residuals"]])

@@ -74,6 +74,15 @@ def weighted_sum(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan, kern
     return _WeightedSum.apply(expert_rows, row_weights, plan, kernels)
 
 
+def weigh_rows(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan) -> Tensor:
+    """Rows ordered by expert times the gate weights of their experts, [P, D] -> [P, D]; products in fp32."""
+    num_rows = expert_rows.shape[0]
+    # Slots that were not routed write to one place more, which is cut off.
+    places = plan.slot_to_row.where(plan.slot_to_row >= 0, num_rows).flatten()
+    weights = row_weights.new_zeros(num_rows + 1).scatter(0, places, row_weights.flatten())[:num_rows]
+    return (expert_rows.float() * weights[:, None]).to(expert_rows.dtype)
+
+
 def _swap_there(state: DispatchState, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
     """Rows go to their destinations."""
     return swap(state.exchange, tensors, state.send_splits, state.recv_splits, what)

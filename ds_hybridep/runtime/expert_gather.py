@@ -58,14 +58,23 @@ class Block:
         return self.slices[-1].stop
 
 
-def lay_out(expert: nn.Module) -> tuple[Block, ...]:
-    """Blocks of an expert, in the order of its parameters."""
+def lay_out(expert: nn.Module, *, is_grouped: bool = False) -> tuple[Block, ...]:
+    """Blocks of an expert, in the order of its parameters.
+
+    is_grouped: the module's parameters hold several experts, [e, *shape].
+    """
     members: dict[tuple[torch.dtype, bool], list[ParameterSlice]] = {}
     for name, parameter in expert.named_parameters():
         slices = members.setdefault((parameter.dtype, parameter.requires_grad), [])
         start = slices[-1].stop if slices else 0
-        slices.append(ParameterSlice(name, parameter.shape, start, start + parameter.numel()))
+        shape = parameter.shape[1:] if is_grouped else parameter.shape
+        slices.append(ParameterSlice(name, shape, start, start + shape.numel()))
     return tuple(Block(dtype, trainable, tuple(slices)) for (dtype, trainable), slices in members.items())
+
+
+def num_local_experts(experts: Sequence[nn.Module], *, is_grouped: bool) -> int:
+    """How many experts the modules hold."""
+    return int(next(experts[0].parameters()).shape[0]) if is_grouped else len(experts)
 
 
 @dataclass(frozen=True)
@@ -130,11 +139,12 @@ class ReplicaStore:
 
     Args:
         layer: name of the layer, for messages.
-        experts: the e experts owned by this rank.
+        experts: the e experts owned by this rank; grouped, one module for all of them.
         partition: of the layer's expert-parallel group.
         levels: from `build_gather_levels`.
         rank: global rank of this process.
         encoding: how weights and gradients travel; None for exactly, everywhere.
+        is_grouped: `experts` is one module, whose parameters are [e, *shape].
     """
 
     def __init__(
@@ -145,16 +155,20 @@ class ReplicaStore:
         levels: tuple[GatherLevel, ...],
         rank: int,
         encoding: Encoding | None = None,
+        *,
+        is_grouped: bool = False,
     ) -> None:
         self.layer = layer
         self.experts = tuple(experts)
+        self.is_grouped = is_grouped
+        self.num_local = num_local_experts(experts, is_grouped=is_grouped)
         self.partition = partition
         self.levels = levels
         self.domain_ranks = partition.domain_ranks(rank)
         self.own_index = partition.offset_index(rank)
-        self.blocks = lay_out(experts[0])
+        self.blocks = lay_out(experts[0], is_grouped=is_grouped)
         device = next(experts[0].parameters()).device
-        num_slots, num_local = len(self.domain_ranks), len(experts)
+        num_slots, num_local = len(self.domain_ranks), self.num_local
         self.weights = [
             torch.zeros(num_slots, num_local * block.num_elements, dtype=block.dtype, device=device)
             for block in self.blocks
@@ -236,8 +250,8 @@ class ReplicaStore:
         if staged.dtype == torch.float32:
             return staged  # a master holds no more
         masters = [self.encoding.master_of(expert.get_parameter(part.name)) for expert in self.experts]
-        held = [master.detach().reshape(part.shape) for master in masters if master is not None]
-        return torch.stack(held) if len(held) == len(masters) else staged
+        held = [master.detach().reshape(-1, *part.shape) for master in masters if master is not None]
+        return torch.cat(held) if len(held) == len(masters) else staged
 
     def check_trainability(self) -> None:
         """Raise UnsupportedError where a parameter was unfrozen since the blocks were laid out."""
@@ -264,18 +278,23 @@ class ReplicaStore:
             if trainable_only and not block.is_trainable:
                 continue
             for piece in block.slices:
-                for place, named in zip(self.part(weights, self.own_index, piece), parameters, strict=True):
+                for place, named in zip(self.views(weights, self.own_index, piece), parameters, strict=True):
                     place.copy_(named[piece.name].detach())
 
     def part(self, tensor: Tensor, slot: int, piece: ParameterSlice) -> Tensor:
         """View [e, *shape] of one parameter of a slot's experts in `tensor`, one of `weights` or `sums`."""
-        num_local = len(self.experts)
+        num_local = self.num_local
         return tensor[slot, num_local * piece.start : num_local * piece.stop].view(num_local, *piece.shape)
 
-    def expert_weights(self, slot: int, local_idx: int) -> dict[str, Tensor]:
-        """Views of one replica's weights by parameter name."""
+    def views(self, tensor: Tensor, slot: int, piece: ParameterSlice) -> tuple[Tensor, ...]:
+        """`part` cut as the parameters of `experts` are: [*shape] for each of them, or one [e, *shape] if grouped."""
+        part = self.part(tensor, slot, piece)
+        return (part,) if self.is_grouped else part.unbind()
+
+    def expert_weights(self, slot: int, module_idx: int) -> dict[str, Tensor]:
+        """Views of weights in a slot by parameter name, for one of `experts`."""
         return {
-            piece.name: self.part(weights, slot, piece)[local_idx]
+            piece.name: self.views(weights, slot, piece)[module_idx]
             for block, weights in zip(self.blocks, self.weights, strict=True)
             for piece in block.slices
         }
@@ -292,21 +311,21 @@ class ReplicaStore:
         """Add one backward's gradients of all replicas to the fp32 sums.
 
         Args:
-            gradients: in the order of `replica_slots`, then local expert, then `trainable_names`.
+            gradients: in the order of `replica_slots`, then of `experts`, then `trainable_names`.
         """
         iterator = iter(gradients)
         for slot in self.replica_slots():
-            for local_idx in range(len(self.experts)):
+            for module_idx in range(len(self.experts)):
                 for block, sums in zip(self.blocks, self.sums, strict=True):
                     if sums is not None:
                         for piece in block.slices:
-                            self.part(sums, slot, piece)[local_idx].add_(next(iterator))
+                            self.views(sums, slot, piece)[module_idx].add_(next(iterator))
         self.has_unreturned_sums = True
 
     def expert_ids(self, slot: int) -> range:
         """Ids of a slot's experts in the layer."""
         owner = self.partition.group_ranks.index(self.domain_ranks[slot])
-        return range(owner * len(self.experts), (owner + 1) * len(self.experts))
+        return range(owner * self.num_local, (owner + 1) * self.num_local)
 
     def add_undelivered(self, local_idx: int, residuals: Sequence[Tensor]) -> float:
         """Keep what a sender that is gone had not delivered for an owned expert; returns its sum of squares.
@@ -333,10 +352,10 @@ class ReplicaStore:
             undelivered.is_added = True
 
     def returned_gradients(self) -> list[Tensor]:
-        """What came back for the owned experts, fp32, by local expert and `trainable_names`."""
+        """What came back for the owned experts, fp32, by `experts` and `trainable_names`."""
         return [
-            self.part(sums, self.own_index, piece)[local_idx]
-            for local_idx in range(len(self.experts))
+            self.views(sums, self.own_index, piece)[module_idx]
+            for module_idx in range(len(self.experts))
             for block, sums in zip(self.blocks, self.sums, strict=True)
             if sums is not None
             for piece in block.slices

@@ -129,7 +129,7 @@ class MigrationManager:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def acquire(self, position: int) -> list[list[dict[str, Tensor]]]:
-        """Weights of the domain's experts by [slot][local expert], entered into autograd.
+        """Weights of the domain's experts by [slot][module of the store's `experts`], entered into autograd.
 
         The values are valid after `wait_for_weights`; slots of other ranks are views of the store.  For the own slot
         only trainable parameters are given.
@@ -407,31 +407,30 @@ def _exchange_checksums(transport: Transport, store: ReplicaStore) -> dict[int, 
 
 
 def _trainable_parameters(store: ReplicaStore) -> list[nn.Parameter]:
-    """The owned experts' trainable parameters, by local expert and `trainable_names`."""
+    """The owned experts' trainable parameters, by `experts` and `trainable_names`."""
     names = store.trainable_names()
     return [expert.get_parameter(name) for expert in store.experts for name in names]
 
 
 def _replica_views(store: ReplicaStore) -> list[Tensor]:
-    """Trainable weights of the replicas, by slot, local expert and `trainable_names`."""
+    """Trainable weights of the replicas, by slot, `experts` and `trainable_names`."""
     names = store.trainable_names()
     return [
         weights[name]
         for slot in store.replica_slots()
-        for local_idx in range(len(store.experts))
-        for weights in [store.expert_weights(slot, local_idx)]
+        for module_idx in range(len(store.experts))
+        for weights in [store.expert_weights(slot, module_idx)]
         for name in names
     ]
 
 
 def _by_slot(store: ReplicaStore, tensors: Any) -> list[list[dict[str, Tensor]]]:
-    """Weights by [slot][local expert]: own ones first in `tensors`, then the replicas' in slot order."""
+    """Weights by [slot][module]: own ones first in `tensors`, then the replicas' in slot order."""
     names = store.trainable_names()
-    num_local = len(store.experts)
     slots: list[list[dict[str, Tensor]]] = [[] for _ in store.domain_ranks]
     for slot in (store.own_index, *store.replica_slots()):
-        for local_idx in range(num_local):
-            weights = {} if slot == store.own_index else store.expert_weights(slot, local_idx)
+        for module_idx in range(len(store.experts)):
+            weights = {} if slot == store.own_index else store.expert_weights(slot, module_idx)
             weights.update({name: next(tensors) for name in names})
             slots[slot].append(weights)
     return slots

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward of one MoE layer over expert domains: the table of contents of this package."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from torch.func import functional_call
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.runtime.checkpoint_guard import refuse_checkpoints
 from ds_hybridep.runtime.comm import profiler_range
-from ds_hybridep.runtime.dispatch import combine, dispatch, permute_to_experts, weighted_sum
+from ds_hybridep.runtime.dispatch import combine, dispatch, permute_to_experts, weigh_rows, weighted_sum
 from ds_hybridep.runtime.migration import MigrationManager, is_in_backward
 from ds_hybridep.runtime.row_exchange import Exchange
 
@@ -25,8 +25,18 @@ class LayerStats:
     calls: int = 0
     rows_sent: int = 0  # to other ranks, in forward dispatches
     rows_computed: int = 0  # rows that experts processed here
-    capacity_rows: int | Tensor = 0  # sum over calls of C * number of all-to-alls that plain EP would have run
+    plain_rows: int | Tensor = 0  # that plain EP would have sent to each rank of the group, [G] or one number for all
     was_recorded: bool = False  # the last forward that was no recomputation entered autograd
+
+
+def call_expert(expert: nn.Module, weights: dict[str, Tensor], rows: Tensor, _counts: Sequence[int]) -> Tensor:
+    """The expert's output rows, [n, D] -> [n, D]; `weights` replace the module's own parameters of those names."""
+    # Four dimensions, as DeepSpeed calls its experts ([group, expert, capacity, hidden]).
+    rows_4d = rows[None, None]
+    output = functional_call(expert, weights, (rows_4d,)) if weights else expert(rows_4d)
+    if isinstance(output, tuple):
+        output = output[0]  # DeepSpeed's convention: (output, bias)
+    return output.reshape(rows.shape)
 
 
 @dataclass(frozen=True)
@@ -35,23 +45,29 @@ class HybridMoE:
 
     Attributes:
         name: of the layer, for messages.
-        experts: the e experts owned by this rank.
+        experts: modules with the e experts owned by this rank, one each or one for all.
+        num_local: e.
         exchanges: the way of a token, slowest level first; empty where all experts are in this rank's domain.
         expert_to_slot: [E] int32, slot * e + local index of each expert of this rank's domain, else -1.
         num_slots: M, ranks of the domain.
         kernels: local row operations.
         migration: moves weights and gradients; None where every domain is one rank.
         position: of this layer's store in `migration`.
+        call: runs one of `experts`, with weights that replace its own, on rows ordered and counted by expert.
+        weighs_inputs: gate weights multiply the experts' inputs; otherwise their outputs.
     """
 
     name: str
     experts: tuple[nn.Module, ...]
+    num_local: int
     exchanges: tuple[Exchange, ...]
     expert_to_slot: Tensor
     num_slots: int
     kernels: Kernels
     migration: MigrationManager | None = None
     position: int = -1
+    call: Callable[[nn.Module, dict[str, Tensor], Tensor, Sequence[int]], Tensor] = call_expert
+    weighs_inputs: bool = False
     stats: LayerStats = field(default_factory=LayerStats)
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
@@ -82,16 +98,23 @@ class HybridMoE:
     ) -> Tensor:
         """Every expert of the domain on its rows, with zero rows too: all ranks must run the same operations."""
         with profiler_range("experts", self.name):
-            plan = self.kernels.plan_routes(row_idx, self.expert_to_slot, self.num_slots * len(self.experts))
+            plan = self.kernels.plan_routes(row_idx, self.expert_to_slot, self.num_slots * self.num_local)
             splits = plan.rows_per_destination.tolist()
             self.stats.rows_computed += sum(splits)
-            chunks = permute_to_experts(rows, plan, self.kernels).split(splits)
+            expert_rows = permute_to_experts(rows, plan, self.kernels)
+            if self.weighs_inputs:
+                expert_rows = weigh_rows(expert_rows, row_weights, plan)
+                row_weights = torch.ones_like(row_weights)
+            # Rows of one module after the other: an expert each, or all experts of a slot.
+            per_module = self.num_local // len(self.experts)
+            counts = [splits[first : first + per_module] for first in range(0, len(splits), per_module)]
+            chunks = expert_rows.split([sum(count) for count in counts])
             outputs = []
             with self._checked_experts():
                 for slot in range(self.num_slots):
-                    for local_idx, expert in enumerate(self.experts):
-                        weights = replicas[slot][local_idx] if replicas is not None else {}
-                        outputs.append(_call_expert(expert, weights, chunks[len(outputs)]))
+                    for module_idx, module in enumerate(self.experts):
+                        weights = replicas[slot][module_idx] if replicas is not None else {}
+                        outputs.append(self.call(module, weights, chunks[len(outputs)], counts[len(outputs)]))
             return weighted_sum(torch.cat(outputs), row_weights, plan, self.kernels)
 
     def _checked_experts(self) -> AbstractContextManager[None]:
@@ -104,29 +127,19 @@ class HybridMoE:
         """A copied or pickled layer is a plain DeepSpeed layer: channels and replicas belong to this one alone."""
         return _no_hybrid_moe, ()
 
-    def count_plain_ep(self, capacity: Tensor | int) -> None:
-        """Note the expert capacity of this call: each all-to-all of plain EP carries C rows per expert."""
+    def count_plain_ep(self, rows: Tensor | int) -> None:
+        """Note the rows to each rank, [G] or one number for all, of a dispatch of plain EP, and of its combine."""
         if is_in_backward():
             # A recomputation; a re-entrant one is the first to enter autograd, so its backward is counted here.
             num_exchanges = 2 if self.stats.was_recorded else 4
         else:
             self.stats.was_recorded = torch.is_grad_enabled()
             num_exchanges = 4 if torch.is_grad_enabled() else 2
-        self.stats.capacity_rows = self.stats.capacity_rows + num_exchanges * capacity
+        self.stats.plain_rows = self.stats.plain_rows + num_exchanges * rows
 
 
 def _no_hybrid_moe() -> None:
     return None
-
-
-def _call_expert(expert: nn.Module, weights: dict[str, Tensor], rows: Tensor) -> Tensor:
-    """The expert's output rows, [n, D] -> [n, D]; `weights` replace the module's own parameters of those names."""
-    # Four dimensions, as DeepSpeed calls its experts ([group, expert, capacity, hidden]).
-    rows_4d = rows[None, None]
-    output = functional_call(expert, weights, (rows_4d,)) if weights else expert(rows_4d)
-    if isinstance(output, tuple):
-        output = output[0]  # DeepSpeed's convention: (output, bias)
-    return output.reshape(rows.shape)
 
 
 def expert_to_slot(domain_experts: Sequence[int], num_experts: int, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ class Statistics:
 
     Args:
         transport: counts bytes, messages and exposed seconds.
-        layers: with their partition and the bytes of one row of capacity (hidden size x element size).
+        layers: with their partition and the bytes of one row (hidden size x element size).
     """
 
     def __init__(self, transport: Transport, layers: Sequence[tuple[HybridMoE, Partition, int]]) -> None:
@@ -109,14 +109,17 @@ class Statistics:
         }
 
     def _plain_ep_bytes(self) -> list[int]:
-        """Bytes that this rank would have sent per level in DeepSpeed's all-to-alls of padded capacity."""
+        """Bytes that this rank would have sent per level in DeepSpeed's own all-to-alls.
+
+        A combine is counted as its dispatch, of which it is the mirror image: right for the job as a whole.
+        """
         transport = self._transport
         totals = [0] * len(transport.cluster.levels)
         for layer, partition, row_bytes in self._layers:
-            bytes_per_peer = int(layer.stats.capacity_rows) * len(layer.experts) * row_bytes
-            for rank in partition.group_ranks:
+            rows_to_ranks = torch.as_tensor(layer.stats.plain_rows).expand(len(partition.group_ranks)).tolist()
+            for rank, num_rows in zip(partition.group_ranks, rows_to_ranks, strict=True):
                 if rank != transport.rank:
-                    totals[transport.level_to(rank)] += bytes_per_peer
+                    totals[transport.level_to(rank)] += int(num_rows) * row_bytes
         return totals
 
 
