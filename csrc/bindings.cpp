@@ -193,23 +193,37 @@ void top_k_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, int
                            at<float>(out));
 }
 
-void low_rank_decode(Address p, Address q, int64_t n, int64_t rank, int64_t rows, int64_t cols, bool is_add,
-                     int num_threads, Address out) {
-    require_sizes({n, rank, rows, cols});
-    hybridep::low_rank_decode(at<const float>(p), at<const float>(q), n, rank, rows, cols, is_add, num_threads,
-                              at<float>(out));
+hybridep::LowRank to_low_rank(int64_t rank, int64_t rows, int64_t cols, int bits, int iterations) {
+    require_sizes({rank, rows, cols});
+    require_bits(bits, {2, 4, 8, 16, 32});
+    if (rank > rows) throw py::value_error("rank: got " + std::to_string(rank) + ", wanted at most rows");
+    if (iterations < 1) throw py::value_error("iterations: got " + std::to_string(iterations) + ", wanted 1 or more");
+    return {rank, rows, cols, bits, iterations};
 }
 
-void times_columns(Address x, Address q, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads,
-                   Address out) {
-    require_sizes({n, rank, rows, cols});
-    hybridep::times_columns(at<const float>(x), at<const float>(q), n, rank, rows, cols, num_threads, at<float>(out));
+void low_rank_encode(int source, Address a, Address other, int64_t n, int64_t length, int64_t rank, int64_t rows,
+                     int64_t cols, int bits, int iterations, Address start, int num_threads, Address state,
+                     Address payload, int64_t stride, int64_t bytes, Address is_bad) {
+    hybridep::low_rank_encode(to_input(source, a, other, n, length), to_low_rank(rank, rows, cols, bits, iterations),
+                              at<const float>(start), num_threads, at<float>(state),
+                              to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
 }
 
-void times_rows(Address x, Address p, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads,
-                Address out) {
-    require_sizes({n, rank, rows, cols});
-    hybridep::times_rows(at<const float>(x), at<const float>(p), n, rank, rows, cols, num_threads, at<float>(out));
+void low_rank_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t rank, int64_t rows,
+                     int64_t cols, int bits, bool is_add, int num_threads, Address out) {
+    require_sizes({n});
+    hybridep::low_rank_decode(to_payloads(payload, stride, bytes), n, to_low_rank(rank, rows, cols, bits, 1), is_add,
+                              num_threads, at<float>(out));
+}
+
+void write_headers(Address packets, int64_t stride, int64_t n, uint32_t start, uint32_t number, uint32_t sequence,
+                   uint32_t stamp, Address is_bad) {
+    const uint32_t words[] = {start, number, sequence, stamp};
+    hybridep::write_headers(to_payloads(packets, stride, 0), n, words, at<const uint8_t>(is_bad));
+}
+
+int check_headers(Address packets, int64_t stride, int64_t n, uint32_t start, uint32_t stamp) {
+    return hybridep::check_headers(to_payloads(packets, stride, 0), n, start, stamp);
 }
 
 void orthonormalise(Address p, int64_t n, int64_t rank, int64_t rows, int num_threads) {
@@ -239,9 +253,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("blockwise_decode", &blockwise_decode, release_gil());
     module.def("top_k_encode", &top_k_encode, release_gil());
     module.def("top_k_decode", &top_k_decode, release_gil());
+    module.def("low_rank_encode", &low_rank_encode, release_gil());
     module.def("low_rank_decode", &low_rank_decode, release_gil());
-    module.def("times_columns", &times_columns, release_gil());
-    module.def("times_rows", &times_rows, release_gil());
+    module.def("write_headers", &write_headers);
+    module.def("check_headers", &check_headers);
     module.def("orthonormalise", &orthonormalise, release_gil());
     module.def("divide_by_gram", &divide_by_gram, release_gil());
 }

@@ -18,7 +18,10 @@ namespace {
 constexpr int64_t kMaxBlock = 1024;
 constexpr int64_t kBlocksPerChunk = 32;  // a chunk is what one thread takes at a time
 constexpr int64_t kRun = 256;            // kept values of top-k that share a scale
-constexpr int64_t kTile = 512;           // columns summed at a time, so that they stay in the first-level cache
+constexpr int64_t kWide = 64;            // columns summed at a time, so that they stay in registers
+constexpr int64_t kRowsAtOnce = 4;
+constexpr int64_t kFactorBlock = 256;    // elements of a factor column that share a scale
+constexpr int64_t kHeaderBytes = 16, kFlagByte = 3;
 constexpr int64_t kLanes = 16;
 constexpr uint32_t kInfinity = 0x7f800000u;
 constexpr float kSmallestNormal = 0x1p-126f;
@@ -535,38 +538,46 @@ void top_k_decode(const Payloads& payloads, int64_t n, int64_t length, int64_t b
 
 // --- Low rank -------------------------------------------------------------------------------------------------------
 
-void low_rank_decode(const float* p, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, bool is_add,
+namespace {
+
+// to [size] = or += ((p0 q0 + p1 q1) + ...) for one row of p and columns of q from `q` on; size is at most kWide.
+template <bool kIsWhole>
+void decode_piece(const float* p, int64_t rows, const float* q, int64_t cols, int64_t rank, int64_t size, bool is_add,
+                  float* to) {
+    alignas(64) float sum[kWide];
+    const int64_t count = kIsWhole ? kWide : size;  // a constant, so that the sum stays in registers
+    for (int64_t i = 0; i < count; ++i) sum[i] = p[0] * q[i];
+    for (int64_t column = 1; column < rank; ++column) {
+        const float left = p[column * rows];
+        const float* right = q + column * cols;
+        for (int64_t i = 0; i < count; ++i) sum[i] += left * right[i];
+    }
+    if (is_add) {
+        for (int64_t i = 0; i < count; ++i) to[i] += sum[i];
+    } else {
+        for (int64_t i = 0; i < count; ++i) to[i] = sum[i];
+    }
+}
+
+// out [n, rows, cols] = or += ((p0 q0 + p1 q1) + ...), p [n, rank, rows], q [n, rank, cols].
+void add_product(const float* p, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, bool is_add,
                      int num_threads, float* out) {
 #pragma omp parallel for collapse(2) num_threads(threads_for(n * rows * cols, num_threads)) schedule(static)
     for (int64_t tensor = 0; tensor < n; ++tensor) {
         for (int64_t row = 0; row < rows; ++row) {
-            alignas(64) float sum[kTile];
+            const float* left = p + tensor * rank * rows + row;
+            const float* right = q + tensor * rank * cols;
             float* to = out + (tensor * rows + row) * cols;
-            for (int64_t begin = 0; begin < cols; begin += kTile) {
-                const int64_t size = std::min(kTile, cols - begin);
-                for (int64_t column = 0; column < rank; ++column) {
-                    const float left = p[(tensor * rank + column) * rows + row];
-                    const float* right = q + (tensor * rank + column) * cols + begin;
-                    if (column == 0) {
-#pragma omp simd
-                        for (int64_t i = 0; i < size; ++i) sum[i] = left * right[i];
-                    } else {
-#pragma omp simd
-                        for (int64_t i = 0; i < size; ++i) sum[i] += left * right[i];
-                    }
-                }
-                if (is_add) {
-#pragma omp simd
-                    for (int64_t i = 0; i < size; ++i) to[begin + i] += sum[i];
-                } else {
-                    std::memcpy(to + begin, sum, static_cast<size_t>(size) * sizeof(float));
-                }
+            int64_t begin = 0;
+            for (; begin + kWide <= cols; begin += kWide) {
+                decode_piece<true>(left, rows, right + begin, cols, rank, kWide, is_add, to + begin);
+            }
+            if (begin < cols) {
+                decode_piece<false>(left, rows, right + begin, cols, rank, cols - begin, is_add, to + begin);
             }
         }
     }
 }
-
-namespace {
 
 // Sum of a[i] * b[i]: lane j holds the products at i = j modulo 64, and lanes are summed by halving.
 float dot(const float* a, const float* b, int64_t size) {
@@ -676,42 +687,247 @@ void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t r
     }
 }
 
-void times_columns(const float* x, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols,
-                   int num_threads, float* out) {
-#pragma omp parallel for collapse(2) num_threads(threads_for(n * rows * cols, num_threads)) schedule(static)
+namespace {
+
+// out [kGroup rows][kWidth] = rows of x times the columns of qt [cols][kWidth], summed over cols in order.
+template <int64_t kWidth, int64_t kGroup>
+void multiply_rows(const float* x, int64_t cols, const float* qt, float* out) {
+    alignas(64) float sum[kGroup][kWidth] = {};
+    for (int64_t col = 0; col < cols; ++col) {
+        for (int64_t row = 0; row < kGroup; ++row) {
+            const float value = x[row * cols + col];
+#pragma omp simd
+            for (int64_t i = 0; i < kWidth; ++i) sum[row][i] += value * qt[col * kWidth + i];
+        }
+    }
+    std::memcpy(out, sum, sizeof(sum));
+}
+
+// Columns [begin, begin + count) of q, count at most kWidth, times all of x.
+template <int64_t kWidth>
+void times_some_columns(const float* x, const float* q, int64_t rank, int64_t begin, int64_t count, int64_t n,
+                        int64_t rows, int64_t cols, int threads, float* out) {
+    std::vector<float> transposed(static_cast<size_t>(n * cols * kWidth), 0.0f);
     for (int64_t tensor = 0; tensor < n; ++tensor) {
-        for (int64_t row = 0; row < rows; ++row) {
-            const float* from = x + (tensor * rows + row) * cols;
-            for (int64_t column = 0; column < rank; ++column) {
-                out[(tensor * rank + column) * rows + row] = dot(from, q + (tensor * rank + column) * cols, cols);
+        for (int64_t i = 0; i < count; ++i) {
+            const float* from = q + (tensor * rank + begin + i) * cols;
+            for (int64_t col = 0; col < cols; ++col) transposed[(tensor * cols + col) * kWidth + i] = from[col];
+        }
+    }
+    const int64_t num_groups = ceil_div(rows, kRowsAtOnce);
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static)
+    for (int64_t tensor = 0; tensor < n; ++tensor) {
+        for (int64_t group = 0; group < num_groups; ++group) {
+            const int64_t first = group * kRowsAtOnce;
+            const int64_t size = std::min(kRowsAtOnce, rows - first);
+            const float* from = x + (tensor * rows + first) * cols;
+            const float* qt = transposed.data() + tensor * cols * kWidth;
+            alignas(64) float sums[kRowsAtOnce * kWidth];
+            if (size == kRowsAtOnce) {
+                multiply_rows<kWidth, kRowsAtOnce>(from, cols, qt, sums);
+            } else {
+                for (int64_t row = 0; row < size; ++row) {
+                    multiply_rows<kWidth, 1>(from + row * cols, cols, qt, sums + row * kWidth);
+                }
+            }
+            for (int64_t i = 0; i < count; ++i) {
+                float* to = out + (tensor * rank + begin + i) * rows + first;
+                for (int64_t row = 0; row < size; ++row) to[row] = sums[row * kWidth + i];
             }
         }
     }
 }
 
+// to [kWide columns] = left[0] x[0] + left[1] x[1] + ..., over rows in order.
+template <bool kIsWhole>
+void add_rows(const float* left, const float* x, int64_t rows, int64_t cols, int64_t size, float* to) {
+    alignas(64) float sum[kWide] = {};
+    const int64_t count = kIsWhole ? kWide : size;
+    for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t i = 0; i < count; ++i) sum[i] += left[row] * x[row * cols + i];
+    }
+    std::memcpy(to, sum, static_cast<size_t>(count) * sizeof(float));
+}
+
+// out [n, rank, rows] = x [n, rows, cols] times q [n, rank, cols], over cols in order.
+void times_columns(const float* x, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols,
+                   int num_threads, float* out) {
+    const int threads = threads_for(n * rows * cols, num_threads);
+    for (int64_t begin = 0; begin < rank;) {
+        const int64_t left = rank - begin;
+        if (left <= 4) {
+            times_some_columns<4>(x, q, rank, begin, left, n, rows, cols, threads, out);
+        } else if (left <= 8) {
+            times_some_columns<8>(x, q, rank, begin, left, n, rows, cols, threads, out);
+        } else {
+            times_some_columns<16>(x, q, rank, begin, std::min<int64_t>(left, 16), n, rows, cols, threads, out);
+        }
+        begin += 16;
+    }
+}
+
+// out [n, rank, cols] = p [n, rank, rows] times x [n, rows, cols], over rows in order.
 void times_rows(const float* x, const float* p, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads,
                 float* out) {
-    const int64_t num_tiles = ceil_div(cols, kTile);
+    const int64_t num_pieces = ceil_div(cols, kWide);
 #pragma omp parallel for collapse(2) num_threads(threads_for(n * rows * cols, num_threads)) schedule(static)
     for (int64_t tensor = 0; tensor < n; ++tensor) {
-        for (int64_t tile = 0; tile < num_tiles; ++tile) {
-            const int64_t begin = tile * kTile;
-            const int64_t size = std::min(kTile, cols - begin);
+        for (int64_t piece = 0; piece < num_pieces; ++piece) {
+            const int64_t begin = piece * kWide;
+            const int64_t size = std::min(kWide, cols - begin);
+            const float* from = x + tensor * rows * cols + begin;
             for (int64_t column = 0; column < rank; ++column) {
+                const float* left = p + (tensor * rank + column) * rows;
                 float* to = out + (tensor * rank + column) * cols + begin;
-                std::fill(to, to + size, 0.0f);
-            }
-            for (int64_t row = 0; row < rows; ++row) {
-                const float* from = x + (tensor * rows + row) * cols + begin;
-                for (int64_t column = 0; column < rank; ++column) {
-                    const float left = p[(tensor * rank + column) * rows + row];
-                    float* to = out + (tensor * rank + column) * cols + begin;
-#pragma omp simd
-                    for (int64_t i = 0; i < size; ++i) to[i] += left * from[i];
+                if (size == kWide) {
+                    add_rows<true>(left, from, rows, cols, size, to);
+                } else {
+                    add_rows<false>(left, from, rows, cols, size, to);
                 }
             }
         }
     }
+}
+
+int64_t factor_bytes(int64_t length, int bits) {
+    if (bits >= 16) return length * bits / 8;
+    return ceil_div(ceil_div(length, kFactorBlock) * 2 + ceil_div(length * bits, 8), 2) * 2;
+}
+
+// columns [num_columns, length] of one tensor become what a decoder reads of them, and payload what it reads.
+// Returns whether something overflowed.
+bool write_factor(float* columns, int64_t num_columns, int64_t length, int bits, uint8_t* payload) {
+    const int64_t bytes = factor_bytes(length, bits);
+    bool is_overflow = false;
+    for (int64_t column = 0; column < num_columns; ++column) {
+        float* from = columns + column * length;
+        uint8_t* to = payload + column * bytes;
+        if (bits == 32) {
+            std::memcpy(to, from, static_cast<size_t>(bytes));
+        } else if (bits == 16) {
+            for (int64_t i = 0; i < length; ++i) {
+                const uint16_t value = round_value(from[i]);
+                store16(to + 2 * i, value);
+                from[i] = scale_value(value);
+            }
+        } else {
+            const Payloads one{to, bytes, bytes};
+            uint8_t is_bad = 0;
+            blockwise_encode({Source::kEncode, from, nullptr, 1, length}, bits, kFactorBlock, 1, one, &is_bad);
+            blockwise_decode(one, 1, length, bits, kFactorBlock, false, 1, from);
+            is_overflow |= is_bad != 0;
+        }
+        is_overflow |= largest_magnitude_bits(from, length) >= kInfinity;
+    }
+    return is_overflow;
+}
+
+void read_factor(const uint8_t* payload, int64_t num_columns, int64_t length, int bits, float* columns) {
+    const int64_t bytes = factor_bytes(length, bits);
+    for (int64_t column = 0; column < num_columns; ++column) {
+        float* to = columns + column * length;
+        const uint8_t* from = payload + column * bytes;
+        if (bits == 32) {
+            std::memcpy(to, from, static_cast<size_t>(bytes));
+        } else if (bits == 16) {
+            for (int64_t i = 0; i < length; ++i) to[i] = scale_value(load16(from + 2 * i));
+        } else {
+            const Payloads one{const_cast<uint8_t*>(from), bytes, bytes};
+            blockwise_decode(one, 1, length, bits, kFactorBlock, false, 1, to);
+        }
+    }
+}
+
+}  // namespace
+
+void low_rank_encode(const Input& input, const LowRank& shape, const float* start, int num_threads, float* state,
+                     const Payloads& payloads, uint8_t* is_bad) {
+    const auto [rank, rows, cols, bits, iterations] = shape;
+    const int64_t n = input.n;
+    std::vector<float> x(static_cast<size_t>(n * rows * cols));
+    std::vector<float> p(static_cast<size_t>(n * rank * rows)), q(static_cast<size_t>(n * rank * cols));
+    prepare(input, num_threads, x.data(), is_bad);
+    for (int64_t tensor = 0; tensor < n; ++tensor) {
+        const float* from = start != nullptr ? start : state + tensor * rank * cols;
+        std::copy(from, from + rank * cols, q.data() + tensor * rank * cols);
+    }
+
+    // 1. P, as the decoder will see it.
+    for (int iteration = 0; iteration < iterations; ++iteration) {
+        if (iteration > 0) times_rows(x.data(), p.data(), n, rank, rows, cols, num_threads, q.data());
+        times_columns(x.data(), q.data(), n, rank, rows, cols, num_threads, p.data());
+        orthonormalise(p.data(), n, rank, rows, num_threads);
+    }
+    const int64_t p_bytes = rank * factor_bytes(rows, bits), used = p_bytes + rank * factor_bytes(cols, bits);
+    for (int64_t tensor = 0; tensor < n; ++tensor) {
+        write_factor(p.data() + tensor * rank * rows, rank, rows, bits, payloads.data + tensor * payloads.stride);
+    }
+
+    // 2. Q for that P, and the start of the next step.
+    times_rows(x.data(), p.data(), n, rank, rows, cols, num_threads, q.data());
+    divide_by_gram(p.data(), q.data(), n, rank, rows, cols, num_threads);
+    for (int64_t tensor = 0; tensor < n; ++tensor) {
+        uint8_t* payload = payloads.data + tensor * payloads.stride;
+        float* columns = q.data() + tensor * rank * cols;
+        const std::vector<float> unrounded(columns, columns + rank * cols);
+        const bool is_overflow = write_factor(columns, rank, cols, bits, payload + p_bytes);
+        std::memset(payload + used, 0, static_cast<size_t>(payloads.bytes - used));
+        if (is_bad[tensor] == 0 && !is_overflow) {
+            std::copy(unrounded.begin(), unrounded.end(), state + tensor * rank * cols);
+        }
+        is_bad[tensor] |= is_overflow;
+    }
+
+    // 3. The mirror, or the residual.
+    for (int64_t tensor = 0; tensor < n && input.source != Source::kEncode; ++tensor) {
+        if (is_bad[tensor] != 0) continue;
+        const float* left = p.data() + tensor * rank * rows;
+        const float* right = q.data() + tensor * rank * cols;
+        float* other = input.other + tensor * rows * cols;
+        float* sum = x.data() + tensor * rows * cols;
+        if (input.source == Source::kUpdate) {
+            add_product(left, right, 1, rank, rows, cols, true, num_threads, other);
+        } else {
+            add_product(left, right, 1, rank, rows, cols, false, num_threads, other);
+#pragma omp parallel for num_threads(threads_for(rows * cols, num_threads)) schedule(static)
+            for (int64_t i = 0; i < rows * cols; ++i) other[i] = sum[i] - other[i];
+        }
+    }
+    finish_bad(input, is_bad);
+}
+
+void low_rank_decode(const Payloads& payloads, int64_t n, const LowRank& shape, bool is_add, int num_threads,
+                     float* out) {
+    const auto [rank, rows, cols, bits, iterations] = shape;
+    std::vector<float> p(static_cast<size_t>(n * rank * rows)), q(static_cast<size_t>(n * rank * cols));
+    for (int64_t tensor = 0; tensor < n; ++tensor) {
+        const uint8_t* payload = payloads.data + tensor * payloads.stride;
+        read_factor(payload, rank, rows, bits, p.data() + tensor * rank * rows);
+        read_factor(payload + rank * factor_bytes(rows, bits), rank, cols, bits, q.data() + tensor * rank * cols);
+    }
+    add_product(p.data(), q.data(), n, rank, rows, cols, is_add, num_threads, out);
+}
+
+// --- Headers --------------------------------------------------------------------------------------------------------
+
+void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, const uint8_t* is_bad) {
+    for (int64_t tensor = 0; tensor < n; ++tensor) {
+        uint8_t* packet = packets.data + tensor * packets.stride;
+        std::memcpy(packet, words, kHeaderBytes);
+        packet[kFlagByte] = is_bad[tensor];
+    }
+}
+
+int check_headers(const Payloads& packets, int64_t n, uint32_t start, uint32_t stamp) {
+    uint8_t flags = 0;
+    for (int64_t tensor = 0; tensor < n; ++tensor) {
+        const uint8_t* packet = packets.data + tensor * packets.stride;
+        uint32_t words[kHeaderBytes / 4];
+        std::memcpy(words, packet, kHeaderBytes);
+        if ((words[0] & 0xffffffu) != start || words[3] != stamp) return -1;
+        flags |= packet[kFlagByte];
+    }
+    return flags;
 }
 
 }  // namespace hybridep

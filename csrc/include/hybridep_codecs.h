@@ -57,17 +57,23 @@ void top_k_encode(const Input& input, int64_t block, int64_t k, int value_bits, 
 void top_k_decode(const Payloads& payloads, int64_t n, int64_t length, int64_t block, int64_t k, int value_bits,
                   bool is_add, int num_threads, float* out);
 
-// out [n, rows, cols] = or += ((p0 q0 + p1 q1) + ...), p [n, rank, rows], q [n, rank, cols].
-void low_rank_decode(const float* p, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, bool is_add,
-                     int num_threads, float* out);
+// Factors of one encoding; `bits` of an element: 32, 16 (bf16), or as blockwise_encode in blocks of 256.
+struct LowRank {
+    int64_t rank;
+    int64_t rows;
+    int64_t cols;
+    int bits;
+    int iterations;
+};
 
-// out [n, rank, rows] = x [n, rows, cols] times q [n, rank, cols], over cols; sums in 64 lanes, then by halving.
-void times_columns(const float* x, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols,
-                   int num_threads, float* out);
+// One step of power iteration from `state` [n, rank, cols], or for every tensor from `start` [rank, cols] where it is
+// given: P and Q as written, and the next step's state, which a bad tensor leaves alone.  As blockwise_encode otherwise.
+void low_rank_encode(const Input& input, const LowRank& shape, const float* start, int num_threads, float* state,
+                     const Payloads& payloads, uint8_t* is_bad);
 
-// out [n, rank, cols] = p [n, rank, rows] times x [n, rows, cols], over rows in order.
-void times_rows(const float* x, const float* p, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads,
-                float* out);
+// out [n, rows, cols] = or += ((p0 q0 + p1 q1) + ...).
+void low_rank_decode(const Payloads& payloads, int64_t n, const LowRank& shape, bool is_add, int num_threads,
+                     float* out);
 
 // p [n, rank, rows]: rows of each tensor become orthonormal, in place, by Gram-Schmidt done twice.  A row that depends
 // on those before it, or is 0, becomes a unit vector made orthogonal to them.  rank must not be above rows.
@@ -75,5 +81,11 @@ void orthonormalise(float* p, int64_t n, int64_t rank, int64_t rows, int num_thr
 
 // q [n, rank, cols] = (P P^T + a little on the diagonal)^-1 q, in place, for p [n, rank, rows].
 void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads);
+
+// The first 16 bytes of n packets: `words` [4], with is_bad [n] as the flags in byte 3.
+void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, const uint8_t* is_bad);
+
+// All flags of n packets together; -1 where one does not begin with the three bytes `start` or has another stamp.
+int check_headers(const Payloads& packets, int64_t n, uint32_t start, uint32_t stamp);
 
 }  // namespace hybridep

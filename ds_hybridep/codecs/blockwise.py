@@ -184,14 +184,16 @@ class Blockwise(Codec):
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """See `Codec.encode_payload`."""
-        is_overflow = self.encode_fused(Source.ENCODE, x, None, payload)
+        is_overflow = self.encode_fused(Source.ENCODE, x, None, state, payload)
         if is_overflow is not None:
-            return is_overflow
+            return is_overflow.bool()
         num_bytes = quantised_bytes(x.shape[1] * x.shape[2], self.bits, self.block)
         payload[:, num_bytes:] = 0
         return write_quantised(x.flatten(1), payload[:, :num_bytes], self.bits, self.block)
 
-    def encode_fused(self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor) -> Tensor | None:
+    def encode_fused(
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
+    ) -> Tensor | None:
         """See `Codec.encode_fused`."""
         kernels = self.compiled(a.device)
         if kernels is None:

@@ -76,7 +76,7 @@ class WarmUp(Codec):
     then: Codec
 
     def at(self, step: int) -> Codec:
-        """The codec of encoder step `step`."""
+        """See `Codec.at`."""
         return self.first if step < self.steps else self.then
 
     def packet_bytes(self, rows: int, cols: int, *, step: int | None = None) -> int:

@@ -12,7 +12,6 @@ Two promises carry the rest:
   applies every packet once and in order equals its owner's mirror bit for bit.
 """
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
@@ -21,7 +20,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs.packet import HEADER_BYTES, check_headers, non_finite, stamp_of, write_headers
+from ds_hybridep.codecs.packet import (
+    HEADER_BYTES,
+    SEQUENCE_MODULUS,
+    check_headers,
+    non_finite,
+    stamp_of,
+    start_of,
+    write_headers,
+)
 from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import CompiledCodecs, Mode, Source, load_codec_kernels
 
@@ -38,6 +45,10 @@ class CodecState:
     step: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
     parts: list["CodecState"] = field(default_factory=list)
+
+    def all_tensors(self) -> list[Tensor]:
+        """Those of the parts too."""
+        return [*self.tensors.values(), *(tensor for part in self.parts for tensor in part.all_tensors())]
 
     def state_dict(self) -> dict[str, Any]:
         """Copy as plain dicts, lists, ints and tensors, for a checkpoint or for a step that may be undone."""
@@ -80,6 +91,7 @@ class Codec(ABC):
     """
 
     kernels: Mode = field(default="auto", compare=False, repr=False)
+    _layouts: dict[tuple[int, int], "_Layout"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     codec_id: ClassVar[int]
     name: ClassVar[str]
@@ -91,11 +103,15 @@ class Codec(ABC):
 
         Without `step` the largest over all steps, for buffers.  Only a codec with a warm-up depends on the step.
         """
-        return HEADER_BYTES + self.resolve(rows, cols).payload_bytes(rows, cols)
+        return self._layout(rows, cols).num_bytes
 
     def ratio(self, rows: int, cols: int, dtype: torch.dtype = torch.float32) -> float:
         """Bytes of a [rows, cols] tensor of `dtype` over the bytes of its packet, header and all, after a warm-up."""
         return rows * cols * dtype.itemsize / self.packet_bytes(rows, cols, step=2**31)
+
+    def at(self, step: int) -> "Codec":
+        """The codec of encoder step `step`: this one, but for a warm-up."""
+        return self
 
     def resolve(self, rows: int, cols: int) -> "Codec":
         """The codec that really encodes this shape: this one, or the one that it leaves small tensors to."""
@@ -124,10 +140,10 @@ class Codec(ABC):
         Raises:
             PacketError: the packets were made with other settings or for another shape.
         """
-        codec, payload = self._open(packets, "out", out)
+        codec, has_bad = self._open(packets, "out", out)
         if out.numel():
-            codec.decode_payload(payload, out)
-        return _poison(packets, out)
+            codec.decode_payload(packets[:, HEADER_BYTES:], out)
+        return _poison(packets, out) if has_bad else out
 
     def decode_add(self, packets: Tensor, into: Tensor) -> Tensor:
         """Add what packets [n, packet_bytes] hold to `into` [n, rows, cols] fp32; returns it.
@@ -137,10 +153,10 @@ class Codec(ABC):
         Raises:
             PacketError: as `decode`.
         """
-        codec, payload = self._open(packets, "into", into)
+        codec, has_bad = self._open(packets, "into", into)
         if into.numel():
-            codec.decode_add_payload(payload, into)
-        return _poison(packets, into)
+            codec.decode_add_payload(packets[:, HEADER_BYTES:], into)
+        return _poison(packets, into) if has_bad else into
 
     def encode_update(
         self,
@@ -195,10 +211,13 @@ class Codec(ABC):
         self.decode_payload(payload, value)
         into += value
 
-    def encode_fused(self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor) -> Tensor | None:
-        """Encode and update `other` in one pass of a compiled kernel, for codecs without state that have one.
+    def encode_fused(
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
+    ) -> Tensor | None:
+        """Encode and update `other` and `state` in one call of a compiled kernel, for codecs that have one.
 
-        Returns [n] bool, tensors that are not finite or overflowed; None: nothing was done, there is no such kernel.
+        Returns [n] uint8, 1 for tensors that are not finite or overflowed, else 0; None: nothing was done, there is no
+        such kernel.
         """
         return None
 
@@ -233,22 +252,19 @@ class Codec(ABC):
         n, rows, cols = require_tensors("x", a)
         if other is not None and require_tensors("mirror or residual", other) != (n, rows, cols):
             raise ValueError(f"mirror or residual: got shape {tuple(other.shape)}, wanted that of x, {tuple(a.shape)}")
-        codec, num_bytes, stamp = _layout(self, self.kernels, rows, cols)
-        packets = codec._packets_for(a, num_bytes, out)
+        layout = self._layout(rows, cols)
+        codec = layout.codec
+        packets = codec._packets_for(a, layout.num_bytes, out)
         payload = packets[:, HEADER_BYTES:]
-        is_bad = codec.encode_fused(source, a, other, payload) if a.numel() else a.new_zeros(n, dtype=torch.bool)
+        if a.numel():
+            is_bad = codec.encode_fused(source, a, other, state, payload)
+        else:
+            is_bad = a.new_zeros(n, dtype=torch.uint8)
         is_done = is_bad is not None
         if is_bad is None:
             x, is_bad = codec._prepare(source, a, other)
             is_bad = is_bad | codec.encode_payload(x, state, payload, is_bad)
-        write_headers(
-            packets,
-            codec_id=codec.codec_id,
-            number=codec.header_number(rows, cols),
-            sequence=state.step if sequence is None else sequence,
-            stamp=stamp,
-            is_bad=is_bad,
-        )
+        codec._write_headers(packets, layout, state.step if sequence is None else sequence, is_bad)
         state.step += 1
         if is_done or other is None:
             return packets
@@ -289,28 +305,53 @@ class Codec(ABC):
             )
         return out
 
-    def _open(self, packets: Tensor, name: str, target: Tensor) -> tuple["Codec", Tensor]:
-        """The codec that made the packets of a tensor like `target`, and their payloads."""
+    def _open(self, packets: Tensor, name: str, target: Tensor) -> tuple["Codec", bool]:
+        """The codec that made the packets of a tensor like `target`, and whether some may be flagged."""
         n, rows, cols = require_tensors(name, target)
-        codec, num_bytes, stamp = _layout(self, self.kernels, rows, cols)
-        wanted = (n, num_bytes)
-        if packets.shape != wanted or packets.dtype != torch.uint8:
+        layout = self._layout(rows, cols)
+        if packets.shape != (n, layout.num_bytes) or packets.dtype != torch.uint8:
             raise PacketError(
-                f"packets: got {packets.dtype} {tuple(packets.shape)}, wanted torch.uint8 {wanted} for "
-                f"{codec.settings()} on [{n}, {rows}, {cols}]; encode and decode with equal settings and shapes"
+                f"packets: got {packets.dtype} {tuple(packets.shape)}, wanted torch.uint8 {(n, layout.num_bytes)} for "
+                f"{layout.codec.settings()} on [{n}, {rows}, {cols}]; encode and decode with equal settings and shapes"
             )
-        check_headers(packets, codec_id=codec.codec_id, stamp=stamp, what=codec.settings())
-        return codec, packets[:, HEADER_BYTES:]
+        kernels = self.compiled(target.device)
+        if kernels is not None and packets.stride(1) == 1:
+            flags = kernels.check_headers(packets, start=start_of(layout.codec.codec_id), stamp=layout.stamp)
+            if flags >= 0:
+                return layout.codec, flags > 0
+        check_headers(packets, codec_id=layout.codec.codec_id, stamp=layout.stamp, what=layout.codec.settings())
+        return layout.codec, True
+
+    def _write_headers(self, packets: Tensor, layout: "_Layout", sequence: int, is_bad: Tensor) -> None:
+        kernels = self.compiled(packets.device)
+        words = {"number": layout.number, "sequence": sequence % SEQUENCE_MODULUS, "stamp": layout.stamp}
+        if kernels is not None:
+            kernels.write_headers(packets, start=start_of(self.codec_id), **words, is_bad=is_bad.to(torch.uint8))
+        else:
+            write_headers(packets, codec_id=self.codec_id, **words, is_bad=is_bad)
+
+    def _layout(self, rows: int, cols: int) -> "_Layout":
+        """What packets of this shape look like; worked out once."""
+        found = self._layouts.get((rows, cols))
+        if found is None:
+            codec = self.resolve(rows, cols)
+            found = self._layouts[rows, cols] = _Layout(
+                codec=codec,
+                num_bytes=HEADER_BYTES + codec.payload_bytes(rows, cols),
+                number=codec.header_number(rows, cols),
+                stamp=stamp_of(codec.settings(), rows, cols),
+            )
+        return found
 
 
-@functools.lru_cache(maxsize=1024)
-def _layout(codec: Codec, kernels: Mode, rows: int, cols: int) -> tuple[Codec, int, int]:
-    """The codec that really encodes this shape, the bytes of its packets, and their stamp.
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """Packets of one codec and shape."""
 
-    `kernels` is that of the codec: codecs compare equal without it, but the resolved one must keep it.
-    """
-    resolved = codec.resolve(rows, cols)
-    return resolved, resolved.packet_bytes(rows, cols), stamp_of(resolved.settings(), rows, cols)
+    codec: Codec  # the one that really encodes this shape
+    num_bytes: int
+    number: int  # the codec's own in the header
+    stamp: int
 
 
 def require_tensors(name: str, tensor: Tensor) -> tuple[int, int, int]:

@@ -72,37 +72,56 @@ class LowRank(Codec):
         """See `Codec.initial_state`."""
         return CodecState(tensors={"q": torch.zeros(n, self.effective_rank(rows, cols), cols, device=device)})
 
+    def encode_fused(
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
+    ) -> Tensor | None:
+        """See `Codec.encode_fused`."""
+        kernels = self.compiled(a.device)
+        if kernels is None:
+            return None
+        q = state.tensors["q"]
+        wanted = (len(a), self.effective_rank(a.shape[1], a.shape[2]), a.shape[2])
+        if q.shape != wanted:
+            raise ValueError(f"state: holds q of shape {tuple(q.shape)}, wanted {wanted}; make it with new_state")
+        start = self._fresh_start(state.step, q)
+        sizes = {"bits": self._factor_bits, "iterations": self.iterations}
+        return kernels.low_rank_encode(source, a, other, payload, q=q, start=start, **sizes)
+
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """See `Codec.encode_payload`.  Factors stand as rows here, [n, rank, rows or cols]."""
+        before = state.tensors["q"].clone()
+        is_overflow = self.encode_fused(Source.ENCODE, x, None, state, payload)
+        if is_overflow is not None:
+            state.tensors["q"].copy_(torch.where(is_bad[:, None, None], before, state.tensors["q"]))
+            return is_overflow.bool()
         n, rows, cols = x.shape
-        rank = self.effective_rank(rows, cols)
         p_payload, q_payload = self._split(payload, rows, cols)
         payload[:, p_payload[0].numel() + q_payload[0].numel() :] = 0
-        q = state.tensors["q"]
-        if state.step % self.refresh_interval == 0:
-            q = _random_start(rank, cols, state.step).to(x.device).repeat(n, 1, 1)
+        start = self._fresh_start(state.step, before)
+        q = before if start is None else start.repeat(n, 1, 1)
 
         # 1. P, as the decoder will see it.
         for _ in range(self.iterations - 1):
-            q = self._times_rows(x, self._orthonormal(self._times_columns(x, q)))
-        self._write(self._orthonormal(self._times_columns(x, q)), p_payload)
+            q = _times_rows(x, orthonormal(_times_columns(x, q)))
+        self._write(orthonormal(_times_columns(x, q)), p_payload)
         p = self._read(p_payload, rows)
 
         # 2. Q for that P.
-        q = self._divide_by_gram(self._times_rows(x, p), p)
+        q = divide_by_gram(_times_rows(x, p), p)
         self._write(q, q_payload)
-        is_overflow = ~q.isfinite().all(dim=2).all(dim=1)
-        keep = (is_bad | is_overflow)[:, None, None]
-        state.tensors["q"] = torch.where(keep, state.tensors["q"], q)
+        is_overflow = ~self._read(q_payload, cols).isfinite().flatten(1).all(dim=1)
+        state.tensors["q"] = torch.where((is_bad | is_overflow)[:, None, None], before, q)
         return is_overflow
 
     def decode_payload(self, payload: Tensor, out: Tensor) -> None:
         """See `Codec.decode_payload`."""
-        p, q = self._factors(payload, out.shape[1], out.shape[2])
         kernels = self.compiled(out.device)
         if kernels is not None:
-            kernels.low_rank_decode(p, q, out, is_add=False)
+            rank = self.effective_rank(out.shape[1], out.shape[2])
+            kernels.low_rank_decode(payload, out, rank=rank, bits=self._factor_bits, is_add=False)
             return
+        p_payload, q_payload = self._split(payload, out.shape[1], out.shape[2])
+        p, q = self._read(p_payload, out.shape[1]), self._read(q_payload, out.shape[2])
         for column in range(p.shape[1]):
             # The outer product is a tensor of its own: fused with the sum it would be rounded once instead of twice.
             product = p[:, column, :, None] * q[:, column, None, :]
@@ -117,12 +136,19 @@ class LowRank(Codec):
         if kernels is None:
             super().decode_add_payload(payload, into)
         else:
-            kernels.low_rank_decode(*self._factors(payload, into.shape[1], into.shape[2]), into, is_add=True)
+            rank = self.effective_rank(into.shape[1], into.shape[2])
+            kernels.low_rank_decode(payload, into, rank=rank, bits=self._factor_bits, is_add=True)
 
-    def _factors(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-        """P [n, rank, rows] and Q [n, rank, cols] as sent, fp32."""
-        p_payload, q_payload = self._split(payload, rows, cols)
-        return self._read(p_payload, rows), self._read(q_payload, cols)
+    def _fresh_start(self, step: int, q: Tensor) -> Tensor | None:
+        """Where to begin [rank, cols], if not from the previous step's q [n, rank, cols]."""
+        if step % self.refresh_interval:
+            return None
+        return _random_start(q.shape[1], q.shape[2], step).to(q.device)
+
+    @property
+    def _factor_bits(self) -> int:
+        """Bits of an element of a factor."""
+        return FACTOR_BITS.get(self.factors) or 8 * FACTOR_DTYPES[self.factors].itemsize
 
     def _split(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """The parts of P and of Q, [n, rank, bytes of a column] each."""
@@ -131,37 +157,6 @@ class LowRank(Codec):
         p_end = rank * p_bytes
         p_payload = payload[:, :p_end].unflatten(1, (rank, p_bytes))
         return p_payload, payload[:, p_end : p_end + rank * q_bytes].unflatten(1, (rank, q_bytes))
-
-    def _times_columns(self, x: Tensor, q: Tensor) -> Tensor:
-        """[n, rank, rows]: x times q [n, rank, cols]."""
-        kernels = self.compiled(x.device)
-        if kernels is not None:
-            return kernels.times_columns(x, q)
-        # One by one, so that the result for a tensor does not depend on n.
-        return torch.stack([other @ one.T for one, other in zip(x, q, strict=True)])
-
-    def _times_rows(self, x: Tensor, p: Tensor) -> Tensor:
-        """[n, rank, cols]: p [n, rank, rows] times x."""
-        kernels = self.compiled(x.device)
-        if kernels is not None:
-            return kernels.times_rows(x, p)
-        return torch.stack([other @ one for one, other in zip(x, p, strict=True)])
-
-    def _orthonormal(self, p: Tensor) -> Tensor:
-        """Orthonormal rows that span those of p [n, rank, rows]; p may be overwritten."""
-        kernels = self.compiled(p.device)
-        if kernels is None:
-            return orthonormal(p)
-        kernels.orthonormalise(p)
-        return p
-
-    def _divide_by_gram(self, q: Tensor, p: Tensor) -> Tensor:
-        """(P P^T)^-1 q; q may be overwritten."""
-        kernels = self.compiled(p.device)
-        if kernels is None:
-            return divide_by_gram(q, p)
-        kernels.divide_by_gram(p, q)
-        return q
 
     def _column_bytes(self, length: int) -> int:
         """Bytes of one factor column."""
@@ -176,13 +171,9 @@ class LowRank(Codec):
             return
         n, rank, length = columns.shape
         bits = FACTOR_BITS[self.factors]
-        flat = columns.reshape(n * rank, length).contiguous()
         encoded = payload.new_zeros(n * rank, payload.shape[2])
-        kernels = self.compiled(columns.device)
-        if kernels is not None:
-            kernels.blockwise_encode(Source.ENCODE, flat, None, encoded, bits=bits, block=FACTOR_BLOCK)
-        else:
-            write_quantised(flat, encoded[:, : quantised_bytes(length, bits, FACTOR_BLOCK)], bits, FACTOR_BLOCK)
+        num_bytes = quantised_bytes(length, bits, FACTOR_BLOCK)
+        write_quantised(columns.reshape(n * rank, length), encoded[:, :num_bytes], bits, FACTOR_BLOCK)
         payload.copy_(encoded.view(payload.shape))
 
     def _read(self, payload: Tensor, length: int) -> Tensor:
@@ -191,16 +182,18 @@ class LowRank(Codec):
             return payload.contiguous().view(FACTOR_DTYPES[self.factors]).float()
         n, rank, num_bytes = payload.shape
         bits = FACTOR_BITS[self.factors]
-        flat = payload.reshape(n * rank, num_bytes)
-        kernels = self.compiled(payload.device)
-        if kernels is not None:
-            columns = torch.empty(n * rank, length)
-            kernels.blockwise_decode(flat, columns, bits=bits, block=FACTOR_BLOCK, is_add=False)
-        else:
-            columns = read_quantised(
-                flat[:, : quantised_bytes(length, bits, FACTOR_BLOCK)], length, bits, FACTOR_BLOCK
-            )
-        return columns.view(n, rank, length)
+        flat = payload.reshape(n * rank, num_bytes)[:, : quantised_bytes(length, bits, FACTOR_BLOCK)]
+        return read_quantised(flat, length, bits, FACTOR_BLOCK).view(n, rank, length)
+
+
+def _times_columns(x: Tensor, q: Tensor) -> Tensor:
+    """[n, rank, rows]: x [n, rows, cols] times q [n, rank, cols]; one by one, so that n changes nothing."""
+    return torch.stack([other @ one.T for one, other in zip(x, q, strict=True)])
+
+
+def _times_rows(x: Tensor, p: Tensor) -> Tensor:
+    """[n, rank, cols]: p [n, rank, rows] times x [n, rows, cols], likewise."""
+    return torch.stack([other @ one for one, other in zip(x, p, strict=True)])
 
 
 def orthonormal(p: Tensor) -> Tensor:

@@ -33,9 +33,14 @@ def stamp_of(settings: str, rows: int, cols: int) -> int:
     return zlib.crc32(f"{settings} {rows} {cols}".encode())
 
 
+def start_of(codec_id: int) -> int:
+    """The first three bytes of a header as a number."""
+    return MAGIC | VERSION << 8 | codec_id << 16
+
+
 def write_headers(packets: Tensor, *, codec_id: int, number: int, sequence: int, stamp: int, is_bad: Tensor) -> None:
     """Fill the headers of packets [n, packet_bytes]; is_bad [n] bool sets the non-finite flag."""
-    words = [MAGIC | VERSION << 8 | codec_id << 16, number, sequence % SEQUENCE_MODULUS, stamp]
+    words = [start_of(codec_id), number, sequence % SEQUENCE_MODULUS, stamp]
     signed = [word - 2**32 if word >= 2**31 else word for word in words]
     header = torch.tensor(signed, dtype=torch.int32).view(torch.uint8).to(packets.device)
     packets[:, :HEADER_BYTES] = header
@@ -53,13 +58,13 @@ def sequence_of(packets: Tensor) -> int:
     Raises:
         PacketError: the packets are of different steps.
     """
-    numbers = _words(packets)[:, 2].unique().tolist()
+    numbers = set(_words(packets)[:, 2].tolist())
     if len(numbers) != 1:
         raise PacketError(
-            f"packets of one tensor carry the sequence numbers {numbers[:4]}, wanted one number; "
+            f"packets of one tensor carry the sequence numbers {sorted(numbers)[:4]}, wanted one number; "
             "decode the packets of one step together"
         )
-    return int(numbers[0]) % SEQUENCE_MODULUS
+    return int(numbers.pop()) % SEQUENCE_MODULUS
 
 
 def stamp_in(packets: Tensor) -> int:

@@ -73,7 +73,9 @@ class TopK(Codec):
         """The kept elements."""
         return self.num_kept(rows, cols)
 
-    def encode_fused(self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor) -> Tensor | None:
+    def encode_fused(
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
+    ) -> Tensor | None:
         """See `Codec.encode_fused`."""
         kernels = self.compiled(a.device)
         if kernels is None:
@@ -83,9 +85,9 @@ class TopK(Codec):
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """See `Codec.encode_payload`."""
-        is_overflow = self.encode_fused(Source.ENCODE, x, None, payload)
+        is_overflow = self.encode_fused(Source.ENCODE, x, None, state, payload)
         if is_overflow is not None:
-            return is_overflow
+            return is_overflow.bool()
         blocks = to_blocks(x.flatten(1), self.block)  # [n, B, block]
         index = _largest(blocks, self.k)
         values = blocks.gather(-1, index).flatten(1)  # [n, kept]

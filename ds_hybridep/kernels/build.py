@@ -52,6 +52,7 @@ def load_kernels(mode: Mode, device_type: str = "cpu") -> Kernels:
     return compiled
 
 
+@functools.cache  # asked at every encoding
 def load_codec_kernels(mode: Mode, device_type: str = "cpu") -> CompiledCodecs | None:
     """Compiled kernels for codecs on `device_type`; None: encode and decode by the PyTorch definitions in `codecs`.
 

@@ -41,12 +41,12 @@ class CompiledCodecs:
     def blockwise_encode(
         self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor, *, bits: int, block: int
     ) -> Tensor:
-        """Quantise a [n, ...] into payload [n, bytes].  Returns [n] bool: tensors with inf, nan or an overflow."""
+        """Quantise a [n, ...] into payload [n, bytes].  Returns [n] uint8: 1 for inf, nan or an overflow, else 0."""
         is_bad = torch.empty(len(a), dtype=torch.uint8)
         self._extension.blockwise_encode(
             *_input(source, a, other), bits, block, torch.get_num_threads(), *_place(payload), is_bad.data_ptr()
         )
-        return is_bad.bool()
+        return is_bad
 
     def blockwise_decode(self, payload: Tensor, out: Tensor, *, bits: int, block: int, is_add: bool) -> None:
         """Assign or add the values of payload [n, bytes] to out [n, ...]."""
@@ -63,7 +63,7 @@ class CompiledCodecs:
         self._extension.top_k_encode(
             *_input(source, a, other), block, k, value_bits, threads, *_place(payload), is_bad.data_ptr()
         )
-        return is_bad.bool()
+        return is_bad
 
     def top_k_decode(self, payload: Tensor, out: Tensor, *, block: int, k: int, value_bits: int, is_add: bool) -> None:
         """Assign or add the values of payload [n, bytes] to out [n, ...]."""
@@ -72,29 +72,40 @@ class CompiledCodecs:
             *_place(payload), *_size(out), block, k, value_bits, is_add, threads, out.data_ptr()
         )
 
-    def low_rank_decode(self, p: Tensor, q: Tensor, out: Tensor, *, is_add: bool) -> None:
-        """Assign or add p [n, rank, rows] times q [n, rank, cols], over rank in order, to out [n, rows, cols]."""
-        n, rank, rows = p.shape
-        sizes = (n, rank, rows, q.shape[2])
-        self._extension.low_rank_decode(
-            p.data_ptr(), q.data_ptr(), *sizes, is_add, torch.get_num_threads(), out.data_ptr()
+    def low_rank_encode(
+        self,
+        source: Source,
+        a: Tensor,
+        other: Tensor | None,
+        payload: Tensor,
+        *,
+        q: Tensor,
+        start: Tensor | None,
+        bits: int,
+        iterations: int,
+    ) -> Tensor:
+        """As `blockwise_encode`, factors of q's rank in `bits` bits an element; q [n, rank, cols] becomes the next.
+
+        start [rank, cols]: where iterations begin instead of in q.
+        """
+        is_bad = torch.empty(len(a), dtype=torch.uint8)
+        self._extension.low_rank_encode(
+            *_input(source, a, other),
+            *(q.shape[1], a.shape[1], a.shape[2], bits, iterations),
+            0 if start is None else start.data_ptr(),
+            torch.get_num_threads(),
+            q.data_ptr(),
+            *_place(payload),
+            is_bad.data_ptr(),
         )
+        return is_bad
 
-    def times_columns(self, x: Tensor, q: Tensor) -> Tensor:
-        """[n, rank, rows]: x [n, rows, cols] times q [n, rank, cols], over cols."""
-        n, rows, cols = x.shape
-        out = torch.empty(n, q.shape[1], rows)
-        sizes = (n, q.shape[1], rows, cols)
-        self._extension.times_columns(x.data_ptr(), q.data_ptr(), *sizes, torch.get_num_threads(), out.data_ptr())
-        return out
-
-    def times_rows(self, x: Tensor, p: Tensor) -> Tensor:
-        """[n, rank, cols]: p [n, rank, rows] times x [n, rows, cols], over rows."""
-        n, rows, cols = x.shape
-        out = torch.empty(n, p.shape[1], cols)
-        sizes = (n, p.shape[1], rows, cols)
-        self._extension.times_rows(x.data_ptr(), p.data_ptr(), *sizes, torch.get_num_threads(), out.data_ptr())
-        return out
+    def low_rank_decode(self, payload: Tensor, out: Tensor, *, rank: int, bits: int, is_add: bool) -> None:
+        """Assign or add the products of factors, over rank in order, to out [n, rows, cols]."""
+        sizes = (len(out), rank, out.shape[1], out.shape[2])
+        self._extension.low_rank_decode(
+            *_place(payload), *sizes, bits, is_add, torch.get_num_threads(), out.data_ptr()
+        )
 
     def orthonormalise(self, p: Tensor) -> None:
         """Make the rows of p [n, rank, rows] orthonormal, in place; dependent ones become others that are not."""
@@ -104,6 +115,18 @@ class CompiledCodecs:
         """q [n, rank, cols] = (P P^T)^-1 q, in place, for p [n, rank, rows]; finite for dependent rows too."""
         threads = torch.get_num_threads()
         self._extension.divide_by_gram(p.data_ptr(), q.data_ptr(), *p.shape, q.shape[2], threads)
+
+    def write_headers(
+        self, packets: Tensor, *, start: int, number: int, sequence: int, stamp: int, is_bad: Tensor
+    ) -> None:
+        """As `codecs.packet.write_headers`; `start` is the first three bytes as a number."""
+        place = (packets.data_ptr(), packets.stride(0), packets.shape[0])
+        self._extension.write_headers(*place, start, number, sequence, stamp, is_bad.data_ptr())
+
+    def check_headers(self, packets: Tensor, *, start: int, stamp: int) -> int:
+        """All flags of the packets together; -1 where one begins otherwise or has another stamp."""
+        found: int = self._extension.check_headers(packets.data_ptr(), packets.stride(0), len(packets), start, stamp)
+        return found
 
 
 def _size(tensor: Tensor) -> tuple[int, int]:
