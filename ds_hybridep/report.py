@@ -58,7 +58,39 @@ def format_run_record(record: Mapping[str, Any]) -> str:
     ]
     if waits:
         lines += ["", f"time a rank waited for them, mean per step: {', '.join(waits)}"]
-    return "\n".join(lines)
+    return "\n".join(lines + _codec_lines(record, steps))
+
+
+def _codec_lines(record: Mapping[str, Any], steps: float | None) -> list[str]:
+    """A table of what codecs did in each layer; empty where all was exact."""
+    layers = [layer for layer in _sequence(record.get("layers")) if isinstance(layer, Mapping)]
+    rows = []
+    for layer in layers:
+        codecs = {name: number for name, value in _mapping(layer.get("codecs")).items() if (number := _number(value))}
+        if not codecs:
+            continue
+        seconds = [codecs.get(name, 0.0) for name in ("encode_s", "decode_s", "exposed_s")]
+        rows.append(
+            [
+                str(layer.get("name", MISSING)),
+                _megabytes_per_step(codecs.get("weight_bytes"), steps),
+                _ratio(codecs.get("weight_ratio")),
+                f"{codecs.get('weight_error', 0.0):.1e}",
+                _megabytes_per_step(codecs.get("gradient_bytes"), steps),
+                _ratio(codecs.get("gradient_ratio")),
+                f"{codecs.get('residual_norm', 0.0):.1e}",
+                *(f"{1e3 * value / steps:.2f} ms" if steps else MISSING for value in seconds),
+            ]
+        )
+    if not rows:
+        return []
+    head = ["layer", "weights", "ratio", "error", "gradients", "ratio", "residual", "encode", "decode", "waited"]
+    title = "encoded, MB per step of all ranks, ratios to fp32, relative error of replicas; times per step and rank"
+    return ["", title, "", *_aligned([head, *rows])]
+
+
+def _ratio(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.1f}x"
 
 
 def _number(value: object) -> float | None:

@@ -74,3 +74,26 @@ def test_record_without_levels_says_so(record):
 def test_incomplete_record_is_shown_with_dashes(record):
     text = format_run_record(record)
     assert "-" in text.splitlines()[-1]
+
+
+def test_codecs_get_a_table_of_their_own():
+    codecs = {
+        "weight_bytes": 4_000_000.0,
+        "weight_ratio": 54.1,
+        "weight_error": 0.0123,
+        "gradient_bytes": 8_000_000.0,
+        "gradient_ratio": 27.0,
+        "residual_norm": 1.5,
+        "encode_s": 0.02,
+        "decode_s": 0.01,
+        "exposed_s": 0.5,
+    }
+    layers = [{"name": "blocks.0", "imbalance": 1.0, "codecs": codecs}, {"name": "blocks.1", "codecs": {}}]
+    title, table = format_run_record({**RECORD, "layers": layers}).split("\n\n")[-2:]
+    assert title.startswith("encoded, MB per step of all ranks")
+    head, *rows = [[cell.strip() for cell in line.split("   ") if cell.strip()] for line in table.splitlines()]
+    assert head[:3] == ["layer", "weights", "ratio"]
+    assert rows == [
+        ["blocks.0", "0.400", "54.1x", "1.2e-02", "0.800", "27.0x", "1.5e+00", "2.00 ms", "1.00 ms", "50.00 ms"]
+    ]
+    assert "encoded" not in format_run_record({**RECORD, "layers": layers[1:]})

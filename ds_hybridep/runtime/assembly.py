@@ -4,7 +4,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -333,7 +333,7 @@ def build_runtime(
     """
     with announcing_failure():
         planned = [_plan_layer(config, spec) for spec in specs]
-        encoding = Encoding(_codecs(config, "weight_codec"), _codecs(config, "gradient_codec"), master_of, loss_scale)
+        encoding = replace(encoding_of(config), master_of=master_of, loss_scale=loss_scale)
         kernels = load_kernels(config.kernels, specs[0].sample.device.type)
         payload = {
             "version": __version__,
@@ -345,6 +345,15 @@ def build_runtime(
     generation = agree(payload, config.timeout_s)
     transport = Transport(config.cluster(), config.timeout_s, generation)
     return HybridRuntime(config, transport, kernels, planned, encoding, is_boundary)
+
+
+def encoding_of(config: HybridEPConfig) -> Encoding:
+    """How weights and gradients travel, without an optimizer.
+
+    Raises:
+        ConfigError: an option of a codec is wrong.
+    """
+    return Encoding(_codecs(config, "weight_codec"), _codecs(config, "gradient_codec"))
 
 
 def _codecs(config: HybridEPConfig, key: str) -> tuple[Codec | None, ...]:

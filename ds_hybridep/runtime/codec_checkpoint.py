@@ -104,7 +104,7 @@ def _restore_layer(store: ReplicaStore, saved: Mapping[str, Any]) -> None:
         for value, other in zip(replica.values, record["values"], strict=True):
             value.copy_(other)
         replica.order.expected = record["expected"]
-        replica.copy_to(store.trainable_parts(store.weights, record["slot"]))
+        replica.copy_to(store.weight_parts[record["slot"]])
     for record in saved["encoders"]:
         layout = store.gradient_layouts[record["level"]]
         lossy.encoder(record["level"], record["slot"], layout, device).load_state_dict(record)

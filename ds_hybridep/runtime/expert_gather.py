@@ -20,7 +20,7 @@ rank; gradients travel the opposite way, summed in fp32 inside the fast levels b
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,15 @@ from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.plan.cluster import flatten
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.runtime.comm import Channel, Purpose, Transfer, Transport
-from ds_hybridep.runtime.lossy import LossyState, MessageLayout, Mirror, PacketPart, Replica, Undelivered
+from ds_hybridep.runtime.lossy import (
+    LossyState,
+    MessageLayout,
+    Mirror,
+    PacketPart,
+    Replica,
+    ResidualEncoder,
+    Undelivered,
+)
 
 
 @dataclass(frozen=True)
@@ -79,35 +87,39 @@ def num_local_experts(experts: Sequence[nn.Module], *, is_grouped: bool) -> int:
 
 @dataclass(frozen=True)
 class GatherLevel:
-    """The ranks of this rank's domain that differ from it at one level only, in offset order."""
+    """The ranks of this rank's domain that differ from it at one level only, in offset order.
+
+    weights, gradients: channels; None where only memory is estimated.
+    """
 
     level: int
     ranks: tuple[int, ...]
     own_offset: int
-    weights: Channel
-    gradients: Channel
+    weights: Channel | None = None
+    gradients: Channel | None = None
+
+
+def gather_levels(partition: Partition, rank: int) -> tuple[GatherLevel, ...]:
+    """Levels at which the domain of `rank` has more than one member, slowest first; without channels."""
+    peers = {
+        level: partition.gather_peers(rank, level) for level, size in enumerate(partition.domain_sizes) if size > 1
+    }
+    return tuple(GatherLevel(level, ranks, ranks.index(rank)) for level, ranks in peers.items())
 
 
 def build_gather_levels(partition: Partition, transport: Transport, group: str) -> tuple[GatherLevel, ...]:
-    """Levels at which the domain has more than one member, slowest first; makes their channels.
+    """The levels with their channels.
 
     Each expert-parallel `group` has channels of its own: operations of groups with other levels would mix on them.
     """
-    rank = transport.rank
-    levels = []
-    for level, size in enumerate(partition.domain_sizes):
-        if size > 1:
-            ranks = partition.gather_peers(rank, level)
-            levels.append(
-                GatherLevel(
-                    level=level,
-                    ranks=ranks,
-                    own_offset=ranks.index(rank),
-                    weights=transport.channel(f"{group}_weights_{level}", ranks, background=True),
-                    gradients=transport.channel(f"{group}_gradients_{level}", ranks, background=True),
-                )
-            )
-    return tuple(levels)
+    return tuple(
+        replace(
+            level,
+            weights=transport.channel(f"{group}_weights_{level.level}", level.ranks, background=True),
+            gradients=transport.channel(f"{group}_gradients_{level.level}", level.ranks, background=True),
+        )
+        for level in gather_levels(partition, transport.rank)
+    )
 
 
 def no_master(_: nn.Parameter) -> Tensor | None:
@@ -188,6 +200,11 @@ class ReplicaStore:
             if block.is_trainable
             for piece in block.slices
         )
+        # Views [e, *shape] of each slot's trainable parameters, in the order of `parts`.
+        self.weight_parts = [self._trainable_parts(self.weights, slot) for slot in range(num_slots)]
+        self.sum_parts = [self._trainable_parts(self.sums, slot) for slot in range(num_slots)]
+        # By level, the mirror that owned weights leave by.
+        self.mirror_names: dict[int, str] = {}
         self.lossy = self._build_lossy(device)
         # Messages of gradients by level, where they are encoded.
         self.gradient_layouts = {
@@ -196,15 +213,22 @@ class ReplicaStore:
             if codec is not None and self.parts
         }
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether something of this layer travels encoded."""
+        return bool(self.lossy.mirrors) or any(level.level in self.gradient_layouts for level in self.levels)
+
     def _build_lossy(self, device: torch.device) -> LossyState:
         """Mirrors of the codecs that owned weights leave by, and replicas of the slots that come encoded."""
         state = LossyState()
         if not self.parts:  # all frozen: nothing changes, and nothing travels but at the start
             return state
         codecs = {level.level: self.encoding.weight_codecs[level.level] for level in self.levels}
-        for codec in codecs.values():
-            if codec is not None and codec.settings() not in state.mirrors:
-                state.mirrors[codec.settings()] = Mirror(MessageLayout(codec, self.parts), device)
+        for level, codec in codecs.items():
+            if codec is not None:
+                name = self.mirror_names[level] = codec.settings()
+                if name not in state.mirrors:
+                    state.mirrors[name] = Mirror(MessageLayout(codec, self.parts), device)
         for slot in self.replica_slots():
             codec = codecs[self.level_of_slot(slot)]
             if codec is not None:
@@ -213,7 +237,7 @@ class ReplicaStore:
                     view.view(part.num_experts, part.rows, part.cols)
                     if view.dtype == torch.float32
                     else torch.zeros(part.num_experts, part.rows, part.cols, device=device)
-                    for part, view in zip(self.parts, self.trainable_parts(self.weights, slot), strict=True)
+                    for part, view in zip(self.parts, self.weight_parts[slot], strict=True)
                 ]
                 state.replicas[slot] = Replica(layout, values)
         return state
@@ -228,8 +252,7 @@ class ReplicaStore:
         assert level is not None, f"{self.layer}: rank {rank} holds its own experts and no copies of them"
         return level
 
-    def trainable_parts(self, tensors: Sequence[Tensor | None], slot: int) -> list[Tensor]:
-        """Views [e, *shape] of a slot's trainable parameters in `weights` or `sums`, in the order of `parts`."""
+    def _trainable_parts(self, tensors: Sequence[Tensor | None], slot: int) -> list[Tensor]:
         return [
             self.part(tensor, slot, piece)
             for block, tensor in zip(self.blocks, tensors, strict=True)
@@ -243,7 +266,7 @@ class ReplicaStore:
         The optimizer's fp32 masters where they are here; otherwise the staging copy.  Rounding noise of a bf16 weight
         does not compress.
         """
-        staged = self.trainable_parts(self.weights, self.own_index)
+        staged = self.weight_parts[self.own_index]
         return [self._masters(part, view) for part, view in zip(self.parts, staged, strict=True)]
 
     def _masters(self, part: PacketPart, staged: Tensor) -> Tensor:
@@ -347,7 +370,7 @@ class ReplicaStore:
         """Add to what came back for the owned experts what earlier senders had kept, once per optimizer step."""
         undelivered = self.lossy.undelivered
         if undelivered is not None and not undelivered.is_added:
-            for sums, part in zip(self.trainable_parts(self.sums, self.own_index), undelivered.parts, strict=True):
+            for sums, part in zip(self.sum_parts[self.own_index], undelivered.parts, strict=True):
                 sums.add_(part, alpha=self.encoding.loss_scale())
             undelivered.is_added = True
 
@@ -395,10 +418,23 @@ class ReplicaStore:
     def checksum_row(self, slot: int, rank: int) -> int:
         """The row of the owner's checksums that `rank`'s copy of its slot must equal."""
         owner = self.domain_ranks[slot]
-        codec = None if owner == rank else self.encoding.weight_codecs[self.level_between(rank, owner)]
-        if codec is None or codec.settings() not in self.lossy.mirrors:
-            return slot
-        return len(self.domain_ranks) + list(self.lossy.mirrors).index(codec.settings())
+        name = None if owner == rank else self.mirror_names.get(self.level_between(rank, owner))
+        return slot if name is None else len(self.domain_ranks) + list(self.lossy.mirrors).index(name)
+
+    def returning_slots(self, level_position: int) -> list[tuple[int, int]]:
+        """(rank, slot) of the partial gradients that leave at `levels[level_position]`, in offset order."""
+        level = self.levels[level_position]
+        return [
+            (rank, slot)
+            for offset, rank in enumerate(level.ranks)
+            if offset != level.own_offset
+            for slot in self.slots_at(level_position, {level.level: offset})
+        ]
+
+    def gradient_encoder(self, level: int, slot: int) -> ResidualEncoder | None:
+        """The sender of a slot's gradients over a level; None where they go as they are."""
+        layout = self.gradient_layouts.get(level)
+        return None if layout is None else self.lossy.encoder(level, slot, layout, self.weights[0].device)
 
     def slots_at(self, level_position: int, own: Mapping[int, int] | None = None) -> list[int]:
         """Slots held before gather stage `level_position`: any offset at slower levels, the own one elsewhere.
@@ -481,8 +517,8 @@ class WeightGather(StagedOperation):
         self._fresh: list[int] = []  # slots whose messages the stage under way brings
         store.load_own_weights(trainable_only=not is_exact)
         if store.lossy.mirrors:
-            with store.lossy.encoding():
-                sources = store.trainable_parts(store.weights, store.own_index) if is_exact else store.source_weights()
+            with store.lossy.counters.timing("encode_s"):
+                sources = store.weight_parts[store.own_index] if is_exact else store.source_weights()
                 for name, mirror in store.lossy.mirrors.items():
                     if is_exact:
                         mirror.assign(sources)
@@ -504,15 +540,17 @@ class WeightGather(StagedOperation):
 
     def _outgoing(self, slot: int, level: int) -> list[Tensor]:
         store = self.store
-        if not self._is_exact:
-            if slot in self._arrived:
-                return [self._arrived[slot]]
-            codec = store.encoding.weight_codecs[level]
-            if slot == store.own_index and codec is not None and self._messages:
-                return [self._messages[codec.settings()]]
-        if slot in self._staged:
+        if slot in self._arrived:
+            message, layout = self._arrived[slot], store.lossy.replicas[slot].layout
+        elif slot == store.own_index and store.mirror_names.get(level) in self._messages:
+            name = store.mirror_names[level]
+            message, layout = self._messages[name], store.lossy.mirrors[name].layout
+        elif slot in self._staged:
             return self._staged[slot]
-        return [store.weights[i][slot] for i in self._blocks]
+        else:
+            return [store.weights[i][slot] for i in self._blocks]
+        store.lossy.counters.count("weight", message, layout)
+        return [message]
 
     def _incoming(self, slot: int) -> list[Tensor]:
         store, replica = self.store, self.store.lossy.replicas.get(slot)
@@ -537,12 +575,12 @@ class WeightGather(StagedOperation):
         for slot, staged in self._staged.items():
             for i, tensor in zip(self._blocks, staged, strict=True):
                 store.weights[i][slot].copy_(tensor)
-        with store.lossy.decoding():
+        with store.lossy.counters.timing("decode_s"):
             for slot in self._fresh:
                 replica = store.lossy.replicas.get(slot)
                 if replica is None:
                     continue
-                places = store.trainable_parts(store.weights, slot)
+                places = store.weight_parts[slot]
                 if self._is_exact:
                     replica.assign(places)
                 else:
@@ -569,29 +607,34 @@ class GradientReturn(StagedOperation):
         position = len(store.levels) - 1 - stage
         level = store.levels[position]
         layout = store.gradient_layouts.get(level.level)
-        own_slots = store.slots_at(position)
-        sends, receives = [], []
-        for offset, rank in enumerate(level.ranks):
-            if offset == level.own_offset:
-                continue
-            for slot in store.slots_at(position, {level.level: offset}):
-                sends += [(rank, message) for message in self._outgoing(slot, level.level, layout)]
-            for slot in own_slots:
-                receives += [(rank, message) for message in self._incoming(slot, rank, layout)]
+        sends = [
+            (rank, message)
+            for rank, slot in store.returning_slots(position)
+            for message in self._outgoing(slot, level.level)
+        ]
+        receives = [
+            (rank, message)
+            for offset, rank in enumerate(level.ranks)
+            if offset != level.own_offset
+            for slot in store.slots_at(position)
+            for message in self._incoming(slot, rank, layout)
+        ]
         self._sent = [message for _, message in sends]
         return level.gradients.start(sends, receives, self.purpose)
 
-    def _outgoing(self, slot: int, level: int, layout: MessageLayout | None) -> list[Tensor]:
+    def _outgoing(self, slot: int, level: int) -> list[Tensor]:
         store = self.store
-        if layout is None:
+        encoder = store.gradient_encoder(level, slot)
+        if encoder is None:
             return [
                 sums[slot].to(block.dtype)
                 for block, sums in zip(store.blocks, store.sums, strict=True)
                 if sums is not None
             ]
-        with store.lossy.encoding():
-            encoder = store.lossy.encoder(level, slot, layout, store.weights[0].device)
-            return [encoder.encode(store.trainable_parts(store.sums, slot), self._scale)]
+        with store.lossy.counters.timing("encode_s"):
+            message = encoder.encode(store.sum_parts[slot], self._scale)
+        store.lossy.counters.count("gradient", message, encoder.layout)
+        return [message]
 
     def _incoming(self, slot: int, rank: int, layout: MessageLayout | None) -> list[Tensor]:
         store = self.store
@@ -605,11 +648,11 @@ class GradientReturn(StagedOperation):
         decoder = store.lossy.decoder(rank, slot, layout)
         num_bytes = decoder.layout.num_bytes(decoder.step)
         message = torch.empty(num_bytes, dtype=torch.uint8, device=store.weights[0].device)
-        self._arrivals.append(partial(decoder.add, message, store.trainable_parts(store.sums, slot), self._scale))
+        self._arrivals.append(partial(decoder.add, message, store.sum_parts[slot], self._scale))
         return [message]
 
     def _take_in(self) -> None:
-        with self.store.lossy.decoding():
+        with self.store.lossy.counters.timing("decode_s"):
             for add in self._arrivals:
                 add()
         self._arrivals, self._sent = [], []

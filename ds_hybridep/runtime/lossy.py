@@ -14,8 +14,8 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,18 +54,26 @@ class MessageLayout:
 
     codec: Codec
     parts: tuple[PacketPart, ...]
+    _places: dict[int, tuple[int, list[tuple[int, int, int]]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def num_bytes(self, step: int) -> int:
         """Length of the message of encoder step `step`."""
-        return sum(self._part_bytes(step))
+        return self._lay_out(step)[0]
+
+    @property
+    def fp32_bytes(self) -> int:
+        """Bytes of what a message stands for, in fp32."""
+        return sum(4 * part.num_experts * part.rows * part.cols for part in self.parts)
 
     def packets(self, message: Tensor, step: int) -> list[Tensor]:
         """Views of a message, [e, packet_bytes] uint8 for each part."""
-        packets = []
-        for part, piece in zip(self.parts, message.split_with_sizes(self._part_bytes(step)), strict=True):
-            num_bytes = self._packet_bytes(part, step)
-            packets.append(piece[: part.num_experts * num_bytes].view(part.num_experts, num_bytes))
-        return packets
+        offset = message.storage_offset()
+        return [
+            message.as_strided((num_experts, num_bytes), (num_bytes, 1), offset + start)
+            for num_experts, num_bytes, start in self._lay_out(step)[1]
+        ]
 
     def new_states(self, device: torch.device) -> list[CodecState]:
         """Encoder states that have encoded nothing yet."""
@@ -75,13 +83,21 @@ class MessageLayout:
         """Zeros, [e, rows, cols] fp32 for each part."""
         return [torch.zeros(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
 
-    def _part_bytes(self, step: int) -> list[int]:
-        """Bytes of each part, padding too, which lets the next one begin aligned."""
-        sizes = [part.num_experts * self._packet_bytes(part, step) for part in self.parts]
-        return [math.ceil(size / ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
+    def _lay_out(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """Length of a message; packets of each part, bytes of one, and where they begin, aligned.
 
-    def _packet_bytes(self, part: PacketPart, step: int) -> int:
-        return self.codec.packet_bytes(part.rows, part.cols, step=step)
+        Worked out once for each codec.
+        """
+        codec = self.codec.at(step)
+        found = self._places.get(id(codec))
+        if found is None:
+            places, start = [], 0
+            for part in self.parts:
+                num_bytes = codec.packet_bytes(part.rows, part.cols)
+                places.append((part.num_experts, num_bytes, start))
+                start += math.ceil(part.num_experts * num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            found = self._places[id(codec)] = (start, places)
+        return found
 
 
 class Mirror:
@@ -112,6 +128,10 @@ class Mirror:
         ):
             self.layout.codec.encode_update(part.as_matrices(weight), value, state, out=out)
         return message
+
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        return [*self.values, *(t for state in self.states for t in state.all_tensors())]
 
     def squared_distance(self, weights: Sequence[Tensor]) -> tuple[float, float]:
         """Sums over all elements of (weight - mirror)^2 and of weight^2."""
@@ -167,14 +187,6 @@ class Replica:
                 self.layout.codec.decode_add(part, value)
 
 
-@dataclass
-class _Saved:
-    """A residual encoder as it was after the last optimizer step."""
-
-    residuals: list[Tensor]
-    states: list[dict[str, Any]]
-
-
 class ResidualEncoder:
     """Sender of one slot's gradients over one level.
 
@@ -186,12 +198,16 @@ class ResidualEncoder:
         self.layout = layout
         self.residuals = layout.new_values(device)
         self.states = layout.new_states(device)
-        self._saved: _Saved | None = None
+        # As they were after the last optimizer step, while a later message is provisional.
+        self._saved_residuals = layout.new_values(device)
+        self._saved_states: list[dict[str, Any]] | None = None
 
     def encode(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
         """The message of gradients ([e, *shape] fp32 for each part), divided by the loss scale; uint8."""
-        if self._saved is None:
-            self._saved = _Saved([r.clone() for r in self.residuals], [state.state_dict() for state in self.states])
+        if self._saved_states is None:
+            for saved, residual in zip(self._saved_residuals, self.residuals, strict=True):
+                saved.copy_(residual)
+            self._saved_states = [state.state_dict() for state in self.states]
         step = self.states[0].step
         message = torch.empty(self.layout.num_bytes(step), dtype=torch.uint8, device=self.residuals[0].device)
         packets = self.layout.packets(message, step)
@@ -205,16 +221,20 @@ class ResidualEncoder:
 
     def commit(self) -> None:
         """The optimizer step was done."""
-        self._saved = None
+        self._saved_states = None
 
     def restore(self) -> None:
         """The optimizer step was skipped, or the gradients were dropped."""
-        if self._saved is not None:
-            for residual, saved in zip(self.residuals, self._saved.residuals, strict=True):
+        if self._saved_states is not None:
+            for residual, saved in zip(self.residuals, self._saved_residuals, strict=True):
                 residual.copy_(saved)
-            for state, saved_state in zip(self.states, self._saved.states, strict=True):
+            for state, saved_state in zip(self.states, self._saved_states, strict=True):
                 state.load_state_dict(saved_state)
-            self._saved = None
+            self._saved_states = None
+
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        return [*self.residuals, *self._saved_residuals, *(t for state in self.states for t in state.all_tensors())]
 
     def squared_residual(self) -> float:
         """Sum of squares of what was not delivered yet."""
@@ -222,11 +242,11 @@ class ResidualEncoder:
 
     def state_dict(self) -> dict[str, Any]:
         """As of the last optimizer step."""
-        if self._saved is not None:
-            return {"residuals": self._saved.residuals, "states": self._saved.states}
+        is_provisional = self._saved_states is not None
+        residuals = self._saved_residuals if is_provisional else self.residuals
         return {
-            "residuals": [residual.clone() for residual in self.residuals],
-            "states": [state.state_dict() for state in self.states],
+            "residuals": [residual.clone() for residual in residuals],
+            "states": self._saved_states if is_provisional else [state.state_dict() for state in self.states],
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -291,6 +311,65 @@ class Undelivered:
 
 
 @dataclass
+class CodecCounters:
+    """What codecs of one layer did on this rank since attach; sums, so that those of all ranks add up.
+
+    Bytes are of encoded messages as they were sent, beside the fp32 bytes of what these held.
+    """
+
+    weight_bytes: float = 0.0
+    weight_fp32_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    gradient_fp32_bytes: float = 0.0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    exposed_s: float = 0.0
+
+    def count(self, kind: Literal["weight", "gradient"], message: Tensor, layout: MessageLayout) -> None:
+        """One message is sent."""
+        for name, num_bytes in ((f"{kind}_bytes", message.nbytes), (f"{kind}_fp32_bytes", layout.fp32_bytes)):
+            setattr(self, name, getattr(self, name) + num_bytes)
+
+    @contextmanager
+    def timing(self, name: Literal["encode_s", "decode_s", "exposed_s"]) -> Iterator[None]:
+        """Count the seconds inside."""
+        begin_s = time.perf_counter()
+        yield
+        setattr(self, name, getattr(self, name) + time.perf_counter() - begin_s)
+
+
+@dataclass
+class CodecSums(CodecCounters):
+    """The counters, and sums of squares as they are now."""
+
+    squared_error: float = 0.0  # of mirrors against weights
+    squared_weight: float = 0.0  # of those weights
+    squared_residual: float = 0.0  # of gradients not delivered yet
+
+    def record(self, num_ranks: int = 1) -> dict[str, float]:
+        """For `ds_hybridep.stats` and reports, of one rank or of sums over `num_ranks`; seconds are means over these.
+
+        weight_bytes, gradient_bytes: encoded bytes sent, since attach.
+        weight_ratio, gradient_ratio: fp32 bytes of what they held over those; 0 where nothing was sent.
+        weight_error: relative L2 distance of the replicas from the weights that they stand for, seen by their owner.
+        residual_norm: L2 norm of the gradients that were not delivered yet.
+        encode_s, decode_s, exposed_s: seconds since attach; exposed are those in which this layer's computation waited
+            for weights or gradients, decoding meanwhile included.
+        """
+        return {
+            "weight_bytes": self.weight_bytes,
+            "weight_ratio": self.weight_fp32_bytes / self.weight_bytes if self.weight_bytes else 0.0,
+            "weight_error": (self.squared_error / self.squared_weight) ** 0.5 if self.squared_weight else 0.0,
+            "gradient_bytes": self.gradient_bytes,
+            "gradient_ratio": self.gradient_fp32_bytes / self.gradient_bytes if self.gradient_bytes else 0.0,
+            "residual_norm": self.squared_residual**0.5,
+            "encode_s": self.encode_s / num_ranks,
+            "decode_s": self.decode_s / num_ranks,
+            "exposed_s": self.exposed_s / num_ranks,
+        }
+
+
+@dataclass
 class LossyState:
     """All that lossy codecs keep for one layer on this rank; empty where everything is exact."""
 
@@ -299,8 +378,7 @@ class LossyState:
     encoders: dict[tuple[int, int], ResidualEncoder] = field(default_factory=dict)  # by (level, slot)
     decoders: dict[tuple[int, int], GradientDecoder] = field(default_factory=dict)  # by (sender, slot)
     undelivered: "Undelivered | None" = None
-    encode_s: float = 0.0
-    decode_s: float = 0.0
+    counters: "CodecCounters" = field(default_factory=lambda: CodecCounters())
 
     def encoder(self, level: int, slot: int, layout: MessageLayout, device: torch.device) -> ResidualEncoder:
         """The sender of a slot's gradients over a level."""
@@ -328,30 +406,26 @@ class LossyState:
         if self.undelivered is not None:
             self.undelivered.is_added = False
 
-    @contextmanager
-    def encoding(self) -> Iterator[None]:
-        """Count the seconds inside as encoding."""
-        begin_s = time.perf_counter()
-        yield
-        self.encode_s += time.perf_counter() - begin_s
-
-    @contextmanager
-    def decoding(self) -> Iterator[None]:
-        """Count the seconds inside as decoding."""
-        begin_s = time.perf_counter()
-        yield
-        self.decode_s += time.perf_counter() - begin_s
+    def sums(self, weights: Sequence[Tensor]) -> CodecSums:
+        """What codecs did, for owned weights [e, *shape] of each part; all zero where nothing is lossy."""
+        distances = [mirror.squared_distance(weights) for mirror in self.mirrors.values()]
+        return CodecSums(
+            **asdict(self.counters),
+            squared_error=sum(apart for apart, _ in distances),
+            squared_weight=sum(whole for _, whole in distances),
+            squared_residual=sum(encoder.squared_residual() for encoder in self.encoders.values()),
+        )
 
     def num_bytes(self, weights: Sequence[Tensor]) -> int:
         """Bytes held beside weights and sums of the store; replicas that are views of `weights` are not counted."""
-        shared = {tensor.untyped_storage().data_ptr() for tensor in weights}
-        held = [value for mirror in self.mirrors.values() for value in mirror.values]
+        shared = {tensor.untyped_storage()._cdata for tensor in weights}  # by identity: some have no address
+        held = [tensor for mirror in self.mirrors.values() for tensor in mirror.tensors()]
         held += [
             value
             for replica in self.replicas.values()
             for value in replica.values
-            if value.untyped_storage().data_ptr() not in shared
+            if value.untyped_storage()._cdata not in shared
         ]
-        held += [residual for encoder in self.encoders.values() for residual in encoder.residuals]
+        held += [tensor for encoder in self.encoders.values() for tensor in encoder.tensors()]
         held += self.undelivered.parts if self.undelivered is not None else []
         return sum(tensor.nbytes for tensor in held)

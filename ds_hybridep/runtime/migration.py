@@ -27,6 +27,7 @@ from ds_hybridep.errors import CommunicationError, GradientNotReturnedError, Ver
 from ds_hybridep.runtime import codec_checkpoint
 from ds_hybridep.runtime.comm import Purpose, Transport, profiler_range
 from ds_hybridep.runtime.expert_gather import GradientReturn, ReplicaStore, StagedOperation, WeightGather
+from ds_hybridep.runtime.lossy import CodecSums
 
 
 class StagePipeline:
@@ -162,7 +163,8 @@ class MigrationManager:
     def _finish_gather(self, layer: LayerExperts) -> None:
         """Block until the layer's replicas hold the owners' current weights."""
         if layer.gather is not None:
-            layer.weights.wait(layer.gather)
+            with layer.store.lossy.counters.timing("exposed_s"):
+                layer.weights.wait(layer.gather)
             if layer.gather.is_deferred:
                 layer.gather.apply()
             layer.gather = None
@@ -198,7 +200,8 @@ class MigrationManager:
     def finish_return(self, layer: LayerExperts, operation: GradientReturn) -> list[Tensor]:
         """The gradients that came back for the owned experts, fp32; clears the sums at the first call."""
         if operation.collected is None:
-            layer.gradients.wait(operation)
+            with layer.store.lossy.counters.timing("exposed_s"):
+                layer.gradients.wait(operation)
             layer.store.take_undelivered()
             operation.collected = [gradient.clone() for gradient in layer.store.returned_gradients()]
             layer.store.clear_sums()
@@ -351,25 +354,10 @@ class MigrationManager:
             for codec in (*layer.store.encoding.weight_codecs, *layer.store.encoding.gradient_codecs)
         )
 
-    def codec_record(self, position: int) -> dict[str, float]:
-        """What lossy codecs do in one layer; empty where it has none.
-
-        weight_error: relative L2 distance of the replicas from the weights that they stand for, seen by their owner.
-        residual_norm: L2 norm of the gradients that this rank has not delivered yet.
-        encode_s, decode_s: since attach.
-        """
+    def codec_sums(self, position: int) -> CodecSums | None:
+        """What lossy codecs do in one layer; None where it has none.  Reads all owned weights."""
         store = self._layers[position].store
-        lossy = store.lossy
-        if not lossy.mirrors and not lossy.encoders:
-            return {}
-        distances = [mirror.squared_distance(store.source_weights()) for mirror in lossy.mirrors.values()]
-        apart, whole = (sum(column) for column in zip(*distances, strict=True)) if distances else (0.0, 0.0)
-        return {
-            "weight_error": (apart / whole) ** 0.5 if whole else 0.0,
-            "residual_norm": sum(encoder.squared_residual() for encoder in lossy.encoders.values()) ** 0.5,
-            "encode_s": lossy.encode_s,
-            "decode_s": lossy.decode_s,
-        }
+        return store.lossy.sums(store.source_weights()) if store.is_lossy else None
 
     @property
     def replica_bytes(self) -> int:

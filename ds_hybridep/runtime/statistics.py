@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank and the whole job moved, as plain dicts: for `ds_hybridep.stats`, the monitor and the run record."""
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, fields
 from typing import Any
 
 import torch
@@ -9,8 +11,10 @@ from torch import Tensor
 
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.runtime.comm import KINDS, Purpose, Transport
+from ds_hybridep.runtime.lossy import CodecSums
 from ds_hybridep.runtime.moe_layer import HybridMoE
 
+NUM_CODEC_SUMS = len(fields(CodecSums))
 EXPOSED_KINDS = ("tokens", "expert_weights", "expert_gradients", "dense")
 
 
@@ -57,21 +61,22 @@ class Statistics:
         }
 
     def codecs(self) -> list[dict[str, float]]:
-        """What lossy codecs do in each layer; reads all owned weights."""
-        return [
-            layer.migration.codec_record(layer.position) if layer.migration is not None else {}
-            for layer, _, _ in self._layers
-        ]
+        """What lossy codecs do in each layer on this rank; reads all owned weights."""
+        return [sums.record() if (sums := self._codec_sums(layer)) is not None else {} for layer, _, _ in self._layers]
+
+    def _codec_sums(self, layer: HybridMoE) -> CodecSums | None:
+        return layer.migration.codec_sums(layer.position) if layer.migration is not None else None
 
     def gather_job(self) -> dict[str, Any] | None:
         """The whole job's counters on rank 0, None elsewhere; all ranks must call at the same step.
 
         Bytes are sums over ranks, exposed seconds means over ranks, imbalance is max over mean of the rows that a
-        rank's experts computed, per layer.
+        rank's experts computed, per layer; "codecs" of a layer is `CodecSums.record` of the sums over ranks.
         """
         transport = self._transport
         local = self.local()
-        own = torch.tensor(_flatten_counters(local), dtype=torch.float64)
+        codecs = [astuple(self._codec_sums(layer) or CodecSums()) for layer, _, _ in self._layers]
+        own = torch.tensor([*_flatten_counters(local), *itertools.chain(*codecs)], dtype=torch.float64)
         if transport.world_size == 1:
             return self._job_record([own])
         channel = transport.channel("report", range(transport.world_size))
@@ -95,16 +100,22 @@ class Statistics:
             for level in self._transport.cluster.levels
         ]
         exposed_s = {kind: next(totals) / len(tables) for kind in EXPOSED_KINDS}
-        rows = stacked[:, stacked.shape[1] - len(self._layers) :]
+        first_row = stacked.shape[1] - len(self._layers) * (1 + NUM_CODEC_SUMS)
+        rows = stacked[:, first_row : first_row + len(self._layers)]
         imbalance = (rows.max(0).values / rows.mean(0).clamp_min(1e-30)).tolist()
+        codecs = stacked[:, first_row + len(self._layers) :].sum(0).view(len(self._layers), NUM_CODEC_SUMS).tolist()
         return {
             "steps": self.num_steps,
             "world_size": len(tables),
             "levels": levels,
             "exposed_s": exposed_s,
             "layers": [
-                {"name": layer.name, "imbalance": value}
-                for (layer, _, _), value in zip(self._layers, imbalance, strict=True)
+                {
+                    "name": layer.name,
+                    "imbalance": value,
+                    "codecs": CodecSums(*sums).record(len(tables)) if any(sums) else {},
+                }
+                for (layer, _, _), value, sums in zip(self._layers, imbalance, codecs, strict=True)
             ],
         }
 
