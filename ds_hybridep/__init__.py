@@ -9,6 +9,9 @@ the entry point in `_autoload` runs in every process that imports torch.
     stats(engine)                          what was moved so far, as a dict
     refresh(engine)                        resync working copies after parameters were changed by hand
     trace(engine, path)                    Chrome/Perfetto trace of the steps inside a with block
+
+    estimate_hybridep_mem_needs_all_live(model, block, world_size)    memory of replicas, before a job is started
+    estimate_hybridep_mem_needs_all_cold(expert_shapes, ...)          the same without a model
 """
 
 from importlib import import_module
@@ -18,17 +21,27 @@ from ds_hybridep.version import __version__
 
 if TYPE_CHECKING:
     from ds_hybridep.engine import attach, detach, refresh, stats, trace
+    from ds_hybridep.estimate import estimate_hybridep_mem_needs_all_cold, estimate_hybridep_mem_needs_all_live
 
-__all__ = ["__version__", "attach", "detach", "refresh", "stats", "trace"]
+__all__ = [
+    "__version__",
+    "attach",
+    "detach",
+    "estimate_hybridep_mem_needs_all_cold",
+    "estimate_hybridep_mem_needs_all_live",
+    "refresh",
+    "stats",
+    "trace",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """The public name `name`, from `ds_hybridep.engine`.  Raises AttributeError for any other name."""
+    """The public name `name`, from where it is defined.  Raises AttributeError for any other name."""
     if name not in __all__:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; its public names are {', '.join(__all__)}"
         )
-    return getattr(import_module("ds_hybridep.engine"), name)
+    return getattr(import_module(f"ds_hybridep.{'estimate' if name.startswith('estimate') else 'engine'}"), name)
 
 
 def __dir__() -> list[str]:

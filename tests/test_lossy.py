@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training over lossy codecs: replicas equal mirrors bit for bit, nothing is lost, skipped steps leave no trace."""
 
+import contextlib
+import io
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -227,6 +229,42 @@ def freeze_experts(case: Case, codecs: Codecs) -> list[float]:
         return losses
 
 
+def memory_against_estimates(case: Case, codecs: Codecs) -> dict[str, int]:
+    """Bytes held for replicas after training, and what both estimators say before."""
+    block = block_with(case, codecs)
+    with engine_of(case, with_block=True, hybridep=block) as engine:
+        train(engine, case, 0, 1)
+        dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            live = ds_hybridep.estimate_hybridep_mem_needs_all_live(engine.module, block, 4)
+            shapes = [
+                parameter.shape for parameter in moe_layers(engine.module)[0].experts.deepspeed_experts[0].parameters()
+            ]
+            cold = ds_hybridep.estimate_hybridep_mem_needs_all_cold(
+                shapes, case.toy.num_experts, case.toy.ep_size, case.toy.num_layers, block, 4, dtype=dtype
+            )
+        sizes = tuple(level["domain_size"] for level in block["levels"])
+        return {
+            "held": migration_of(engine).replica_bytes,
+            "live": live[sizes].total,
+            "cold": cold[sizes].total,
+            "alone": live[(1, 1)].total,
+            "marked": int(f"* {list(sizes)}" in printed.getvalue()),
+        }
+
+
+def job_reports(case: Case, codecs: Codecs) -> dict[str, Any]:
+    """Each rank's own numbers of codecs, and on rank 0 those of the job at the same step."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, codecs, report_interval=2)) as engine:
+        train(engine, case, 0, 2)
+        migration_of(engine)._drain_weights()
+        stats = ds_hybridep.stats(engine)
+        return {
+            "own": [layer["codecs"] for layer in stats["layers"]],
+            "job": None if stats["job"] is None else [layer["codecs"] for layer in stats["job"]["layers"]],
+        }
+
+
 def weighted_sum_of(tensors: Iterable[torch.Tensor]) -> float:
     """A number that adds up over ranks like the tensors do, other for every element of a parameter."""
     total = 0.0
@@ -436,3 +474,49 @@ def test_bytes_over_the_slow_level_are_those_that_the_codec_promised(pool4: Proc
             message = sum(math.ceil(size / 16) * 16 for size in sizes)  # parts begin aligned
             # Per layer one slot each way: own weights to the peer in the other DC, and back what this DC has summed.
             assert after["bytes"][0][kind] - before["bytes"][0][kind] == toy.num_layers * message
+
+
+@pytest.mark.parametrize(("dtype", "zero_stage"), [("fp32", 1), ("bf16", 1)], ids=str)
+@pytest.mark.parametrize(
+    ("domain_sizes", "codecs"),
+    [
+        ((2, 1), [("identity", "identity"), ("identity", "identity")]),
+        ((2, 2), [(LOW_RANK, TOP_K), ("int8", LOW_RANK)]),
+        ((2, 2), [("int4", "identity"), ("int4", "sign")]),
+    ],
+    ids=["exact", "lossy", "shared"],
+)
+def test_memory_is_what_the_estimators_say(
+    pool4: ProcessPool, domain_sizes: tuple[int, ...], codecs: Codecs, dtype: str, zero_stage: int
+) -> None:
+    case = world4(*domain_sizes, dtype=dtype, zero_stage=zero_stage)
+    for found in pool4.run(memory_against_estimates, case=case, codecs=codecs):
+        assert found["held"] == found["live"] == found["cold"] > 0
+        assert found["alone"] == 0
+        assert found["marked"]
+
+
+def test_statistics_of_codecs_count_their_messages(pool4: ProcessPool) -> None:
+    case = world4(2, 1)
+    codecs: Codecs = [(LOW_RANK, TOP_K), ("identity", "identity")]
+    results = pool4.run(job_reports, case=case, codecs=codecs)
+    toy, num_experts = case.toy, case.toy.num_experts // 4
+    shapes = [(toy.ffn, toy.hidden), (1, toy.ffn), (toy.hidden, toy.ffn), (1, toy.hidden)]
+    raw = 4 * num_experts * sum(rows * cols for rows, cols in shapes)
+    for kind, spec in (("weight", LOW_RANK), ("gradient", TOP_K)):
+        codec = make_codec(spec)
+        sizes = [num_experts * codec.packet_bytes(rows, cols) for rows, cols in shapes]
+        message = sum(math.ceil(size / 16) * 16 for size in sizes)
+        for found in results:
+            for layer in found["own"]:
+                assert layer[f"{kind}_bytes"] == 2 * message  # steps
+                assert layer[f"{kind}_ratio"] == pytest.approx(raw / message)
+        for layer in results[0]["job"]:
+            assert layer[f"{kind}_bytes"] == 4 * 2 * message  # ranks, steps
+    for index, layer in enumerate(results[0]["job"]):
+        of_ranks = [found["own"][index]["residual_norm"] for found in results]
+        assert layer["residual_norm"] == pytest.approx(math.hypot(*of_ranks))
+        assert 0.0 < layer["weight_error"] < 0.2
+        assert layer["encode_s"] > 0
+        assert layer["exposed_s"] >= 0
+    assert [found["job"] for found in results[1:]] == [None] * 3

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory replicas take, before a job is started: beside DeepSpeed's estimators, in their manner."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+from ds_hybridep.config import parse_config
+from ds_hybridep.errors import ConfigError
+from ds_hybridep.plan.partition import Partition
+from ds_hybridep.runtime.assembly import encoding_of
+from ds_hybridep.runtime.memory import MemoryNeeds, memory_of_layer, without_memory
+
+DomainSizes = tuple[int, ...]
+Layers = Iterable[tuple[nn.Module, int, int]]  # an expert without memory, experts of a rank, ranks of the group
+
+
+def estimate_hybridep_mem_needs_all_live(
+    model: nn.Module, block: Mapping[str, Any], world_size: int, *, dtype: torch.dtype | None = None
+) -> dict[DomainSizes, MemoryNeeds]:
+    """Print what each rank needs for replicas of the model's experts, for all domain sizes.
+
+    Exact for what stays between steps, with the codecs of the block; packets and other buffers of the moment come on
+    top.  Nothing of that size is allocated, and no process group is needed.
+
+    Args:
+        model: with `deepspeed.moe.layer.MoE` layers; frozen parameters count as such.
+        block: content of the "hybridep" block; its domain sizes are marked with `*`.
+        world_size: ranks of the job.
+        dtype: in which DeepSpeed will train; by default parameters stay as they are.
+
+    Returns:
+        Bytes by domain sizes, one for each level.
+
+    Raises:
+        ConfigError, PlanError: the block is wrong or does not fit the model.
+    """
+    moes = [module for module in model.modules() if isinstance(module, MoE)]
+    if not moes:
+        raise ConfigError("the model has no deepspeed.moe.layer.MoE layer, so there are no replicas to estimate")
+    layers = [
+        (
+            without_memory(moe.deepspeed_moe.experts.deepspeed_experts[0]).to(dtype=dtype),
+            moe.num_local_experts,
+            moe.ep_size,
+        )
+        for moe in moes
+    ]
+    return _print_needs(layers, block, world_size)
+
+
+def estimate_hybridep_mem_needs_all_cold(
+    expert_shapes: Sequence[Sequence[int]],
+    num_experts: int,
+    ep_size: int,
+    num_layers: int,
+    block: Mapping[str, Any],
+    world_size: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[DomainSizes, MemoryNeeds]:
+    """As `estimate_hybridep_mem_needs_all_live`, without a model.
+
+    Args:
+        expert_shapes: of the parameters of one expert, for example [(11008, 4096), (4096, 11008)]; all are trained.
+        num_experts: of a layer.
+        ep_size: ranks of an expert-parallel group.
+        num_layers: Mixture-of-Experts layers.
+        block, world_size, dtype, returns and raises: likewise.
+    """
+    if num_experts % ep_size:
+        raise ConfigError(f"{num_experts} experts cannot be shared evenly by ep_size {ep_size}; choose a divisor")
+    with torch.device("meta"):
+        expert = nn.ParameterList([nn.Parameter(torch.empty(*shape, dtype=dtype)) for shape in expert_shapes])
+    return _print_needs([(expert, num_experts // ep_size, ep_size)] * num_layers, block, world_size)
+
+
+def _print_needs(layers: Layers, block: Mapping[str, Any], world_size: int) -> dict[DomainSizes, MemoryNeeds]:
+    config = parse_config(block, world_size=world_size)
+    cluster, encoding = config.cluster(), encoding_of(config)
+    layers = list(layers)
+    alone = (1,) * len(cluster.levels)
+    spans = [Partition.build(cluster, range(ep), alone).spans for _, _, ep in layers]
+    common = [math.gcd(*level_spans) for level_spans in zip(*spans, strict=True)]
+    needs: dict[DomainSizes, MemoryNeeds] = {}
+    for sizes in itertools.product(*(_divisors(span) for span in common)):
+        needs[sizes] = sum(
+            (
+                memory_of_layer([expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding)
+                for expert, num_local, ep in layers
+            ),
+            MemoryNeeds(),
+        )
+    print(
+        f"Memory needed on each rank for replicas of experts, beside what DeepSpeed needs, in MiB:\n"
+        f"{world_size} ranks, {len(layers)} MoE layers\n"
+        f"  {'domain sizes':16} {'replicas':>10} {'gradient sums':>14} {'codecs':>10} {'all':>10}"
+    )
+    for sizes, need in needs.items():
+        columns = (need.replicas, need.gradient_sums, need.codecs, need.total)
+        mib = [f"{num_bytes / 2**20:.1f}" for num_bytes in columns]
+        mark = "*" if sizes == config.domain_sizes else " "
+        print(f"{mark} {list(sizes)!s:16} {mib[0]:>10} {mib[1]:>14} {mib[2]:>10} {mib[3]:>10}")
+    return needs
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
