@@ -2,9 +2,10 @@
 """Small random Hugging Face MoE models, one of each family that DeepSpeed's AutoEP knows and the tests try.
 
 All ranks build the whole model from the same seed; AutoEP keeps each rank's experts.  transformers, which may be
-missing, is imported with the first model.
+missing, is imported when it is needed.
 """
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -12,6 +13,16 @@ from torch import Tensor, nn
 from toy_model import ROUTING_GAP, ToyConfig
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "qwen3_5_moe")
+
+
+def preload() -> None:
+    """Import what the models need, where it is installed: many seconds in each worker otherwise."""
+    if importlib.util.find_spec("transformers") is None:
+        return
+    import transformers
+
+    for model_class, _ in _FAMILY_SETTINGS.values():
+        getattr(transformers, model_class)
 
 
 def build_hf_model(family: str, config: ToyConfig, *, seed: int, **options: Any) -> nn.Module:
@@ -39,6 +50,10 @@ def build_hf_model(family: str, config: ToyConfig, *, seed: int, **options: Any)
     arguments = common | {key: value(config) for key, value in settings.items()} | options
     torch.manual_seed(seed)
     model = model_type(model_type.config_class(**arguments))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # some start at 0, and a difference would be told in units of a few steps
+                parameter.add_(0.1 * torch.randn(parameter.shape))
     if config.routing == "by_token":
         _route_by_token(model, config)
     if config.checkpointing is not None:
@@ -49,6 +64,17 @@ def build_hf_model(family: str, config: ToyConfig, *, seed: int, **options: Any)
 def hf_loss(engine: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     """Training loss of a micro-batch, with the router's auxiliary loss where the model has one."""
     return engine(input_ids=tokens, labels=targets).loss
+
+
+def by_expert(tensors: dict[str, Tensor], *, first_expert: int) -> dict[str, Tensor]:
+    """Grouped weights [e, ...] of AutoEP taken apart, each named with its expert's global id; others as they are."""
+    parts: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        if ".experts.w" in name:
+            parts |= {f"{name}.{first_expert + index}": part for index, part in enumerate(value)}
+        else:
+            parts[name] = value
+    return parts
 
 
 # Router logits are asked for where the family computes an auxiliary loss from them.

@@ -21,7 +21,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.utils import groups
-from hf_models import build_hf_model, hf_loss
+from hf_models import build_hf_model, by_expert, hf_loss
 from process_pool import ProcessPool, RemoteError
 from torch import Tensor, nn
 from toy_model import ToyConfig, ToyModel, batch, build_model, expert_parallel_rank, global_name
@@ -48,6 +48,7 @@ BF16_NOISE_UNITS = 1.0
 BANDWIDTH_GBPS = {0: 1.0}  # the slow level; all others are fast. Written down so that nothing is probed
 FAST_BANDWIDTH_GBPS = 100.0
 LEARNING_RATE = {"adamw": 3e-2, "sgd": 0.5}
+HF_LEARNING_RATE = {"adamw": 5e-3, "sgd": 0.1}  # deeper models, in which higher ones make any rounding grow
 ADAM_EPS = 3e-3
 
 
@@ -125,7 +126,7 @@ class Case:
         return config
 
     def _optimizer_config(self) -> dict[str, Any]:
-        learning_rate = LEARNING_RATE[self.optimizer]
+        learning_rate = (LEARNING_RATE if self.family is None else HF_LEARNING_RATE)[self.optimizer]
         if self.optimizer == "sgd":
             return {"type": "SGD", "params": {"lr": learning_rate}}
         # torch_adam: DeepSpeed's own is compiled on first use, minutes on two cores. eps is of the size of the
@@ -243,6 +244,8 @@ def _by_global_name(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]
         data_before_expert=case.use_data_before_expert_parallel,
     )
     num_local_experts = case.toy.num_experts // case.toy.ep_size
+    if case.family is not None:
+        return by_expert(tensors, first_expert=ep_rank * num_local_experts)
     return {
         global_name(name, ep_rank=ep_rank, num_local_experts=num_local_experts): value
         for name, value in tensors.items()

@@ -15,12 +15,15 @@ import importlib  # noqa: E402
 import logging  # noqa: E402
 
 import deepspeed  # noqa: E402
+import hf_models  # noqa: E402
 import torch  # noqa: E402
 from deepspeed.utils import logger  # noqa: E402
 
 # Imported by deepspeed and torch when the first engine of a process is built: 2 s in each worker, if not done here.
 for _name in ("torch._dynamo", "deepspeed.moe.layer", "deepspeed.runtime.zero.muon.muon_optimizer"):
     importlib.import_module(_name)
+
+hf_models.preload()
 
 __all__ = ["deepspeed", "torch"]
 
