@@ -6,7 +6,7 @@
 #
 #     make test TORCH="torch==2.13.0 --index-url URL"
 #
-# To use an environment of your own instead, install the package there (pip install -e '.[dev]') and say
+# To use an environment of your own instead, install the package there (pip install -e '.[dev,hf]') and say
 # `make test VENV=$$VIRTUAL_ENV INSTALLED=` with it active.
 
 PYTHON ?= python3
@@ -37,8 +37,8 @@ $(VENV)/.installed: setup.py ds_hybridep/version.py
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade pip
 	@echo "[2/3] installing $(TORCH)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
-	@echo "[3/3] installing ds_hybridep, DeepSpeed and the tools of development"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@echo "[3/3] installing ds_hybridep, DeepSpeed, Hugging Face libraries and the tools of development"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev,hf]'
 	@touch $@
 
 demo: $(INSTALLED)

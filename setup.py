@@ -74,7 +74,7 @@ setup(
             "pre-commit",
         ],
         # DeepSpeed 0.19.8 cannot load models of newer transformers for expert parallelism.
-        "hf": ["transformers==5.3.0", "peft"],
+        "hf": ["transformers==5.3.0", "peft==0.21.2", "accelerate==1.15.0"],
         "plot": ["matplotlib"],
     },
     entry_points={
