@@ -369,6 +369,8 @@ def _refuse_unsupported(engine: Any) -> None:
         and zero.offload_param.device != "none",
         "ZenFlow (zero_optimization.zenflow)": zero.zenflow is not None,
         f"the 1-bit optimizer {optimizer}": optimizer.lower() in _ONE_BIT_OPTIMIZERS,
+        "ZeRO stage 3 with native MoE layers": engine.zero_optimization_stage() == 3
+        and any(isinstance(module, MOELayer) for module in engine.module.modules()),
         "ZeRO stage 3": engine.zero_optimization_stage() == 3,
     }
     for feature, is_used in reasons.items():

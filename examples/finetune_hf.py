@@ -14,10 +14,12 @@ is something to fine-tune.  On a machine without an accelerator put `DS_ACCELERA
 
 import argparse
 import json
+import os
 import sysconfig
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from transformers import (
@@ -139,10 +141,18 @@ def add_adapters(model: PreTrainedModel, rank: int) -> torch.nn.Module:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
+def join_ranks_on_cpus() -> None:
+    """Without an accelerator the Trainer takes each rank of a DeepSpeed job for a job of its own."""
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+
+
 def main() -> None:
     args = parse_args()
-    # 1. Before the model: with ZeRO-3 in the ds_config, transformers loads weights in parts.
     has_accelerator = get_accelerator().device_name() != "cpu"
+    if not has_accelerator:
+        join_ranks_on_cpus()
+    # 1. Before the model: with ZeRO-3 in the ds_config, transformers loads weights in parts.
     arguments = TrainingArguments(
         output_dir="runs/finetune_hf",
         deepspeed=args.deepspeed,
@@ -156,7 +166,7 @@ def main() -> None:
         save_strategy="no",
         report_to=[],
         seed=args.seed,
-        use_cpu=not has_accelerator,
+        accelerator_config={"use_configured_state": not has_accelerator},
         dataloader_pin_memory=has_accelerator,
         disable_tqdm=True,
     )
