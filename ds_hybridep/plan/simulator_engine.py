@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Discrete-event simulation of programs that compute and send over shared links.
+
+An *actor* (a rank, or a class of ranks that are alike) runs a list of instructions one after the other:
+
+    Run    compute for some seconds
+    Post   hand an operation to its channel and go on
+    Wait   until an operation has arrived
+
+A channel takes an actor's operations in the order in which they were posted. An operation consists of *flows*; a flow
+starts when all of its members have reached the operation, drains at the rate that its links leave it, and arrives a
+latency later. All links are shared max-min fairly, by weight, and rates change whenever a flow begins or ends.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+SAME_RATE = 1.0 + 1e-12  # links that fill up together but for rounding
+DONE_SHARE = 1e-9  # of a flow's bytes: less is rounding
+NO_LIMIT = 1e300  # bytes/s
+SAME_TIME = 1e-12  # of the clock: less is rounding
+
+
+def fair_rates(capacities: Floats, weights: Floats, flow: Ints, link: Ints, load: Floats) -> Floats:
+    """Weighted max-min fair rates of flows.
+
+    Args:
+        capacities: [L] bytes/s of each link.
+        weights: [F] shares of a flow on a link that it does not have for itself.
+        flow, link, load: [N] entries "each byte/s of this flow puts `load` bytes/s on this link".
+
+    Returns:
+        [F] bytes/s; inf for a flow without a link.
+
+    Source: progressive filling: all rates grow alike until a link is full; its flows keep theirs, the others go on.
+    """
+    rates = np.full(len(weights), math.inf)
+    is_open = np.zeros(len(weights), dtype=bool)
+    is_open[flow] = True
+    left = capacities.copy()
+    num_links = len(capacities)
+    while len(flow):
+        demand = np.bincount(link, load * weights[flow], num_links)
+        level = np.full(num_links, math.inf)
+        np.divide(left, demand, out=level, where=demand > 0.0)
+        lowest = max(float(level.min()), 0.0)
+        is_full = level <= lowest * SAME_RATE
+        full = np.unique(flow[is_full[link]])
+        rates[full] = weights[full] * lowest
+        is_open[full] = False
+        is_settled = ~is_open[flow]
+        left -= np.bincount(link[is_settled], load[is_settled] * rates[flow[is_settled]], num_links)
+        flow, link, load = flow[~is_settled], link[~is_settled], load[~is_settled]
+    return rates
+
+
+@dataclass(frozen=True)
+class Flows:
+    """What one operation sends.
+
+    num_bytes: [F] of each flow.
+    weights: [F] for the fair shares.
+    latencies_s: [F] from the last byte's departure to its arrival.
+    member_flow, member_actor: [M] "this actor takes part in this flow".
+    entry_flow, entry_link, entry_load: [N] as `fair_rates` takes them.
+    """
+
+    num_bytes: Floats
+    weights: Floats
+    latencies_s: Floats
+    member_flow: Ints
+    member_actor: Ints
+    entry_flow: Ints
+    entry_link: Ints
+    entry_load: Floats
+
+    @cached_property
+    def num_members(self) -> Ints:
+        """[F] actors of each flow."""
+        return np.bincount(self.member_flow, minlength=len(self.num_bytes))
+
+    def flows_of(self, num_actors: int) -> list[Ints]:
+        """Flows by actor."""
+        order = np.argsort(self.member_actor, kind="stable")
+        ends = np.cumsum(np.bincount(self.member_actor, minlength=num_actors))
+        return np.split(self.member_flow[order], ends[:-1])
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One communication operation of all actors.
+
+    label: for traces.
+    channel: operations of one channel follow each other at each actor.
+    flows: of the operation.
+    after: index of an operation that must have arrived first; None: none.
+    """
+
+    label: str
+    channel: str
+    flows: Flows
+    after: int | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Compute: [num_actors] seconds; `is_computing` slows flows where the host has too few cores for both."""
+
+    term: str
+    label: str
+    seconds: Floats
+    is_computing: bool = True
+
+
+@dataclass(frozen=True)
+class Post:
+    """Hand an operation over; it is under way from now on."""
+
+    operation: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Until the operation has arrived; the time counts for `term`."""
+
+    operation: int
+    term: str
+
+
+Instruction = Run | Post | Wait
+
+
+@dataclass(frozen=True)
+class Change:
+    """From `time_s` on: another capacity of a link, or other seconds (x `slowdown`) of what an actor begins to run."""
+
+    time_s: float
+    link: int | None = None
+    bytes_per_s: float = 0.0
+    actor: int | None = None
+    slowdown: float = 1.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that an actor did, for traces: on "compute" or on a channel."""
+
+    stream: str
+    label: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """end_s: [num_actors] when each actor was done.  seconds: by term, [num_actors].  spans: by traced actor."""
+
+    end_s: Floats
+    seconds: dict[str, Floats]
+    spans: dict[int, list[Span]]
+
+
+class _Progress:
+    """How far one operation is."""
+
+    def __init__(self, index: int, operation: Operation, num_actors: int, flows_of: Sequence[Ints]) -> None:
+        flows = operation.flows
+        self.index = index
+        self.operation = operation
+        self.flows_of = flows_of
+        self.left = flows.num_bytes.copy()
+        self.is_flowing = np.zeros(len(self.left), dtype=bool)
+        self.num_absent = flows.num_members.copy()
+        self.num_pending = np.bincount(flows.member_actor, minlength=num_actors)
+        self.arrival_s = np.zeros(num_actors)
+        self.begin_s = np.zeros(num_actors)
+        self.is_arrived = np.zeros(num_actors, dtype=bool)
+        self.waiting: set[int] = set()
+        self.followers: list[tuple[int, int]] = []  # (actor, operation) that wait for this one's arrival
+
+
+class Engine:
+    """Runs one program on all actors at once.
+
+    Args:
+        capacities: [L] bytes/s of the links.
+        num_actors: that run the program.
+        program: the instructions.
+        operations: to which the instructions refer by index.
+        slowdowns: [num_actors] seconds of what an actor runs, over those of the program.
+        changes: of links and actors while it runs.
+        busy_share: rate of a flow while one of its members computes, of what it would be.
+        traced: actors whose spans are kept.
+        on_progress: called with the share of instructions that is done.
+    """
+
+    def __init__(
+        self,
+        capacities: Floats,
+        num_actors: int,
+        program: Sequence[Instruction],
+        operations: Sequence[Operation],
+        *,
+        slowdowns: Floats | None = None,
+        changes: Sequence[Change] = (),
+        busy_share: float = 1.0,
+        traced: Sequence[int] = (),
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
+        self._capacities = capacities.copy()
+        self._num_actors = num_actors
+        self._program = program
+        self._operations = operations
+        self._busy_share = busy_share
+        self._on_progress = on_progress
+        shared = {id(operation.flows): operation.flows for operation in operations}
+        self._flows_of = {key: flows.flows_of(num_actors) for key, flows in shared.items()}
+        self._progress: dict[int, _Progress] = {}
+        self._queues: dict[tuple[int, str], deque[int]] = {}
+        self._position = [0] * num_actors
+        self._slowdown = np.ones(num_actors) if slowdowns is None else slowdowns.copy()
+        self._is_computing = np.zeros(num_actors, dtype=bool)
+        self._waiting_since: dict[int, float] = {}
+        terms = {part.term for part in program if not isinstance(part, Post)}
+        self._seconds = {term: np.zeros(num_actors) for term in sorted(terms)}
+        self._end_s = np.zeros(num_actors)
+        self._spans: dict[int, list[Span]] = {actor: [] for actor in traced}
+        self._now_s = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._num_events = 0
+        self._active: list[_Progress] = []  # operations with bytes under way
+        self._rates: list[Floats] = []  # of their flowing flows
+        self._is_stale = False
+        for change in changes:
+            self._at(change.time_s, self._change, change)
+
+    def run(self) -> Outcome:
+        """The whole program.  Raises AssertionError where actors wait for each other for ever."""
+        for actor in range(self._num_actors):
+            self._go_on(actor)
+        while True:
+            if self._is_stale:
+                self._share_links()
+            drained_s = self._next_drain_s()
+            event_s = self._events[0][0] if self._events else math.inf
+            next_s = min(drained_s, event_s)
+            if next_s == math.inf:
+                break
+            self._flow_until(next_s)
+            if drained_s <= next_s:
+                self._drain()
+            while self._events and self._events[0][0] <= next_s:
+                _, _, action, arguments = heapq.heappop(self._events)
+                action(*arguments)
+        stuck = [actor for actor in range(self._num_actors) if self._position[actor] < len(self._program)]
+        assert not stuck, f"actors {stuck[:8]} wait for operations that never arrive"
+        return Outcome(self._end_s, self._seconds, self._spans)
+
+    # ---- actors ----
+
+    def _go_on(self, actor: int) -> None:
+        """Run an actor's instructions until one takes time."""
+        while self._position[actor] < len(self._program):
+            instruction = self._program[self._position[actor]]
+            if isinstance(instruction, Run):
+                seconds = float(instruction.seconds[actor] * self._slowdown[actor])
+                if seconds > 0.0:
+                    self._set_computing(actor, instruction.is_computing)
+                    self._at(self._now_s + seconds, self._end_run, actor, instruction, seconds)
+                    return
+            elif isinstance(instruction, Post):
+                self._post(actor, instruction.operation)
+            elif not self._has_arrived(actor, instruction.operation):
+                self._of(instruction.operation).waiting.add(actor)
+                self._waiting_since[actor] = self._now_s
+                return
+            self._position[actor] += 1
+        self._end_s[actor] = self._now_s
+
+    def _end_run(self, actor: int, instruction: Run, seconds: float) -> None:
+        self._set_computing(actor, False)
+        self._seconds[instruction.term][actor] += seconds
+        self._trace(actor, "compute", instruction.label, self._now_s - seconds)
+        self._position[actor] += 1
+        if actor == 0 and self._on_progress is not None:
+            self._on_progress(self._position[0] / len(self._program))
+        self._go_on(actor)
+
+    def _set_computing(self, actor: int, is_computing: bool) -> None:
+        if self._busy_share < 1.0 and bool(self._is_computing[actor]) != is_computing:
+            self._is_computing[actor] = is_computing
+            self._is_stale = True
+
+    # ---- operations ----
+
+    def _of(self, index: int) -> _Progress:
+        if index not in self._progress:
+            operation = self._operations[index]
+            flows_of = self._flows_of[id(operation.flows)]
+            self._progress[index] = _Progress(index, operation, self._num_actors, flows_of)
+        return self._progress[index]
+
+    def _has_arrived(self, actor: int, index: int) -> bool:
+        return bool(self._of(index).is_arrived[actor])
+
+    def _post(self, actor: int, index: int) -> None:
+        queue = self._queues.setdefault((actor, self._operations[index].channel), deque())
+        queue.append(index)
+        if len(queue) == 1:
+            self._reach(actor, index)
+
+    def _reach(self, actor: int, index: int) -> None:
+        """An operation is at the head of its channel."""
+        progress = self._of(index)
+        after = progress.operation.after
+        if after is not None and not self._has_arrived(actor, after):
+            self._of(after).followers.append((actor, index))
+            return
+        progress.begin_s[actor] = self._now_s
+        if progress.num_pending[actor] == 0:  # nothing to send or to receive
+            self._leave(actor, index)
+            return
+        flows = progress.flows_of[actor]
+        progress.num_absent[flows] -= 1
+        starting = flows[progress.num_absent[flows] == 0]
+        if len(starting):
+            progress.is_flowing[starting] = True
+            if not any(other is progress for other in self._active):
+                self._active.append(progress)
+            self._is_stale = True
+
+    def _leave(self, actor: int, index: int) -> None:
+        """An actor's part of an operation has been sent: the channel is free, and the arrival follows."""
+        progress = self._of(index)
+        self._at(max(float(progress.arrival_s[actor]), self._now_s), self._arrive, actor, index)
+        queue = self._queues[actor, progress.operation.channel]
+        queue.popleft()
+        if queue:
+            self._reach(actor, queue[0])
+
+    def _arrive(self, actor: int, index: int) -> None:
+        progress = self._of(index)
+        progress.is_arrived[actor] = True
+        if progress.num_pending[actor] == 0 and len(progress.flows_of[actor]):
+            self._trace(actor, progress.operation.channel, progress.operation.label, float(progress.begin_s[actor]))
+        for follower in [pair for pair in progress.followers if pair[0] == actor]:
+            progress.followers.remove(follower)
+            self._reach(*follower)
+        if actor in progress.waiting:
+            progress.waiting.remove(actor)
+            instruction = self._program[self._position[actor]]
+            assert isinstance(instruction, Wait)
+            self._seconds[instruction.term][actor] += self._now_s - self._waiting_since[actor]
+            self._position[actor] += 1
+            self._go_on(actor)
+
+    # ---- flows ----
+
+    def _share_links(self) -> None:
+        """Rates of all flows under way."""
+        self._is_stale = False
+        self._active = [progress for progress in self._active if progress.is_flowing.any()]
+        weights, counts, flow, link, load, computing = [], [], [], [], [], []
+        offset = 0
+        for progress in self._active:
+            flows = progress.operation.flows
+            flowing = np.flatnonzero(progress.is_flowing)
+            renumbered = np.full(len(progress.left), -1, dtype=np.int64)
+            renumbered[flowing] = np.arange(offset, offset + len(flowing))
+            entries = np.flatnonzero(progress.is_flowing[flows.entry_flow])
+            flow.append(renumbered[flows.entry_flow[entries]])
+            link.append(flows.entry_link[entries])
+            load.append(flows.entry_load[entries])
+            weights.append(flows.weights[flowing])
+            if self._busy_share < 1.0:
+                is_busy = np.zeros(len(progress.left), dtype=bool)
+                is_busy[flows.member_flow[self._is_computing[flows.member_actor]]] = True
+                computing.append(is_busy[flowing])
+            counts.append(len(flowing))
+            offset += len(flowing)
+        if not self._active:
+            self._rates = []
+            return
+        rates = fair_rates(
+            self._capacities, np.concatenate(weights), np.concatenate(flow), np.concatenate(link), np.concatenate(load)
+        )
+        if computing:
+            rates = np.where(np.concatenate(computing), rates * self._busy_share, rates)
+        self._rates = np.split(np.minimum(rates, NO_LIMIT), np.cumsum(counts)[:-1])
+        for progress, own in zip(self._active, self._rates, strict=True):
+            progress.left[np.flatnonzero(progress.is_flowing)[own >= NO_LIMIT]] = 0.0  # flows that cross no link
+
+    def _next_drain_s(self) -> float:
+        earliest_s = math.inf
+        for progress, rates in zip(self._active, self._rates, strict=True):
+            left = progress.left[progress.is_flowing]
+            earliest_s = min(earliest_s, float((left / rates).min()))
+        return self._now_s + earliest_s
+
+    def _flow_until(self, time_s: float) -> None:
+        elapsed_s = time_s - self._now_s
+        if elapsed_s > 0.0:
+            for progress, rates in zip(self._active, self._rates, strict=True):
+                progress.left[progress.is_flowing] -= rates * elapsed_s
+        self._now_s = time_s
+
+    def _drain(self) -> None:
+        """Take out the flows that have sent everything; actors without any other leave the operation."""
+        self._is_stale = True
+        # What is done is found out first: flows that begin now are in `is_flowing`, but have no rate yet.
+        drained: list[tuple[_Progress, NDArray[np.bool_]]] = []
+        for progress, rates in zip(self._active, self._rates, strict=True):
+            is_done = progress.is_flowing.copy()
+            left, num_bytes = progress.left[is_done], progress.operation.flows.num_bytes[is_done]
+            is_done[is_done] = left <= np.maximum(DONE_SHARE * num_bytes, rates * SAME_TIME * self._now_s)
+            drained.append((progress, is_done))
+        for progress, is_done in drained:
+            flows = progress.operation.flows
+            progress.is_flowing &= ~is_done
+            members = np.flatnonzero(is_done[flows.member_flow])
+            actors = flows.member_actor[members]
+            arrivals = self._now_s + flows.latencies_s[flows.member_flow[members]]
+            np.maximum.at(progress.arrival_s, actors, arrivals)
+            np.subtract.at(progress.num_pending, actors, 1)
+            for actor in np.unique(actors):
+                if progress.num_pending[actor] == 0:
+                    self._leave(int(actor), progress.index)
+
+    # ---- time ----
+
+    def _at(self, time_s: float, action: Callable[..., None], *arguments: Any) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (time_s, self._num_events, action, arguments))
+
+    def _change(self, change: Change) -> None:
+        if change.link is not None:
+            self._capacities[change.link] = change.bytes_per_s
+            self._is_stale = True
+        if change.actor is not None:
+            self._slowdown[change.actor] = change.slowdown
+
+    def _trace(self, actor: int, stream: str, label: str, begin_s: float) -> None:
+        if actor in self._spans:
+            self._spans[actor].append(Span(stream, label, begin_s, self._now_s))
