@@ -65,8 +65,8 @@ class Ranks:
             if with_sums:
                 keys[f"holders {level}"] = [*self.domain, *self.offset, *(self.group[other] for other in rest)]
                 keys[f"siblings {level}"] = [
-                    parts[other] for parts in (self.group, self.domain, self.offset) for other in rest
-                ]
+                    np.zeros_like(self.group[0]),  # with one level everybody
+                ] + [parts[other] for parts in (self.group, self.domain, self.offset) for other in rest]
         return {name: numbered(columns) for name, columns in keys.items()}
 
     def rings(self, *, of_holders: bool) -> Ints:
