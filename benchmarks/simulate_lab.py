@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How well the simulator gives the step times that benchmarks/e2e.py measured, for all plans.
+
+    python benchmarks/simulate_lab.py benchmarks/results/e2e-2x2.jsonl benchmarks/results/e2e-4x1.jsonl
+
+What depends on this machine is fitted on a third of the grid of rates x batches of the first file, the one that
+benchmarks/predict.py fits on: seconds per token, layer, expert call, round of messages and step, the rate left to
+transfers while ranks compute, the time of each lossy codec, and from the interface counters the bytes of DeepSpeed's
+own synchronisation. All other points, and all of the other files, are simulated without having been seen. The last
+line is one JSON document.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import predict
+from predict import AGAIN, FLAT, INSIDE, LOOPBACK_BYTES_PER_S, UNSHAPED, WIRE_FACTOR
+
+from ds_hybridep.lab.topology import parse_duration, parse_rate
+from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.simulator import Scenario, simulate
+from ds_hybridep.plan.stream_model import IDENTITY, Codec, Layout, LevelCodecs, Rates, SyncModel, experts_per_rank
+from ds_hybridep.plan.token_route import choose_exchange
+from ds_hybridep.plan.workload import Workload
+
+LOSSY = ("int8", "low rank 7 int4")
+EXACT = "identity"
+Record = Mapping[str, Any]
+Fitted = dict[str, float]
+
+# Free parameters, and where the search begins.  codec_s: of encoding or decoding one rank's experts of a layer.
+START: Fitted = {
+    "flops_per_s": 3e9,
+    "layer_s": 1e-3,
+    "expert_call_s": 3e-4,
+    "message_s": 5e-4,
+    "step_s": 1e-2,
+    "overlap": 0.5,
+    "int8_s": 1e-3,
+    "low rank 7 int4_s": 1e-3,
+}
+SLEEP_PARAMETERS = ("layer_s", "expert_call_s", "message_s", "step_s", "overlap", "int8_s", "low rank 7 int4_s")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured plan at one point of the grid.
+
+    codec: of expert weights and gradients between DCs, by name.
+    ratio: its bytes as counted, `identity` over it.
+    wan_bytes, counted: of all DC uplinks together, one direction, on the wire and by kind.
+    """
+
+    plan: str
+    rate: str
+    delay_s: float
+    sizes: tuple[int, ...]
+    layout: Layout
+    workload: Workload
+    algorithm: str
+    codec: str
+    ratio: float
+    slept: tuple[float, float] | None  # of a dense sublayer and of a row, where compute is sleep
+    step_s: float
+    wan_bytes: float
+    counted: Mapping[str, float]
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The point's place on the grid but for its rate."""
+        return self.workload.tokens_per_rank, self.workload.micro_steps
+
+
+def read_points(records: Sequence[Record]) -> list[Point]:
+    """Points by plan; the second run of flat EP counts as a repetition of the first."""
+    grouped: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        params = {**record["params"], "plan": record["params"]["plan"].replace(AGAIN, FLAT)}
+        key = (record["delay"], *sorted((name, str(value)) for name, value in params.items()))
+        grouped.setdefault(key, []).append({**record, "params": params})
+    return [_point(group) for group in grouped.values()]
+
+
+def _point(group: Sequence[Record]) -> Point:
+    params, counted = group[0]["params"], group[0]["counted_bytes_per_step"]
+    sizes = tuple(int(size) for size in params["dcs"].split("x"))
+    plan = params["plan"]
+    workload = predict._workload(params)
+    layout = _layout(plan, params, sizes)
+    codec = next((name for name in LOSSY if name in plan), EXACT)
+    exact_bytes = workload.model.num_moe_layers * experts_per_rank(layout, workload) * workload.expert_travel_bytes
+    exact_bytes *= math.prod(sizes) * (layout.domain_sizes[0] - 1)
+    return Point(
+        plan=plan,
+        rate=params["rate"],
+        delay_s=parse_duration(group[0]["delay"], "delay"),
+        sizes=sizes,
+        layout=layout,
+        workload=workload,
+        algorithm="hierarchical" if "hierarchical dense" in plan else "ring",
+        codec=codec,
+        ratio=exact_bytes / counted["expert_weights"] if codec != EXACT else 1.0,
+        slept=(params["dense_ms"] * 1e-3 * params["rows"], params["row_us"] * 1e-6)
+        if params.get("compute") == "sleep"
+        else None,
+        step_s=statistics.median(seconds for record in group for seconds in record["step_s"]),
+        wan_bytes=statistics.median(record["wan_bytes_per_step"] for record in group),
+        counted=counted,
+    )
+
+
+def _layout(plan: str, params: Mapping[str, Any], sizes: tuple[int, ...]) -> Layout:
+    is_ours = plan.startswith("hybridep")
+    domain_sizes = tuple(json.loads(plan.split()[1].rstrip(","))) if is_ours else (1,) * len(sizes)
+    cluster = Cluster(tuple(Level(f"level{index}", size) for index, size in enumerate(sizes)))
+    partition = Partition.build(cluster, range(cluster.num_ranks), domain_sizes)
+    exchange = choose_exchange(
+        partition, cluster, params["experts"], params["top_k"], params["hidden"] * 4, predict.CHOSEN_FOR_TOKENS
+    )
+    return Layout(
+        spans=(1, *sizes[1:]) if plan == INSIDE else sizes,
+        domain_sizes=domain_sizes,
+        codecs=(LevelCodecs(),) * len(sizes),
+        exchange=exchange,
+        is_padded=not is_ours,
+    )
+
+
+# ---- simulations ----
+
+
+def scenario_of(point: Point, fitted: Fitted, *, row_scale: float = 1.0) -> Scenario:
+    """The point as the simulator takes it; links that are not shaped run at the speed of the loopback."""
+    wan = LOOPBACK_BYTES_PER_S if point.rate == UNSHAPED else parse_rate(point.rate, "rate") / 8
+    levels = [Level("dc", point.sizes[0], Link(wan, point.delay_s))]
+    levels += [Level(f"level{i}", size, Link(LOOPBACK_BYTES_PER_S, 0.0)) for i, size in enumerate(point.sizes[1:], 1)]
+    workload = replace(point.workload, row_scale=row_scale)
+    codec = IDENTITY
+    if point.codec != EXACT:
+        own_bytes = experts_per_rank(point.layout, workload) * workload.expert_travel_bytes
+        speed = own_bytes / max(fitted[f"{point.codec}_s"], 1e-12)
+        codec = Codec(point.codec, point.ratio, encode_bytes_per_s=speed, decode_bytes_per_s=speed)
+    codecs = (LevelCodecs(weight=codec, gradient=codec), *point.layout.codecs[1:])
+    flops_per_s, expert_flops_per_s = fitted["flops_per_s"], None
+    if point.slept is not None:
+        flops_per_s = workload.pre_expert_flops / point.slept[0]
+        expert_flops_per_s = workload.expert_flops_per_row / point.slept[1]
+    return Scenario(
+        cluster=Cluster(tuple(levels)),
+        layout=replace(point.layout, codecs=codecs),
+        workload=workload,
+        rates=Rates(
+            flops_per_s=flops_per_s,
+            expert_flops_per_s=expert_flops_per_s,
+            layer_s=fitted["layer_s"],
+            expert_call_s=fitted["expert_call_s"],
+            exchange_s=fitted["message_s"],
+            all_to_all_s=fitted["message_s"],
+            packet_s=fitted["message_s"],
+            step_s=fitted["step_s"],
+            overlap=max(fitted["overlap"], 1e-3),
+            wire_factor=WIRE_FACTOR,
+        ),
+        sync=SyncModel(
+            algorithm="hierarchical" if point.algorithm == "hierarchical" else "ring",
+            factor=1.0 if point.algorithm == "hierarchical" else fitted.get("sync_factor", 1.0),
+        ),
+    )
+
+
+def step_s_of(point: Point, fitted: Fitted, *, row_scale: float = 1.0) -> float:
+    """Simulated seconds."""
+    return simulate(scenario_of(point, fitted, row_scale=row_scale)).step_s
+
+
+def row_scale_of(point: Point) -> float:
+    """Token bytes that the runtime counted over what even routing would send; 1 where none were counted."""
+    expected = simulate(scenario_of(point, START)).sent_bytes[0].get("tokens", 0.0)
+    return point.counted["tokens"] / expected if expected and point.counted["tokens"] else 1.0
+
+
+def sync_factor_of(points: Sequence[Point]) -> float:
+    """Bytes of DeepSpeed's own synchronisation over the ring's, from interface counters: median over points."""
+    factors = []
+    for point in points:
+        if point.algorithm == "ring":
+            sent = simulate(scenario_of(point, START, row_scale=row_scale_of(point))).sent_bytes[0]
+            sync = sent["dense_sync"] + sent["expert_sync"]
+            factors.append((point.wan_bytes / WIRE_FACTOR - sum(sent.values()) + sync) / sync)
+    return statistics.median(factors)
+
+
+def fit(points: Sequence[Point], names: Sequence[str]) -> Fitted:
+    """Parameters `names` of least squared logarithmic error on `points`: one at a time, in ever smaller steps."""
+    fitted = {**START, "sync_factor": sync_factor_of(points)}
+    scales = {id(point): row_scale_of(point) for point in points}
+
+    def loss(parameters: Fitted) -> float:
+        return sum(
+            math.log(step_s_of(point, parameters, row_scale=scales[id(point)]) / point.step_s) ** 2 for point in points
+        )
+
+    best, step = loss(fitted), 2.0
+    while step > 1.02:
+        improved = False
+        for name in names:
+            for factor in (step, 1 / step):
+                trial = {**fitted, name: fitted[name] * factor}
+                trial["overlap"] = min(trial["overlap"], 1.0)
+                if (value := loss(trial)) < best * (1 - 1e-6):
+                    fitted, best, improved = trial, value, True
+        if not improved:
+            step = math.sqrt(step)
+    return fitted
+
+
+# ---- the report ----
+
+
+def is_fitted(point: Point, points: Sequence[Point], third: int) -> bool:
+    """True for one of three thirds of the grid of rates x batches, along its diagonals."""
+    rates = sorted({other.rate for other in points}, key=predict._rate_order)
+    batches = sorted({other.batch for other in points})
+    return (rates.index(point.rate) + batches.index(point.batch)) % 3 == third
+
+
+def errors_of(points: Sequence[Point], fitted: Fitted) -> dict[str, list[float]]:
+    """Relative errors of held-out points: rows as even routing has them, and as they were counted."""
+    result: dict[str, list[float]] = {"even routing": [], "counted rows": []}
+    for point in points:
+        result["even routing"].append(step_s_of(point, fitted) / point.step_s - 1)
+        result["counted rows"].append(step_s_of(point, fitted, row_scale=row_scale_of(point)) / point.step_s - 1)
+    return result
+
+
+def table(points: Sequence[Point], errors: Mapping[str, Sequence[float]], title: str) -> list[str]:
+    """Markdown rows of all points, those with a limited link, and each plan."""
+    groups: dict[str, Callable[[Point], bool]] = {
+        "all": lambda point: True,
+        "limited link": lambda point: point.rate != UNSHAPED,
+    }
+    groups |= {plan: lambda point, plan=plan: point.plan == plan for plan in dict.fromkeys(p.plan for p in points)}
+    lines = []
+    for name, belongs in groups.items():
+        for kind, values in errors.items():
+            chosen = sorted(abs(value) for point, value in zip(points, values, strict=True) if belongs(point))
+            if chosen:
+                numbers = (statistics.median(chosen), chosen[max(math.ceil(0.9 * len(chosen)) - 1, 0)], chosen[-1])
+                cells = " | ".join(f"{100 * value:.1f}%" for value in numbers)
+                lines.append(f"| {title}, {name}, {kind} | {len(chosen)} | {cells} |")
+    return lines
+
+
+def read_file(path: Path) -> list[Point]:
+    """Points of a file of records."""
+    return read_points([json.loads(line) for line in path.read_text().splitlines()])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path, help="a third of it is fitted on")
+    parser.add_argument("others", type=Path, nargs="*", help="not fitted on at all")
+    parser.add_argument("--third", type=int, choices=(0, 1, 2), default=0, help="which third of the grid is fitted on")
+    args = parser.parse_args()
+    points = read_file(args.records)
+    known = [point for point in points if is_fitted(point, points, args.third)]
+    unknown = [point for point in points if not is_fitted(point, points, args.third)]
+    if not known or not unknown:
+        parser.error("the records hold too few points to fit on some and to simulate others")
+    names = SLEEP_PARAMETERS if known[0].slept is not None else tuple(START)
+    fitted = fit(known, names)
+    print(f"Fitted on {len(known)} of {len(points)} step times: ", end="")
+    print(", ".join(f"{name} {fitted[name]:.3g}" for name in (*names, "sync_factor")) + "\n")
+    print("| error of held-out step times | points | median | 90% | worst |\n|---|---|---|---|---|")
+    document: dict[str, Any] = {"case": "simulate_lab", "third": args.third, "fitted": fitted, "points": []}
+    for path, held_out in ((args.records, unknown), *((path, read_file(path)) for path in args.others)):
+        errors = errors_of(held_out, fitted)
+        print("\n".join(table(held_out, errors, path.stem)))
+        for index, point in enumerate(held_out):
+            one = {kind: values[index] for kind, values in errors.items()}
+            where = {"file": path.name, "plan": point.plan, "rate": point.rate, "batch": point.batch}
+            document["points"].append({**where, "measured_s": point.step_s, "errors": one})
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
