@@ -16,6 +16,7 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, flatten
 from ds_hybridep.plan.simulator_classes import Floats, RankClasses, merge_ranks, nodes_at
 from ds_hybridep.plan.simulator_engine import Change, Engine, Span
+from ds_hybridep.plan.simulator_kinds import choose_stand_ins, with_stand_ins
 from ds_hybridep.plan.simulator_schedule import Assumptions, Deviation, Scenario, build_schedule
 from ds_hybridep.plan.simulator_traffic import DOWN, UP, Ranks, Routing, TrafficMaker
 from ds_hybridep.plan.token_route import known_or_assumed_bandwidths
@@ -23,6 +24,8 @@ from ds_hybridep.plan.token_route import known_or_assumed_bandwidths
 __all__ = ["Assumptions", "Deviation", "Scenario", "SimulatedStep", "simulate"]
 
 MAX_FULL_RANKS = 512  # beyond, a simulation rank by rank takes too much memory
+MAX_CLASSES = 64  # flows grow with the square, and so does the time
+MAX_KINDS = 64  # of children of level 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,8 @@ class SimulatedStep:
     terms_s: seconds by cause of the rank that is done last; they add up to the step.
     sent_bytes: per level, kind -> payload bytes that all ranks together send over it, without headers.
     num_classes: of ranks that were simulated in place of all.
+    quantisation: rates, speeds and loads of datacentres were taken too large or too small by at most this share, so
+        that there were few enough kinds of them; 0: the simulation is exact.
     spans: of traced ranks.
     """
 
@@ -40,6 +45,7 @@ class SimulatedStep:
     terms_s: Mapping[str, float]
     sent_bytes: tuple[Mapping[str, float], ...]
     num_classes: int
+    quantisation: float
     spans: Mapping[int, Sequence[Span]]
 
     def uplink_bytes(self, cluster: Cluster) -> tuple[Mapping[str, float], ...]:
@@ -75,11 +81,7 @@ def simulate(
             f"jitter, which makes all of them different"
         )
     ranks = Ranks.of(cluster, scenario.layout)
-    routing = Routing(ranks, scenario.workload)
-    patterns = ranks.patterns(with_sums=scenario.sync.algorithm == "hierarchical")
-    attributes: list[Floats] = [*routing.chances, routing.pairs]
-    attributes += _marks(cluster, scenario.deviations)
-    classes = merge_ranks(cluster, patterns, attributes, is_reduced=is_reduced)
+    scenario, routing, classes, quantisation = _with_few_classes(scenario, ranks, is_reduced=is_reduced)
     assumed = scenario.assumptions
     maker = TrafficMaker(
         cluster,
@@ -108,8 +110,39 @@ def simulate(
         terms_s={term: float(seconds[last]) for term, seconds in outcome.seconds.items()},
         sent_bytes=schedule.sent_bytes,
         num_classes=classes.num_classes,
+        quantisation=quantisation,
         spans={rank: outcome.spans[number] for rank, number in traced.items()},
     )
+
+
+def _with_few_classes(
+    scenario: Scenario, ranks: Ranks, *, is_reduced: bool
+) -> tuple[Scenario, Routing, RankClasses, float]:
+    """The scenario, its routing and its classes; with fewer kinds of children of level 0 where there are too many."""
+    cluster = scenario.cluster
+    patterns = ranks.patterns(with_sums=scenario.sync.algorithm == "hierarchical")
+
+    def classes_of(scenario: Scenario, routing: Routing, max_classes: int | None) -> RankClasses | None:
+        attributes: list[Floats] = [*routing.chances, routing.pairs]
+        attributes += _marks(cluster, scenario.deviations)
+        return merge_ranks(cluster, patterns, attributes, is_reduced=is_reduced, max_classes=max_classes)
+
+    routing = Routing.of(ranks, scenario.workload)
+    max_classes = MAX_CLASSES if cluster.num_ranks > MAX_CLASSES else None
+    classes = classes_of(scenario, routing, max_classes)
+    if classes is not None:
+        return scenario, routing, classes, 0.0
+    num_kinds = MAX_KINDS
+    while num_kinds:
+        # Kinds of single children first; then of domains, where it matters who shares one with whom.
+        for block in dict.fromkeys((1, scenario.layout.domain_sizes[0])):
+            stand_ins = choose_stand_ins(scenario, routing, max(num_kinds // block, 1), block=block)
+            changed = with_stand_ins(scenario, routing, stand_ins)
+            classes = classes_of(*changed, max_classes)
+            if classes is not None:
+                return *changed, classes, stand_ins.error
+        num_kinds //= 2
+    raise PlanError(f"the plan {scenario.layout.domain_sizes} makes more than {MAX_CLASSES} ranks of {cluster} differ")
 
 
 # ---- what is not as the levels say ----

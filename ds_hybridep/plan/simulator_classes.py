@@ -55,15 +55,21 @@ class RankClasses:
 
 
 def merge_ranks(
-    cluster: Cluster, patterns: Mapping[str, Ints], attributes: Sequence[Floats], *, is_reduced: bool = True
-) -> RankClasses:
-    """The coarsest equitable partition.
+    cluster: Cluster,
+    patterns: Mapping[str, Ints],
+    attributes: Sequence[Floats],
+    *,
+    is_reduced: bool = True,
+    max_classes: int | None = None,
+) -> RankClasses | None:
+    """The coarsest equitable partition; None where it has more than `max_classes`.
 
     Args:
         cluster: the tree of ranks.
         patterns: by name, [num_ranks] a number for each rank: all ranks with the same number talk to each other.
         attributes: [num_ranks] each; ranks of one class agree in all of them.
         is_reduced: False leaves every rank a class of its own: the full simulation.
+        max_classes: to be had; None: not limited.
     """
     depths = range(len(cluster.sizes) + 1)
     nodes = [nodes_at(cluster, depth) for depth in depths]
@@ -81,6 +87,8 @@ def merge_ranks(
             for cell_of in (cell for by_depth in cells.values() for cell in by_depth):
                 columns.append(_ids(_histograms(cell_of, class_of))[cell_of])
             finer = _ids(np.stack(columns, axis=1))
+            if max_classes is not None and finer.max() >= max_classes:
+                return None
             if finer.max() == class_of.max():
                 break
             class_of = finer

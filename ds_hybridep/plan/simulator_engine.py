@@ -28,6 +28,7 @@ Ints = NDArray[np.int64]
 
 SAME_RATE = 1.0 + 1e-12  # links that fill up together but for rounding
 DONE_SHARE = 1e-9  # of a flow's bytes: less is rounding
+MAX_KNOWN_SHARES = 4096  # sets of flows whose rates are kept: all layers of a step send alike
 NO_LIMIT = 1e300  # bytes/s
 SAME_TIME = 1e-12  # of the clock: less is rounding
 
@@ -46,8 +47,7 @@ def fair_rates(capacities: Floats, weights: Floats, flow: Ints, link: Ints, load
     Source: progressive filling: all rates grow alike until a link is full; its flows keep theirs, the others go on.
     """
     rates = np.full(len(weights), math.inf)
-    is_open = np.zeros(len(weights), dtype=bool)
-    is_open[flow] = True
+    is_settled = np.zeros(len(weights), dtype=bool)
     left = capacities.copy()
     num_links = len(capacities)
     while len(flow):
@@ -56,12 +56,11 @@ def fair_rates(capacities: Floats, weights: Floats, flow: Ints, link: Ints, load
         np.divide(left, demand, out=level, where=demand > 0.0)
         lowest = max(float(level.min()), 0.0)
         is_full = level <= lowest * SAME_RATE
-        full = np.unique(flow[is_full[link]])
-        rates[full] = weights[full] * lowest
-        is_open[full] = False
-        is_settled = ~is_open[flow]
-        left -= np.bincount(link[is_settled], load[is_settled] * rates[flow[is_settled]], num_links)
-        flow, link, load = flow[~is_settled], link[~is_settled], load[~is_settled]
+        is_settled[flow[is_full[link]]] = True
+        done = is_settled[flow]
+        rates[flow[done]] = weights[flow[done]] * lowest
+        left -= np.bincount(link[done], load[done] * weights[flow[done]] * lowest, num_links)
+        flow, link, load = flow[~done], link[~done], load[~done]
     return rates
 
 
@@ -242,6 +241,7 @@ class Engine:
         self._active: list[_Progress] = []  # operations with bytes under way
         self._rates: list[Floats] = []  # of their flowing flows
         self._is_stale = False
+        self._known_shares: dict[tuple[bytes | int, ...], list[Floats]] = {}
         for change in changes:
             self._at(change.time_s, self._change, change)
 
@@ -371,6 +371,20 @@ class Engine:
         """Rates of all flows under way."""
         self._is_stale = False
         self._active = [progress for progress in self._active if progress.is_flowing.any()]
+        key: list[bytes | int] = [self._is_computing.tobytes()]
+        for progress in self._active:
+            key += [id(progress.operation.flows), progress.is_flowing.tobytes()]
+        known = tuple(key)
+        if known not in self._known_shares:
+            if len(self._known_shares) >= MAX_KNOWN_SHARES:
+                self._known_shares.clear()
+            self._known_shares[known] = self._shares()
+        self._rates = self._known_shares[known]
+        for progress, own in zip(self._active, self._rates, strict=True):
+            progress.left[np.flatnonzero(progress.is_flowing)[own >= NO_LIMIT]] = 0.0  # flows that cross no link
+
+    def _shares(self) -> list[Floats]:
+        """Rates of the flowing flows of each active operation."""
         weights, counts, flow, link, load, computing = [], [], [], [], [], []
         offset = 0
         for progress in self._active:
@@ -390,16 +404,13 @@ class Engine:
             counts.append(len(flowing))
             offset += len(flowing)
         if not self._active:
-            self._rates = []
-            return
+            return []
         rates = fair_rates(
             self._capacities, np.concatenate(weights), np.concatenate(flow), np.concatenate(link), np.concatenate(load)
         )
         if computing:
             rates = np.where(np.concatenate(computing), rates * self._busy_share, rates)
-        self._rates = np.split(np.minimum(rates, NO_LIMIT), np.cumsum(counts)[:-1])
-        for progress, own in zip(self._active, self._rates, strict=True):
-            progress.left[np.flatnonzero(progress.is_flowing)[own >= NO_LIMIT]] = 0.0  # flows that cross no link
+        return np.split(np.minimum(rates, NO_LIMIT), np.cumsum(counts)[:-1])
 
     def _next_drain_s(self) -> float:
         earliest_s = math.inf
@@ -446,6 +457,7 @@ class Engine:
     def _change(self, change: Change) -> None:
         if change.link is not None:
             self._capacities[change.link] = change.bytes_per_s
+            self._known_shares.clear()
             self._is_stale = True
         if change.actor is not None:
             self._slowdown[change.actor] = change.slowdown

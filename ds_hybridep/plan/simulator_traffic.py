@@ -64,9 +64,9 @@ class Ranks:
                 keys[f"gather {level}"] = [*self.group, *self.domain, *(self.offset[other] for other in rest)]
             if with_sums:
                 keys[f"holders {level}"] = [*self.domain, *self.offset, *(self.group[other] for other in rest)]
-                keys[f"siblings {level}"] = [
-                    np.zeros_like(self.group[0]),  # with one level everybody
-                ] + [parts[other] for parts in (self.group, self.domain, self.offset) for other in rest]
+                everybody = [np.zeros_like(self.group[0])]
+                elsewhere = [parts[other] for parts in (self.group, self.domain, self.offset) for other in rest]
+                keys[f"siblings {level}"] = everybody + elsewhere
         return {name: numbered(columns) for name, columns in keys.items()}
 
     def rings(self, *, of_holders: bool) -> Ints:
@@ -84,19 +84,27 @@ def numbered(columns: Sequence[Ints]) -> Ints:
     return result
 
 
+@dataclass(frozen=True)
 class Routing:
-    """How many rows go where, if a choice of experts is as likely as the product of their loads (even: all alike).
+    """How many rows go where.
 
     chances: per level, [num_ranks] chance that a token needs an expert of the rank's domain, or of all domains that
         share its coordinates down to that level.
     pairs: [num_ranks] (token, expert) pairs that one token makes for the experts of the rank's domain, on average.
-
-    With e(S) the polynomial of products (1 + load x) over S: 1 - [x^k] e(all) / e(S) : [x^k] e(all).
-
-    Source: conditional Poisson sampling.
     """
 
-    def __init__(self, ranks: Ranks, workload: Workload) -> None:
+    chances: tuple[Floats, ...]
+    pairs: Floats
+
+    @classmethod
+    def of(cls, ranks: Ranks, workload: Workload) -> "Routing":
+        """Routing by the workload's load of experts, even if it has none.
+
+        A choice of experts is taken to be as likely as the product of their loads. With e(S) the product over S of
+        (1 + load x), the chance to need one of S is 1 - [x^k] e(all) / e(S) : [x^k] e(all).
+
+        Source: conditional Poisson sampling.
+        """
         num_experts, top_k = workload.model.num_experts, workload.model.top_k
         load = np.ones(num_experts) if workload.expert_load is None else np.array(workload.expert_load, dtype=float)
         load = load / load.mean()
@@ -107,8 +115,8 @@ class Routing:
         everything = _product(factors)
         num_levels = len(ranks.group)
         by_owner = np.stack([_product(part) for part in factors.reshape(-1, num_local, top_k + 1)])
-        self.chances = tuple(
-            self._chances(numbered([*ranks.group, *ranks.domain[: level + 1]]), by_owner[owner], everything)
+        chances = tuple(
+            _chances(numbered([*ranks.group, *ranks.domain[: level + 1]]), by_owner[owner], everything)
             for level in range(num_levels)
         )
         powers = (-load[:, None]) ** np.arange(top_k + 1)
@@ -116,23 +124,27 @@ class Routing:
         of_owner = of_expert.reshape(-1, num_local).sum(axis=1)[owner]
         domain_of = numbered([*ranks.group, *ranks.domain])
         of_domain: Floats = np.bincount(domain_of, of_owner).astype(np.float64)
-        self.pairs = of_domain[domain_of]
+        return cls(chances, of_domain[domain_of])
 
-    @staticmethod
-    def _chances(cell_of: Ints, polynomials: Floats, everything: Floats) -> Floats:
-        """[num_ranks] chance that a token needs an expert of the rank's cell."""
-        order = np.argsort(cell_of, kind="stable")
-        starts = np.flatnonzero(np.diff(cell_of[order], prepend=-1))
-        members = np.split(order, starts[1:])
-        result = np.zeros(len(cell_of))
-        known: dict[bytes, float] = {}
-        for ranks in members:
-            wanted = _product(polynomials[ranks])
-            key = wanted.tobytes()
-            if key not in known:
-                known[key] = 1.0 - float(_quotient_end(everything, wanted) / everything[-1])
-            result[ranks] = known[key]
-        return np.round(result, 14)  # equal sets in another order must stay equal
+    def mapped(self, change: Callable[[Floats], Floats]) -> "Routing":
+        """The same with every array changed."""
+        return Routing(tuple(change(chance) for chance in self.chances), change(self.pairs))
+
+
+def _chances(cell_of: Ints, polynomials: Floats, everything: Floats) -> Floats:
+    """[num_ranks] chance that a token needs an expert of the rank's cell."""
+    order = np.argsort(cell_of, kind="stable")
+    starts = np.flatnonzero(np.diff(cell_of[order], prepend=-1))
+    members = np.split(order, starts[1:])
+    result = np.zeros(len(cell_of))
+    known: dict[bytes, float] = {}
+    for ranks in members:
+        wanted = _product(polynomials[ranks])
+        key = wanted.tobytes()
+        if key not in known:
+            known[key] = 1.0 - float(_quotient_end(everything, wanted) / everything[-1])
+        result[ranks] = known[key]
+    return np.round(result, 14)  # equal sets in another order must stay equal
 
 
 def numbered_in_group(ranks: Ranks) -> Ints:

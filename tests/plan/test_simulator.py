@@ -13,6 +13,7 @@ from ds_hybridep.plan.cluster import Cluster, Link
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.routing import chance_needed
 from ds_hybridep.plan.simulator import Assumptions, Deviation, Scenario, simulate
+from ds_hybridep.plan.simulator_kinds import choose_stand_ins, with_stand_ins
 from ds_hybridep.plan.simulator_schedule import STREAM_MODEL_ASSUMPTIONS
 from ds_hybridep.plan.simulator_traffic import Ranks, Routing
 from ds_hybridep.plan.stream_model import ExpertGroup, Rates, SyncModel, predict
@@ -161,13 +162,13 @@ def test_ranks_talk_to_those_that_the_partition_names(ep_size, domain_sizes):
 def test_rows_are_those_of_the_routing_models(top_k):
     cluster, layout = cluster_of(2, 3), layout_of((2, 3), (1, 1))
     model = dataclasses.replace(TOY, num_experts=12, top_k=top_k)
-    even = Routing(Ranks.of(cluster, layout), toy(model=model))
+    even = Routing.of(Ranks.of(cluster, layout), toy(model=model))
     direct = expected_rows_of((2, 3), 12, top_k, 1, "direct")
     assert sum(direct) == pytest.approx(5 * even.chances[1][0])
     assert even.chances[0] * 1 == pytest.approx(expected_rows_of((2, 3), 12, top_k, 1, "hierarchical")[0])
     assert even.pairs == pytest.approx(top_k * 2 / 12)
     load = tuple(1.0 / (1 + expert) for expert in range(12))
-    uneven = Routing(Ranks.of(cluster, layout), toy(model=model, expert_load=load))
+    uneven = Routing.of(Ranks.of(cluster, layout), toy(model=model, expert_load=load))
     for rank in range(6):
         experts = frozenset(range(2 * rank, 2 * rank + 2))
         assert uneven.chances[1][rank] == pytest.approx(chance_needed(load, experts, top_k), rel=1e-9)
@@ -274,3 +275,63 @@ def test_jitter_is_refused_where_ranks_are_too_many():
     workload = toy(model=dataclasses.replace(TOY, num_experts=8192))
     with pytest.raises(PlanError, match="8192 ranks are too many to be simulated one by one .*leave out jitter"):
         simulate(scenario_of(cluster, layout, workload, jitter=0.1))
+
+
+# ---- scale ----
+
+
+def thousand_dcs(**settings):
+    """1000 DCs of 8 GPUs, 16 layers, one expert on each GPU; 10 Gbit/s between DCs."""
+    cluster = cluster_of(1000, 8, bandwidth=1.25e9, latency_s=0.01)
+    inner = dataclasses.replace(cluster.levels[1], link=Link(1.6e10, 1e-5))
+    model = dataclasses.replace(TOY, num_experts=8000, num_moe_layers=16, hidden=1024, expert_params=180_000)
+    workload = toy(model=model, tokens_per_rank=8192)
+    layout = layout_of((1000, 8), (settings.pop("domain_size", 1), 1))
+    rates = Rates(flops_per_s=1e14)
+    return scenario_of(Cluster((cluster.levels[0], inner)), layout, workload, rates, **settings)
+
+
+@pytest.mark.parametrize("domain_size", [1, 4])
+def test_a_thousand_datacentres_agree_with_the_stream_model(domain_size):
+    scenario = thousand_dcs(domain_size=domain_size, assumptions=STREAM_MODEL_ASSUMPTIONS)
+    expected = predict(scenario.cluster, scenario.layout, scenario.workload, scenario.rates)
+    found = simulate(scenario)
+    assert (found.num_classes, found.quantisation) == (1, 0.0)
+    assert found.step_s == pytest.approx(expected.step_s, rel=0.03)
+
+
+def test_sixteen_kinds_of_datacentres_are_simulated_exactly_in_any_order():
+    kinds = [1.0 / (1 + 0.1 * (7 * dc % 16)) for dc in range(1000)]
+    slow = tuple(Deviation(place=(dc,), bandwidth_factor=factor) for dc, factor in enumerate(kinds))
+    found = simulate(thousand_dcs(deviations=slow))
+    assert (found.num_classes, found.quantisation) == (16, 0.0)
+    assert found.step_s > 1.5 * simulate(thousand_dcs()).step_s
+
+
+def test_where_every_datacentre_differs_the_error_of_merging_them_is_told():
+    cluster, layout = cluster_of(70, 1, bandwidth=1e8), layout_of((70, 1), (1, 1))
+    workload = toy(model=dataclasses.replace(TOY, num_experts=70, num_moe_layers=1))
+    different = tuple(Deviation(place=(dc,), bandwidth_factor=0.5 + 0.5 * dc / 69) for dc in range(70))
+    found = simulate(scenario_of(cluster, layout, workload, deviations=different))
+    assert found.num_classes == 64
+    assert 0.0 < found.quantisation < 0.02
+    full = simulate(scenario_of(cluster, layout, workload, deviations=different), is_reduced=False)
+    assert full.num_classes == 70
+    assert found.step_s == pytest.approx(full.step_s, rel=found.quantisation)
+
+
+@properties
+@given(st.lists(st.floats(0.1, 10.0), min_size=8, max_size=8), st.sampled_from([1, 2]), st.integers(1, 8))
+def test_stand_ins_are_as_close_as_they_say(factors, block, num_kinds):
+    deviations = tuple(Deviation(place=(dc,), bandwidth_factor=factor) for dc, factor in enumerate(factors))
+    scenario = scenario_of(cluster_of(8, 1), layout_of((8, 1), (1, 1)), toy(), deviations=deviations)
+    routing = Routing.of(Ranks.of(scenario.cluster, scenario.layout), scenario.workload)
+    stand_ins = choose_stand_ins(scenario, routing, num_kinds, block=block)
+    changed, _ = with_stand_ins(scenario, routing, stand_ins)
+    ratios = [
+        max(after.bandwidth_factor / before, before / after.bandwidth_factor)
+        for before, after in zip(factors, changed.deviations, strict=True)
+    ]
+    assert max(ratios) - 1 == pytest.approx(stand_ins.error)
+    assert len(set(stand_ins.of_child.tolist())) <= num_kinds * block
+    assert (stand_ins.error == 0.0) or num_kinds < 8 // block
