@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program `ds_hybridep`: `plan` predicts, `lab` runs a script on emulated datacentres, `show` prints a record."""
+"""The program `ds_hybridep`: `plan` and `simulate` predict, `lab` emulates datacentres, `show` prints a record."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_hybridep import plan_command
+from ds_hybridep import plan_command, simulate_command
 from ds_hybridep.errors import ConfigError, HybridEPError
 from ds_hybridep.lab import command as lab_command
 
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ds_hybridep", description="Tools around expert migration for DeepSpeed.")
     subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     plan_command.add_parser(subparsers)
+    simulate_command.add_parser(subparsers)
     lab_command.add_parser(subparsers)
     show = subparsers.add_parser("show", help="print the record of a run as a table")
     show.add_argument("record", type=Path, metavar="RUN.json", help='what the run wrote at its "report_file"')
