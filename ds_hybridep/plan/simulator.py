@@ -120,7 +120,9 @@ def _with_few_classes(
 ) -> tuple[Scenario, Routing, RankClasses, float]:
     """The scenario, its routing and its classes; with fewer kinds of children of level 0 where there are too many."""
     cluster = scenario.cluster
-    patterns = ranks.patterns(with_sums=scenario.sync.algorithm == "hierarchical")
+    patterns = ranks.patterns(
+        with_sums=scenario.sync.algorithm == "hierarchical", gathers_by_level=scenario.assumptions.gathers_by_level
+    )
 
     def classes_of(scenario: Scenario, routing: Routing, max_classes: int | None) -> RankClasses | None:
         attributes: list[Floats] = [*routing.chances, routing.pairs]

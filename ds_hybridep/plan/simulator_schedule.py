@@ -34,12 +34,15 @@ class Assumptions:
     is_fair_to_flows: flows share a link alike; otherwise operations do, however many flows they have.
     levels_in_turn: a rank's messages over different levels leave one after the other, slowest level first.
     counts_go_first: row counts are a round of messages of their own before the rows.
+    gathers_by_level: expert packets cross a slow level once per child; otherwise every rank sends straight to all
+        others of its domain, as the paper counts it.
     """
 
     crosses_inner_links: bool = False
     is_fair_to_flows: bool = True
     levels_in_turn: bool = False
     counts_go_first: bool = False
+    gathers_by_level: bool = True
 
 
 STREAM_MODEL_ASSUMPTIONS = Assumptions(is_fair_to_flows=False, levels_in_turn=True, counts_go_first=True)
@@ -319,6 +322,8 @@ class _Builder:
 
     def _weights(self) -> _Sent:
         """Slowest level first; what came over slower levels goes on as it came."""
+        if not self.scenario.assumptions.gathers_by_level:
+            return self._straight([self.own_bytes / codecs.weight.ratio for codecs in self.layout.codecs])
         stages = []
         for level in self._gather_levels():
             blocks = held_blocks(self.layout, level)
@@ -328,11 +333,22 @@ class _Builder:
 
     def _gradients(self) -> _Sent:
         """Fastest level first: sums for the owners that a neighbour stands nearer to."""
+        if not self.scenario.assumptions.gathers_by_level:
+            return self._straight([self.own_bytes / codecs.gradient.ratio for codecs in self.layout.codecs])
         stages = []
         for level in reversed(self._gather_levels()):
             num_owners = int(np.prod(self.layout.domain_sizes[:level], dtype=np.int64))
             stages.append(self._gather(level, num_owners * self.own_bytes / self.layout.codecs[level].gradient.ratio))
         return _Sent(tuple(stages))
+
+    def _straight(self, num_bytes: Sequence[float]) -> _Sent:
+        """Every rank to all others of its domain, with the bytes of the level between them.  Source: paper (4)."""
+        if not self.has_packets:
+            return _Sent(())
+        straight = self.maker.between_peers(
+            "domain", self._gather_levels(), lambda level: np.full((1, 1), num_bytes[level])
+        )
+        return _Sent(((straight,),))
 
     def _gather_levels(self) -> list[int]:
         return [level for level, size in enumerate(self.layout.domain_sizes) if size > 1]

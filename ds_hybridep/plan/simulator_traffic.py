@@ -46,10 +46,12 @@ class Ranks:
             offset.append(position % size)
         return cls(cluster, layout, tuple(group), tuple(domain), tuple(offset))
 
-    def patterns(self, *, with_sums: bool) -> dict[str, Ints]:
+    def patterns(self, *, with_sums: bool = False, gathers_by_level: bool = True) -> dict[str, Ints]:
         """By name, [num_ranks] numbers: ranks of one number talk to each other.  Source: paper, topology rule."""
         num_levels = len(self.group)
         keys: dict[str, list[Ints]] = {}
+        if not gathers_by_level:
+            keys["domain"] = [*self.group, *self.domain]
         if self.layout.is_padded:
             keys["all_to_all"] = [*self.group]
         elif self.layout.exchange == "direct":

@@ -112,6 +112,7 @@ def test_one_rank_of_each_class_stands_for_all_of_them(case, data):
         is_fair_to_flows=data.draw(st.booleans()),
         levels_in_turn=data.draw(st.booleans()),
         counts_go_first=data.draw(st.booleans()),
+        gathers_by_level=data.draw(st.booleans()),
     )
     scenario = scenario_of(
         cluster, layout, workload, dataclasses.replace(rates, overlap=data.draw(st.sampled_from([0.3, 1.0]))),
@@ -145,8 +146,8 @@ def test_ranks_talk_to_those_that_the_partition_names(ep_size, domain_sizes):
     spans = ExpertGroup(ep_size).spans(cluster)
     if any(span % size for span, size in zip(spans, domain_sizes, strict=True)):
         pytest.skip("such domains do not fit into this group")
-    direct = Ranks.of(cluster, layout_of(spans, domain_sizes)).patterns(with_sums=False)
-    by_level = Ranks.of(cluster, layout_of(spans, domain_sizes, exchange="hierarchical")).patterns(with_sums=False)
+    direct = Ranks.of(cluster, layout_of(spans, domain_sizes)).patterns()
+    by_level = Ranks.of(cluster, layout_of(spans, domain_sizes, exchange="hierarchical")).patterns()
     for first in range(0, 16, ep_size):
         part = Partition.build(cluster, range(first, first + ep_size), domain_sizes)
         for a, b in itertools.permutations(range(first, first + ep_size), 2):
@@ -240,6 +241,18 @@ def test_messages_in_a_tree_of_switches_pass_the_inner_links_too():
     beside = simulate(scenario_of(inner, layout, toy()))
     through = simulate(scenario_of(inner, layout, toy(), assumptions=Assumptions(crosses_inner_links=True)))
     assert through.terms_s["tokens_s"] > 1.4 * beside.terms_s["tokens_s"]
+
+
+def test_gathering_by_level_carries_a_packet_over_a_slow_link_once():
+    cluster, layout = cluster_of(2, 3), layout_of((2, 3), (2, 3))
+    workload = toy(model=dataclasses.replace(TOY, num_experts=6))
+    by_level = simulate(scenario_of(cluster, layout, workload)).sent_bytes
+    straight = simulate(
+        scenario_of(cluster, layout, workload, assumptions=Assumptions(gathers_by_level=False))
+    ).sent_bytes
+    for kind in ("expert_weights", "expert_gradients"):
+        assert straight[0][kind] == 3 * by_level[0][kind]
+        assert straight[0][kind] + straight[1][kind] == by_level[0][kind] + by_level[1][kind]  # each copy arrives once
 
 
 def test_traces_hold_a_rank_s_spans():
