@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's tables and sweeps in the simulator, and this program's plans on a thousand datacentres.
+
+    python benchmarks/scale.py --out benchmarks/results/scale.jsonl --plots docs/images
+
+Three parts, each with its assumptions in its docstring: Table V on Clusters M and L, the two sweeps to 1000
+datacentres, and the planner's own choice there, with memory unlimited and with 80 GB for each GPU.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ds_hybridep import bench
+from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
+from ds_hybridep.plan.planner import Candidate, Question, make_plan
+from ds_hybridep.plan.simulator import Assumptions, Scenario, simulate
+from ds_hybridep.plan.stream_model import Codec, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.workload import MoEModel, Workload
+
+GIGA_BIT = 1e9 / 8
+MEGA = 1e6
+HIDDEN, PAPER_PARAMS, PAPER_LAYERS = 1024, 8_400_000, 12
+ROW_BYTES = 2 * HIDDEN
+PAPER_PACKET_BYTES = 0.36 * MEGA
+DENSE_PARAMS = PAPER_LAYERS * 4 * HIDDEN * HIDDEN
+A800_FLOPS_PER_S = 312e12 * 0.4
+PCIE, ETHERNET = 128 * GIGA_BIT, 10 * GIGA_BIT
+GBPS = (1.0, 5.0, 10.0, 25.0, 100.0)
+SWEEP_DCS = (4, 8, 16, 32, 64, 128, 256, 500, 1000)
+
+# Seconds per iteration of the paper's Table V: token data in MB -> (Tutel, mean of the three systems, HybridEP).
+TOKEN_MB = (6, 12, 24, 48, 96, 192)
+TABLE_V = {
+    "M": {
+        "Tutel": (2.52, 4.26, 5.82, 7.62, 12.65, 20.35),
+        "FasterMoE": (2.58, 4.37, 5.90, 7.81, 12.80, 20.82),
+        "SmartMoE": (2.59, 4.34, 5.97, 7.80, 12.68, 20.91),
+        "HybridEP": (2.48, 2.63, 2.74, 2.82, 3.01, 3.78),
+    },
+    "L": {
+        "Tutel": (3.74, 7.30, 10.69, 13.54, 18.59, 28.46),
+        "FasterMoE": (3.86, 7.50, 11.09, 13.88, 19.32, 29.43),
+        "SmartMoE": (3.82, 7.46, 10.94, 14.08, 19.25, 29.53),
+        "HybridEP": (3.49, 3.53, 3.54, 3.85, 4.24, 5.20),
+    },
+}
+CLUSTERS = {"M": (2, 8), "L": (4, 8)}
+
+Record = dict[str, Any]
+
+
+def model_of(num_experts: int, *, top_k: int = 1, layers: int = PAPER_LAYERS) -> MoEModel:
+    """The paper's H = 1024 model with another number of experts."""
+    dense = layers * 4 * HIDDEN * HIDDEN
+    return MoEModel(
+        name="paper H 1024", hidden=HIDDEN, num_experts=num_experts, top_k=top_k, num_moe_layers=layers,
+        expert_params=PAPER_PARAMS, dense_params=dense, active_dense_params=dense, attention_width=layers * HIDDEN,
+    )  # fmt: skip
+
+
+def cluster_of(num_dcs: int, gpus: int, bytes_per_s: float, latency_s: float = 0.0) -> Cluster:
+    """Datacentres of GPUs; PCIe inside."""
+    return Cluster((Level("dc", num_dcs, Link(bytes_per_s, latency_s)), Level("gpu", gpus, Link(PCIE, 0.0))))
+
+
+def paper_codecs() -> tuple[LevelCodecs, ...]:
+    """Packets of the size that Table V gives for an expert."""
+    codec = Codec("shared + residual", ratio=2 * PAPER_PARAMS / PAPER_PACKET_BYTES)
+    return (LevelCodecs(weight=codec, gradient=codec),) * 2
+
+
+# ---- Table V ----
+
+
+def paper_scenario(
+    cluster: Cluster, sizes: tuple[int, int], token_mb: float, *, step_s: float, slowness: float
+) -> Scenario:
+    """One iteration of the paper's systems; domain sizes of 1 are Tutel's padded exchange.
+
+    Assumed: H 1024, 12 layers, 32 experts, top-1, bf16; "token data" is what a GPU sends in a dispatch and its combine
+    together (were it each of them, Tutel's slopes would be twice as steep as measured); experts go straight from every
+    GPU to all others of the domain, as the paper's (4) counts, and gradients return the same way at the same size.
+    """
+    is_padded = sizes == (1, 1)
+    layout = Layout(spans=cluster.sizes, domain_sizes=sizes, codecs=paper_codecs(), is_padded=is_padded)
+    tokens = round(token_mb * MEGA / 2 / ROW_BYTES)
+    model = replace(model_of(32), dense_params=DENSE_PARAMS, active_dense_params=DENSE_PARAMS)
+    workload = Workload(model=model, tokens_per_rank=tokens, zero_stage=0)
+    rates = Rates(flops_per_s=A800_FLOPS_PER_S / slowness, step_s=step_s)
+    return Scenario(
+        cluster=cluster, layout=layout, workload=workload, rates=rates, assumptions=Assumptions(gathers_by_level=False)
+    )
+
+
+def best_paper_step_s(
+    cluster: Cluster, token_mb: float, *, step_s: float, slowness: float
+) -> tuple[float, tuple[int, int]]:
+    """HybridEP: the domain sizes of least seconds."""
+    choices = [(dcs, gpus) for dcs in divisors(cluster.sizes[0]) for gpus in divisors(cluster.sizes[1])]
+    return min(
+        (simulate(paper_scenario(cluster, sizes, token_mb, step_s=step_s, slowness=slowness)).step_s, sizes)
+        for sizes in choices
+    )
+
+
+def table_v(step_s: float, slowness: float) -> Iterator[Record]:
+    """Every cell of Table V beside the simulated one."""
+    for name, sizes in CLUSTERS.items():
+        cluster = cluster_of(*sizes, ETHERNET)
+        for index, token_mb in enumerate(TOKEN_MB):
+            flat = simulate(paper_scenario(cluster, (1, 1), token_mb, step_s=step_s, slowness=slowness)).step_s
+            hybrid, chosen = best_paper_step_s(cluster, token_mb, step_s=step_s, slowness=slowness)
+            cells = {system: column[index] for system, column in TABLE_V[name].items()}
+            yield {
+                "part": "table V", "cluster": name, "token_mb": token_mb, "paper": cells, "flat_s": flat,
+                "hybrid_s": hybrid, "domain_sizes": list(chosen),
+            }  # fmt: skip
+
+
+def fit_two_constants() -> tuple[float, float]:
+    """(seconds of an iteration that depend on nothing, slowness of GPUs): least worst error of the HybridEP column."""
+
+    def worst_error(constants: tuple[float, float]) -> float:
+        return max(abs(simulated / measured - 1) for simulated, measured in table_v_hybrid(*constants))
+
+    steps_s = [1.0 + 0.1 * index for index in range(16)]
+    return min(itertools.product(steps_s, range(10, 90, 10)), key=worst_error)
+
+
+def table_v_hybrid(step_s: float, slowness: float) -> list[tuple[float, float]]:
+    """(simulated, measured) seconds of the HybridEP column, one domain over everything."""
+    pairs = []
+    for name, sizes in CLUSTERS.items():
+        cluster = cluster_of(*sizes, ETHERNET)
+        for token_mb, measured in zip(TOKEN_MB, TABLE_V[name]["HybridEP"], strict=True):
+            scenario = paper_scenario(cluster, sizes, token_mb, step_s=step_s, slowness=slowness)
+            pairs.append((simulate(scenario).step_s, measured))
+    return pairs
+
+
+def affine_residual(values: Sequence[float]) -> float:
+    """Worst relative error of the best affine fit of a column of Table V over its token data."""
+    slope, intercept = statistics.linear_regression(TOKEN_MB, values)
+    return max(abs((intercept + slope * mb) / value - 1) for mb, value in zip(TOKEN_MB, values, strict=True))
+
+
+def describe_table_v(records: Sequence[Record], step_s: float, slowness: float) -> str:
+    """Markdown."""
+    lines = [
+        f"Fitted on HybridEP: {step_s:.3g} s an iteration, GPUs {slowness:.3g} times slower than 125 TFLOPS",
+        "",
+    ]
+    lines += [
+        "| cluster | token MB | Tutel | flat, simulated | HybridEP | simulated | error | domains |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in records:
+        error = one["hybrid_s"] / one["paper"]["HybridEP"] - 1
+        lines.append(
+            f"| {one['cluster']} | {one['token_mb']} | {one['paper']['Tutel']} | {one['flat_s']:.2f} "
+            f"| {one['paper']['HybridEP']} | {one['hybrid_s']:.2f} | {100 * error:+.1f}% | {one['domain_sizes']} |"
+        )
+    for name in CLUSTERS:
+        flat = [one["flat_s"] for one in records if one["cluster"] == name]
+        tutel = TABLE_V[name]["Tutel"]
+        slope, expected = (flat[5] - flat[3]) / 144, (tutel[5] - tutel[3]) / 144
+        lines.append(
+            f"\n{name}: seconds per MB from 48 to 192 MB: Tutel {expected:.4f}, simulated {slope:.4f} "
+            f"({100 * (slope / expected - 1):+.0f}%); "
+            f"the best affine fit of Tutel's column is up to {100 * affine_residual(tutel):.0f}% off"
+        )
+    return "\n".join(lines)
+
+
+# ---- the paper's sweeps ----
+
+
+def sweeps() -> Iterator[Record]:
+    """Speed-up over flat EP with domains of 4 DCs, and with domains of half of all DCs (p = 1/2).
+
+    Assumed: one GPU in each DC and one expert on each GPU, as in the paper's derivation; 192 MB of token data for a
+    dispatch and its combine; packets of 0.36 MB and a tenth of it; top-1, so that there is nothing to de-duplicate; no
+    latency; gradients return.
+    """
+    for packet_mb in (0.36, 0.036):
+        codec = Codec("packet", ratio=2 * PAPER_PARAMS / (packet_mb * MEGA))
+        for num_dcs in SWEEP_DCS:
+            workload = Workload(model=model_of(num_dcs), tokens_per_rank=round(96 * MEGA / ROW_BYTES), zero_stage=0)
+            for gbps in GBPS:
+                cluster = Cluster((Level("dc", num_dcs, Link(gbps * GIGA_BIT, 0.0)),))
+                seconds = {}
+                for name, size in (("flat", 1), ("fixed size", 4), ("fixed share", num_dcs // 2)):
+                    layout = Layout(
+                        spans=(num_dcs,), domain_sizes=(size,), codecs=(LevelCodecs(weight=codec, gradient=codec),)
+                    )
+                    scenario = Scenario(
+                        cluster=cluster, layout=layout, workload=workload, rates=Rates(flops_per_s=A800_FLOPS_PER_S)
+                    )
+                    seconds[name] = simulate(scenario).step_s
+                yield {"part": "sweep", "packet_mb": packet_mb, "dcs": num_dcs, "gbps": gbps, "step_s": seconds}
+
+
+def describe_sweeps(records: Sequence[Record]) -> str:
+    """Markdown: speed-ups by number of DCs and bandwidth."""
+    lines = []
+    for name in ("fixed size", "fixed share"):
+        for packet_mb in dict.fromkeys(one["packet_mb"] for one in records):
+            lines += ["", f"Speed-up over flat EP, {name}, packets of {packet_mb} MB:", ""]
+            lines += [
+                "| DCs | " + " | ".join(f"{gbps:g} Gbit/s" for gbps in GBPS) + " |",
+                "|---" * (len(GBPS) + 1) + "|",
+            ]
+            for num_dcs in SWEEP_DCS:
+                row = [one for one in records if one["dcs"] == num_dcs and one["packet_mb"] == packet_mb]
+                cells = " | ".join(f"{one['step_s']['flat'] / one['step_s'][name]:.2f}" for one in row)
+                lines.append(f"| {num_dcs} | {cells} |")
+    return "\n".join(lines)
+
+
+# ---- ours ----
+
+OUR_CODECS = (LevelCodecs(), LevelCodecs(weight=Codec("low_rank", 25.0), gradient=Codec("low_rank", 25.0)))
+HIERARCHICAL, RING = SyncModel(algorithm="hierarchical"), SyncModel()
+
+
+def ours(num_dcs: int = 1000) -> Iterator[Record]:
+    """The planner's choice on 1000 DCs of 8 GPUs, simulated, beside what it is compared with.
+
+    Assumed: 12 layers, H 1024, top-2, capacity factor 1, 8192 tokens per GPU and micro-step, ZeRO-1, 10 ms between
+    DCs; lossy packets 25 times smaller than bf16, as low rank gave in docs/codecs.md, at no cost of computation; dense
+    gradients level by level in our plans and in the de-duplicated baseline, in rings in DeepSpeed's.
+    """
+    for num_experts, accumulation in ((8000, 1), (8000, 8), (64, 1), (64, 8)):
+        for gbps in GBPS:
+            for memory_bytes in (None, 80e9):
+                workload = Workload(
+                    model=model_of(num_experts, top_k=2), tokens_per_rank=8192, micro_steps=accumulation
+                )
+                question = Question(
+                    cluster=cluster_of(num_dcs, 8, gbps * GIGA_BIT, 0.01), workload=workload,
+                    rates=Rates(flops_per_s=A800_FLOPS_PER_S), sync=HIERARCHICAL, codecs=OUR_CODECS,
+                    memory_bytes=memory_bytes,
+                )  # fmt: skip
+                yield {
+                    "part": "ours", "experts": num_experts, "accumulation": accumulation, "gbps": gbps,
+                    "memory_gb": None if memory_bytes is None else memory_bytes / 1e9, **compared(question),
+                }  # fmt: skip
+
+
+def compared(question: Question) -> Record:
+    """Simulated steps of the planner's choice and of the ways beside it; what is priced only is as the planner says."""
+    plan = make_plan(question)
+    best = fastest_simulated(question, [plan.best, *plan.others[:3]])
+    ways: dict[str, Any] = {}
+    for way in plan.alternatives:
+        if way.layout is None:
+            ways[way.name] = {"step_s": way.step_s, "note": way.note}
+        else:
+            sync = RING if way.layout.is_padded else HIERARCHICAL
+            ways[way.name] = {
+                "step_s": step_s_of(replace(question, sync=sync), way.layout), "lacking_gb": way.lacking_bytes / 1e9
+            }  # fmt: skip
+    return {
+        "plan": best.label,
+        "step_s": step_s_of(question, best.layout),
+        "predicted_s": best.step_s,
+        "plan_gb": best.memory.total_bytes / 1e9,
+        "ways": ways,
+    }
+
+
+def fastest_simulated(question: Question, candidates: Sequence[Candidate]) -> Candidate:
+    """Of the planner's first few, as far as they fit, the one whose simulated step is shortest."""
+    fitting = [candidate for candidate in candidates if not candidate.lacking_bytes]
+    return min(fitting, key=lambda candidate: step_s_of(question, candidate.layout))
+
+
+def step_s_of(question: Question, layout: Layout) -> float:
+    """Simulated seconds."""
+    scenario = Scenario(
+        cluster=question.cluster, layout=layout, workload=question.workload, rates=question.rates, sync=question.sync
+    )
+    return simulate(scenario).step_s
+
+
+def describe_ours(records: Sequence[Record]) -> str:
+    """Markdown: factors over flat EP, over the better fair baseline that fits, and who else wins."""
+    lines = [
+        "| experts | accumulation | Gbit/s | memory | plan | s/step | over flat EP | over the better fair baseline "
+        "| faster elsewhere |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in records:
+        ways = one["ways"]
+        names = list(ways)
+        fair = [
+            way["step_s"]
+            for name, way in ways.items()
+            if "lacking_gb" in way and not way["lacking_gb"] and name != names[0]
+        ]
+        elsewhere = [
+            f"{name} {way['step_s']:.3g} s" for name, way in ways.items()
+            if "note" in way and way["step_s"] is not None and way["step_s"] < one["step_s"]
+        ]  # fmt: skip
+        memory = "unlimited" if one["memory_gb"] is None else f"{one['memory_gb']:g} GB"
+        better = f"{min(fair) / one['step_s']:.2f}" if fair else "-"
+        lines.append(
+            f"| {one['experts']} | {one['accumulation']} | {one['gbps']:g} | {memory} | {one['plan']} | {one['step_s']:.3g} "
+            f"| {ways[names[0]]['step_s'] / one['step_s']:.2f} | {better} | {'; '.join(elsewhere)} |"
+        )
+    return "\n".join(lines)
+
+
+# ---- plots ----
+
+
+def plot_sweeps(records: Sequence[Record], path: Path) -> None:
+    """Speed-up against the number of DCs, one curve for each bandwidth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    packets = list(dict.fromkeys(one["packet_mb"] for one in records))
+    figure, grid = pyplot.subplots(len(packets), 2, figsize=(10, 4 * len(packets)), squeeze=False)
+    for row, packet_mb in zip(grid, packets, strict=True):
+        for axes, name in zip(row, ("fixed size", "fixed share"), strict=True):
+            for gbps in GBPS:
+                chosen = [one for one in records if one["gbps"] == gbps and one["packet_mb"] == packet_mb]
+                ratios = [one["step_s"]["flat"] / one["step_s"][name] for one in chosen]
+                axes.plot([one["dcs"] for one in chosen], ratios, "o-", label=f"{gbps:g} Gbit/s")
+            axes.axhline(1.0, color="grey", linestyle=":")
+            axes.set(
+                xscale="log", xlabel="datacentres", ylabel="speed-up over flat EP", title=f"{name}, {packet_mb} MB"
+            )
+            axes.grid(which="both", alpha=0.3)
+    grid[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=("table", "sweeps", "ours"), default=["table", "sweeps", "ours"])
+    parser.add_argument("--out", type=Path, help="JSON lines, written anew")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="for PNGs")
+    args = parser.parse_args()
+    records: list[Record] = []
+    for part in args.parts:
+        if part == "table":
+            constants = fit_two_constants()
+            found = list(table_v(*constants))
+            print(describe_table_v(found, *constants))
+            found = [{**one, "step_s": constants[0], "slowness": constants[1]} for one in found]
+        elif part == "sweeps":
+            found = list(sweeps())
+            print(describe_sweeps(found))
+            if args.plots is not None:
+                plot_sweeps(found, args.plots / "scale-sweeps.png")
+        else:
+            found = list(ours())
+            print(describe_ours(found))
+        sys.stdout.flush()
+        records += found
+    if args.out is not None:
+        about = {"case": "scale", "versions": bench.versions()}
+        args.out.write_text("".join(json.dumps({**about, **record}) + "\n" for record in records))
+
+
+if __name__ == "__main__":
+    main()
