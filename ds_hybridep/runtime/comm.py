@@ -393,6 +393,27 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def join_job(timeout_s: float) -> None:
+    """Form the job's process group over gloo, from what a launcher has set in the environment.
+
+    Raises:
+        CommunicationError: the environment names no job, or its ranks did not come together.
+    """
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    except (ValueError, RuntimeError) as error:
+        raise CommunicationError(
+            f"no job to join: {str(error).splitlines()[0]}; start the command as a training script is started, with "
+            f"deepspeed, torchrun or `ds_hybridep lab`, on all nodes"
+        ) from error
+
+
+def leave_job() -> None:
+    """End what `join_job` began; all ranks must call."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def backend_name() -> str:
     """Backend of the job's process group, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     return str(dist.get_backend_config())

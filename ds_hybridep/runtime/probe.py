@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the links of a job with its own communicator, level by level.
+
+At each level the children of one parent form a ring, and ranks talk to those at the same place inside the next child:
+
+    together   every rank sends to the next child and receives from the one before, all at once: what a job does
+    one pair   the first rank of every other child sends to the next child, alone; then the other way round
+    flows      the same over several connections side by side: more than one pair means that one connection is too few
+
+Two DCs of two GPUs, level dc, together: 0 <-> 2 and 1 <-> 3, so an uplink carries two messages in each direction.
+
+A rate is that of one child's uplink in one direction, headers included, as the link's provider names it: payload bytes
+x 1514/1448, the frame over the payload of a full TCP segment.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.runtime.comm import Channel, Purpose, Transport
+from ds_hybridep.runtime.level_collectives import LevelCollectives
+
+WIRE_FACTOR = 1514 / 1448
+NUM_FLOWS = 4
+NUM_PINGS = 20
+PING_BYTES = 8
+FIRST_BYTES = 1 << 16  # of the first transfer of a rank; each one is twice as long until they take long enough
+MOST_BYTES = 1 << 27
+LONG_ENOUGH_S = 0.4  # of a long transfer
+SHORT_SHARE = 4  # a short one is as many times smaller
+REPETITIONS = 5
+PROBE = Purpose("control", "probe of a link")
+
+Place = tuple[int, ...]  # of a child: coordinates down to its level
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of several samples of one quantity."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Spread":
+        """Raises ValueError where there are no samples."""
+        ordered = sorted(samples)
+        if not ordered:
+            raise ValueError("a spread needs at least one sample")
+        last = len(ordered) - 1
+        return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)])
+
+
+@dataclass(frozen=True)
+class LevelProbe:
+    """One level's links as measured; of a level with one child nothing is, and all are None.
+
+    latency_s: one way, half of a round trip of 8 bytes.
+    together_bytes_per_s: of the slowest uplink while all ranks send both ways.
+    onward_bytes_per_s, backward_bytes_per_s: of one pair of ranks in one direction, the slowest pair.
+    flows_bytes_per_s: of one pair over several connections.
+    """
+
+    name: str
+    size: int
+    latency_s: Spread | None = None
+    together_bytes_per_s: Spread | None = None
+    onward_bytes_per_s: Spread | None = None
+    backward_bytes_per_s: Spread | None = None
+    flows_bytes_per_s: Spread | None = None
+
+    @property
+    def level(self) -> Level:
+        """As plans take it."""
+        if self.latency_s is None or self.together_bytes_per_s is None:
+            return Level(self.name, self.size)
+        return Level(self.name, self.size, Link(self.together_bytes_per_s.median, self.latency_s.median))
+
+
+class LinkProbe:
+    """Transfers made only to be timed; all ranks of the job must make the same calls, with nothing else under way.
+
+    Args:
+        transport: of the job; its levels say who talks to whom.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._cluster: Cluster = transport.cluster
+        self._place = self._cluster.place_of(transport.rank)
+        self._collectives = LevelCollectives(transport)
+
+    def table(self, values: Sequence[float]) -> list[list[float]]:
+        """[world_size][len(values)]: one or more values of all ranks, equal in every bit on each of them."""
+        world_size = self._transport.world_size
+        table = torch.zeros(world_size, len(values), dtype=torch.float64)
+        table[self._transport.rank] = torch.tensor(values, dtype=torch.float64)
+        if world_size > 1:
+            self._collectives.all_reduce(table)
+        rows: list[list[float]] = table.tolist()
+        return rows
+
+    def measure(self, level: int, *, is_thorough: bool, limit_s: float) -> LevelProbe:
+        """All about one level.
+
+        Args:
+            level: index of the level.
+            is_thorough: pairs and flows too, not only what a plan needs.
+            limit_s: no repetition begins after this many seconds, but the first of each kind.
+        """
+        about = self._cluster.levels[level]
+        if about.size == 1:
+            return LevelProbe(about.name, 1)
+        deadline_s = time.perf_counter() + limit_s
+        share_s = limit_s / (5 if is_thorough else 2)
+        latency = self.latency(level)
+
+        def rate(pattern: "_Pattern") -> Spread:
+            until_s = min(time.perf_counter() + share_s, deadline_s)
+            return self._rate(level, pattern, until_s)
+
+        together = rate(_Pattern())
+        if not is_thorough:
+            return LevelProbe(about.name, about.size, latency, together)
+        return LevelProbe(
+            about.name,
+            about.size,
+            latency,
+            together,
+            onward_bytes_per_s=rate(_Pattern(is_pair=True)),
+            backward_bytes_per_s=rate(_Pattern(is_pair=True, step=-1)),
+            flows_bytes_per_s=rate(_Pattern(is_pair=True, num_flows=NUM_FLOWS)),
+        )
+
+    def latency(self, level: int) -> Spread:
+        """Seconds one way between the first ranks of neighbouring children; of the slowest pair."""
+        samples = []
+        for ping in range(NUM_PINGS + 2):
+            self.table([0.0])
+            begin_s = time.perf_counter()
+            self._pass_on(level, _Pattern(is_pair=True), PING_BYTES)
+            self._pass_on(level, _Pattern(is_pair=True, step=-1), PING_BYTES)
+            seconds = time.perf_counter() - begin_s
+            if ping >= 2:  # the first packets of a connection take longer
+                samples.append(seconds / 2 if self._is_sender(level, _Pattern(is_pair=True)) else 0.0)
+        own = Spread.of(samples)
+        return Spread(*max(self.table([own.median, own.p10, own.p90])))
+
+    def burst(self, level: int, num_bytes: int) -> float:
+        """Bytes per second of the slowest uplink while every rank sends `num_bytes`, headers included.
+
+        Call right after `table`, from which all ranks come together.
+        """
+        return min(one.bytes_per_s for one in self._timed(level, _Pattern(), num_bytes).values())
+
+    def _rate(self, level: int, pattern: "_Pattern", until_s: float) -> Spread:
+        """Bytes per second of the slowest uplink.
+
+        Transfers grow until they take long enough. Then long and short ones take turns, and a sample is what the long
+        one carried more over the time that it took more: what a transfer costs whatever its size (latency, a start
+        that is not the same moment everywhere, a connection that gets up to speed) is in both.
+        """
+        num_bytes = FIRST_BYTES
+        long = self._once(level, pattern, num_bytes)
+        while (seconds := max(one.seconds for one in long.values())) < LONG_ENOUGH_S / 2 and num_bytes < MOST_BYTES:
+            growth = min(max(LONG_ENOUGH_S / max(seconds, 1e-6), 2.0), 8.0)
+            num_bytes = min(int(num_bytes * growth), MOST_BYTES)
+            long = self._once(level, pattern, num_bytes)
+        rates: list[float] = []
+        while not rates or (len(rates) < REPETITIONS and self._has_time(until_s)):
+            short = self._once(level, pattern, num_bytes // SHORT_SHARE)
+            long = self._once(level, pattern, num_bytes)
+            rates.append(min(long[uplink].minus(short[uplink]).bytes_per_s for uplink in long))
+        return Spread.of(rates)
+
+    def _has_time(self, until_s: float) -> bool:
+        return all(row[0] > 0 for row in self.table([until_s - time.perf_counter()]))
+
+    def _once(self, level: int, pattern: "_Pattern", num_bytes: int) -> "dict[Place, _Carried]":
+        """What each uplink that was used has carried, and how long that took."""
+        for flow in range(pattern.num_flows):
+            self._channel(level, flow)  # connected before the clock starts
+        self.table([0.0])  # all begin together
+        return self._timed(level, pattern, num_bytes)
+
+    def _timed(self, level: int, pattern: "_Pattern", num_bytes: int) -> "dict[Place, _Carried]":
+        begin_s = time.perf_counter()
+        took_part = self._pass_on(level, pattern, num_bytes)
+        own_s = time.perf_counter() - begin_s if took_part else 0.0
+        # A sender may be done before its receiver is: an uplink is as slow as the slowest at either end of it.
+        size = self._cluster.sizes[level]
+        is_sender = self._is_sender(level, pattern)
+        seconds: dict[Place, float] = {}
+        sent: dict[Place, float] = {}
+        for rank, (took_s, sent_bytes) in enumerate(self.table([own_s, float(num_bytes if is_sender else 0)])):
+            place = self._cluster.place_of(rank)
+            uplink = place[: level + 1]
+            before = (*place[:level], (place[level] - pattern.step) % size)
+            sent[uplink] = sent.get(uplink, 0.0) + sent_bytes
+            for end in (uplink, before):
+                seconds[end] = max(seconds.get(end, 0.0), took_s)
+        return {up: _Carried(count * WIRE_FACTOR, seconds[up]) for up, count in sent.items() if count > 0}
+
+    def _is_sender(self, level: int, pattern: "_Pattern") -> bool:
+        return not pattern.is_pair or self._pair_role(level) == (0 if pattern.step > 0 else 1)
+
+    def _is_receiver(self, level: int, pattern: "_Pattern") -> bool:
+        return not pattern.is_pair or self._pair_role(level) == (1 if pattern.step > 0 else 0)
+
+    def _pair_role(self, level: int) -> int | None:
+        """0 for the first of a pair, 1 for the second, None for whoever is in none."""
+        at, size = self._place[level], self._cluster.sizes[level]
+        if any(self._place[level + 1 :]) or at >= size - size % 2:
+            return None
+        return at % 2
+
+    def _pass_on(self, level: int, pattern: "_Pattern", num_bytes: int) -> bool:
+        """One transfer of the pattern, from its start to its end on this rank; True where it takes part."""
+        is_sender, is_receiver = self._is_sender(level, pattern), self._is_receiver(level, pattern)
+        transfers = []
+        for flow in range(pattern.num_flows):
+            channel, siblings = self._channel(level, flow)
+            at = siblings.index(self._transport.rank)
+            to, fro = siblings[(at + pattern.step) % len(siblings)], siblings[(at - pattern.step) % len(siblings)]
+            share = num_bytes // pattern.num_flows
+            sends = [(to, _buffer(share))] if is_sender else []
+            receives = [(fro, _buffer(share))] if is_receiver else []
+            transfers.append(channel.start(sends, receives, PROBE))
+        for transfer in transfers:
+            transfer.wait()
+        return is_sender or is_receiver
+
+    def _channel(self, level: int, flow: int) -> tuple[Channel, tuple[int, ...]]:
+        place, size = self._place, self._cluster.sizes[level]
+        siblings = tuple(self._cluster.rank_at((*place[:level], at, *place[level + 1 :])) for at in range(size))
+        return self._transport.channel(f"probe_{level}_{flow}", siblings), siblings
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """By one uplink, headers included."""
+
+    num_bytes: float
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / max(self.seconds, 1e-9)
+
+    def minus(self, other: "_Carried") -> "_Carried":
+        """The rest; all of it where the other one, which carried less, took as long: a pause has struck it."""
+        if other.seconds >= self.seconds:
+            return self
+        return _Carried(self.num_bytes - other.num_bytes, self.seconds - other.seconds)
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """Who sends: all, or one pair; to the next child (step 1) or to the one before; over how many connections."""
+
+    is_pair: bool = False
+    step: int = 1
+    num_flows: int = 1
+
+
+def _buffer(num_bytes: int) -> Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def probe_links(transport: Transport, *, is_thorough: bool, limit_s: float) -> tuple[LevelProbe, ...]:
+    """All levels, slowest first; all ranks must call.
+
+    limit_s: seconds for all of it, shared out among the levels that have several children; a slow link may need more
+        for its first transfers.
+    """
+    probe = LinkProbe(transport)
+    num_levels = sum(size > 1 for size in transport.cluster.sizes)
+    return tuple(
+        probe.measure(level, is_thorough=is_thorough, limit_s=limit_s / max(num_levels, 1))
+        for level in range(len(transport.cluster.levels))
+    )
+
+
+def measured_cluster(probes: Sequence[LevelProbe]) -> Cluster:
+    """The levels with the links as measured."""
+    return Cluster(tuple(probe.level for probe in probes))

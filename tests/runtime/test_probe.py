@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probe of links: what it sends to whom, what it makes of the times, and the file that it writes."""
+
+import argparse
+import json
+
+import pytest
+import yaml
+from process_pool import ProcessPool
+from torch import distributed as dist
+
+from ds_hybridep.config import parse_config
+from ds_hybridep.errors import ConfigError
+from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.probe_command import cluster_file, describe, read_cluster
+from ds_hybridep.runtime.probe import (
+    WIRE_FACTOR,
+    LevelProbe,
+    LinkProbe,
+    Spread,
+    _Carried,
+    measured_cluster,
+    probe_links,
+)
+
+SIZES = [(2, 2), (4, 1), (1, 4), (2, 1, 2)]
+
+
+def cluster_of(sizes: tuple[int, ...]) -> Cluster:
+    return Cluster(tuple(Level(f"level{index}", size) for index, size in enumerate(sizes)))
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+def probe_of(sizes: tuple[int, ...], limit_s: float) -> list[tuple]:
+    """What every level came out as, and the bytes that were sent over each."""
+    from moe_refs import open_transport
+
+    from ds_hybridep.runtime import probe as probe_module
+
+    transport = open_transport(cluster_of(sizes), 30.0)
+    long_enough_s, probe_module.LONG_ENOUGH_S = probe_module.LONG_ENOUGH_S, 0.01
+    probes = probe_links(transport, is_thorough=True, limit_s=limit_s)
+    probe_module.LONG_ENOUGH_S = long_enough_s
+    sent = [transport.traffic.sent_bytes.get((level, "control"), 0) for level in range(len(sizes))]
+    transport.close()
+    return [probes, sent]
+
+
+def timed_by_the_test(sizes: tuple[int, ...], level: int, slow_rank: int) -> dict[str, float]:
+    """Rates of transfers that take 0.01 s on every rank, but 0.04 s on one."""
+    from moe_refs import open_transport
+
+    from ds_hybridep.runtime import probe as probe_module
+
+    transport = open_transport(cluster_of(sizes), 30.0)
+    link_probe = LinkProbe(transport)
+    link_probe._pass_on = lambda level, pattern, num_bytes: (
+        link_probe._is_sender(level, pattern) or link_probe._is_receiver(level, pattern)
+    )
+    seconds = 0.04 if dist.get_rank() == slow_rank else 0.01
+    clock = iter(range(10**6))
+    original = probe_module.time.perf_counter
+    try:
+        probe_module.time = argparse.Namespace(perf_counter=lambda: next(clock) * seconds)  # a tick is a transfer
+        patterns = {
+            "together": probe_module._Pattern(),
+            "onward": probe_module._Pattern(is_pair=True),
+            "backward": probe_module._Pattern(is_pair=True, step=-1),
+        }
+        found = {
+            name: min(one.bytes_per_s for one in link_probe._once(level, pattern, 1000).values())
+            for name, pattern in patterns.items()
+        }
+    finally:
+        import time
+
+        assert original is time.perf_counter
+        probe_module.time = time
+    transport.close()
+    return found
+
+
+def tables(sizes: tuple[int, ...]) -> list[list[float]]:
+    from moe_refs import open_transport
+
+    transport = open_transport(cluster_of(sizes), 30.0)
+    table = LinkProbe(transport).table([dist.get_rank() + 0.25, -1.5])
+    transport.close()
+    return table
+
+
+# -- tests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_level_with_neighbours_is_measured_alike_on_all_ranks(pool4: ProcessPool, sizes: tuple[int, ...]):
+    results = pool4.run(probe_of, sizes=sizes, limit_s=0.2)
+    probes, _ = results[0]
+    assert all(other == probes for other, _ in results)  # every rank has the same numbers
+    for index, probe in enumerate(probes):
+        spreads = [probe.together_bytes_per_s, probe.onward_bytes_per_s, probe.flows_bytes_per_s, probe.latency_s]
+        if sizes[index] == 1:
+            assert spreads == [None] * 4
+            assert all(sent[index] == 0 for _, sent in results)
+            continue
+        for spread in spreads:
+            assert 0 < spread.p10 <= spread.median <= spread.p90
+        assert all(sent[index] > 0 for _, sent in results)
+        link = measured_cluster(probes).levels[index].link
+        assert link.bandwidth_bytes_per_s == probe.together_bytes_per_s.median
+        assert link.latency_s == probe.latency_s.median
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("level", "slow_rank", "expected"),
+    [
+        # Two ranks share an uplink of level 0, and the slowest of both ends counts.
+        (0, 3, {"together": 2 * 1000 / 0.04, "onward": 1000 / 0.01, "backward": 1000 / 0.01}),
+        (0, 2, {"together": 2 * 1000 / 0.04, "onward": 1000 / 0.04, "backward": 1000 / 0.04}),
+        (1, 0, {"together": 1000 / 0.04, "onward": 1000 / 0.04, "backward": 1000 / 0.04}),
+    ],
+)
+def test_a_rate_is_of_the_slowest_uplink(pool4: ProcessPool, level: int, slow_rank: int, expected: dict[str, float]):
+    for found in pool4.run(timed_by_the_test, sizes=(2, 2), level=level, slow_rank=slow_rank):
+        assert found == pytest.approx({name: rate * WIRE_FACTOR for name, rate in expected.items()})
+
+
+@pytest.mark.dist
+def test_a_table_has_the_values_of_all_ranks_on_each(pool4: ProcessPool):
+    expected = [[rank + 0.25, -1.5] for rank in range(4)]
+    assert pool4.run(tables, sizes=(2, 2)) == [expected] * 4
+
+
+def test_a_sample_is_what_a_long_transfer_carried_more_over_the_time_that_it_took_more():
+    long, short = _Carried(1000.0, 0.5), _Carried(200.0, 0.3)
+    assert long.minus(short).bytes_per_s == pytest.approx(800 / 0.2)
+    assert long.minus(_Carried(200.0, 0.6)) == long  # the short one met a pause
+
+
+def test_a_spread_is_of_its_samples():
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+    assert Spread.of(list(range(11))) == Spread(5, 1, 9)
+    with pytest.raises(ValueError, match="at least one"):
+        Spread.of([])
+
+
+RATE = Spread(12_500_000.0, 12_000_000.0, 13_000_000.0)
+PROBES = (LevelProbe("dc", 2, Spread(0.01, 0.009, 0.011), RATE, RATE, RATE, RATE), LevelProbe("gpu", 1))
+
+
+@pytest.mark.parametrize(("name", "load"), [("cluster.yaml", yaml.safe_load), ("cluster.json", json.loads)])
+def test_the_file_is_a_cluster_file(tmp_path, name, load):
+    path = tmp_path / name
+    path.write_text(cluster_file(PROBES, is_json=path.suffix == ".json"))
+    assert list(load(path.read_text())) == ["levels"]
+    config = parse_config({"levels": name}, world_size=2, base_dir=tmp_path)
+    assert [(level.name, level.size) for level in config.levels] == [("dc", 2), ("gpu", 1)]
+    assert config.levels[0].bandwidth_gbps == 0.1
+    assert config.levels[0].latency_ms == 10.0
+    assert config.levels[1].bandwidth_gbps is None
+    assert [level.size for level in read_cluster(argparse.Namespace(cluster=path, levels=None)).levels] == [2, 1]
+
+
+def test_the_table_shows_medians_and_spreads():
+    lines = describe(PROBES).splitlines()
+    assert "100 [96, 104]" in lines[2]
+    assert "10 [9, 11]" in lines[2]
+    assert lines[3].split() == ["gpu", "1", "-", "-", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("text", ["dc", "dc=0", "dc=2,gpu", "dc=x", ""])
+def test_levels_that_cannot_be_read_are_refused(text):
+    with pytest.raises(ConfigError, match="--levels: got .*dc=2,gpu=8"):
+        read_cluster(argparse.Namespace(cluster=None, levels=text))
+
+
+def test_levels_may_go_without_names():
+    levels = read_cluster(argparse.Namespace(cluster=None, levels="2,gpu=3")).levels
+    assert [(level.name, level.size) for level in levels] == [("level0", 2), ("gpu", 3)]
