@@ -7,6 +7,7 @@ the entry point in `_autoload` runs in every process that imports torch.
     attach(engine_or_model, config=None)   take over the MoE layers; not needed when ds_config has a "hybridep" block
     detach(engine)                         give the layers back to DeepSpeed
     stats(engine)                          what was moved so far, as a dict
+    replan(engine, config)                 go on with other domain sizes, codecs and ways of tokens
     refresh(engine)                        resync working copies after parameters were changed by hand
     trace(engine, path)                    Chrome/Perfetto trace of the steps inside a with block
 
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ds_hybridep.version import __version__
 
 if TYPE_CHECKING:
-    from ds_hybridep.engine import attach, detach, refresh, stats, trace
+    from ds_hybridep.engine import attach, detach, refresh, replan, stats, trace
     from ds_hybridep.estimate import estimate_hybridep_mem_needs_all_cold, estimate_hybridep_mem_needs_all_live
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "estimate_hybridep_mem_needs_all_cold",
     "estimate_hybridep_mem_needs_all_live",
     "refresh",
+    "replan",
     "stats",
     "trace",
 ]

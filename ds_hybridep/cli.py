@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program `ds_hybridep`: `plan` and `simulate` predict, `lab` emulates datacentres, `show` prints a record."""
+"""The program `ds_hybridep`: predicts plans, measures links, emulates datacentres, prints the record of a run."""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from ds_hybridep import plan_command, simulate_command
+from ds_hybridep import plan_command, probe_command, simulate_command
 from ds_hybridep.errors import ConfigError, HybridEPError
 from ds_hybridep.lab import command as lab_command
 
@@ -20,10 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     plan_command.add_parser(subparsers)
     simulate_command.add_parser(subparsers)
+    probe_command.add_parser(subparsers)
     lab_command.add_parser(subparsers)
     show = subparsers.add_parser("show", help="print the record of a run as a table")
     show.add_argument("record", type=Path, metavar="RUN.json", help='what the run wrote at its "report_file"')
     show.set_defaults(run=_show)
+    explain = subparsers.add_parser("explain", help="say why a planned run had its plan: predicted beside measured")
+    explain.add_argument("record", type=Path, metavar="RUN.json", help='what the run wrote at its "report_file"')
+    explain.set_defaults(run=_explain)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
@@ -37,6 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(args: argparse.Namespace) -> int:
     from ds_hybridep.report import format_run_record
 
+    print(format_run_record(_read_record(args)))
+    return 0
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from ds_hybridep.report import explain_plan
+
+    print(explain_plan(_read_record(args)))
+    return 0
+
+
+def _read_record(args: argparse.Namespace) -> dict[str, Any]:
     try:
         record = json.loads(args.record.read_text())
     except OSError as error:
@@ -47,8 +64,7 @@ def _show(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"RUN.json: {args.record} holds a {type(record).__name__}, wanted the object of a run record"
         )
-    print(format_run_record(record))
-    return 0
+    return record
 
 
 if __name__ == "__main__":

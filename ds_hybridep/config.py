@@ -20,7 +20,8 @@ Reader = Callable[[object, str], object]
 
 EXPERT_CODECS = ("identity", "int8", "int4", "int2", "sign", "top_k", "low_rank", "sum", "warm_up")
 TOKEN_CODECS = ("identity",)
-FUTURE_CODECS = ("fp8", "auto")
+FUTURE_CODECS = ("fp8",)
+AUTO = "auto"
 
 BITS_PER_BYTE = 8
 BITS_PER_GBIT = 1e9
@@ -101,6 +102,7 @@ def _optional(reader: Reader) -> Reader:
 
 def _codec(available: Sequence[str]) -> Reader:
     """Reader of a codec whose type is one of `available`; its options are checked where the codec is made."""
+    known = (*EXPERT_CODECS, *FUTURE_CODECS, AUTO)
 
     def read(value: object, where: str) -> "CodecConfig":
         if isinstance(value, str):
@@ -111,12 +113,12 @@ def _codec(available: Sequence[str]) -> Reader:
             advice = f"available: {quoted(available)}"
             raise refused(where, value, 'a codec name or an object such as {"type": "identity"}', advice)
         name = value["type"]
-        if isinstance(name, str) and name not in available and name in (*FUTURE_CODECS, *EXPERT_CODECS):
+        if isinstance(name, str) and name not in available and name in known:
             raise ConfigError(
                 f"{where_type} is {shown(name)}, which is not available yet; choose one of {quoted(available)}"
             )
         if not isinstance(name, str) or name not in available:
-            advice = nearest(name, (*available, *FUTURE_CODECS)) or "choose one of these"
+            advice = nearest(name, (*available, *known)) or "choose one of these"
             raise refused(where_type, name, f"one of {quoted(available)}", advice)
         options = {key: option for key, option in value.items() if key != "type"}
         try:
@@ -127,10 +129,15 @@ def _codec(available: Sequence[str]) -> Reader:
     return read
 
 
+def _codec_list(value: object, where: str) -> tuple["CodecConfig", ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise refused(where, value, "a list of codecs", 'for example ["int8"]')
+    read = _codec(EXPERT_CODECS)
+    return tuple(read(entry, f"{where}[{index}]") for index, entry in enumerate(value))  # type: ignore[misc]
+
+
 def _read_domain_size(value: object, where: str) -> object:
-    if value == "auto":
-        return value  # refused by _check_domain_size, which knows the divisors to advise
-    return _integer(at_least=1, example=1)(value, where)
+    return value if value == AUTO else _integer(at_least=1, example=1)(value, where)
 
 
 # ---- the settings ----
@@ -148,6 +155,11 @@ _BANDWIDTH = _number(
 )
 _LATENCY = _number(
     allowed=">= 0", accepts=lambda ms: ms >= 0, advice="give milliseconds one way, or leave the key out"
+)
+_THRESHOLD = _number(
+    allowed=">= 0 and below 1",
+    accepts=lambda share: 0 <= share < 1,
+    advice="give the share of a step that another plan must save, for example 0.05",
 )
 _TIMEOUT = _number(
     allowed="> 0 and at most 1e9",
@@ -174,6 +186,7 @@ class CodecConfig:
 
 
 IDENTITY = CodecConfig(type="identity")
+AUTO_CODEC = CodecConfig(type=AUTO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,17 +197,17 @@ class LevelConfig:
     size: children of each parent at this level.
     bandwidth_gbps: Gbit/s of one child's uplink in each direction, shared by the ranks below; None: not known yet.
     latency_ms: milliseconds one way; None: not known yet.
-    domain_size: neighbouring children that form one domain; divides `size`.
-    weight_codec, gradient_codec, token_codec: encoding of what crosses this level.
+    domain_size: neighbouring children that form one domain; divides `size`. "auto": planned while the job runs.
+    weight_codec, gradient_codec, token_codec: encoding of what crosses this level; of the first two "auto" is planned.
     """
 
     name: str = field(metadata=_read_by(_text(advice='give each level its own name, for example "dc"')))
     size: int = field(metadata=_read_by(_integer(at_least=1, example=2)))
     bandwidth_gbps: float | None = field(default=None, metadata=_read_by(_optional(_BANDWIDTH)))
     latency_ms: float | None = field(default=None, metadata=_read_by(_optional(_LATENCY)))
-    domain_size: int = field(default=1, metadata=_read_by(_read_domain_size))
-    weight_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec(EXPERT_CODECS)))
-    gradient_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec(EXPERT_CODECS)))
+    domain_size: int | Literal["auto"] = field(default=1, metadata=_read_by(_read_domain_size))
+    weight_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec((*EXPERT_CODECS, AUTO))))
+    gradient_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec((*EXPERT_CODECS, AUTO))))
     token_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec(TOKEN_CODECS)))
 
     def link(self) -> Link:
@@ -224,6 +237,10 @@ class HybridEPConfig:
     token_exchange: how tokens travel between domains, see `plan.token_route`; "auto" takes the cheaper way of the two,
         "deepspeed" leaves tokens to DeepSpeed's own all-to-alls, which know no domains.
     dense_sync: how gradients and parameters of everything but the experts travel, see `runtime.level_collectives`.
+    auto_codecs: lossy codecs that a codec "auto" may become.
+    replan_interval: optimizer steps between two looks at the plan, where something is "auto"; 0: planned once.
+    replan_threshold: share of a step that another plan must save.
+    probe_cache: JSON file that rank 0 keeps the measured links in; None: measured at every start.
     """
 
     levels: tuple[LevelConfig, ...]
@@ -242,14 +259,31 @@ class HybridEPConfig:
     token_exchange: Literal["auto", "direct", "hierarchical", "deepspeed"] = field(
         default="auto", metadata=_read_by(_choice("auto", "direct", "hierarchical", "deepspeed"))
     )
-    dense_sync: Literal["deepspeed", "hierarchical"] = field(
-        default="deepspeed", metadata=_read_by(_choice("deepspeed", "hierarchical"))
+    dense_sync: Literal["deepspeed", "hierarchical", "auto"] = field(
+        default="deepspeed", metadata=_read_by(_choice("deepspeed", "hierarchical", AUTO))
+    )
+    auto_codecs: tuple[CodecConfig, ...] = field(default=(), metadata=_read_by(_codec_list))
+    replan_interval: int = field(default=5, metadata=_read_by(_integer(at_least=0, example=5)))
+    replan_threshold: float = field(default=0.05, metadata=_read_by(_THRESHOLD))
+    probe_cache: str | None = field(
+        default=None, metadata=_read_by(_optional(_text(advice="give the path of a file, or leave the key out")))
     )
 
     @property
     def domain_sizes(self) -> tuple[int, ...]:
-        """Domain size of each level."""
-        return tuple(level.domain_size for level in self.levels)
+        """Domain size of each level; 1 where it is not planned yet."""
+        return tuple(1 if level.domain_size == "auto" else level.domain_size for level in self.levels)
+
+    @property
+    def is_planned(self) -> bool:
+        """True where a domain size, a codec or the way of dense parameters is "auto".
+
+        `token_exchange` alone is not: "auto" is its default, and the cheaper way is known without measuring.
+        """
+        return self.dense_sync == AUTO or any(
+            level.domain_size == AUTO or AUTO_CODEC in (level.weight_codec, level.gradient_codec)
+            for level in self.levels
+        )
 
     def cluster(self) -> Cluster:
         """The levels in the units of `plan`: bytes per second and seconds."""
@@ -258,10 +292,10 @@ class HybridEPConfig:
     def canonical(self) -> dict[str, Any]:
         """What all ranks must agree on, as JSON values; equal settings give equal results however they were written.
 
-        `report_file` is left out: it concerns rank 0 alone.
+        `report_file` and `probe_cache` are left out: they concern rank 0 alone.
         """
         settings: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        del settings["report_file"]
+        del settings["report_file"], settings["probe_cache"]
         return settings
 
 
@@ -341,11 +375,12 @@ def _read_levels(entries: object, where: str) -> tuple[LevelConfig, ...]:
 
 def _check_domain_size(domain_size: object, size: int, *, where: str) -> None:
     allowed = ", ".join(map(str, divisors(size)))
-    if domain_size == "auto":
-        raise ConfigError(f'{where} is "auto", which is not available yet; give a divisor of size {size}: {allowed}')
+    if domain_size == AUTO:
+        return
     if not isinstance(domain_size, int) or size % domain_size:
         raise ConfigError(
-            f"{where} is {domain_size}, which does not divide the level's size {size}; choose one of {allowed}"
+            f"{where} is {domain_size}, which does not divide the level's size {size}; choose one of {allowed}, or "
+            f'"auto"'
         )
 
 
@@ -361,11 +396,11 @@ def _check_world_size(levels: Sequence[LevelConfig], where: str, world_size: int
 
 def _check_token_exchange(token_exchange: object, levels: Sequence[LevelConfig]) -> None:
     for index, level in enumerate(levels):
-        if token_exchange == "deepspeed" and level.domain_size > 1:
+        if token_exchange == "deepspeed" and level.domain_size != 1:
             raise ConfigError(
                 f'hybridep.token_exchange is "deepspeed", but hybridep.levels[{index}].domain_size is '
-                f"{level.domain_size}: DeepSpeed's own all-to-alls know no domains; set the domain_size to 1, or "
-                f'token_exchange to "auto"'
+                f"{shown(level.domain_size)}: DeepSpeed's own all-to-alls know no domains; set the domain_size to 1, "
+                f'or token_exchange to "auto"'
             )
 
 

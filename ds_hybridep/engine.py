@@ -23,17 +23,20 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
 from ds_hybridep import autoep_layer, dense_hooks
-from ds_hybridep.config import IDENTITY, HybridEPConfig, parse_config
+from ds_hybridep.config import AUTO, IDENTITY, HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, build_runtime
 from ds_hybridep.runtime.comm import announcing_failure, backend_name, group_ranks, is_initialized, world_size
 from ds_hybridep.runtime.expert_gather import no_scale
+from ds_hybridep.runtime.hand_over import CarriedGradients
 from ds_hybridep.runtime.migration import MigrationManager
 from ds_hybridep.runtime.moe_layer import HybridMoE
+from ds_hybridep.runtime.planning import JobFacts, JobPlanner
 from ds_hybridep.runtime.statistics import monitor_events, summarize
 from ds_hybridep.runtime.trace import record_trace
 
 BLOCK = "hybridep"
+PLAN_FILE = "hybridep_plan.json"
 _ONE_BIT_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
@@ -60,19 +63,23 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         checked = _checked_config(engine_or_model, config)
         if not checked.enabled:
             return
-        if is_engine:
-            _refuse_unsupported(engine_or_model)
-            _refuse_unknown_scale(engine_or_model, checked)
-        else:
-            _refuse_weight_codecs(checked)
-        _refuse_dense_sync(engine_or_model, checked, is_engine=is_engine)
+        _refuse_combination(engine_or_model, checked, is_engine=is_engine)
         layers = _find_layers(model)
         specs = [_spec_of(name, layer) for name, layer in layers.items()]
         _refuse_devices(specs)
-    is_boundary = _boundary_of(engine_or_model) if is_engine else lambda: True
-    loss_scale = partial(_loss_scale_of, engine_or_model) if is_engine else no_scale
-    runtime = build_runtime(checked, specs, is_boundary, master_of=_master_of, loss_scale=loss_scale)
-    attachment = Attachment(engine_or_model, runtime, layers)
+    planner, start = None, checked
+    if checked.is_planned:
+        planner = JobPlanner(checked, specs, _facts_of(engine_or_model, layers))
+        log_dist(planner.describe(), ranks=[0])
+        start = planner.start_config
+    build = partial(
+        build_runtime,
+        specs=specs,
+        is_boundary=_boundary_of(engine_or_model) if is_engine else lambda: True,
+        master_of=_master_of,
+        loss_scale=partial(_loss_scale_of, engine_or_model) if is_engine else no_scale,
+    )
+    attachment = Attachment(engine_or_model, build, build(start), layers, specs, planner)
     log_dist(attachment.runtime.describe(), ranks=[0])
     _attachments(engine_or_model)[BLOCK] = attachment
     attachment.bind(is_engine=is_engine)
@@ -98,12 +105,14 @@ def stats(engine: nn.Module) -> dict[str, Any]:
     Returns:
         This rank's counters; under "job" those of all ranks together as of the last report, on rank 0 (None
         elsewhere and before the first report): sent bytes, bytes that plain EP would have sent, imbalance per layer.
+        Under "planning" the plan of a job that is planned while it runs (None elsewhere), as in `report_file`.
     """
     attachment = _attachment_of(engine)
     record = attachment.runtime.statistics.local()
     for layer, codecs in zip(record["layers"], attachment.runtime.statistics.codecs(), strict=True):
         layer["codecs"] = codecs
-    return {**record, "job": attachment.last_report}
+    planning = None if attachment.planner is None else attachment.planner.record(attachment.runtime)
+    return {**record, "job": attachment.last_report, "planning": planning}
 
 
 def refresh(engine: nn.Module) -> None:
@@ -114,6 +123,36 @@ def refresh(engine: nn.Module) -> None:
     migration = _attachment_of(engine).runtime.migration
     if migration is not None:
         migration.refresh()
+
+
+def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> None:
+    """Go on with other settings: domain sizes, codecs, token exchange, dense synchronisation; all ranks must call.
+
+    Nothing is lost: optimizer and parameters stay where they are, and what lossy codecs had kept back of gradients
+    goes to the owners of the experts. Levels must be those of before. Where something is planned ("auto"), planning
+    goes on from here; `config` itself must say all sizes and codecs.
+
+    Args:
+        engine: between two optimizer steps.
+        config: the content of a "hybridep" block.
+
+    Raises:
+        ConfigError, PlanError, UnsupportedError: the block is wrong, leaves something "auto", or does not fit.
+        GradientNotReturnedError: in the middle of a gradient accumulation.
+        AgreementError: ranks differ.
+    """
+    attachment = _attachment_of(engine)
+    with announcing_failure():
+        checked = _checked_config(engine, config)
+        if checked.is_planned or not checked.enabled:
+            raise ConfigError(
+                'replan takes settings that are enabled and say all sizes and codecs, without "auto"; to plan, detach '
+                "and attach again"
+            )
+        if [level.size for level in checked.levels] != [level.size for level in attachment.runtime.config.levels]:
+            raise ConfigError("replan takes the same levels as before, slowest first; only their settings may differ")
+        _refuse_combination(engine, checked, is_engine=attachment.is_engine)
+    attachment.switch(checked, "by hand")
 
 
 def trace(engine: nn.Module, path: str | Path) -> AbstractContextManager[None]:
@@ -155,20 +194,49 @@ def _has_block(engine: Any) -> bool:
 
 
 class Attachment:
-    """What was changed on one engine (or model), and how to undo it."""
+    """What was changed on one engine (or model), and how to undo it.
 
-    def __init__(self, engine: nn.Module, runtime: HybridRuntime, layers: Mapping[str, nn.Module]) -> None:
+    Args:
+        engine: or model.
+        build: makes the runtime of given settings; all ranks must call.
+        runtime: made by it.
+        layers: by module name.
+        specs: of the layers.
+        planner: chooses other settings while the job runs; None where all are given.
+    """
+
+    def __init__(
+        self,
+        engine: nn.Module,
+        build: Callable[[HybridEPConfig], HybridRuntime],
+        runtime: HybridRuntime,
+        layers: Mapping[str, nn.Module],
+        specs: Sequence[LayerSpec],
+        planner: JobPlanner | None,
+    ) -> None:
         self.engine = engine
         self.runtime = runtime
         self.layers = dict(layers)
+        self.planner = planner
         self.last_report: dict[str, Any] | None = None
+        self.is_engine = False
+        self._build = build
         self._overridden: list[str] = []
         self._handles: list[Any] = []
         self._optimizer: Any = None
         self._dense: dense_hooks.DenseHooks | None = None
+        self._carried: CarriedGradients | None = None
+        self._experts = {spec.name: spec.experts for spec in specs}
+        watches = () if planner is None else planner.watches
+        self._watching = [
+            layer.register_forward_pre_hook(watch) for layer, watch in zip(layers.values(), watches, strict=False)
+        ]
 
     def bind(self, *, is_engine: bool) -> None:
         """Connect layers and engine to the runtime."""
+        self.is_engine = is_engine
+        if self.planner is not None:
+            self.planner.begin_plan(self.runtime)
         for name, hybrid in self.runtime.layers.items():
             layer = self.layers[name]
             if autoep_layer.is_autoep_layer(layer):
@@ -195,20 +263,54 @@ class Attachment:
                 self._override(method, _refuse_method(method))
 
     def unbind(self) -> None:
-        """Undo `bind`; parameters, optimizer and module tree were never changed.  Waits for nothing."""
+        """Undo everything; parameters, optimizer and module tree were never changed.  Waits for nothing."""
         del _attachments(self.engine)[BLOCK]
+        for handle in self._watching:
+            handle.remove()
+        self._unhook()
+        self._drop_carried()
+        if self.planner is not None:
+            self.planner.close()
+        self.runtime.close()
+
+    def switch(self, config: HybridEPConfig, reason: str) -> None:
+        """Go on with other settings, between two optimizer steps; all ranks must call."""
+        earlier = self.runtime
+        undelivered = earlier.hand_over()
+        runtime = self._build(config)  # all ranks agree in it, so nobody is left behind in the old one
+        undelivered.update(self._drop_carried())
+        self._unhook()
+        self.runtime = runtime
+        homeless = runtime.follow(earlier, undelivered)
+        earlier.close()
+        self.bind(is_engine=self.is_engine)
+        if self.planner is not None:
+            self.planner.follow(config, runtime, reason)
+        if homeless:
+            loss_scale = partial(_loss_scale_of, self.engine) if self.is_engine else no_scale
+            is_boundary = _boundary_of(self.engine) if self.is_engine else lambda: True
+            self._carried = CarriedGradients(self._experts, homeless, is_boundary, loss_scale)
+        log_dist(runtime.describe(), ranks=[0])
+
+    def _drop_carried(self) -> dict[str, list[Tensor]]:
+        carried, self._carried = self._carried, None
+        return {} if carried is None else carried.remove()
+
+    def _unhook(self) -> None:
+        """Undo `bind`."""
         for layer in self.layers.values():
             layer.__dict__.pop("_hybridep", None)
         for handle in self._handles:
             handle.remove()
         for method in self._overridden:
             self.engine.__dict__.pop(method, None)
+        self._handles, self._overridden = [], []
         if self._optimizer is not None:
             self._optimizer.__dict__.pop("zero_grad", None)
             self._optimizer = None
         if self._dense is not None:
             self._dense.remove()
-        self.runtime.close()
+            self._dense = None
 
     def _override(self, method: str, replacement: Callable[..., Any]) -> None:
         original = getattr(self.engine, method)
@@ -223,14 +325,24 @@ class Attachment:
     def _take_model_step(self, original: Callable[..., Any], lr_kwargs: Any) -> None:
         self._watch_optimizer()
         self.runtime.before_step()
+        chosen = self.planner.before_step(self.runtime) if self.planner is not None else None
         try:
             original(lr_kwargs)
         except BaseException:
             self.runtime.abandon_step()
             raise
-        report = self.runtime.after_step(was_applied=self.engine._step_applied)
+        was_applied = self.engine._step_applied
+        report = self.runtime.after_step(was_applied=was_applied, ships=chosen is None)
+        if was_applied:
+            self._drop_carried()
+        if self.planner is not None:
+            self.planner.after_step()
         if report is not None:
             self._publish(report)
+        if chosen is not None and self.planner is not None:
+            reason = self.planner.reason
+            log_dist(f"hybridep replans after step {self.engine.global_steps}: {reason}", ranks=[0])
+            self.switch(chosen, reason)
 
     def _configure_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
@@ -279,9 +391,14 @@ class Attachment:
         call = inspect.signature(original).bind(*args, **kwargs)
         call.apply_defaults()
         takes_gradients = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
+        self._drop_carried()
         if loaded[0] is None or not takes_gradients:
             self.runtime.forget_codecs()
             return loaded
+        recalled = self.planner.recall(Path(loaded[0]).parent / PLAN_FILE) if self.planner is not None else None
+        if recalled is not None:
+            log_dist("hybridep: goes on with the plan of the checkpoint", ranks=[0])
+            self.switch(recalled, "the plan of the checkpoint")
         lost = self.runtime.load_codecs(Path(loaded[0]).parent, self.engine.global_steps)
         if lost:
             log_dist(f"hybridep: {lost}", ranks=[0])
@@ -293,6 +410,10 @@ class Attachment:
         tag = str(tag) if tag is not None else f"global_step{self.engine.global_steps}"
         # First: DeepSpeed's own last acts are a barrier and the file that names the newest checkpoint.
         self.runtime.save_codecs(Path(save_dir) / tag, self.engine.global_steps)
+        if self.planner is not None and self.runtime.transport.rank == 0:
+            path = Path(save_dir) / tag / PLAN_FILE
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.planner.record(self.runtime), indent=1) + "\n")
         return original(save_dir, tag, *args, **kwargs)
 
     def _destroy(self, original: Callable[..., Any]) -> None:
@@ -302,6 +423,8 @@ class Attachment:
 
     def _publish(self, report: dict[str, Any]) -> None:
         """Log, monitor and file; on rank 0."""
+        if self.planner is not None:
+            report["planning"] = self.planner.record(self.runtime)
         self.last_report = report
         log_dist(summarize(report), ranks=[0])
         monitor = getattr(self.engine, "monitor", None)
@@ -355,6 +478,21 @@ def _checked_config(engine: Any, config: Mapping[str, Any] | HybridEPConfig | No
     return parse_config(config, world_size=world_size(), base_dir=base_dir)
 
 
+def _refuse_combination(engine: Any, config: HybridEPConfig, *, is_engine: bool) -> None:
+    """Raise UnsupportedError where settings do not go together with the engine, or with a model without one."""
+    if is_engine:
+        _refuse_unsupported(engine)
+        _refuse_unknown_scale(engine, config)
+    elif config.is_planned:
+        raise UnsupportedError(
+            'a hybridep setting is "auto", but without a DeepSpeed engine nobody knows the steps to plan for; attach '
+            "to the engine that deepspeed.initialize returns, or write sizes and codecs"
+        )
+    else:
+        _refuse_weight_codecs(config)
+    _refuse_dense_sync(engine, config, is_engine=is_engine)
+
+
 def _refuse_unsupported(engine: Any) -> None:
     """Raise UnsupportedError for what does not work, or was never tested, together with hybridep."""
     zero = engine._config.zero_config
@@ -383,7 +521,7 @@ def _refuse_unsupported(engine: Any) -> None:
 
 def _refuse_dense_sync(engine: Any, config: HybridEPConfig, *, is_engine: bool) -> None:
     """Raise UnsupportedError where "dense_sync" asks for what cannot be done."""
-    if config.dense_sync == "deepspeed":
+    if config.dense_sync in ("deepspeed", AUTO):  # what is planned is not chosen where it cannot be done
         return
     if not is_engine:
         raise UnsupportedError(
@@ -396,7 +534,7 @@ def _refuse_dense_sync(engine: Any, config: HybridEPConfig, *, is_engine: bool) 
 def _refuse_weight_codecs(config: HybridEPConfig) -> None:
     """Without an engine weights travel in `refresh`, which ships them as they are."""
     for index, level in enumerate(config.levels):
-        if level.domain_size > 1 and level.weight_codec != IDENTITY:
+        if level.domain_size != 1 and level.weight_codec != IDENTITY:
             raise UnsupportedError(
                 f'hybridep.levels[{index}].weight_codec is "{level.weight_codec.type}", but without a DeepSpeed '
                 f'engine weights are shipped by refresh(), exactly; attach to an engine, or set it to "identity"'
@@ -405,7 +543,7 @@ def _refuse_weight_codecs(config: HybridEPConfig) -> None:
 
 def _refuse_unknown_scale(engine: Any, config: HybridEPConfig) -> None:
     """Residuals are kept without the loss scale, and torch's own scaler is not asked for it."""
-    is_lossy = any(level.domain_size > 1 and level.gradient_codec != IDENTITY for level in config.levels)
+    is_lossy = any(level.domain_size != 1 and level.gradient_codec != IDENTITY for level in config.levels)
     if is_lossy and engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
         raise UnsupportedError(
             'torch_autocast in fp16 does not work together with a hybridep gradient_codec yet: use bf16, or "identity"'
@@ -458,6 +596,33 @@ def _spec_of(name: str, layer: nn.Module) -> LayerSpec:
         top_k=layer.gate.k,
         hidden=hidden,
         experts=tuple(layer.experts.deepspeed_experts),
+    )
+
+
+def _facts_of(engine: Any, layers: Mapping[str, nn.Module]) -> JobFacts:
+    """What plans need to know of the model and the engine."""
+    experts = {id(p) for layer in layers.values() for p in layer.experts.parameters()}
+    dense = [p for p in engine.module.parameters() if id(p) not in experts]
+    # A table is looked up; where it is the head too, it is in another module as well and counted there.
+    tables = {id(m.weight) for m in engine.module.modules() if isinstance(m, nn.Embedding)}
+    others = {
+        id(p) for m in engine.module.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)
+    }
+    # AutoEP drops no token and pads nothing.
+    gate = getattr(next(iter(layers.values())), "gate", None)
+    try:
+        dense_hooks.refuse_unsupported(engine)
+        can_sync_by_level = True
+    except UnsupportedError:
+        can_sync_by_level = False
+    return JobFacts(
+        dense_params=sum(p.numel() for p in dense),
+        active_dense_params=sum(p.numel() for p in dense if id(p) not in tables or id(p) in others),
+        trainable_dense_params=sum(p.numel() for p in dense if p.requires_grad),
+        zero_stage=engine.zero_optimization_stage(),
+        micro_steps=engine.gradient_accumulation_steps,
+        capacity_factor=float(getattr(gate, "capacity_factor", 1.0)),
+        can_sync_by_level=can_sync_by_level,
     )
 
 

@@ -160,7 +160,7 @@ def _compare_with_config(plan: Plan, config: "DsConfig") -> str:
         if candidate.layout.domain_sizes == config.domain_sizes:
             sizes = ",".join(map(str, config.domain_sizes))
             return f"The ds_config has [{sizes}]: {candidate.step_s:.4g} s a step, {candidate.reason}."
-    return "The ds_config has no domain sizes that can be compared."
+    return 'The ds_config has no domain sizes that can be compared, or leaves some to the job ("auto").'
 
 
 # ---- reading arguments ----
@@ -314,7 +314,7 @@ def read_ds_config(path: Path) -> DsConfig:
         block = {**content["hybridep"], "enabled": False}
         config = parse_config(block, world_size=0, base_dir=path.parent)
         if config.levels:
-            cluster, domain_sizes = config.cluster(), config.domain_sizes
+            cluster, domain_sizes = config.cluster(), () if config.is_planned else config.domain_sizes
     zero = content.get("zero_optimization")
     dtypes = [name for name in ("bf16", "fp16") if _is_on(content.get(name))]
     return DsConfig(

@@ -93,6 +93,92 @@ def _ratio(value: float | None) -> str:
     return MISSING if value is None else f"{value:.1f}x"
 
 
+TERMS = (
+    ("dense_s", "computation outside the experts", None),
+    ("experts_s", "expert computation", None),
+    ("codec_s", "encoding and decoding", "codec_s"),
+    ("tokens_s", "token exchange", "tokens"),
+    ("expert_weights_s", "waiting for expert weights", "expert_weights"),
+    ("expert_gradients_s", "waiting for expert gradients", "expert_gradients"),
+    ("dense_sync_s", "synchronising dense parameters", "dense"),
+    ("expert_sync_s", "synchronising experts that several groups hold", None),
+    ("host_s", "calls and messages", None),
+    ("optimizer_s", "the optimizer", None),
+)
+PREDICTED_KIND = {"dense": "dense_sync"}  # what the stream model calls it
+
+
+def explain_plan(record: Mapping[str, Any]) -> str:
+    """Why a planned job runs as it does: the plan, its reason, and predicted beside measured, term by term.
+
+    Seconds that are measured are those that rank 0 waited, so that a wait for a slower rank is in them too. What this
+    program does not send itself (DeepSpeed's token exchange, its synchronisation) it cannot measure: "-". All that has
+    no measure of its own, such as computation, is in "all else", which makes the measured step complete.
+
+    record: as `report_file` has it.
+    """
+    planning = _mapping(record.get("planning"))
+    if not planning:
+        return 'nothing was planned in this run: no hybridep setting was "auto", or no report was written yet'
+    predicted, measured = _mapping(planning.get("predicted")), _mapping(planning.get("measured"))
+    lines = [f"plan: {planning.get('plan', MISSING)}", f"because: {planning.get('reason', MISSING)}"]
+    if planning.get("runner_up") is not None:
+        runner_up_s = _number(planning.get("runner_up_s"))
+        lines.append(f"runner-up at the last look: {planning['runner_up']}, {_seconds(runner_up_s)} s expected")
+    lines += ["", *_links_table(planning), "", *_terms_table(planning, predicted, measured)]
+    lines += ["", *_uplinks_table(planning, predicted, measured)]
+    history = [entry for entry in _sequence(planning.get("history")) if isinstance(entry, Mapping)]
+    if history:
+        lines += ["", "changes of plan:"]
+        lines += [f"  step {entry.get('step')}: {entry.get('to')} ({entry.get('reason')})" for entry in history]
+    return "\n".join(lines)
+
+
+def _links_table(planning: Mapping[str, Any]) -> list[str]:
+    rows = [["link", "Gbit/s", "latency [ms]"]]
+    for link in _sequence(planning.get("links")):
+        about = _mapping(link)
+        numbers = [_number(about.get("bandwidth_gbps")), _number(about.get("latency_ms"))]
+        rows.append([str(about.get("name", MISSING)), *(MISSING if n is None else f"{n:.4g}" for n in numbers)])
+    return _aligned(rows)
+
+
+def _terms_table(planning: Mapping[str, Any], predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:
+    terms, waited = _mapping(predicted.get("terms_s")), _mapping(measured.get("waited_s"))
+    step_s = _number(planning.get("measured_step_s"))
+    rows = [["seconds per step", "predicted", "measured"]]
+    known_s = 0.0
+    for name, title, source in TERMS:
+        value = _number(measured.get("codec_s")) if source == "codec_s" else _number(waited.get(str(source)))
+        is_ours = source is not None and value is not None and (value > 0 or not _number(terms.get(name)))
+        known_s += value if is_ours and value is not None else 0.0
+        if _number(terms.get(name)) or (is_ours and value):
+            rows.append([title, _seconds(_number(terms.get(name))), _seconds(value) if is_ours else MISSING])
+    rows.append(["all else", MISSING, MISSING if step_s is None else _seconds(step_s - known_s)])
+    rows.append(["the step", _seconds(_number(predicted.get("step_s"))), _seconds(step_s)])
+    return _aligned(rows)
+
+
+def _uplinks_table(
+    planning: Mapping[str, Any], predicted: Mapping[str, Any], measured: Mapping[str, Any]
+) -> list[str]:
+    rows = [["MB per step over one uplink", "predicted", "measured"]]
+    levels = [_mapping(level) for level in _sequence(planning.get("links"))]
+    pairs = zip(_sequence(predicted.get("uplink_bytes")), _sequence(measured.get("uplink_bytes")), strict=False)
+    for level, (ours, theirs) in zip(levels, pairs, strict=False):
+        for kind in KINDS[:4]:
+            expected = _number(_mapping(ours).get(PREDICTED_KIND.get(kind, kind)))
+            found = _number(_mapping(theirs).get(kind))
+            if expected or found:
+                title = f"{level.get('name', MISSING)}, {kind.replace('_', ' ')}"
+                rows.append([title, _megabytes_per_step(expected, 1), _megabytes_per_step(found or None, 1)])
+    return _aligned(rows)
+
+
+def _seconds(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.4f}"
+
+
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 

@@ -282,7 +282,7 @@ def test_long_values_are_cut():
 # ---- codecs ----
 
 CODEC_KEYS = ["weight_codec", "gradient_codec", "token_codec"]
-FUTURE = [(key, name) for key in CODEC_KEYS for name in ("auto", "fp8")] + [("token_codec", "int8")]
+FUTURE = [(key, "fp8") for key in CODEC_KEYS] + [("token_codec", name) for name in ("int8", "auto")]
 
 
 @pytest.mark.parametrize(("key", "name"), FUTURE)
@@ -340,9 +340,37 @@ def test_domain_sizes_that_do_not_divide_are_refused_with_the_divisors():
     assert_says(message, "choose one of 1, 2, 3, 4, 6, 12")
 
 
-def test_automatic_domain_sizes_are_refused_as_not_available_yet():
-    message = refusal(with_level_setting("domain_size", "auto"))
-    assert_says(message, 'hybridep.levels[1].domain_size is "auto"', "not available yet", "size 4: 1, 2, 4")
+def test_auto_is_planned():
+    block = {
+        "levels": [
+            {"name": "dc", "size": 2, "domain_size": "auto", "weight_codec": "auto", "gradient_codec": "int8"},
+            {"name": "gpu", "size": 4, "domain_size": 4},
+        ],
+        "dense_sync": "auto",
+        "auto_codecs": ["int8", {"type": "low_rank", "rank": 4}],
+    }
+    config = parse_config(block, world_size=8)
+    assert config.is_planned
+    assert config.levels[0].domain_size == "auto"
+    assert config.domain_sizes == (1, 4)
+    assert [codec.type for codec in config.auto_codecs] == ["int8", "low_rank"]
+
+
+@pytest.mark.parametrize(
+    "setting", [{"domain_size": "auto"}, {"weight_codec": "auto"}, {"gradient_codec": {"type": "auto"}}]
+)
+def test_one_auto_is_enough_to_be_planned(setting):
+    levels = [{"name": "dc", "size": 2, **setting}]
+    assert parse_config({"levels": levels}, world_size=2).is_planned
+    assert not parse_config({"levels": [{"name": "dc", "size": 2}]}, world_size=2).is_planned
+
+
+def test_codecs_to_choose_from_are_a_list_of_codecs():
+    levels = [{"name": "dc", "size": 2}]
+    message = refusal({"levels": levels, "auto_codecs": "int8"}, world_size=2)
+    assert_says(message, 'hybridep.auto_codecs is "int8"', "a list of codecs", '["int8"]')
+    message = refusal({"levels": levels, "auto_codecs": ["int8", "int9"]}, world_size=2)
+    assert_says(message, 'hybridep.auto_codecs[1] is "int9"', 'did you mean "int')
 
 
 def test_two_levels_of_one_name_are_refused():

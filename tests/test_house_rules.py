@@ -65,6 +65,8 @@ def test_every_field_of_the_config_is_in_its_table(kind):
             assert default == "required"
         elif isinstance(field.default, CodecConfig):
             assert json.loads(default.strip("`")) == field.default.type
+        elif isinstance(field.default, tuple):
+            assert json.loads(default.strip("`")) == list(field.default)
         else:
             assert json.loads(default.strip("`")) == field.default
 

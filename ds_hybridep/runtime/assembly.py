@@ -3,10 +3,10 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from ds_hybridep.runtime.expert_gather import (
 )
 from ds_hybridep.runtime.level_collectives import LevelCollectives
 from ds_hybridep.runtime.migration import LayerExperts, MigrationManager, StagePipeline
-from ds_hybridep.runtime.moe_layer import HybridMoE, call_expert, expert_to_slot
+from ds_hybridep.runtime.moe_layer import HybridMoE, LayerStats, call_expert, expert_to_slot
 from ds_hybridep.runtime.row_exchange import build_exchanges
 from ds_hybridep.runtime.statistics import Statistics
 from ds_hybridep.version import __version__
@@ -121,6 +121,7 @@ class HybridRuntime:
         self.kernels = kernels
         self._planned = tuple(planned)
         self.layers: dict[str, HybridMoE] = {}
+        self.layer_stats: dict[str, LayerStats] = {}  # of earlier plans too
         pipelines: dict[str, tuple[StagePipeline, StagePipeline]] = {}
         stores: list[LayerExperts] = []
         # 1. Channels, in the same order on all ranks: for each layer tokens, then weights and gradients by level; then
@@ -135,7 +136,8 @@ class HybridRuntime:
                 transport, stores, config.prefetch_depth, is_boundary, config.max_staleness
             )
         for (layer, _), (exchanges, position) in zip(taken_over, parts, strict=True):
-            self.layers[layer.spec.name] = self._build_layer(layer, exchanges, position)
+            hybrid = self.layers[layer.spec.name] = self._build_layer(layer, exchanges, position)
+            self.layer_stats[layer.spec.name] = hybrid.stats
         self.statistics = Statistics(
             transport,
             [
@@ -287,10 +289,13 @@ class HybridRuntime:
         if self.migration is not None:
             self.migration.abandon_step()
 
-    def after_step(self, *, was_applied: bool) -> dict[str, Any] | None:
-        """Call right after the optimizer step.  Returns the job's record on rank 0 every `report_interval` steps."""
+    def after_step(self, *, was_applied: bool, ships: bool = True) -> dict[str, Any] | None:
+        """Call right after the optimizer step.  Returns the job's record on rank 0 every `report_interval` steps.
+
+        ships: send the new weights to their replicas; False where another plan follows, which ships them all.
+        """
         if self.migration is not None:
-            self.migration.after_step(was_applied=was_applied)
+            self.migration.after_step(was_applied=was_applied, ships=ships)
         self.statistics.num_steps += 1
         interval = self.config.report_interval
         return self.statistics.gather_job() if interval and self.statistics.num_steps % interval == 0 else None
@@ -304,6 +309,44 @@ class HybridRuntime:
         if self.migration is not None:
             self.migration.check_returned("detach")
             self.migration.finish()
+
+    @property
+    def token_exchange(self) -> Literal["direct", "hierarchical", "deepspeed"]:
+        """How tokens travel."""
+        return self._planned[0].exchange or "deepspeed"
+
+    @property
+    def codec_s(self) -> float:
+        """Seconds that this rank has spent on encoding and decoding under this plan."""
+        return self.migration.codec_s if self.migration is not None else 0.0
+
+    def hand_over(self) -> dict[str, list[Tensor]]:
+        """Give the owners what senders of gradients had kept back, before another plan; all ranks must call.
+
+        Returns:
+            By layer what was not delivered yet of the owned experts, fp32 [e, *shape] for each trainable parameter.
+            Empty where nothing is lossy.
+        """
+        self.finish()
+        return {} if self.migration is None else self.migration.collect_undelivered()
+
+    def follow(self, earlier: "HybridRuntime", undelivered: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """Go on counting where `earlier` stopped, and take over what it had not delivered.
+
+        Returns:
+            What has no place here, because no expert has replicas.
+        """
+        self.transport.traffic = earlier.transport.traffic
+        self.statistics.num_steps = earlier.statistics.num_steps
+        for name, stats in earlier.layer_stats.items():
+            if name in self.layer_stats:
+                vars(self.layer_stats[name]).update(vars(stats))
+            else:
+                self.layer_stats[name] = stats
+        if self.migration is None:
+            return dict(undelivered)
+        self.migration.take_over(undelivered)
+        return {}
 
     def close(self) -> None:
         """Drop the connections.  Waits for nothing, so that it can be called after an error too."""

@@ -27,6 +27,7 @@ from ds_hybridep.errors import CommunicationError, GradientNotReturnedError, Ver
 from ds_hybridep.runtime import codec_checkpoint
 from ds_hybridep.runtime.comm import Purpose, Transport, profiler_range
 from ds_hybridep.runtime.expert_gather import GradientReturn, ReplicaStore, StagedOperation, WeightGather
+from ds_hybridep.runtime.hand_over import collect
 from ds_hybridep.runtime.lossy import CodecSums
 
 
@@ -229,15 +230,18 @@ class MigrationManager:
         """The optimizer failed in the step that `before_step` announced."""
         self._is_stepping = False
 
-    def after_step(self, *, was_applied: bool) -> None:
-        """Ship the new weights in the background.  A step that was skipped never was: residuals go back."""
+    def after_step(self, *, was_applied: bool, ships: bool = True) -> None:
+        """Ship the new weights in the background.  A step that was skipped never was: residuals go back.
+
+        ships: False where nobody will compute with these replicas any more.
+        """
         self._is_stepping = False
         for layer in self._layers:
             if was_applied:
                 layer.store.lossy.commit()
             else:
                 layer.store.lossy.restore()
-        if was_applied:
+        if was_applied and ships:
             self._ship(is_exact=False)
 
     def mark_weights_changed(self) -> None:
@@ -331,9 +335,34 @@ class MigrationManager:
         self.refresh()
         codec_checkpoint.restore(self._stores, saved)
 
+    def collect_undelivered(self) -> dict[str, list[Tensor]]:
+        """By layer the gradients of the owned experts that no rank of their domain has delivered yet.
+
+        All ranks must call, with nothing under way, after the optimizer step.  fp32 [e, *shape] for each trainable
+        parameter, without the loss scale; layers without lossy codecs are left out.
+        """
+        purpose = Purpose("expert_gradients", "hand-over of residuals")
+        return {
+            store.layer: collect(store, self._transport, purpose)
+            for store in self._stores
+            if store.gradient_layouts or store.lossy.undelivered is not None
+        }
+
+    def take_over(self, undelivered: Mapping[str, Sequence[Tensor]]) -> None:
+        """Add to the next gradients what `collect_undelivered` of another plan has found."""
+        for store in self._stores:
+            for local_idx in range(store.num_local):
+                if store.layer in undelivered:
+                    store.add_undelivered(local_idx, [part[local_idx] for part in undelivered[store.layer]])
+
     def hand_over(self, files: Sequence[Path], step: int) -> float:
         """Take on what the ranks of another plan had not delivered; returns its L2 norm on this rank."""
         return codec_checkpoint.hand_over(self._stores, files, step, self._transport.world_size)
+
+    @property
+    def codec_s(self) -> float:
+        """Seconds spent on encoding and decoding so far."""
+        return sum(store.lossy.encode_s + store.lossy.decode_s for store in self._stores)
 
     @property
     def undelivered_norm(self) -> float:

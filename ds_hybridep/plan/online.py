@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of a running job: every way that its settings leave open, predicted, corrected by what was measured.
+
+The stream model knows bytes and links; what it does not know of a machine (cores that are shared, the cost of a call)
+shows as the difference between the measured and the predicted step. That difference is kept for each option that has
+run:
+
+    expected = predicted + (measured - predicted when it ran)
+
+An option that never ran is given the difference of the one that runs now and expected to be a little faster than that,
+so that near ties are settled by trying them. What is known of options that do not run is forgotten slowly.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ds_hybridep.plan.cluster import Cluster, divisors
+from ds_hybridep.plan.planner import TERM_WORDS, TIE
+from ds_hybridep.plan.stream_model import (
+    IDENTITY,
+    Codec,
+    Layout,
+    LevelCodecs,
+    Rates,
+    StepPrediction,
+    SyncModel,
+    memory_of,
+    predict,
+)
+from ds_hybridep.plan.token_route import TokenExchange
+from ds_hybridep.plan.workload import Workload
+
+Exchange = Literal["direct", "hierarchical", "deepspeed"]
+DenseSync = Literal["deepspeed", "hierarchical"]
+
+OPTIMISM = 0.05  # share of a step by which an option that never ran is expected to beat its prediction
+FORGETTING = 0.02  # share of what is known of an option that is lost at each look while it does not run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """All that can be changed while a job runs.
+
+    codecs: of each level; without effect where the domain size is 1.
+    exchange: how tokens travel; "deepspeed" leaves them to DeepSpeed's padded all-to-alls.
+    dense_sync: how gradients and parameters of everything but the experts travel.
+    """
+
+    domain_sizes: tuple[int, ...]
+    codecs: tuple[LevelCodecs, ...]
+    exchange: Exchange = "direct"
+    dense_sync: DenseSync = "deepspeed"
+
+    def layout(self, spans: tuple[int, ...], prefetch_depth: int) -> Layout:
+        """As the stream model takes it."""
+        exchange: TokenExchange = "direct" if self.exchange == "deepspeed" else self.exchange
+        return Layout(
+            spans=spans,
+            domain_sizes=self.domain_sizes,
+            codecs=self.codecs,
+            prefetch_depth=prefetch_depth,
+            exchange=exchange,
+            is_padded=self.exchange == "deepspeed",
+        )
+
+    @property
+    def is_lossy(self) -> bool:
+        """True where something that travels is not exact."""
+        return any(
+            size > 1 and codecs != LevelCodecs() for size, codecs in zip(self.domain_sizes, self.codecs, strict=True)
+        )
+
+    @property
+    def label(self) -> str:
+        """Short, for people; different for different options."""
+        text = "[" + ",".join(map(str, self.domain_sizes)) + "]"
+        for size, codecs in zip(self.domain_sizes, self.codecs, strict=True):
+            if size > 1 and codecs != LevelCodecs():
+                names = (codecs.weight.name, codecs.gradient.name)
+                text += f" {names[0] if names[0] == names[1] else '/'.join(names)}"
+        return f"{text} tokens {self.exchange}, dense {self.dense_sync}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What the settings leave open, level by level; a fixed setting is a choice of one.
+
+    spans: positions of the expert-parallel group at each level.
+    domain_sizes: that may be taken at each level.
+    weight_codecs, gradient_codecs: that may be taken at each level. Where both leave several, they go together.
+    """
+
+    spans: tuple[int, ...]
+    domain_sizes: tuple[tuple[int, ...], ...]
+    weight_codecs: tuple[tuple[Codec, ...], ...]
+    gradient_codecs: tuple[tuple[Codec, ...], ...]
+    exchanges: tuple[Exchange, ...]
+    dense_syncs: tuple[DenseSync, ...]
+
+    def options(self) -> Iterator[Option]:
+        """Every option, each once, in a fixed order."""
+        for domain_sizes in itertools.product(*self.domain_sizes):
+            counts = [span // size for span, size in zip(self.spans, domain_sizes, strict=True)]
+            for codecs in itertools.product(*(self._codecs(i, size) for i, size in enumerate(domain_sizes))):
+                for exchange in self.exchanges:
+                    if not _is_possible(exchange, domain_sizes, counts, self.exchanges):
+                        continue
+                    for dense_sync in self.dense_syncs:
+                        yield Option(
+                            domain_sizes=domain_sizes, codecs=codecs, exchange=exchange, dense_sync=dense_sync
+                        )
+
+    def _codecs(self, level: int, domain_size: int) -> tuple[LevelCodecs, ...]:
+        if domain_size == 1:  # nothing travels: one of them stands for all
+            return (LevelCodecs(),)
+        weights, gradients = self.weight_codecs[level], self.gradient_codecs[level]
+        if len(weights) > 1 and len(gradients) > 1:
+            return tuple(LevelCodecs(weight=codec, gradient=codec) for codec in weights)
+        return tuple(LevelCodecs(weight=w, gradient=g) for w, g in itertools.product(weights, gradients))
+
+
+def _is_possible(
+    exchange: Exchange, domain_sizes: Sequence[int], counts: Sequence[int], allowed: Sequence[Exchange]
+) -> bool:
+    """DeepSpeed's exchange knows no domains; level by level is another way only where several levels have domains."""
+    if exchange == "deepspeed":
+        return max(domain_sizes) == 1
+    has_choice = sum(count > 1 for count in counts) > 1
+    return exchange != "hierarchical" or has_choice or "direct" not in allowed
+
+
+def open_sizes(span: int) -> tuple[int, ...]:
+    """Domain sizes at a level of which a group spans so many positions."""
+    return divisors(span)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What an option is priced for; links and workload as measured last."""
+
+    cluster: Cluster
+    spans: tuple[int, ...]
+    workload: Workload
+    rates: Rates
+    prefetch_depth: int
+
+    def predict(self, option: Option) -> StepPrediction:
+        """Seconds of one step by the stream model.
+
+        Sums of DeepSpeed's ring pass twice (what it does over gloo). Level by level a ZeRO partition is summed for its
+        owner alone, which is one pass. Experts that several groups hold are DeepSpeed's in either case.
+        """
+        layout = option.layout(self.spans, self.prefetch_depth)
+        ring = predict(self.cluster, layout, self.workload, self.rates, SyncModel())
+        if option.dense_sync == "deepspeed":
+            return ring
+        passes = 1.0 if self.workload.zero_stage >= 1 else 2.0
+        sync = SyncModel(algorithm="hierarchical", reduce_passes=passes)
+        levels = predict(self.cluster, layout, self.workload, self.rates, sync)
+        terms = replace(levels.terms, expert_sync_s=ring.terms.expert_sync_s)
+        pairs = zip(levels.uplink_bytes, ring.uplink_bytes, strict=True)
+        uplinks = tuple({**dict(ours), "expert_sync": theirs["expert_sync"]} for ours, theirs in pairs)
+        return StepPrediction(terms, uplinks)
+
+    def memory_bytes(self, option: Option) -> float:
+        """Of one rank, activations left out."""
+        return memory_of(self.cluster, option.layout(self.spans, self.prefetch_depth), self.workload).total_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The option of least expected step time, beside the one that runs now.
+
+    expected_s: of `best`; current_s: of the one that runs.  runner_up: the best of the others, None if there is none.
+    """
+
+    best: Option
+    expected_s: float
+    current: Option
+    current_s: float
+    runner_up: Option | None
+    runner_up_s: float | None
+    reason: str
+
+    def saves(self, threshold: float) -> bool:
+        """True where the best saves more than this share of the step."""
+        return self.best != self.current and self.expected_s < self.current_s * (1.0 - threshold)
+
+    def describe(self) -> str:
+        """One line."""
+        text = f"{self.best.label}: {self.expected_s:.4g} s a step expected, {self.reason}"
+        if self.runner_up is not None and self.runner_up_s is not None:
+            text += f"; runner-up {self.runner_up.label}, {self.runner_up_s:.4g} s"
+        return text
+
+
+@dataclass
+class Chooser:
+    """Chooses among options; remembers how far each was from its prediction when it ran."""
+
+    options: tuple[Option, ...]
+    corrections: dict[Option, float] = field(default_factory=dict)
+
+    def note(self, option: Option, predicted_s: float, measured_s: float) -> None:
+        """`option` ran at `measured_s` a step; what is known of the others fades."""
+        own = self.corrections[option] = measured_s - predicted_s
+        for other, correction in self.corrections.items():
+            if other != option:
+                self.corrections[other] = correction + FORGETTING * (own - correction)
+
+    def forget(self) -> None:
+        """The job's own work changed, such as its tokens: what was measured says nothing any more."""
+        self.corrections.clear()
+
+    def choose(self, current: Option, predict: Callable[[Option], StepPrediction], size: "Size") -> Choice:
+        """The best option now.
+
+        predict: seconds of an option at the links and the work as they are now.
+        size: bytes of an option, for ties.
+        """
+        predictions = {option: predict(option) for option in (current, *self.options)}
+        expected = self._expected(current, predictions)
+        fastest_s = min(expected.values())
+        best = min(
+            (option for option in expected if expected[option] <= fastest_s * (1 + TIE)),
+            key=lambda option: (option != current, option.is_lossy, size(option), option.label),
+        )
+        others = [option for option in expected if option != best]
+        runner_up = min(others, key=lambda option: expected[option], default=None)
+        return Choice(
+            best=best,
+            expected_s=expected[best],
+            current=current,
+            current_s=expected[current],
+            runner_up=runner_up,
+            runner_up_s=None if runner_up is None else expected[runner_up],
+            reason=_why(best, current if best != current else runner_up, predictions),
+        )
+
+    def _expected(self, current: Option, predictions: Mapping[Option, StepPrediction]) -> dict[Option, float]:
+        usual = self.corrections.get(current, 0.0)
+        result = {}
+        for option, prediction in predictions.items():
+            known = self.corrections.get(option)
+            if known is not None:
+                result[option] = max(prediction.step_s + known, 0.0)
+            else:
+                discount = 1.0 if option == current else 1.0 - OPTIMISM
+                # A correction below zero must not make a step of nothing out of a short one.
+                result[option] = max(prediction.step_s + usual, 0.1 * prediction.step_s) * discount
+        return result
+
+
+Size = Callable[[Option], float]
+
+
+def _why(best: Option, other: Option | None, predictions: Mapping[Option, StepPrediction]) -> str:
+    """The term on which `best` is predicted to save most."""
+    if other is None:
+        return "the only option"
+    ours, theirs = predictions[best].terms.as_dict(), predictions[other].terms.as_dict()
+    term = max(theirs, key=lambda name: theirs[name] - ours[name])
+    saved_s = theirs[term] - ours[term]
+    if saved_s <= 0:
+        return f"measured to be no slower than {other.label}"
+    return f"saves {saved_s:.3g} s on {TERM_WORDS[term]} against {other.label}"
+
+
+def prediction_json(prediction: StepPrediction) -> dict[str, Any]:
+    """JSON values of a prediction: seconds by term, and bytes of one uplink by level and kind."""
+    return {
+        "step_s": prediction.step_s,
+        "terms_s": prediction.terms.as_dict(),
+        "uplink_bytes": [dict(kinds) for kinds in prediction.uplink_bytes],
+    }
+
+
+def exact() -> tuple[Codec, ...]:
+    """The choice of one where nothing lossy is allowed."""
+    return (IDENTITY,)

@@ -1,0 +1,669 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans a running job: measures its links, its experts and its steps, and says when another plan is better.
+
+    attach    links and experts are measured; the job begins with what is plain and exact
+    steps     every `replan_interval` optimizer steps, right before the optimizer: a short burst over the slowest
+              level, the median step since the last look, the tokens of a call; every plan is priced for them
+    switch    where another plan is expected to be faster by more than `replan_threshold` at two looks in a row
+
+Rank 0 chooses and the others are told, so that ranks cannot differ however they round.  Transfers of training itself
+are no measure of a link: they wait for the slower of two ranks, and DeepSpeed's are not ours to see.
+"""
+
+import hashlib
+import json
+import math
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hybridep.codecs import make_codec
+from ds_hybridep.config import AUTO, AUTO_CODEC, IDENTITY, CodecConfig, HybridEPConfig
+from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.online import Choice, Chooser, Exchange, Job, Option, Room, exact, open_sizes, prediction_json
+from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.stream_model import Codec, Rates, ranks_below, row_counts
+from ds_hybridep.plan.workload import MoEModel, Workload
+from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec
+from ds_hybridep.runtime.comm import Transport, agree, announcing_failure
+from ds_hybridep.runtime.expert_gather import lay_out
+from ds_hybridep.runtime.lossy import MessageLayout, Mirror, PacketPart, Replica
+from ds_hybridep.runtime.migration import is_in_backward
+from ds_hybridep.runtime.probe import WIRE_FACTOR, LinkProbe
+from ds_hybridep.version import __version__
+
+PROBE_LIMIT_S = 2.0  # of the links at start-up
+WARM_UP_STEPS = 2  # that are not measured: first calls, first shipments, connections that are slow to start
+FIRST_LOOK = 5
+MOST_INTERVAL = 100
+PATIENCE = 2  # looks in a row at which another plan must be better
+BURST_SHARE = 0.02  # of the time since the last look
+LOOK_SHARE = 0.03  # of the time since the last look that one may take; else looks are made less often
+LEAST_BURST_S = 0.01  # a shaper lets about a millisecond pass at once
+MOST_BURST_BYTES = 1 << 24
+LEAST_BURST_BYTES = 1 << 15
+CHANGE = 0.2  # of a rate or of the tokens, from which on it counts as another one
+CHANGED_STEP = 0.1  # share of a step by which another rate must change it to make what was measured worthless
+EXPERT_ROWS = (16, 256)
+TIMINGS = 3
+
+
+@dataclass
+class LayerWatch:
+    """Counts what goes into one MoE layer, whoever serves it; a forward pre-hook of the layer."""
+
+    calls: int = 0
+    tokens: int = 0
+    recomputed: int = 0
+    begin_s: float | None = None  # of the first call in this optimizer step
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Before a forward of the layer; evaluations are not counted."""
+        if not layer.training or not inputs:
+            return
+        if self.begin_s is None:
+            self.begin_s = time.perf_counter()
+        if is_in_backward():
+            self.recomputed += 1
+        else:
+            self.calls += 1
+            self.tokens += inputs[0].numel() // inputs[0].shape[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFacts:
+    """What DeepSpeed knows of a job and the layers do not say.
+
+    dense_params, active_dense_params, trainable_dense_params: of all but the experts, see `plan.workload`.
+    zero_stage: 0, 1 or 2.
+    micro_steps: of one optimizer step, asked each time.
+    capacity_factor: of the gates, as they train.
+    can_sync_by_level: dense_sync "hierarchical" works with this engine.
+    """
+
+    dense_params: int
+    active_dense_params: int
+    trainable_dense_params: int
+    zero_stage: int
+    micro_steps: Callable[[], int]
+    capacity_factor: float
+    can_sync_by_level: bool
+
+
+@dataclass
+class Since:
+    """What was measured since the last look."""
+
+    step_s: list[float] = field(default_factory=list)
+    begin_s: float = field(default_factory=time.perf_counter)
+    calls: int = 0
+    tokens: int = 0
+    recomputed: int = 0
+    rows: int = 0
+    row_calls: int = 0
+
+
+@dataclass(frozen=True)
+class PlanBegin:
+    """Counters of this rank when the plan began."""
+
+    step: int = 0
+    exposed_s: Mapping[str, float] = field(default_factory=dict)
+    sent_bytes: Mapping[tuple[int, str], int] = field(default_factory=dict)
+
+
+class JobPlanner:
+    """The plan of one attached model; all ranks must make the same calls at the same steps.
+
+    Args:
+        config: with what is "auto" in it.
+        specs: of the MoE layers, all of one expert-parallel group.
+        facts: of the job.
+
+    Raises:
+        UnsupportedError: layers have different expert-parallel groups.
+        AgreementError: ranks differ.
+    """
+
+    def __init__(self, config: HybridEPConfig, specs: Sequence[LayerSpec], facts: JobFacts) -> None:
+        self._config, self._facts = config, facts
+        self.watches = tuple(LayerWatch() for _ in specs)
+        with announcing_failure():
+            spec = _same_of_all(specs)
+            codec_configs = _codecs_to_try(config)
+            partition = Partition.build(config.cluster(), spec.group_ranks, (1,) * len(config.levels))
+        generation = agree({"version": __version__, "planned": config.canonical()}, config.timeout_s)
+        self._transport = Transport(config.cluster(), config.timeout_s, generation)
+        self._probe = LinkProbe(self._transport)
+        self._cluster = self._first_links()
+        self._model = _model_of(specs, facts)
+        self._param_bytes = spec.sample.element_size()
+        self._trainable_params = _expert_params(spec, trainable_only=True)
+        self._rates = self._measure_experts(spec)
+        self._codecs = {name: self._measure_codec(name, one, spec) for name, one in codec_configs.items()}
+        self._configs = {"identity": IDENTITY, **codec_configs}
+        self._spans = partition.spans
+        self._options = tuple(self._room().options())
+        self._chooser = Chooser(self._options)
+        self._current = self._options[0]
+        self._workload: Workload | None = None
+        self._row_scale = 1.0
+        self._since = Since()
+        self._plan_begin = PlanBegin()
+        self._begin_s = self._paused_s = self._look_s = 0.0
+        self._interval = config.replan_interval
+        self._num_steps, self._next_look = 0, FIRST_LOOK
+        self._skipped_steps = WARM_UP_STEPS
+        self._num_wins = 0
+        self.num_quiet_looks = 0  # in a row at which no other plan was better
+        self._choice: Choice | None = None
+        self.history: list[dict[str, Any]] = []
+        self.reason = ""  # of the last choice
+
+    # -- what the settings leave open -------------------------------------------------------------------------------
+
+    def _room(self) -> Room:
+        config = self._config
+        exchange = config.token_exchange
+        dense = config.dense_sync
+        exchanges: tuple[Exchange, ...] = ("direct", "hierarchical", "deepspeed") if exchange == AUTO else (exchange,)
+        if dense == AUTO:
+            dense_syncs = ("deepspeed", "hierarchical") if self._facts.can_sync_by_level else ("deepspeed",)
+        else:
+            dense_syncs = (dense,)
+        return Room(
+            spans=self._spans,
+            domain_sizes=tuple(
+                open_sizes(span) if level.domain_size == AUTO else (level.domain_size,)
+                for level, span in zip(config.levels, self._spans, strict=True)
+            ),
+            weight_codecs=tuple(self._choices(level.weight_codec) for level in config.levels),
+            gradient_codecs=tuple(self._choices(level.gradient_codec) for level in config.levels),
+            exchanges=exchanges,
+            dense_syncs=dense_syncs,
+        )
+
+    def _choices(self, codec: CodecConfig) -> tuple[Codec, ...]:
+        if codec == IDENTITY:
+            return exact()
+        if codec == AUTO_CODEC:
+            return (*exact(), *(self._codecs[name_of(one)] for one in self._config.auto_codecs))
+        return (self._codecs[name_of(codec)],)
+
+    def config_of(self, option: Option) -> HybridEPConfig:
+        """The settings that an option stands for."""
+        levels = []
+        for level, size, codecs in zip(self._config.levels, option.domain_sizes, option.codecs, strict=True):
+            is_used = size > 1
+            levels.append(
+                replace(
+                    level,
+                    domain_size=size,
+                    weight_codec=self._configs[codecs.weight.name] if is_used else _plain(level.weight_codec),
+                    gradient_codec=self._configs[codecs.gradient.name] if is_used else _plain(level.gradient_codec),
+                )
+            )
+        links = zip(levels, self._cluster.levels, strict=True)
+        levels = [replace(level, **_link_settings(measured.link)) for level, measured in links]
+        return replace(
+            self._config, levels=tuple(levels), token_exchange=option.exchange, dense_sync=option.dense_sync
+        )
+
+    @property
+    def start_config(self) -> HybridEPConfig:
+        """The settings of the first steps."""
+        return self.config_of(self._current)
+
+    def _option_of(self, config: HybridEPConfig, runtime: HybridRuntime) -> Option | None:
+        """The option that given settings are; None where they are not among those left open."""
+        config = replace(config, token_exchange=runtime.token_exchange)
+        return next((one for one in self._options if _same_settings(self.config_of(one), config)), None)
+
+    # -- measuring --------------------------------------------------------------------------------------------------
+
+    def _first_links(self) -> Cluster:
+        """Links as the settings give them, as the cache has them, or as measured now."""
+        config, probe = self._config, self._probe
+        given = config.cluster()
+        names = [int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")]
+        hosts = [int(row[0]) for row in probe.table([float(names[0])])]
+        about = {"levels": [[level.name, level.size] for level in given.levels], "hosts": hosts}
+        fingerprint = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+        cached = _read_cache(config.probe_cache, fingerprint) if self._transport.rank == 0 else None
+        # Rank 0 has the file: it tells the others what is there, -1 for nothing.
+        flat = [-1.0] * (2 * len(given.levels)) if cached is None else cached
+        told = probe.table(flat)[0]
+        levels, measured = [], list(told)
+        for index, level in enumerate(given.levels):
+            link = level.link
+            if level.size > 1 and (link.bandwidth_bytes_per_s is None or link.latency_s is None):
+                if told[2 * index] < 0:
+                    limit_s = PROBE_LIMIT_S / len(given.levels)
+                    link = probe.measure(index, is_thorough=False, limit_s=limit_s).level.link
+                    measured[2 * index : 2 * index + 2] = [link.bandwidth_bytes_per_s or -1.0, link.latency_s or 0.0]
+                else:
+                    link = Link(told[2 * index], told[2 * index + 1])
+            levels.append(Level(level.name, level.size, link))
+        if self._transport.rank == 0 and config.probe_cache is not None and cached is None:
+            _write_cache(config.probe_cache, fingerprint, measured)
+        return Cluster(tuple(levels))
+
+    def _measure_experts(self, spec: LayerSpec) -> Rates:
+        """Speed of an expert, forward and backward, while all ranks compute."""
+        self._probe.table([0.0])
+        few_s, many_s = (_expert_s(spec, rows) for rows in EXPERT_ROWS)
+        few, many = EXPERT_ROWS
+        means = [statistics.fmean(column) for column in zip(*self._probe.table([few_s, many_s]), strict=True)]
+        row_s = max(means[1] - means[0], 1e-9) / (many - few)
+        call_s = max(means[0] - few * row_s, 0.0) / 3.0  # a backward takes twice as long as a forward
+        expert_params = _expert_params(spec)
+        latency_s = max((level.link.latency_s or 0.0 for level in self._cluster.levels[-1:]), default=0.0)
+        return Rates(
+            flops_per_s=6.0 * expert_params / row_s,
+            expert_call_s=call_s,
+            exchange_s=latency_s,
+            all_to_all_s=latency_s,
+            packet_s=latency_s,
+            wire_factor=WIRE_FACTOR,
+        )
+
+    def _measure_codec(self, name: str, config: CodecConfig, spec: LayerSpec) -> Codec:
+        """Ratio and speed of a codec on one layer's experts, while all ranks compute."""
+        codec = make_codec(config.spec, where="hybridep.auto_codecs", kernels=self._config.kernels)
+        parts = tuple(
+            PacketPart(piece.name, piece.shape, spec.num_local)
+            for block in lay_out(spec.experts[0], is_grouped=spec.is_grouped)
+            if block.is_trainable
+            for piece in block.slices
+        )
+        layout, device = MessageLayout(codec, parts), spec.sample.device
+        generator = torch.Generator().manual_seed(0)
+        weights = [torch.randn(p.num_experts, *p.shape, generator=generator).to(device) for p in parts]
+        mirror, replica = Mirror(layout, device), Replica(layout, layout.new_values(device))
+        self._probe.table([0.0])
+        encode_s, decode_s = [], []
+        for _ in range(TIMINGS + 1):
+            begin_s = time.perf_counter()
+            message = mirror.encode(weights)
+            middle_s = time.perf_counter()
+            replica.apply(message)
+            encode_s.append(middle_s - begin_s)
+            decode_s.append(time.perf_counter() - middle_s)
+        num_elements = sum(weight.numel() for weight in weights)
+        own = [statistics.median(encode_s[1:]), statistics.median(decode_s[1:])]
+        means = [statistics.fmean(column) for column in zip(*self._probe.table(own), strict=True)]
+        travel_bytes = num_elements * self._param_bytes
+        return Codec(
+            name=name,
+            ratio=travel_bytes / message.nbytes,
+            encode_bytes_per_s=travel_bytes / max(means[0], 1e-9),
+            decode_bytes_per_s=travel_bytes / max(means[1], 1e-9),
+        )
+
+    def _measure_link(self, elapsed_s: float) -> None:
+        """Look at the slowest level again."""
+        candidates = [i for i, level in enumerate(self._cluster.levels) if level.size > 1]
+        if not candidates:
+            return
+        slowest = min(candidates, key=lambda i: self._cluster.levels[i].link.bandwidth_bytes_per_s or math.inf)
+        known = self._cluster.levels[slowest].link.bandwidth_bytes_per_s or 1e9
+        below = ranks_below(self._cluster)[slowest]
+        rate = known
+        for _ in range(3):
+            burst_s = max(BURST_SHARE * elapsed_s, LEAST_BURST_S)
+            num_bytes = int(min(max(rate * burst_s / below, LEAST_BURST_BYTES), MOST_BURST_BYTES))
+            before, rate = rate, self._probe.burst(slowest, num_bytes)
+            if rate <= before * (1 + CHANGE):
+                break  # a burst that was too short for a faster link is repeated
+        if abs(rate / known - 1) <= CHANGE:
+            rate = (rate + known) / 2  # bursts are short and noisy
+        levels = list(self._cluster.levels)
+        levels[slowest] = replace(levels[slowest], link=replace(levels[slowest].link, bandwidth_bytes_per_s=rate))
+        self._cluster = Cluster(tuple(levels))
+
+    # -- around the optimizer step ----------------------------------------------------------------------------------
+
+    def before_step(self, runtime: HybridRuntime) -> HybridEPConfig | None:
+        """Call when gradients are complete and nothing is under way.
+
+        Returns:
+            The settings to go on with after this optimizer step; None: as before.
+        """
+        entry_s = time.perf_counter()
+        # From the first layer's forward on: what a script does between two steps is not the plan's.
+        self._begin_s = min((w.begin_s for w in self.watches if w.begin_s is not None), default=entry_s)
+        for watch in self.watches:
+            watch.begin_s = None
+        self._num_steps += 1
+        chosen = None
+        if self._num_steps >= self._next_look:
+            chosen = self._look(runtime)
+            self._look_s = time.perf_counter() - entry_s
+        self._paused_s = time.perf_counter() - entry_s
+        return chosen
+
+    def after_step(self) -> None:
+        """Call right after the optimizer step, before anything is changed."""
+        if self._skipped_steps > 0:
+            self._skipped_steps -= 1
+        else:
+            self._since.step_s.append(time.perf_counter() - self._begin_s - self._paused_s)
+
+    def _look(self, runtime: HybridRuntime) -> HybridEPConfig | None:
+        measured_s, elapsed_s = self._take_measures(runtime)
+        before_s = self._job().predict(self._current).step_s
+        self._measure_link(elapsed_s)
+        job = self._job()
+        predicted_s = job.predict(self._current).step_s
+        # Where the link is another one now, nobody knows for how many of the measured steps it has been.
+        if measured_s is not None and abs(predicted_s - before_s) < CHANGED_STEP * measured_s:
+            self._chooser.note(self._current, predicted_s, measured_s)
+        told = [-1.0, 0.0]
+        if self._transport.rank == 0:
+            choice = self._choice = self._chooser.choose(self._current, job.predict, job.memory_bytes)
+            told = [float(self._options.index(choice.best)), float(choice.saves(self._config.replan_threshold))]
+        index, is_better = self._probe.table(told)[0]
+        self._num_wins = self._num_wins + 1 if is_better else 0
+        self.num_quiet_looks = 0 if is_better else self.num_quiet_looks + 1
+        self._begin_anew(runtime)
+        is_settled = not is_better and not self._config.replan_interval
+        self._next_look = math.inf if is_settled else self._num_steps + (1 if is_better else self._interval)
+        if self._num_wins < PATIENCE:
+            return None
+        self.reason = "chosen by rank 0" if self._choice is None else self._choice.describe()
+        return self.config_of(self._options[int(index)])
+
+    def recall(self, path: Path) -> HybridEPConfig | None:
+        """The settings that a checkpoint was saved with, if they are others than now; all ranks must call.
+
+        path: of the file that rank 0 wrote beside the checkpoint; other ranks need not see it.
+        """
+        index = -1
+        if self._transport.rank == 0 and path.is_file():
+            label = json.loads(path.read_text(encoding="utf-8")).get("plan")
+            index = next((i for i, option in enumerate(self._options) if option.label == label), -1)
+        index = int(self._probe.table([float(index)])[0][0])
+        if index < 0 or self._options[index] == self._current:
+            return None
+        return self.config_of(self._options[index])
+
+    def follow(self, config: HybridEPConfig, runtime: HybridRuntime, reason: str) -> None:
+        """Other settings have taken over: what is measured from now on is theirs.
+
+        Planning ends where they are not among those that the planned settings leave open.
+        """
+        before, option = self._current.label, self._option_of(config, runtime)
+        if option is not None:
+            self._current = option
+        self._num_wins = self.num_quiet_looks = 0
+        self._skipped_steps = 1  # the first step ships all weights and makes connections
+        goes_on = self._config.replan_interval > 0 and option is not None
+        self._next_look = self._num_steps + self._interval if goes_on else math.inf
+        label = "settings given by hand" if option is None else option.label
+        self.history.append({"step": self._num_steps, "from": before, "to": label, "reason": reason})
+        self._begin_anew(runtime)
+
+    def _begin_anew(self, runtime: HybridRuntime) -> None:
+        self._since = Since(
+            calls=sum(watch.calls for watch in self.watches),
+            tokens=sum(watch.tokens for watch in self.watches),
+            recomputed=sum(watch.recomputed for watch in self.watches),
+            rows=sum(stats.rows_sent for stats in runtime.layer_stats.values()),
+            row_calls=sum(stats.calls for stats in runtime.layer_stats.values()),
+        )
+
+    def _take_measures(self, runtime: HybridRuntime) -> tuple[float | None, float]:
+        """Bring the workload up to date.
+
+        Returns:
+            The mean over ranks of the median step since the last look, None where there was none; and the seconds
+            since then.  Equal on all ranks.
+        """
+        since = self._since
+        calls = sum(watch.calls for watch in self.watches) - since.calls
+        tokens = sum(watch.tokens for watch in self.watches) - since.tokens
+        recomputed = sum(watch.recomputed for watch in self.watches) - since.recomputed
+        rows = sum(stats.rows_sent for stats in runtime.layer_stats.values()) - since.rows
+        row_calls = sum(stats.calls for stats in runtime.layer_stats.values()) - since.row_calls
+        own_s = statistics.median(since.step_s) if since.step_s else -1.0
+        own_elapsed_s = time.perf_counter() - since.begin_s
+        table = self._probe.table([own_s, calls, tokens, recomputed, rows, row_calls, self._look_s, own_elapsed_s])
+        step_s, calls, tokens, recomputed, rows, row_calls, *_ = (sum(column) for column in zip(*table, strict=True))
+        elapsed_s = max(row[-1] for row in table)
+        if step_s > 0:
+            look_s = min(row[-2] for row in table)  # of the rank that waited for no other
+            steps = min(math.ceil(look_s * len(table) / (LOOK_SHARE * step_s)), MOST_INTERVAL)
+            self._interval = max(self._config.replan_interval, steps)
+        if not calls:
+            return None, elapsed_s
+        tokens_per_rank = max(round(tokens / calls), 1)
+        before = self._workload
+        if before is None or abs(tokens_per_rank / before.tokens_per_rank - 1) > CHANGE:
+            self._chooser.forget()
+        self._workload = Workload(
+            model=self._model,
+            tokens_per_rank=tokens_per_rank,
+            micro_steps=max(self._facts.micro_steps(), 1),
+            param_bytes=self._param_bytes,
+            zero_stage=self._facts.zero_stage,
+            is_checkpointed=recomputed > 0,
+            capacity_factor=self._facts.capacity_factor,
+            trainable_expert_params=self._trainable_params,
+            trainable_dense_params=self._facts.trainable_dense_params,
+        )
+        if row_calls:
+            layout = self._current.layout(self._spans, self._config.prefetch_depth)
+            expected = sum(row_counts(layout, self._workload)) if not layout.is_padded else 0.0
+            if expected > 0:
+                self._row_scale = rows / row_calls / expected
+        self._workload = replace(self._workload, row_scale=self._row_scale)
+        return (step_s / len(table) if step_s > 0 else None), elapsed_s
+
+    def _job(self) -> Job:
+        workload = self._workload
+        if workload is None:  # no layer ran yet
+            workload = Workload(model=self._model, tokens_per_rank=1, param_bytes=self._param_bytes)
+        return Job(
+            cluster=self._cluster,
+            spans=self._spans,
+            workload=workload,
+            rates=self._rates,
+            prefetch_depth=self._config.prefetch_depth,
+        )
+
+    @property
+    def current(self) -> Option:
+        """The option that runs."""
+        return self._current
+
+    # -- telling ----------------------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """One line for the log at the start."""
+        links = ", ".join(
+            f"{level.name} {(level.link.bandwidth_bytes_per_s or math.nan) * 8e-9:.4g} Gbit/s "
+            f"{(level.link.latency_s or 0.0) * 1e3:.3g} ms"
+            for level in self._cluster.levels
+            if level.size > 1
+        )
+        return (
+            f"hybridep: links measured: {links}; {len(self._options)} plans are open, the first choice is made after "
+            f"{FIRST_LOOK} optimizer steps"
+        )
+
+    def begin_plan(self, runtime: HybridRuntime) -> None:
+        """`runtime` is what the plan is carried out by from now on."""
+        traffic = runtime.transport.traffic
+        self._plan_begin = PlanBegin(self._num_steps, dict(traffic.exposed_s), dict(traffic.sent_bytes))
+
+    def _measured(self, runtime: HybridRuntime) -> dict[str, Any]:
+        """Of this rank, per step since the plan began: seconds waited and spent on codecs, bytes of its uplinks."""
+        begin, traffic = self._plan_begin, runtime.transport.traffic
+        steps = max(self._num_steps - begin.step, 1)
+        below = ranks_below(self._cluster)
+        sent: list[dict[str, float]] = [{} for _ in self._cluster.levels]
+        for (level, kind), num_bytes in traffic.sent_bytes.items():
+            mine = num_bytes - begin.sent_bytes.get((level, kind), 0)
+            sent[level][kind] = mine * below[level] / steps
+        waited = {kind: (s - begin.exposed_s.get(kind, 0.0)) / steps for kind, s in traffic.exposed_s.items()}
+        return {
+            "steps": self._num_steps - begin.step,
+            "waited_s": waited,
+            "codec_s": runtime.codec_s / steps,
+            "uplink_bytes": sent,
+        }
+
+    def record(self, runtime: HybridRuntime) -> dict[str, Any]:
+        """The plan, what was predicted of it and what was measured; JSON-able.  Complete on rank 0 only."""
+        job = self._job()
+        correction = self._chooser.corrections.get(self._current)
+        prediction = job.predict(self._current)
+        choice = self._choice
+        return {
+            "plan": self._current.label,
+            "predicted": prediction_json(prediction),
+            "measured_step_s": None if correction is None else prediction.step_s + correction,
+            "measured": self._measured(runtime),
+            "workload": {
+                "tokens_per_rank": job.workload.tokens_per_rank,
+                "micro_steps": job.workload.micro_steps,
+                "row_scale": job.workload.row_scale,
+                "is_checkpointed": job.workload.is_checkpointed,
+            },
+            "links": [
+                {"name": level.name, **{key: value for key, value in _link_settings(level.link).items()}}
+                for level in self._cluster.levels
+            ],
+            "rates": {
+                key: value for key, value in asdict(self._rates).items() if value is not None and math.isfinite(value)
+            },
+            "reason": self.history[-1]["reason"] if self.history else "the first steps",
+            "runner_up": None if choice is None or choice.runner_up is None else choice.runner_up.label,
+            "runner_up_s": None if choice is None else choice.runner_up_s,
+            "history": list(self.history),
+        }
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._transport.close()
+
+
+def name_of(codec: CodecConfig) -> str:
+    """Of a codec with its options, for people; different for different settings."""
+    options = json.loads(codec.options)
+    return " ".join([codec.type, *(f"{key} {value}" for key, value in sorted(options.items()))])
+
+
+def _same_of_all(specs: Sequence[LayerSpec]) -> LayerSpec:
+    first = specs[0]
+    for spec in specs:
+        if spec.group_ranks != first.group_ranks or spec.num_experts != first.num_experts:
+            raise UnsupportedError(
+                f"hybridep plans layers of one expert-parallel group and number of experts, but {spec.name} has "
+                f"{spec.num_experts} experts on ranks {list(spec.group_ranks)} and {first.name} {first.num_experts} "
+                f'on {list(first.group_ranks)}; write sizes and codecs in place of "auto"'
+            )
+    return first
+
+
+def _codecs_to_try(config: HybridEPConfig) -> dict[str, CodecConfig]:
+    """Every lossy codec that may be used, by name."""
+    fixed = [codec for level in config.levels for codec in (level.weight_codec, level.gradient_codec)]
+    wanted = [*config.auto_codecs, *fixed]
+    return {name_of(codec): codec for codec in wanted if codec not in (IDENTITY, AUTO_CODEC)}
+
+
+def _plain(codec: CodecConfig) -> CodecConfig:
+    return IDENTITY if codec == AUTO_CODEC else codec
+
+
+def _same_settings(ours: HybridEPConfig, theirs: HybridEPConfig) -> bool:
+    def settings(config: HybridEPConfig) -> Any:
+        levels = [
+            (level.domain_size, *((level.weight_codec, level.gradient_codec) if level.domain_size != 1 else ()))
+            for level in config.levels
+        ]
+        return levels, config.token_exchange, config.dense_sync
+
+    return settings(ours) == settings(theirs)
+
+
+def _link_settings(link: Link) -> dict[str, Any]:
+    bandwidth, latency = link.bandwidth_bytes_per_s, link.latency_s
+    return {
+        "bandwidth_gbps": None if bandwidth is None else float(f"{bandwidth * 8e-9:.4g}"),
+        "latency_ms": None if latency is None else float(f"{latency * 1e3:.4g}"),
+    }
+
+
+def _model_of(specs: Sequence[LayerSpec], facts: JobFacts) -> MoEModel:
+    first = specs[0]
+    return MoEModel(
+        name="this job",
+        hidden=first.hidden,
+        num_experts=first.num_experts,
+        top_k=first.top_k,
+        num_moe_layers=len(specs),
+        expert_params=_expert_params(first),
+        dense_params=facts.dense_params,
+        active_dense_params=facts.active_dense_params,
+    )
+
+
+def _expert_s(spec: LayerSpec, rows: int) -> float:
+    """Seconds of one expert's forward and backward on some rows; leaves gradients and random numbers alone."""
+    expert, sample = spec.experts[0], spec.sample
+    generator = torch.Generator().manual_seed(0)
+    num_experts = spec.num_local if spec.is_grouped else 1  # in one call
+    values = torch.randn(num_experts * rows, spec.hidden, generator=generator).to(sample)
+    parameters = [parameter for parameter in expert.parameters() if parameter.requires_grad]
+    timings = []
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for _ in range(TIMINGS + 1):
+            begin_s = time.perf_counter()
+            x = values.clone().requires_grad_()
+            output = spec.call(expert, {}, x, [rows] * num_experts)
+            # autograd.grad: no hook of DeepSpeed on a parameter's gradient may run.
+            torch.autograd.grad(output.sum(), [x, *parameters], allow_unused=True)
+            timings.append(time.perf_counter() - begin_s)
+    return statistics.median(timings[1:]) / num_experts
+
+
+def _expert_params(spec: LayerSpec, *, trainable_only: bool = False) -> int:
+    """Parameters of one expert."""
+    counted = [p.numel() for p in spec.experts[0].parameters() if p.requires_grad or not trainable_only]
+    return sum(counted) // (spec.num_local if spec.is_grouped else 1)
+
+
+def _read_cache(path: str | None, fingerprint: str) -> list[float] | None:
+    if path is None or not os.path.isfile(path):
+        return None
+    try:
+        content: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    values = content.get(fingerprint)
+    return values if isinstance(values, list) else None
+
+
+def _write_cache(path: str, fingerprint: str, values: Sequence[float]) -> None:
+    target = Path(path)
+    content = {}
+    if target.is_file():
+        try:
+            content = json.loads(target.read_text(encoding="utf-8"))
+        except ValueError:
+            content = {}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_suffix(target.suffix + ".partial")
+    partial.write_text(json.dumps({**content, fingerprint: list(values)}, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, target)

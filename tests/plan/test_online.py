@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planning of a running job: what is open, what is expected of it, and what measuring changes."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.online import FORGETTING, OPTIMISM, Chooser, Job, Option, Room
+from ds_hybridep.plan.stream_model import IDENTITY, Codec, LevelCodecs, Rates, StepPrediction, StepTerms
+from ds_hybridep.plan.workload import MoEModel, Workload
+
+MODEL = MoEModel(
+    name="toy", hidden=64, num_experts=8, top_k=2, num_moe_layers=4, expert_params=33_000, dense_params=100_000,
+    active_dense_params=80_000,
+)  # fmt: skip
+RATES = Rates(flops_per_s=1e10, exchange_s=1e-3, all_to_all_s=1e-3)
+INT8 = Codec("int8", ratio=4.0)
+
+
+def job(mbit=100.0, tokens=1024, zero_stage=1):
+    levels = (Level("dc", 2, Link(mbit * 1e6 / 8, 0.0)), Level("gpu", 2, Link(1e10, 0.0)))
+    workload = Workload(
+        model=MODEL, tokens_per_rank=tokens, param_bytes=4, zero_stage=zero_stage, capacity_factor=1.25
+    )
+    return Job(cluster=Cluster(levels), spans=(2, 2), workload=workload, rates=RATES, prefetch_depth=2)
+
+
+def room(**changes):
+    settings = {
+        "spans": (2, 2),
+        "domain_sizes": ((1, 2), (1,)),
+        "weight_codecs": ((IDENTITY,), (IDENTITY,)),
+        "gradient_codecs": ((IDENTITY,), (IDENTITY,)),
+        "exchanges": ("direct", "hierarchical", "deepspeed"),
+        "dense_syncs": ("deepspeed", "hierarchical"),
+    }
+    return Room(**{**settings, **changes})
+
+
+def plain(domain_sizes=(1, 1), exchange="direct", dense_sync="deepspeed"):
+    codecs = (LevelCodecs(),) * len(domain_sizes)
+    return Option(domain_sizes=domain_sizes, codecs=codecs, exchange=exchange, dense_sync=dense_sync)
+
+
+def test_options_are_what_can_be_run_each_once():
+    labels = [option.label for option in room().options()]
+    assert len(labels) == len(set(labels))
+    # DeepSpeed's exchange has no domains, and level by level is another way only where both levels have several.
+    assert [label.split(",")[0] + label.split("tokens")[1].split(",")[0] for label in labels[::2]] == [
+        "[1 direct", "[1 hierarchical", "[1 deepspeed", "[2 direct",
+    ]  # fmt: skip
+
+
+def test_a_fixed_setting_is_a_choice_of_one():
+    options = list(room(domain_sizes=((2,), (1,)), exchanges=("hierarchical",), dense_syncs=("deepspeed",)).options())
+    assert options == [plain((2, 1), "hierarchical")]
+
+
+def test_codecs_are_chosen_only_where_experts_travel_and_go_together():
+    codecs = ((IDENTITY, INT8), (IDENTITY,))
+    options = list(
+        room(weight_codecs=codecs, gradient_codecs=codecs, exchanges=("direct",), dense_syncs=("deepspeed",)).options()
+    )
+    assert [option.label.split(" tokens")[0] for option in options] == ["[1,1]", "[2,1]", "[2,1] int8"]
+    assert [option.is_lossy for option in options] == [False, False, True]
+
+
+def test_sums_by_level_send_fewer_bytes_over_the_slow_link():
+    ring = job().predict(plain())
+    levels = job().predict(plain(dense_sync="hierarchical"))
+    num_bytes = 4.0 * MODEL.dense_params
+    # ZeRO 1 over four ranks: three passes of a ring, or one sum and one gather with half of the bytes from each DC.
+    assert ring.uplink_bytes[0]["dense_sync"] == pytest.approx(3 * 3 / 4 * num_bytes)
+    assert levels.uplink_bytes[0]["dense_sync"] == pytest.approx(2 * 1 / 2 * num_bytes)
+    assert levels.uplink_bytes[0]["tokens"] == ring.uplink_bytes[0]["tokens"]
+
+
+def steps_of(seconds):
+    """A `predict` that knows the seconds of some options."""
+    return lambda option: StepPrediction(StepTerms(tokens_s=seconds[option]), ({},))
+
+
+FIRST, SECOND, THIRD = plain(), plain((2, 1)), plain(exchange="deepspeed")
+
+
+def choose(chooser, current, seconds):
+    return chooser.choose(current, steps_of(seconds), lambda option: 0.0)
+
+
+def test_what_was_measured_of_the_running_option_is_expected_of_the_others_too():
+    chooser = Chooser((FIRST, SECOND))
+    chooser.note(FIRST, predicted_s=1.0, measured_s=1.5)
+    choice = choose(chooser, FIRST, {FIRST: 1.0, SECOND: 0.5})
+    assert choice.best == SECOND
+    assert choice.current_s == pytest.approx(1.5)
+    assert choice.expected_s == pytest.approx((0.5 + 0.5) * (1 - OPTIMISM))
+    assert choice.saves(0.05)
+    assert not choice.saves(0.5)
+
+
+def test_an_option_that_disappointed_is_left_again():
+    chooser = Chooser((FIRST, SECOND))
+    chooser.note(FIRST, predicted_s=1.0, measured_s=1.0)
+    seconds = {FIRST: 1.0, SECOND: 0.8}
+    assert choose(chooser, FIRST, seconds).best == SECOND
+    chooser.note(SECOND, predicted_s=0.8, measured_s=1.2)
+    choice = choose(chooser, SECOND, seconds)
+    assert choice.best == FIRST
+    assert choice.saves(0.05)
+    assert choice.expected_s == pytest.approx(1.0 + FORGETTING * 0.4)
+    assert "measured to be no slower" in choice.reason
+
+
+def test_a_tie_keeps_what_runs_and_prefers_what_is_exact():
+    chooser = Chooser((FIRST, SECOND, THIRD), {FIRST: 0.0, SECOND: 0.0, THIRD: 0.0})
+    assert choose(chooser, THIRD, {FIRST: 0.995, SECOND: 1.0, THIRD: 1.0}).best == THIRD
+    lossy = Option(domain_sizes=(2, 1), codecs=(LevelCodecs(weight=INT8, gradient=INT8), LevelCodecs()))
+    chooser = Chooser((lossy, SECOND, FIRST), dict.fromkeys((lossy, SECOND, FIRST), 0.0))
+    assert choose(chooser, FIRST, {FIRST: 9.0, SECOND: 1.0, lossy: 0.995}).best == SECOND
+
+
+def test_other_work_is_measured_anew():
+    chooser = Chooser((FIRST, SECOND), {SECOND: 5.0})
+    chooser.forget()
+    assert choose(chooser, FIRST, {FIRST: 1.0, SECOND: 0.5}).best == SECOND
+
+
+@given(st.lists(st.floats(0.01, 10.0), min_size=3, max_size=3), st.floats(-5.0, 5.0))
+def test_no_expectation_is_below_zero_and_the_best_is_the_least(predicted, correction):
+    seconds = dict(zip((FIRST, SECOND, THIRD), predicted, strict=True))
+    choice = choose(Chooser((FIRST, SECOND, THIRD), {FIRST: correction}), FIRST, seconds)
+    assert 0.0 <= choice.expected_s <= choice.current_s * (1 + 1e-9)
+    assert choice.runner_up is not None
+    assert choice.expected_s <= choice.runner_up_s * (1 + 0.011)
+    assert math.isfinite(choice.expected_s)
+
+
+def test_slow_links_want_domains_and_fast_ones_with_few_tokens_do_not():
+    chooser = Chooser(tuple(room().options()))
+    slow, fast = job(mbit=20), job(mbit=10_000, tokens=32)
+    assert chooser.choose(plain(), slow.predict, slow.memory_bytes).best.domain_sizes == (2, 1)
+    assert chooser.choose(plain(), fast.predict, fast.memory_bytes).best.domain_sizes == (1, 1)

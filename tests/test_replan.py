@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other plans while a job runs: losses stay DeepSpeed's, residuals reach the owners, ranks choose the same."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from parity import FP32_TOLERANCE, Case, levels_of
+from process_pool import ProcessPool
+from test_engine import Engine, block_of, engine_of, error_of, evaluate, train
+from test_lossy import block_with, migration_of
+
+import ds_hybridep
+from ds_hybridep.plan.online import Choice
+from ds_hybridep.runtime import planning
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+SIZES = ((1, 1), (2, 1), (1, 1))
+TOP_K = {"type": "top_k", "k": 8, "block": 256}
+LOSSY = [(TOP_K, TOP_K), ("identity", "identity")]
+EXACT = [("identity", "identity")] * 2
+
+
+def world4(*domain_sizes: int, **options: Any) -> Case:
+    return Case(levels=levels_of((2, 2), domain_sizes), **options)
+
+
+def attachment_of(engine: Engine) -> Any:
+    return engine.__dict__["_hybridep_attachment"]["hybridep"]
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+def plain_losses(case: Case, num_steps: int) -> list[float]:
+    with engine_of(case, with_block=False) as engine:
+        return train(engine, case, 0, num_steps)
+
+
+def losses_over(case: Case, blocks: list[dict[str, Any]], steps: int) -> tuple[list[float], list[float], Any]:
+    """Losses of `steps` optimizer steps under each block in turn, an evaluation after each, and the counters."""
+    losses, evaluations = [], []
+    with engine_of(case, with_block=True, hybridep=blocks[0]) as engine:
+        for index, block in enumerate(blocks):
+            if index:
+                ds_hybridep.replan(engine, block_of(case, **block))
+            losses += train(engine, case, index * steps, steps)
+            evaluations.append(evaluate(engine.module, case))
+        return losses, evaluations, ds_hybridep.stats(engine)
+
+
+def block_of_sizes(case: Case, domain_sizes: tuple[int, ...], **settings: Any) -> dict[str, Any]:
+    levels = case.ds_config(with_block=True)["hybridep"]["levels"]
+    sized = [{**level, "domain_size": size} for level, size in zip(levels, domain_sizes, strict=True)]
+    return {"levels": sized, "verify_interval": 1, **settings}
+
+
+def kept_back(engine: Engine) -> dict[str, torch.Tensor]:
+    """By layer, what this rank's senders have not delivered, [M, numbers]."""
+    result = {}
+    for layer in migration_of(engine)._layers:
+        store = layer.store
+        total = torch.zeros(len(store.domain_ranks), sum(part.rows * part.cols for part in store.parts) * 2)
+        for (_, slot), encoder in store.lossy.encoders.items():
+            total[slot] += torch.cat([residual.reshape(-1) for residual in encoder.residuals])
+        result[store.layer] = total
+    return result
+
+
+def residuals_before_and_after(case: Case, block: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each layer what all ranks had kept back of this rank's experts, and what it has to add after a change."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, LOSSY)) as engine:
+        train(engine, case, 0, 3)
+        before = kept_back(engine)
+        stores = {layer.store.layer: layer.store for layer in migration_of(engine)._layers}
+        owed = {}
+        for name, store in stores.items():
+            everywhere = [torch.empty_like(before[name]) for _ in range(dist.get_world_size())]
+            dist.all_gather(everywhere, before[name])
+            owed[name] = sum(everywhere[rank][store.own_index] for rank in store.domain_ranks)
+        ds_hybridep.replan(engine, block_of(case, **block))
+        attachment = attachment_of(engine)
+        if attachment._carried is not None:
+            taken = attachment._carried._undelivered
+        else:
+            stores = {layer.store.layer: layer.store for layer in migration_of(engine)._layers}
+            taken = {name: store.lossy.undelivered.parts for name, store in stores.items()}
+        pairs = [(owed[name], torch.cat([part.reshape(-1) for part in taken[name]])) for name in owed]
+        train(engine, case, 3, 1)
+        assert attachment._carried is None
+        return pairs
+
+
+def gradients_of_nothing(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(carried, change of the parameter) of each expert parameter in a step whose own gradients are zero."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, LOSSY)) as engine:
+        train(engine, case, 0, 3)
+        ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1, 1))))
+        attachment = attachment_of(engine)
+        carried = {name: list(parts) for name, parts in attachment._carried._undelivered.items()}
+        order = [
+            name for name, _ in next(iter(attachment.layers.values())).experts.deepspeed_experts[0].named_parameters()
+        ]
+        before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        loss = engine(*_tokens(case)) * 0.0
+        engine.backward(loss)
+        engine.step()
+        pairs = []
+        for layer, parts in carried.items():
+            for index, part in enumerate(parts):
+                for local_idx in range(part.shape[0]):
+                    name = f"{layer}.experts.deepspeed_experts.{local_idx}.{order[index]}"
+                    pairs.append(
+                        (part[local_idx], dict(engine.module.named_parameters())[name].detach() - before[name])
+                    )
+        return pairs
+
+
+def _tokens(case: Case) -> Any:
+    from toy_model import batch
+
+    return batch(case.toy, seed=1, step=99, micro_step=0, rank=dist.get_rank(), num_sequences=3)
+
+
+def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[list[float], dict[str, Any]]:
+    """Losses and record of a run whose planner is told, look by look, which domain sizes are best."""
+    levels = [{**level, "domain_size": "auto"} for level in case.ds_config(with_block=True)["hybridep"]["levels"]]
+    block = {"levels": levels, "replan_interval": 1, "verify_interval": 1, "token_exchange": "direct"}
+    with engine_of(case, with_block=True, hybridep=block) as engine:
+        planner = attachment_of(engine).planner
+        share, planning.LOOK_SHARE = planning.LOOK_SHARE, math.inf  # steps of a toy are shorter than a look
+        looks = iter(wanted)
+
+        def choose(current: Any, predict: Any, size: Any) -> Choice:
+            sizes = next(looks, None)
+            best = next((one for one in planner._options if one.domain_sizes == sizes), current)
+            expected_s = 1.0 if best == current else 0.5
+            return Choice(
+                best=best, expected_s=expected_s, current=current, current_s=1.0, runner_up=None, runner_up_s=None,
+                reason="told so",
+            )  # fmt: skip
+
+        planner._chooser.choose = choose
+        try:
+            losses = train(engine, case, 0, steps)
+        finally:
+            planning.LOOK_SHARE = share
+        return losses, ds_hybridep.stats(engine)["planning"]
+
+
+def errors_of_replan(case: Case) -> list[tuple[str, str]]:
+    with engine_of(case, with_block=True) as engine:
+        auto = block_of_sizes(case, (1, 1))
+        auto["levels"][0]["domain_size"] = "auto"
+        other = {"levels": [{"name": "all", "size": 4}]}
+        return [
+            error_of(ds_hybridep.replan, engine, block_of(case, **auto)),
+            error_of(ds_hybridep.replan, engine, other),
+        ]
+
+
+def error_without_engine(case: Case) -> tuple[str, str]:
+    from test_engine import build_model, use_expert_groups_of
+
+    use_expert_groups_of(case)
+    model = build_model(case.toy, rank=dist.get_rank(), world_size=4, data_before_expert=False, seed=1)
+    levels = [{"name": "dc", "size": 2, "domain_size": "auto"}, {"name": "gpu", "size": 2}]
+    return error_of(ds_hybridep.attach, model, {"levels": levels})
+
+
+# -- tests ------------------------------------------------------------------------------------------------------
+
+
+def assert_close(ours: list[float], plain: list[float]) -> None:
+    assert len(ours) == len(plain)
+    for step, (one, other) in enumerate(zip(ours, plain, strict=True)):
+        assert abs(one - other) <= FP32_TOLERANCE * abs(other), f"micro-step {step}: {one} instead of {other}"
+
+
+@pytest.mark.parametrize(("zero_stage", "accumulation"), [(1, 1), (2, 2)])
+def test_losses_are_deepspeeds_over_changes_of_plan(pool4: ProcessPool, zero_stage: int, accumulation: int):
+    case = world4(1, 1, zero_stage=zero_stage, accumulation=accumulation)
+    blocks = [block_of_sizes(case, sizes) for sizes in SIZES]
+    blocks.append(block_of_sizes(case, (1, 1), token_exchange="deepspeed", dense_sync="hierarchical"))
+    blocks.append(block_of_sizes(case, (2, 2), prefetch_depth=0))
+    plain = pool4.run(plain_losses, case=case, num_steps=2 * len(blocks))
+    hybrid = pool4.run(losses_over, case=case, blocks=blocks, steps=2, timeout_s=120)
+    for rank in range(4):
+        losses, _, stats = hybrid[rank]
+        assert_close(losses, plain[rank])
+        assert stats["steps"] == 2 * len(blocks)  # counting goes on
+        assert stats["levels"][0]["sent_bytes"]["tokens"] > 0
+        assert stats["levels"][0]["sent_bytes"]["expert_weights"] > 0
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)])
+def test_what_codecs_had_kept_back_goes_to_the_owners(pool4: ProcessPool, sizes: tuple[int, int]):
+    case = world4(2, 1)
+    block = block_of_sizes(case, sizes)
+    for rank, pairs in enumerate(pool4.run(residuals_before_and_after, case=case, block=block)):
+        assert len(pairs) == case.toy.num_layers
+        for owed, taken in pairs:
+            assert owed.norm() > 0, f"rank {rank} kept nothing back, so nothing is tested"
+            torch.testing.assert_close(taken, owed, rtol=1e-6, atol=1e-7)
+
+
+def test_what_has_no_place_in_the_next_plan_is_added_to_the_next_gradients(pool4: ProcessPool):
+    case = world4(2, 1, optimizer="sgd")
+    for pairs in pool4.run(gradients_of_nothing, case=case):
+        carried, change = (torch.cat([pair[i].reshape(-1) for pair in pairs]) for i in (0, 1))
+        assert change.norm() > 0
+        # SGD moves every parameter by the learning rate times its gradient, which DeepSpeed may have averaged.
+        factor = -(change @ carried) / (carried @ carried)
+        torch.testing.assert_close(change, -factor * carried, rtol=1e-4, atol=1e-7)
+        assert factor > 0
+
+
+def test_a_planned_job_changes_its_plan_and_keeps_its_losses(pool4: ProcessPool):
+    case = world4(1, 1, zero_stage=1)
+    wanted = [(2, 1), (2, 1), (1, 1), (2, 1), (1, 1), (1, 1)]
+    plain = pool4.run(plain_losses, case=case, num_steps=14)
+    results = pool4.run(planned_run, case=case, wanted=wanted, steps=14, timeout_s=120)
+    for rank, (losses, record) in enumerate(results):
+        assert_close(losses, plain[rank])
+        # One look is not enough: the change back waits for two in a row.
+        changes = [(entry["step"], entry["to"].split(" ")[0]) for entry in record["history"]]
+        assert changes == [(6, "[2,1]"), (10, "[1,1]")]
+        assert record["plan"].startswith("[1,1]")
+        assert record["measured_step_s"] > 0
+        assert record["workload"]["micro_steps"] == 1
+        assert record["links"][0]["bandwidth_gbps"] > 0
+
+
+def test_replan_refuses_what_it_cannot_do(pool4: ProcessPool):
+    for errors in pool4.run(errors_of_replan, case=world4(1, 1)):
+        assert errors[0][0] == errors[1][0] == "ConfigError"
+        assert 'without "auto"' in errors[0][1]
+        assert "same levels as before" in errors[1][1]
+
+
+def test_planning_without_an_engine_is_refused(pool4: ProcessPool):
+    for kind, message in pool4.run(error_without_engine, case=world4(1, 1)):
+        assert kind == "UnsupportedError"
+        assert "without a DeepSpeed engine" in message
