@@ -43,10 +43,14 @@ class Plan:
 
     name: str
     ep_size: int
-    domain_sizes: tuple[int, ...] | None = None
+    domain_sizes: tuple[Any, ...] | None = None
     dense_sync: str = "deepspeed"
     codec: Any = "identity"  # of weights and gradients between the DCs
     token_exchange: str = "auto"
+    auto_codecs: tuple[Any, ...] = ()
+
+
+AUTO_SETTLED_LOOKS, AUTO_MOST_STEPS = 3, 80
 
 
 @dataclass
@@ -106,7 +110,18 @@ def plans_of(sizes: tuple[int, ...]) -> list[Plan]:
     for codec, spec in CODECS.items():
         name = f"hybridep [{dcs},1]{codec}, hierarchical dense"
         plans.append(Plan(name, dcs * gpus, (dcs, 1), "hierarchical", spec))
-    return [*plans, Plan("deepspeed, flat EP again", dcs * gpus)]
+    autos = [
+        Plan("hybridep auto", dcs * gpus, ("auto", "auto"), "auto"),
+        Plan(
+            "hybridep auto, codecs allowed",
+            dcs * gpus,
+            ("auto", "auto"),
+            "auto",
+            "auto",
+            auto_codecs=tuple(spec for spec in CODECS.values() if spec != "identity"),
+        ),
+    ]
+    return [*plans, *autos, Plan("deepspeed, flat EP again", dcs * gpus)]
 
 
 def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[int, ...]) -> Run:
@@ -133,6 +148,7 @@ def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[
             "prefetch_depth": args.prefetch_depth,
             "dense_sync": plan.dense_sync,
             "token_exchange": plan.token_exchange,
+            "auto_codecs": list(plan.auto_codecs),
         }
         levels[0].update(weight_codec=plan.codec, gradient_codec=plan.codec)
         ds_hybridep.attach(trained, block)
@@ -177,6 +193,24 @@ def run_block(run: Run, driver: Driver, corpus: Tensor, args: argparse.Namespace
     return seconds / steps, wan_bytes, {kind: (n - counted_before[kind]) / steps for kind, n in counted.items()}
 
 
+def planner_of(run: Run) -> Any:
+    """What plans the run while it trains; None where the plan is given."""
+    return None if run.plan.domain_sizes is None else engine._attachment_of(run.engine).planner
+
+
+def settle(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int) -> None:
+    """Train a planned run until its plan stays, at this rate and batch."""
+    planner = planner_of(run)
+    if planner is None:
+        return
+    train(run, corpus, args, rows, planner._config.replan_interval)
+    planner.num_quiet_looks = 0
+    for _ in range(AUTO_MOST_STEPS):
+        if planner.num_quiet_looks >= AUTO_SETTLED_LOOKS:
+            break
+        train(run, corpus, args, rows, 1)
+
+
 def finish_transfers(run: Run) -> None:
     """Wait for weights under way, on all ranks."""
     if run.plan.domain_sizes is not None:
@@ -195,6 +229,8 @@ def steps_per_block(seconds: float, args: argparse.Namespace) -> int:
 
 def phase(runs: list[Run], driver: Driver, corpus: Tensor, args: argparse.Namespace, rows: int) -> dict[str, Measured]:
     measured = {run.plan.name: Measured() for run in runs}
+    for run in runs:
+        settle(run, corpus, args, rows)
     seconds = []
     for run in runs:  # warm-up at this rate and batch, and how long a step takes
         begin = time.perf_counter()
@@ -273,6 +309,7 @@ def main() -> None:
                             "counted_bytes_per_step": sum_over_ranks(one.counted),
                             "loss": run.loss,
                             "num_steps": run.num_steps,
+                            "picked": None if (planner := planner_of(run)) is None else planner.current.label,
                         }
                     )  # fmt: skip
                 driver.ask(command="records", records=records)
