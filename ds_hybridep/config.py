@@ -159,7 +159,7 @@ _LATENCY = _number(
 _THRESHOLD = _number(
     allowed=">= 0 and below 1",
     accepts=lambda share: 0 <= share < 1,
-    advice="give the share of a step that another plan must save, for example 0.05",
+    advice="give the share of a step that another plan must save, for example 0.03",
 )
 _TIMEOUT = _number(
     allowed="> 0 and at most 1e9",
@@ -264,7 +264,7 @@ class HybridEPConfig:
     )
     auto_codecs: tuple[CodecConfig, ...] = field(default=(), metadata=_read_by(_codec_list))
     replan_interval: int = field(default=5, metadata=_read_by(_integer(at_least=0, example=5)))
-    replan_threshold: float = field(default=0.05, metadata=_read_by(_THRESHOLD))
+    replan_threshold: float = field(default=0.03, metadata=_read_by(_THRESHOLD))
     probe_cache: str | None = field(
         default=None, metadata=_read_by(_optional(_text(advice="give the path of a file, or leave the key out")))
     )

@@ -7,8 +7,9 @@ run:
 
     expected = predicted + (measured - predicted when it ran)
 
-An option that never ran is given the difference of the one that runs now and expected to be a little faster than that,
-so that near ties are settled by trying them. What is known of options that do not run is forgotten slowly.
+An option that never ran is given the difference of the one that runs now. What is known of an option is a mean over
+the looks at which it ran, and the fewer they were, the more it is expected to be faster than that, so that near ties
+are settled by trying them, and by trying them again. Looks are forgotten slowly while an option does not run.
 """
 
 import itertools
@@ -35,8 +36,9 @@ from ds_hybridep.plan.workload import Workload
 Exchange = Literal["direct", "hierarchical", "deepspeed"]
 DenseSync = Literal["deepspeed", "hierarchical"]
 
-OPTIMISM = 0.05  # share of a step by which an option that never ran is expected to beat its prediction
-FORGETTING = 0.02  # share of what is known of an option that is lost at each look while it does not run
+OPTIMISM = 0.2  # share of a step by which an option that never ran is hoped to beat its prediction; less by each look
+FORGETTING = 0.02  # share of an option's looks that is lost at each look while it does not run
+LEAST_WEIGHT = 0.1  # of the newest look in the mean, so that it follows what changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,22 +199,36 @@ class Choice:
 
 
 @dataclass
+class Known:
+    """Of an option that has run: its mean difference from the prediction, and looks, faded ones in part."""
+
+    correction_s: float = 0.0
+    looks: float = 0.0
+
+
+@dataclass
 class Chooser:
     """Chooses among options; remembers how far each was from its prediction when it ran."""
 
     options: tuple[Option, ...]
-    corrections: dict[Option, float] = field(default_factory=dict)
+    known: dict[Option, Known] = field(default_factory=dict)
 
     def note(self, option: Option, predicted_s: float, measured_s: float) -> None:
         """`option` ran at `measured_s` a step; what is known of the others fades."""
-        own = self.corrections[option] = measured_s - predicted_s
-        for other, correction in self.corrections.items():
-            if other != option:
-                self.corrections[other] = correction + FORGETTING * (own - correction)
+        own = self.known.setdefault(option, Known())
+        for other in self.known.values():
+            other.looks *= 1.0 if other is own else 1.0 - FORGETTING
+        own.looks += 1.0
+        own.correction_s += max(1.0 / own.looks, LEAST_WEIGHT) * (measured_s - predicted_s - own.correction_s)
+
+    def correction_s(self, option: Option) -> float | None:
+        """What is added to the option's prediction; None where it never ran."""
+        known = self.known.get(option)
+        return None if known is None else known.correction_s
 
     def forget(self) -> None:
         """The job's own work changed, such as its tokens: what was measured says nothing any more."""
-        self.corrections.clear()
+        self.known.clear()
 
     def choose(self, current: Option, predict: Callable[[Option], StepPrediction], size: "Size") -> Choice:
         """The best option now.
@@ -240,16 +256,13 @@ class Chooser:
         )
 
     def _expected(self, current: Option, predictions: Mapping[Option, StepPrediction]) -> dict[Option, float]:
-        usual = self.corrections.get(current, 0.0)
+        usual = self.known.get(current, Known())
         result = {}
         for option, prediction in predictions.items():
-            known = self.corrections.get(option)
-            if known is not None:
-                result[option] = max(prediction.step_s + known, 0.0)
-            else:
-                discount = 1.0 if option == current else 1.0 - OPTIMISM
-                # A correction below zero must not make a step of nothing out of a short one.
-                result[option] = max(prediction.step_s + usual, 0.1 * prediction.step_s) * discount
+            known = self.known.get(option, Known(usual.correction_s))
+            hoped = 0.0 if option == current else OPTIMISM / (1.0 + known.looks)
+            # A correction below zero must not make a step of nothing out of a short one.
+            result[option] = max(prediction.step_s + known.correction_s, 0.1 * prediction.step_s) * (1.0 - hoped)
         return result
 
 

@@ -525,7 +525,7 @@ class JobPlanner:
     def record(self, runtime: HybridRuntime) -> dict[str, Any]:
         """The plan, what was predicted of it and what was measured; JSON-able.  Complete on rank 0 only."""
         job = self._job()
-        correction = self._chooser.corrections.get(self._current)
+        correction = self._chooser.correction_s(self._current)
         prediction = job.predict(self._current)
         choice = self._choice
         return {
