@@ -73,6 +73,7 @@ setup(
             "import-linter",
             "types-PyYAML",
             "pre-commit",
+            "protobuf",
         ],
         # DeepSpeed 0.19.8 cannot load models of newer transformers for expert parallelism.
         "hf": ["transformers==5.3.0", "peft==0.21.2", "accelerate==1.15.0"],

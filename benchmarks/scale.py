@@ -255,7 +255,7 @@ def ours(num_dcs: int = 1000) -> Iterator[Record]:
 
 
 def compared(question: Question) -> Record:
-    """Simulated steps of the planner's choice and of the ways beside it; what is priced only is as the planner says."""
+    """Simulated steps of the planner's choice and of the ways beside it; priced-only ones are as the planner says."""
     plan = make_plan(question)
     best = fastest_simulated(question, [plan.best, *plan.others[:3]])
     ways: dict[str, Any] = {}
@@ -312,8 +312,9 @@ def describe_ours(records: Sequence[Record]) -> str:
         memory = "unlimited" if one["memory_gb"] is None else f"{one['memory_gb']:g} GB"
         better = f"{min(fair) / one['step_s']:.2f}" if fair else "-"
         lines.append(
-            f"| {one['experts']} | {one['accumulation']} | {one['gbps']:g} | {memory} | {one['plan']} | {one['step_s']:.3g} "
-            f"| {ways[names[0]]['step_s'] / one['step_s']:.2f} | {better} | {'; '.join(elsewhere)} |"
+            f"| {one['experts']} | {one['accumulation']} | {one['gbps']:g} | {memory} | {one['plan']} "
+            f"| {one['step_s']:.3g} | {ways[names[0]]['step_s'] / one['step_s']:.2f} | {better} "
+            f"| {'; '.join(elsewhere)} |"
         )
     return "\n".join(lines)
 

@@ -5,12 +5,12 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ds_hybridep import plan_command
+from ds_hybridep import chakra, plan_command
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.planner import Plan, Question, make_plan
@@ -22,6 +22,7 @@ BITS_PER_BYTE = 8
 GIGA = 1e9
 MICRO = 1e6
 BAR_WIDTH = 40
+MAX_EXPORTED = 64  # ranks, where none are named
 FLAT, DEDUPLICATED, INSIDE = (
     "DeepSpeed, flat EP",
     "flat EP, de-duplicated",
@@ -82,6 +83,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--plot", type=Path, metavar="FILE.png", help="with --sweep-dcs: speed-up against the number of DCs"
     )
     output.add_argument("--trace", type=Path, metavar="FILE.json", help="of the best plan, for Perfetto or Chrome")
+    output.add_argument(
+        "--export-chakra",
+        type=Path,
+        metavar="FOLDER",
+        help="Chakra execution traces of the best plan: of --rank, or of all ranks up to 64",
+    )
+    output.add_argument(
+        "--import-chakra",
+        type=Path,
+        metavar="FILE.et",
+        help="a Chakra execution trace whose computation (nodes named as in an exported one) is simulated",
+    )
     output.add_argument("--rank", type=int, action="append", default=[], help="to trace; may be repeated; default 0")
     parser.set_defaults(run=run)
 
@@ -116,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.plot is not None:
         raise ConfigError("--plot: needs --sweep-dcs, the numbers of DCs to draw over")
-    traced = (args.rank or [0]) if args.trace is not None else []
+    traced = traced_ranks(args, question.cluster)
     for rank in traced:
         question.cluster.place_of(rank)  # refuses a rank that is not there
     plan = make_plan(question)
@@ -124,9 +137,22 @@ def run(args: argparse.Namespace) -> int:
     if args.trace is not None:
         args.trace.write_text(json.dumps(chrome_trace(results[0].step)))
     print(json.dumps(answer_json(question.cluster, results), indent=2) if args.json else table(question, results))
-    if args.trace is not None and not args.json:
-        print(f"trace: {args.trace}")
+    if args.export_chakra is not None:
+        chakra.export(conditions.scenario(question, results[0].layout), results[0].step, args.export_chakra)
+    if not args.json:
+        for what, path in (("trace", args.trace), ("Chakra traces", args.export_chakra)):
+            if path is not None:
+                print(f"{what}: {path}")
     return 0
+
+
+def traced_ranks(args: argparse.Namespace, cluster: Cluster) -> list[int]:
+    """Ranks of which something is written."""
+    if args.rank:
+        return list(dict.fromkeys(args.rank))
+    if args.export_chakra is not None:
+        return list(range(min(cluster.num_ranks, MAX_EXPORTED)))
+    return [0] if args.trace is not None else []
 
 
 # ---- reading arguments ----
@@ -141,6 +167,7 @@ class Conditions:
     zipf: float | None = None
     jitter: float = 0.0
     seed: int = 0
+    measured_s: Mapping[str, float] = field(default_factory=dict)
 
     def scenario(self, question: Question, layout: Layout) -> Scenario:
         """A layout under these conditions."""
@@ -151,6 +178,7 @@ class Conditions:
         return Scenario(
             cluster=question.cluster, layout=layout, workload=workload, rates=question.rates, sync=question.sync,
             deviations=self.deviations, assumptions=self.assumptions, jitter=self.jitter, seed=self.seed,
+            measured_s=self.measured_s,
         )  # fmt: skip
 
 
@@ -166,6 +194,7 @@ def read_conditions(args: argparse.Namespace, question: Question) -> Conditions:
         zipf=args.zipf,
         jitter=args.jitter,
         seed=args.seed,
+        measured_s={} if args.import_chakra is None else chakra.measured_seconds(args.import_chakra),
     )
 
 

@@ -8,16 +8,16 @@ given (layout, rates, codecs) are shared with the stream model, so that each of 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, flatten
-from ds_hybridep.plan.simulator_classes import Floats, RankClasses, merge_ranks, nodes_at
+from ds_hybridep.plan.simulator_classes import Floats, Ints, RankClasses, merge_ranks, nodes_at
 from ds_hybridep.plan.simulator_engine import Change, Engine, Span
 from ds_hybridep.plan.simulator_kinds import choose_stand_ins, with_stand_ins
-from ds_hybridep.plan.simulator_schedule import Assumptions, Deviation, Scenario, build_schedule
+from ds_hybridep.plan.simulator_schedule import Assumptions, Deviation, Scenario, Schedule, build_schedule
 from ds_hybridep.plan.simulator_traffic import DOWN, UP, Ranks, Routing, TrafficMaker
 from ds_hybridep.plan.token_route import known_or_assumed_bandwidths
 
@@ -39,6 +39,8 @@ class SimulatedStep:
     quantisation: rates, speeds and loads of datacentres were taken too large or too small by at most this share, so
         that there were few enough kinds of them; 0: the simulation is exact.
     spans: of traced ranks.
+    schedule: what ran.
+    class_of: [num_ranks] class of each rank.
     """
 
     step_s: float
@@ -47,6 +49,8 @@ class SimulatedStep:
     num_classes: int
     quantisation: float
     spans: Mapping[int, Sequence[Span]]
+    schedule: Schedule = field(repr=False)
+    class_of: Ints = field(repr=False)
 
     def uplink_bytes(self, cluster: Cluster) -> tuple[Mapping[str, float], ...]:
         """Bytes by kind over one child's uplink of each level, on average."""
@@ -112,6 +116,8 @@ def simulate(
         num_classes=classes.num_classes,
         quantisation=quantisation,
         spans={rank: outcome.spans[number] for rank, number in traced.items()},
+        schedule=schedule,
+        class_of=classes.class_of,
     )
 
 

@@ -16,7 +16,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -104,12 +104,16 @@ class Operation:
     channel: operations of one channel follow each other at each actor.
     flows: of the operation.
     after: index of an operation that must have arrived first; None: none.
+    pattern: who talks to whom, by name.
+    rank_bytes: [num_actors] bytes that each actor sends.
     """
 
     label: str
     channel: str
     flows: Flows
     after: int | None = None
+    pattern: str = ""
+    rank_bytes: Floats = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True)

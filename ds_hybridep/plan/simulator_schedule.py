@@ -10,8 +10,8 @@ In this order:
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -80,6 +80,7 @@ class Scenario:
     deviations: places that are not as their level says.
     jitter: standard deviation of the logarithm of each piece of computation; drawn for each rank and piece.
     seed: of what is drawn.
+    measured_s: seconds of computation by name, such as "forward 3", in place of those that the rates give.
     """
 
     cluster: Cluster
@@ -91,6 +92,7 @@ class Scenario:
     assumptions: Assumptions = Assumptions()
     jitter: float = 0.0
     seed: int = 0
+    measured_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = self.cluster.sizes
@@ -237,6 +239,7 @@ class _Builder:
     # ---- instructions ----
 
     def _run(self, term: str, label: str, seconds: float | Floats, *, is_computing: bool = True) -> None:
+        seconds = self.scenario.measured_s.get(label, seconds) if is_computing else seconds
         by_class = np.broadcast_to(np.asarray(seconds, dtype=np.float64), (self.classes.num_classes,))
         if self.scenario.jitter:
             by_class = by_class * np.exp(self.scenario.jitter * self._random.standard_normal(len(by_class)))
@@ -250,7 +253,9 @@ class _Builder:
         for number, stage in enumerate(sent.stages):
             for traffic in stage:
                 name = channel if len(sent.stages) == 1 else f"{channel} {number}"
-                self.operations.append(Operation(label, name, traffic.flows, before))
+                self.operations.append(
+                    Operation(label, name, traffic.flows, before, traffic.pattern, traffic.rank_bytes)
+                )
                 posted.append(len(self.operations) - 1)
                 self.program.append(Post(posted[-1]))
                 for level, num_bytes in enumerate(traffic.sent_bytes):

@@ -185,10 +185,15 @@ def _quotient_end(dividend: Floats, divisor: Floats) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Flows of an operation, and what all ranks together send over each level."""
+    """Flows of an operation; bytes that all ranks together send over each level, and [C] that one of each class sends.
+
+    pattern: by which they talk.
+    """
 
     flows: Flows
     sent_bytes: tuple[float, ...]
+    pattern: str
+    rank_bytes: Floats
 
 
 class TrafficMaker:
@@ -276,7 +281,8 @@ class TrafficMaker:
             entry_link=link,
             entry_load=load,
         )
-        return Traffic(flows, tuple(sent.tolist()))
+        rank_bytes = np.bincount(src, num_sent * size, classes.num_classes).astype(np.float64)
+        return Traffic(flows, tuple(sent.tolist()), pattern, rank_bytes)
 
     def _entries(
         self, src: Ints, dst: Ints, at: Ints, num_sent: Ints, num_received: Ints
@@ -335,7 +341,7 @@ class TrafficMaker:
             entry_load=loads[: len(links) * count],
         )
         sent = np.bincount(at, minlength=num_levels + 1)[:num_levels] * bytes_per_edge
-        return Traffic(flows, tuple(sent.tolist()))
+        return Traffic(flows, tuple(sent.tolist()), "ring", np.full(len(actors), float(bytes_per_edge * count)))
 
 
 def _ring_edges(ring_of: Ints) -> tuple[Ints, Ints]:
