@@ -448,7 +448,7 @@ class Engine:
             arrivals = self._now_s + flows.latencies_s[flows.member_flow[members]]
             np.maximum.at(progress.arrival_s, actors, arrivals)
             np.subtract.at(progress.num_pending, actors, 1)
-            for actor in np.unique(actors):
+            for actor in np.flatnonzero(np.bincount(actors)):
                 if progress.num_pending[actor] == 0:
                     self._leave(int(actor), progress.index)
 
