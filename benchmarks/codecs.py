@@ -337,6 +337,8 @@ def run_cases(args: argparse.Namespace) -> None:
     done = set()
     if args.out.exists():
         done = {key_of(record) for record in map(json.loads, args.out.read_text().splitlines())}
+    for setting in PHASES.values():
+        setting["steps"] *= args.times_longer
     corpora = {"scratch": read_corpus(), "tune": read_headers()}
     args.cache.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
@@ -589,6 +591,7 @@ def main() -> None:
     training.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     training.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "codecs.jsonl")
     training.add_argument("--cache", type=Path, default=REPOSITORY / ".cache" / "codecs", help="states to tune from")
+    training.add_argument("--times-longer", type=int, default=1, help="more steps in both phases")
     training.set_defaults(run=run_cases)
     timing = commands.add_parser("time", help="milliseconds of each codec")
     timing.add_argument("--shape", nargs=3, type=int, default=[2, 256, 64], metavar=("N", "ROWS", "COLS"))
