@@ -193,26 +193,28 @@ void top_k_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, int
                            at<float>(out));
 }
 
-hybridep::LowRank to_low_rank(int64_t rank, int64_t rows, int64_t cols, int bits, int iterations) {
+hybridep::LowRank to_low_rank(int64_t rank, int64_t rows, int64_t cols, int factor, int iterations) {
     require_sizes({rank, rows, cols});
-    require_bits(bits, {2, 4, 8, 16, 32});
+    if (factor < 0 || factor > 5) throw py::value_error("factor: got " + std::to_string(factor) + ", wanted 0 to 5");
     if (rank > rows) throw py::value_error("rank: got " + std::to_string(rank) + ", wanted at most rows");
     if (iterations < 1) throw py::value_error("iterations: got " + std::to_string(iterations) + ", wanted 1 or more");
-    return {rank, rows, cols, bits, iterations};
+    return {rank, rows, cols, static_cast<hybridep::Factor>(factor), iterations};
 }
 
 void low_rank_encode(int source, Address a, Address other, int64_t n, int64_t length, int64_t rank, int64_t rows,
-                     int64_t cols, int bits, int iterations, Address start, int num_threads, Address state,
-                     Address payload, int64_t stride, int64_t bytes, Address is_bad) {
-    hybridep::low_rank_encode(to_input(source, a, other, n, length), to_low_rank(rank, rows, cols, bits, iterations),
-                              at<const float>(start), num_threads, at<float>(state),
+                     int64_t cols, int factor, int iterations, Address start, int num_threads, Address q,
+                     Address row_rms, Address col_rms, Address payload, int64_t stride, int64_t bytes,
+                     Address is_bad) {
+    hybridep::low_rank_encode(to_input(source, a, other, n, length), to_low_rank(rank, rows, cols, factor, iterations),
+                              at<const float>(start), num_threads,
+                              {at<float>(q), at<float>(row_rms), at<float>(col_rms)},
                               to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
 }
 
 void low_rank_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t rank, int64_t rows,
-                     int64_t cols, int bits, bool is_add, int num_threads, Address out) {
+                     int64_t cols, int factor, bool is_add, int num_threads, Address out) {
     require_sizes({n});
-    hybridep::low_rank_decode(to_payloads(payload, stride, bytes), n, to_low_rank(rank, rows, cols, bits, 1), is_add,
+    hybridep::low_rank_decode(to_payloads(payload, stride, bytes), n, to_low_rank(rank, rows, cols, factor, 1), is_add,
                               num_threads, at<float>(out));
 }
 

@@ -21,6 +21,7 @@ SPECS = {
     "low_rank_bf16": {"type": "low_rank", "rank": 2, "factors": "bf16", "iterations": 2},
     "low_rank_int4": {"type": "low_rank", "rank": 6, "factors": "int4", "fallback": "int2"},
     "low_rank_int2": {"type": "low_rank", "rank": 8, "factors": "int2", "iterations": 2, "fallback": "sign"},
+    "low_rank_rms": {"type": "low_rank", "rank": 5, "factors": "log4", "weighting": "rms", "iterations": 2},
     "sum": {"type": "sum", "parts": [{"type": "low_rank", "rank": 2}, {"type": "top_k", "block": 16, "k": 1}]},
     "warm_up": {"type": "warm_up", "steps": 3, "first": "int4", "then": "low_rank"},
 }

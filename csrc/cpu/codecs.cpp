@@ -789,99 +789,226 @@ void times_rows(const float* x, const float* p, int64_t n, int64_t rank, int64_t
     }
 }
 
-int64_t factor_bytes(int64_t length, int bits) {
+constexpr int kLogLevels = 8;
+constexpr float kLogValues[kLogLevels] = {0.0f, 2.0f, 4.0f, 6.0f, 10.0f, 15.0f, 22.0f, 32.0f};
+constexpr float kLogBetween[kLogLevels - 1] = {1.0f, 3.0f, 5.0f, 8.0f, 12.5f, 18.5f, 27.0f};
+
+int bits_of(Factor factor) {
+    switch (factor) {
+        case Factor::kFp32: return 32;
+        case Factor::kBf16: return 16;
+        case Factor::kInt8: return 8;
+        case Factor::kInt2: return 2;
+        default: return 4;
+    }
+}
+
+int64_t factor_bytes(int64_t length, Factor factor) {
+    const int bits = bits_of(factor);
     if (bits >= 16) return length * bits / 8;
     return ceil_div(ceil_div(length, kFactorBlock) * 2 + ceil_div(length * bits, 8), 2) * 2;
 }
 
-// columns [num_columns, length] of one tensor become what a decoder reads of them, and payload what it reads.
-// Returns whether something overflowed.
-bool write_factor(float* columns, int64_t num_columns, int64_t length, int bits, uint8_t* payload) {
-    const int64_t bytes = factor_bytes(length, bits);
+// One column in kLog4; payload is all zeros before.  Returns whether a scale overflowed.
+bool write_log4(const float* values, int64_t length, uint8_t* payload) {
+    uint8_t* packed = payload + 2 * ceil_div(length, kFactorBlock);
     bool is_overflow = false;
-    for (int64_t column = 0; column < num_columns; ++column) {
-        float* from = columns + column * length;
-        uint8_t* to = payload + column * bytes;
-        if (bits == 32) {
-            std::memcpy(to, from, static_cast<size_t>(bytes));
-        } else if (bits == 16) {
-            for (int64_t i = 0; i < length; ++i) {
-                const uint16_t value = round_value(from[i]);
-                store16(to + 2 * i, value);
-                from[i] = scale_value(value);
-            }
-        } else {
-            const Payloads one{to, bytes, bytes};
-            uint8_t is_bad = 0;
-            blockwise_encode({Source::kEncode, from, nullptr, 1, length}, bits, kFactorBlock, 1, one, &is_bad);
-            blockwise_decode(one, 1, length, bits, kFactorBlock, false, 1, from);
-            is_overflow |= is_bad != 0;
+    for (int64_t begin = 0; begin < length; begin += kFactorBlock) {
+        const int64_t count = std::min(kFactorBlock, length - begin);
+        const float largest = std::bit_cast<float>(largest_magnitude_bits(values + begin, count));
+        const uint16_t scale = round_scale_up(largest / kLogValues[kLogLevels - 1]);
+        is_overflow |= !is_scale_finite(scale);
+        store16(payload + 2 * (begin / kFactorBlock), scale);
+        const float s = divisor(scale);
+        for (int64_t i = begin; i < begin + count; ++i) {
+            const float magnitude = std::fabs(values[i]) / s;
+            int code = 0;
+            for (const float between : kLogBetween) code += magnitude >= between;
+            if (code > 0 && values[i] < 0.0f) code |= kLogLevels;
+            packed[i / 2] |= static_cast<uint8_t>(code << (4 * (i % 2)));
         }
-        is_overflow |= largest_magnitude_bits(from, length) >= kInfinity;
     }
     return is_overflow;
 }
 
-void read_factor(const uint8_t* payload, int64_t num_columns, int64_t length, int bits, float* columns) {
-    const int64_t bytes = factor_bytes(length, bits);
+void read_log4(const uint8_t* payload, int64_t length, float* values) {
+    const uint8_t* packed = payload + 2 * ceil_div(length, kFactorBlock);
+    for (int64_t i = 0; i < length; ++i) {
+        const int code = packed[i / 2] >> (4 * (i % 2)) & 15;
+        const float level = kLogValues[code % kLogLevels];
+        values[i] = (code >= kLogLevels ? -level : level) * scale_value(load16(payload + 2 * (i / kFactorBlock)));
+    }
+}
+
+void read_factor(const uint8_t* payload, int64_t num_columns, int64_t length, Factor factor, float* columns) {
+    const int64_t bytes = factor_bytes(length, factor);
     for (int64_t column = 0; column < num_columns; ++column) {
         float* to = columns + column * length;
         const uint8_t* from = payload + column * bytes;
-        if (bits == 32) {
+        if (factor == Factor::kFp32) {
             std::memcpy(to, from, static_cast<size_t>(bytes));
-        } else if (bits == 16) {
+        } else if (factor == Factor::kBf16) {
             for (int64_t i = 0; i < length; ++i) to[i] = scale_value(load16(from + 2 * i));
+        } else if (factor == Factor::kLog4) {
+            read_log4(from, length, to);
         } else {
             const Payloads one{const_cast<uint8_t*>(from), bytes, bytes};
-            blockwise_decode(one, 1, length, bits, kFactorBlock, false, 1, to);
+            blockwise_decode(one, 1, length, bits_of(factor), kFactorBlock, false, 1, to);
         }
+    }
+}
+
+// columns [num_columns, length] of one tensor become what a decoder reads of them, and payload what it reads.
+// Returns whether something overflowed.
+bool write_factor(float* columns, int64_t num_columns, int64_t length, Factor factor, uint8_t* payload) {
+    const int64_t bytes = factor_bytes(length, factor);
+    bool is_overflow = false;
+    for (int64_t column = 0; column < num_columns; ++column) {
+        float* from = columns + column * length;
+        uint8_t* to = payload + column * bytes;
+        std::memset(to, 0, static_cast<size_t>(bytes));
+        if (factor == Factor::kFp32) {
+            std::memcpy(to, from, static_cast<size_t>(bytes));
+        } else if (factor == Factor::kBf16) {
+            for (int64_t i = 0; i < length; ++i) store16(to + 2 * i, round_value(from[i]));
+        } else if (factor == Factor::kLog4) {
+            is_overflow |= write_log4(from, length, to);
+        } else {
+            uint8_t is_bad = 0;
+            const Input input{Source::kEncode, from, nullptr, 1, length};
+            blockwise_encode(input, bits_of(factor), kFactorBlock, 1, {to, bytes, bytes}, &is_bad);
+            is_overflow |= is_bad != 0;
+        }
+    }
+    read_factor(payload, num_columns, length, factor, columns);
+    return is_overflow || largest_magnitude_bits(columns, num_columns * length) >= kInfinity;
+}
+
+// --- Weighting by root mean squares ---
+
+constexpr double kRmsDecay = 0.95;   // of the mean of squares, each step
+constexpr float kSmallestRms = 1e-3f;  // of the largest: rows and columns below count as if they had this
+
+// rms [size] moves towards the root mean square of `lines`, and weight becomes it relative to the largest.
+template <typename MeanSquare>
+void update_rms(int64_t size, MeanSquare mean_square, float* rms, float* weight) {
+    float largest = 0.0f;
+    for (int64_t i = 0; i < size; ++i) {
+        const double before = rms[i];
+        weight[i] = static_cast<float>(std::sqrt(kRmsDecay * before * before + (1.0 - kRmsDecay) * mean_square(i)));
+        rms[i] = weight[i];
+        largest = std::max(largest, weight[i]);
+    }
+    for (int64_t i = 0; i < size; ++i) {
+        weight[i] = largest > 0.0f ? std::max(weight[i] / largest, kSmallestRms) : 1.0f;
+    }
+}
+
+// Weights of rows [rows] and columns [cols] of one tensor x, and the state they come from.
+void weigh(const float* x, int64_t rows, int64_t cols, float* row_rms, float* col_rms, float* row_weight,
+           float* col_weight) {
+    std::vector<double> row_sum(static_cast<size_t>(rows), 0.0), col_sum(static_cast<size_t>(cols), 0.0);
+    for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t col = 0; col < cols; ++col) {
+            const double value = x[row * cols + col];
+            row_sum[row] += value * value;
+            col_sum[col] += value * value;
+        }
+    }
+    update_rms(rows, [&](int64_t i) { return row_sum[i] / static_cast<double>(cols); }, row_rms, row_weight);
+    update_rms(cols, [&](int64_t i) { return col_sum[i] / static_cast<double>(rows); }, col_rms, col_weight);
+}
+
+// lines [num_lines, length] times (or divided by) weight [length].
+void multiply_lines(float* lines, int64_t num_lines, int64_t length, const float* weight) {
+    for (int64_t line = 0; line < num_lines; ++line) {
+        for (int64_t i = 0; i < length; ++i) lines[line * length + i] *= weight[i];
+    }
+}
+
+void divide_lines(float* lines, int64_t num_lines, int64_t length, const float* weight) {
+    for (int64_t line = 0; line < num_lines; ++line) {
+        for (int64_t i = 0; i < length; ++i) lines[line * length + i] /= weight[i];
     }
 }
 
 }  // namespace
 
-void low_rank_encode(const Input& input, const LowRank& shape, const float* start, int num_threads, float* state,
-                     const Payloads& payloads, uint8_t* is_bad) {
-    const auto [rank, rows, cols, bits, iterations] = shape;
+void low_rank_encode(const Input& input, const LowRank& shape, const float* start, int num_threads,
+                     const LowRankState& state, const Payloads& payloads, uint8_t* is_bad) {
+    const auto [rank, rows, cols, factor, iterations] = shape;
     const int64_t n = input.n;
+    const bool is_weighted = state.row_rms != nullptr;
     std::vector<float> x(static_cast<size_t>(n * rows * cols));
     std::vector<float> p(static_cast<size_t>(n * rank * rows)), q(static_cast<size_t>(n * rank * cols));
     prepare(input, num_threads, x.data(), is_bad);
     for (int64_t tensor = 0; tensor < n; ++tensor) {
-        const float* from = start != nullptr ? start : state + tensor * rank * cols;
+        const float* from = start != nullptr ? start : state.q + tensor * rank * cols;
         std::copy(from, from + rank * cols, q.data() + tensor * rank * cols);
     }
 
-    // 1. P, as the decoder will see it.
+    // 1. Rows and columns of about one size, if asked for.
+    std::vector<float> row_weight, col_weight, weighted, row_rms, col_rms;
+    if (is_weighted) {
+        weighted = x;
+        row_weight.resize(static_cast<size_t>(n * rows));
+        col_weight.resize(static_cast<size_t>(n * cols));
+        row_rms.assign(state.row_rms, state.row_rms + n * rows);
+        col_rms.assign(state.col_rms, state.col_rms + n * cols);
+#pragma omp parallel for num_threads(threads_for(n * rows * cols, num_threads)) schedule(static)
+        for (int64_t tensor = 0; tensor < n; ++tensor) {
+            float* to = weighted.data() + tensor * rows * cols;
+            float* of_rows = row_weight.data() + tensor * rows;
+            weigh(to, rows, cols, row_rms.data() + tensor * rows, col_rms.data() + tensor * cols, of_rows,
+                  col_weight.data() + tensor * cols);
+            divide_lines(to, rows, cols, col_weight.data() + tensor * cols);
+            for (int64_t row = 0; row < rows; ++row) {
+                for (int64_t col = 0; col < cols; ++col) to[row * cols + col] /= of_rows[row];
+            }
+        }
+    }
+    const float* balanced = is_weighted ? weighted.data() : x.data();
+
+    // 2. P, as the decoder will see it.
     for (int iteration = 0; iteration < iterations; ++iteration) {
-        if (iteration > 0) times_rows(x.data(), p.data(), n, rank, rows, cols, num_threads, q.data());
-        times_columns(x.data(), q.data(), n, rank, rows, cols, num_threads, p.data());
+        if (iteration > 0) times_rows(balanced, p.data(), n, rank, rows, cols, num_threads, q.data());
+        times_columns(balanced, q.data(), n, rank, rows, cols, num_threads, p.data());
         orthonormalise(p.data(), n, rank, rows, num_threads);
     }
-    const int64_t p_bytes = rank * factor_bytes(rows, bits), used = p_bytes + rank * factor_bytes(cols, bits);
+    const int64_t p_bytes = rank * factor_bytes(rows, factor), used = p_bytes + rank * factor_bytes(cols, factor);
+    std::vector<float> read_p(p.size());
     for (int64_t tensor = 0; tensor < n; ++tensor) {
-        write_factor(p.data() + tensor * rank * rows, rank, rows, bits, payloads.data + tensor * payloads.stride);
+        float* columns = p.data() + tensor * rank * rows;
+        if (is_weighted) multiply_lines(columns, rank, rows, row_weight.data() + tensor * rows);
+        write_factor(columns, rank, rows, factor, payloads.data + tensor * payloads.stride);
+        std::copy(columns, columns + rank * rows, read_p.data() + tensor * rank * rows);
+        if (is_weighted) divide_lines(columns, rank, rows, row_weight.data() + tensor * rows);
     }
 
-    // 2. Q for that P, and the start of the next step.
-    times_rows(x.data(), p.data(), n, rank, rows, cols, num_threads, q.data());
+    // 3. Q for that P, and the start of the next step.
+    times_rows(balanced, p.data(), n, rank, rows, cols, num_threads, q.data());
     divide_by_gram(p.data(), q.data(), n, rank, rows, cols, num_threads);
     for (int64_t tensor = 0; tensor < n; ++tensor) {
         uint8_t* payload = payloads.data + tensor * payloads.stride;
         float* columns = q.data() + tensor * rank * cols;
         const std::vector<float> unrounded(columns, columns + rank * cols);
-        const bool is_overflow = write_factor(columns, rank, cols, bits, payload + p_bytes);
+        if (is_weighted) multiply_lines(columns, rank, cols, col_weight.data() + tensor * cols);
+        const bool is_overflow = write_factor(columns, rank, cols, factor, payload + p_bytes);
         std::memset(payload + used, 0, static_cast<size_t>(payloads.bytes - used));
         if (is_bad[tensor] == 0 && !is_overflow) {
-            std::copy(unrounded.begin(), unrounded.end(), state + tensor * rank * cols);
+            std::copy(unrounded.begin(), unrounded.end(), state.q + tensor * rank * cols);
+            if (is_weighted) {
+                std::copy_n(row_rms.data() + tensor * rows, rows, state.row_rms + tensor * rows);
+                std::copy_n(col_rms.data() + tensor * cols, cols, state.col_rms + tensor * cols);
+            }
         }
         is_bad[tensor] |= is_overflow;
     }
 
-    // 3. The mirror, or the residual.
+    // 4. The mirror, or the residual.
     for (int64_t tensor = 0; tensor < n && input.source != Source::kEncode; ++tensor) {
         if (is_bad[tensor] != 0) continue;
-        const float* left = p.data() + tensor * rank * rows;
+        const float* left = read_p.data() + tensor * rank * rows;
         const float* right = q.data() + tensor * rank * cols;
         float* other = input.other + tensor * rows * cols;
         float* sum = x.data() + tensor * rows * cols;
@@ -898,12 +1025,12 @@ void low_rank_encode(const Input& input, const LowRank& shape, const float* star
 
 void low_rank_decode(const Payloads& payloads, int64_t n, const LowRank& shape, bool is_add, int num_threads,
                      float* out) {
-    const auto [rank, rows, cols, bits, iterations] = shape;
+    const auto [rank, rows, cols, factor, iterations] = shape;
     std::vector<float> p(static_cast<size_t>(n * rank * rows)), q(static_cast<size_t>(n * rank * cols));
     for (int64_t tensor = 0; tensor < n; ++tensor) {
         const uint8_t* payload = payloads.data + tensor * payloads.stride;
-        read_factor(payload, rank, rows, bits, p.data() + tensor * rank * rows);
-        read_factor(payload + rank * factor_bytes(rows, bits), rank, cols, bits, q.data() + tensor * rank * cols);
+        read_factor(payload, rank, rows, factor, p.data() + tensor * rank * rows);
+        read_factor(payload + rank * factor_bytes(rows, factor), rank, cols, factor, q.data() + tensor * rank * cols);
     }
     add_product(p.data(), q.data(), n, rank, rows, cols, is_add, num_threads, out);
 }

@@ -57,19 +57,29 @@ void top_k_encode(const Input& input, int64_t block, int64_t k, int value_bits, 
 void top_k_decode(const Payloads& payloads, int64_t n, int64_t length, int64_t block, int64_t k, int value_bits,
                   bool is_add, int num_threads, float* out);
 
-// Factors of one encoding; `bits` of an element: 32, 16 (bf16), or as blockwise_encode in blocks of 256.
+// How an element of a factor is written; quantised ones in blocks of 256 that share a scale.
+enum class Factor : int { kFp32 = 0, kBf16 = 1, kInt8 = 2, kInt4 = 3, kInt2 = 4, kLog4 = 5 };
+
 struct LowRank {
     int64_t rank;
     int64_t rows;
     int64_t cols;
-    int bits;
+    Factor factor;
     int iterations;
 };
 
-// One step of power iteration from `state` [n, rank, cols], or for every tensor from `start` [rank, cols] where it is
-// given: P and Q as written, and the next step's state, which a bad tensor leaves alone.  As blockwise_encode otherwise.
-void low_rank_encode(const Input& input, const LowRank& shape, const float* start, int num_threads, float* state,
-                     const Payloads& payloads, uint8_t* is_bad);
+// What an encoder remembers: q [n, rank, cols], and for weighting the root mean squares of rows [n, rows] and of columns
+// [n, cols], both null without.
+struct LowRankState {
+    float* q;
+    float* row_rms;
+    float* col_rms;
+};
+
+// One step of power iteration from state.q, or for every tensor from `start` [rank, cols] where it is given: P and Q as
+// written, and the next step's state, which a bad tensor leaves alone.  As blockwise_encode otherwise.
+void low_rank_encode(const Input& input, const LowRank& shape, const float* start, int num_threads,
+                     const LowRankState& state, const Payloads& payloads, uint8_t* is_bad);
 
 // out [n, rows, cols] = or += ((p0 q0 + p1 q1) + ...).
 void low_rank_decode(const Payloads& payloads, int64_t n, const LowRank& shape, bool is_add, int num_threads,

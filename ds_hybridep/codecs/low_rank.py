@@ -14,22 +14,45 @@ is
 
     ((p0 q0 + p1 q1) + p2 q2) + ...        every product and sum rounded by itself
 
+log4 is laid out as int4, but its steps grow with the magnitude: codes 0-7 stand for LOG_VALUES times the scale, which
+is the largest magnitude / 32, rounded up; 8 more for the negative ones.
+
+With weighting, steps 1 and 2 work on X with each row and each column divided by its running root mean square, and the
+factors are multiplied by those again before they are sent: the best approximation where an error counts relative to
+the size of its row and column, as it does under an optimizer such as Adam, which divides each element by its size.
+
 Source: the scheme is PowerSGD's (arXiv 1905.13727), with the refresh and the projection onto quantised factors added.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs.blockwise import Blockwise, quantised_bytes, read_quantised, write_quantised
+from ds_hybridep.codecs.blockwise import (
+    SCALE_BYTES,
+    Blockwise,
+    pack,
+    quantised_bytes,
+    read_quantised,
+    to_bf16_up,
+    to_blocks,
+    unpack,
+    write_quantised,
+)
 from ds_hybridep.codecs.interface import Codec, CodecState, round_up
 from ds_hybridep.kernels import Source
 
 FACTOR_BLOCK = 256  # elements of a factor column that share a scale
-FACTOR_BITS = {"int8": 8, "int4": 4, "int2": 2}
+FACTOR_BITS = {"int8": 8, "int4": 4, "int2": 2, "log4": 4}
 FACTOR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FACTOR_CODES = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3, "int2": 4, "log4": 5}  # as in csrc
+LOG_VALUES = (0.0, 2.0, 4.0, 6.0, 10.0, 15.0, 22.0, 32.0)
+LOG_BETWEEN = (1.0, 3.0, 5.0, 8.0, 12.5, 18.5, 27.0)
+RMS_DECAY = 0.95  # of the mean of squares, each step
+SMALLEST_RMS = 1e-3  # of the largest: rows and columns below count as if they had this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +62,15 @@ class LowRank(Codec):
     Small means that the fallback's packet is not longer.  `iterations` power iterations are made each step.
 
     Error: the sum of squares left is never more than there was by more than the rounding of Q; with fp32 factors it is
-    that of a projection onto `rank` directions near the largest.
+    that of a projection onto `rank` directions near the largest.  With weighting this holds for the balanced matrix.
     """
 
     codec_id: ClassVar[int] = 3
     name: ClassVar[str] = "low_rank"
 
     rank: int = 4
-    factors: Literal["fp32", "bf16", "int8", "int4", "int2"] = "int8"
+    factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int8"
+    weighting: Literal["none", "rms"] = "none"
     iterations: int = 1
     refresh_interval: int = 64
     fallback: Codec = Blockwise(bits=4)
@@ -70,7 +94,11 @@ class LowRank(Codec):
 
     def initial_state(self, n: int, rows: int, cols: int, device: torch.device) -> CodecState:
         """See `Codec.initial_state`."""
-        return CodecState(tensors={"q": torch.zeros(n, self.effective_rank(rows, cols), cols, device=device)})
+        tensors = {"q": torch.zeros(n, self.effective_rank(rows, cols), cols, device=device)}
+        if self.weighting == "rms":
+            tensors["row_rms"] = torch.zeros(n, rows, device=device)
+            tensors["col_rms"] = torch.zeros(n, cols, device=device)
+        return CodecState(tensors=tensors)
 
     def encode_fused(
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
@@ -83,42 +111,72 @@ class LowRank(Codec):
         wanted = (len(a), self.effective_rank(a.shape[1], a.shape[2]), a.shape[2])
         if q.shape != wanted:
             raise ValueError(f"state: holds q of shape {tuple(q.shape)}, wanted {wanted}; make it with new_state")
-        start = self._fresh_start(state.step, q)
-        sizes = {"bits": self._factor_bits, "iterations": self.iterations}
-        return kernels.low_rank_encode(source, a, other, payload, q=q, start=start, **sizes)
+        return kernels.low_rank_encode(
+            source,
+            a,
+            other,
+            payload,
+            q=q,
+            row_rms=state.tensors.get("row_rms"),
+            col_rms=state.tensors.get("col_rms"),
+            start=self._fresh_start(state.step, q),
+            factor=FACTOR_CODES[self.factors],
+            iterations=self.iterations,
+        )
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """See `Codec.encode_payload`.  Factors stand as rows here, [n, rank, rows or cols]."""
-        before = state.tensors["q"].clone()
+        before = {name: tensor.clone() for name, tensor in state.tensors.items()}
         is_overflow = self.encode_fused(Source.ENCODE, x, None, state, payload)
-        if is_overflow is not None:
-            state.tensors["q"].copy_(torch.where(is_bad[:, None, None], before, state.tensors["q"]))
-            return is_overflow.bool()
+        if is_overflow is None:
+            is_overflow = self._encode_by_definition(x, state, payload)
+        for name, tensor in state.tensors.items():
+            keep = (is_bad | is_overflow.bool()).view(-1, *[1] * (tensor.dim() - 1))
+            tensor.copy_(torch.where(keep, before[name], tensor))
+        return is_overflow.bool()
+
+    def _encode_by_definition(self, x: Tensor, state: CodecState, payload: Tensor) -> Tensor:
         n, rows, cols = x.shape
         p_payload, q_payload = self._split(payload, rows, cols)
         payload[:, p_payload[0].numel() + q_payload[0].numel() :] = 0
-        start = self._fresh_start(state.step, before)
-        q = before if start is None else start.repeat(n, 1, 1)
+        q = state.tensors["q"]
+        start = self._fresh_start(state.step, q)
+        q = q if start is None else start.repeat(n, 1, 1)
+        row_weight, col_weight = self._weights(x, state)
+        x = x / col_weight / row_weight.transpose(1, 2)
 
         # 1. P, as the decoder will see it.
         for _ in range(self.iterations - 1):
             q = _times_rows(x, orthonormal(_times_columns(x, q)))
-        self._write(orthonormal(_times_columns(x, q)), p_payload)
-        p = self._read(p_payload, rows)
+        self._write(orthonormal(_times_columns(x, q)) * row_weight, p_payload)
+        p = self._read(p_payload, rows) / row_weight
 
         # 2. Q for that P.
-        q = divide_by_gram(_times_rows(x, p), p)
-        self._write(q, q_payload)
-        is_overflow = ~self._read(q_payload, cols).isfinite().flatten(1).all(dim=1)
-        state.tensors["q"] = torch.where((is_bad | is_overflow)[:, None, None], before, q)
-        return is_overflow
+        state.tensors["q"] = q = divide_by_gram(_times_rows(x, p), p)
+        self._write(q * col_weight, q_payload)
+        return ~self._read(q_payload, cols).isfinite().flatten(1).all(dim=1)
+
+    def _weights(self, x: Tensor, state: CodecState) -> tuple[Tensor, Tensor]:
+        """Sizes of the rows [n, 1, rows] and columns [n, 1, cols] of x relative to the largest; moves the state on.
+
+        Ones without weighting.
+        """
+        if self.weighting == "none":
+            return x.new_ones(()).expand(len(x), 1, x.shape[1]), x.new_ones(()).expand(len(x), 1, x.shape[2])
+        weights = []
+        for name, dim in (("row_rms", 2), ("col_rms", 1)):
+            mean = RMS_DECAY * state.tensors[name].double().square() + (1 - RMS_DECAY) * x.double().square().mean(dim)
+            rms = state.tensors[name] = mean.sqrt().float()
+            largest = rms.amax(dim=1, keepdim=True)
+            weights.append(torch.where(largest > 0, (rms / largest).clamp(min=SMALLEST_RMS), 1.0).unsqueeze(1))
+        return weights[0], weights[1]
 
     def decode_payload(self, payload: Tensor, out: Tensor) -> None:
         """See `Codec.decode_payload`."""
         kernels = self.compiled(out.device)
         if kernels is not None:
             rank = self.effective_rank(out.shape[1], out.shape[2])
-            kernels.low_rank_decode(payload, out, rank=rank, bits=self._factor_bits, is_add=False)
+            kernels.low_rank_decode(payload, out, rank=rank, factor=FACTOR_CODES[self.factors], is_add=False)
             return
         p_payload, q_payload = self._split(payload, out.shape[1], out.shape[2])
         p, q = self._read(p_payload, out.shape[1]), self._read(q_payload, out.shape[2])
@@ -137,18 +195,13 @@ class LowRank(Codec):
             super().decode_add_payload(payload, into)
         else:
             rank = self.effective_rank(into.shape[1], into.shape[2])
-            kernels.low_rank_decode(payload, into, rank=rank, bits=self._factor_bits, is_add=True)
+            kernels.low_rank_decode(payload, into, rank=rank, factor=FACTOR_CODES[self.factors], is_add=True)
 
     def _fresh_start(self, step: int, q: Tensor) -> Tensor | None:
         """Where to begin [rank, cols], if not from the previous step's q [n, rank, cols]."""
         if step % self.refresh_interval:
             return None
         return _random_start(q.shape[1], q.shape[2], step).to(q.device)
-
-    @property
-    def _factor_bits(self) -> int:
-        """Bits of an element of a factor."""
-        return FACTOR_BITS.get(self.factors) or 8 * FACTOR_DTYPES[self.factors].itemsize
 
     def _split(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """The parts of P and of Q, [n, rank, bytes of a column] each."""
@@ -173,7 +226,8 @@ class LowRank(Codec):
         bits = FACTOR_BITS[self.factors]
         encoded = payload.new_zeros(n * rank, payload.shape[2])
         num_bytes = quantised_bytes(length, bits, FACTOR_BLOCK)
-        write_quantised(columns.reshape(n * rank, length), encoded[:, :num_bytes], bits, FACTOR_BLOCK)
+        write = write_log4 if self.factors == "log4" else partial(write_quantised, bits=bits, block=FACTOR_BLOCK)
+        write(columns.reshape(n * rank, length), encoded[:, :num_bytes])
         payload.copy_(encoded.view(payload.shape))
 
     def _read(self, payload: Tensor, length: int) -> Tensor:
@@ -183,7 +237,30 @@ class LowRank(Codec):
         n, rank, num_bytes = payload.shape
         bits = FACTOR_BITS[self.factors]
         flat = payload.reshape(n * rank, num_bytes)[:, : quantised_bytes(length, bits, FACTOR_BLOCK)]
-        return read_quantised(flat, length, bits, FACTOR_BLOCK).view(n, rank, length)
+        read = read_log4 if self.factors == "log4" else partial(read_quantised, bits=bits, block=FACTOR_BLOCK)
+        return read(flat, length).view(n, rank, length)
+
+
+def write_log4(x: Tensor, payload: Tensor) -> None:
+    """Quantise x [N, L] fp32 into payload [N, bytes]."""
+    blocks = to_blocks(x, FACTOR_BLOCK)
+    scales = to_bf16_up(blocks.abs().amax(dim=-1) / LOG_VALUES[-1])
+    divisor = torch.where(scales.float() == 0, torch.inf, scales.float()).unsqueeze(-1)
+    codes = torch.bucketize(blocks.abs() / divisor, x.new_tensor(LOG_BETWEEN), right=True)
+    codes += len(LOG_VALUES) * ((codes > 0) & (blocks < 0))
+    scale_bytes = scales.shape[-1] * SCALE_BYTES
+    payload[:, :scale_bytes] = scales.view(torch.uint8)
+    payload[:, scale_bytes:] = pack(codes.to(torch.uint8).flatten(-2)[..., : x.shape[-1]], 4)
+
+
+def read_log4(payload: Tensor, length: int) -> Tensor:
+    """The inverse: fp32 [N, length]."""
+    scale_bytes = -(-length // FACTOR_BLOCK) * SCALE_BYTES
+    scales = payload[:, :scale_bytes].contiguous().view(torch.bfloat16)
+    codes = unpack(payload[:, scale_bytes:], 4, length).long()
+    levels = torch.tensor([*LOG_VALUES, *(-value for value in LOG_VALUES)], device=payload.device)[codes]
+    scaled = to_blocks(levels, FACTOR_BLOCK) * scales.float().unsqueeze(-1)
+    return scaled.flatten(-2)[..., :length]
 
 
 def _times_columns(x: Tensor, q: Tensor) -> Tensor:

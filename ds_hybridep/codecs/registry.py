@@ -150,7 +150,8 @@ TYPES: dict[str, tuple[Make, dict[str, Reader]]] = {
         _make_low_rank,
         {
             "rank": _integer(1, 1024),
-            "factors": _choice("fp32", "bf16", "int8", "int4", "int2"),
+            "factors": _choice("fp32", "bf16", "int8", "int4", "int2", "log4"),
+            "weighting": _choice("none", "rms"),
             "iterations": _integer(1, 8),
             "refresh_interval": _integer(1, 10**9),
             "fallback": _plain_codec,

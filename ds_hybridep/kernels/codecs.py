@@ -80,31 +80,35 @@ class CompiledCodecs:
         payload: Tensor,
         *,
         q: Tensor,
+        row_rms: Tensor | None,
+        col_rms: Tensor | None,
         start: Tensor | None,
-        bits: int,
+        factor: int,
         iterations: int,
     ) -> Tensor:
-        """As `blockwise_encode`, factors of q's rank in `bits` bits an element; q [n, rank, cols] becomes the next.
+        """As `blockwise_encode`, factors of q's rank; q [n, rank, cols] becomes the next.
 
+        row_rms [n, rows], col_rms [n, cols]: for weighting, likewise.
         start [rank, cols]: where iterations begin instead of in q.
+        factor: `enum class Factor` in csrc/include/hybridep_codecs.h.
         """
         is_bad = torch.empty(len(a), dtype=torch.uint8)
         self._extension.low_rank_encode(
             *_input(source, a, other),
-            *(q.shape[1], a.shape[1], a.shape[2], bits, iterations),
-            0 if start is None else start.data_ptr(),
+            *(q.shape[1], a.shape[1], a.shape[2], factor, iterations),
+            _address(start),
             torch.get_num_threads(),
-            q.data_ptr(),
+            *(q.data_ptr(), _address(row_rms), _address(col_rms)),
             *_place(payload),
             is_bad.data_ptr(),
         )
         return is_bad
 
-    def low_rank_decode(self, payload: Tensor, out: Tensor, *, rank: int, bits: int, is_add: bool) -> None:
+    def low_rank_decode(self, payload: Tensor, out: Tensor, *, rank: int, factor: int, is_add: bool) -> None:
         """Assign or add the products of factors, over rank in order, to out [n, rows, cols]."""
         sizes = (len(out), rank, out.shape[1], out.shape[2])
         self._extension.low_rank_decode(
-            *_place(payload), *sizes, bits, is_add, torch.get_num_threads(), out.data_ptr()
+            *_place(payload), *sizes, factor, is_add, torch.get_num_threads(), out.data_ptr()
         )
 
     def orthonormalise(self, p: Tensor) -> None:
@@ -129,6 +133,11 @@ class CompiledCodecs:
         return found
 
 
+def _address(tensor: Tensor | None) -> int:
+    """Where it lies; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _size(tensor: Tensor) -> tuple[int, int]:
     """n, and the elements of one tensor."""
     return len(tensor), tensor.numel() // max(len(tensor), 1)
@@ -136,7 +145,7 @@ def _size(tensor: Tensor) -> tuple[int, int]:
 
 def _input(source: Source, a: Tensor, other: Tensor | None) -> tuple[int, int, int, int, int]:
     """Source, addresses and sizes of what is encoded."""
-    return int(source), a.data_ptr(), 0 if other is None else other.data_ptr(), *_size(a)
+    return int(source), a.data_ptr(), _address(other), *_size(a)
 
 
 def _place(payload: Tensor) -> tuple[int, int, int]:
