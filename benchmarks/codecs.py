@@ -54,6 +54,11 @@ def low_rank(rank: int, factors: str) -> dict[str, Any]:
     return {"type": "low_rank", "rank": rank, "factors": factors, "iterations": 2, "fallback": "int2"}
 
 
+def balanced(rank: int, factors: str = "log4") -> dict[str, Any]:
+    """For gradients: errors count relative to the size of their row and column, as they do under Adam."""
+    return {**low_rank(rank, factors), "weighting": "rms", "fallback": "int4"}
+
+
 # name -> (weight codec, gradient codec); None: exact
 ONE_OF_8 = {"type": "top_k", "block": 8, "k": 1, "value_bits": 1}
 RANK_7_AND_7 = {"type": "sum", "parts": [low_rank(7, "int2"), low_rank(7, "int2")]}
@@ -62,6 +67,16 @@ CASES: dict[str, tuple[Spec, Spec]] = {
     "exact, one step old": (None, None),
     "low rank 7, int4": (low_rank(7, "int4"),) * 2,
     "low rank 3, int4": (low_rank(3, "int4"),) * 2,
+    "low rank 7, int4 / balanced 7": (low_rank(7, "int4"), balanced(7)),
+    "low rank 7, int2 / balanced 12": (low_rank(7, "int2"), balanced(12)),
+    "low rank 7, int2 / balanced 11, int4": (low_rank(7, "int2"), balanced(11, "int4")),
+    "low rank 3, int4 / balanced 3": (low_rank(3, "int4"), balanced(3)),
+    "low rank 24, int4 / balanced 24": (low_rank(24, "int4"), balanced(24)),
+    "low rank 7, int4 / exact": (low_rank(7, "int4"), None),
+    "exact / low rank 7, int4": (None, low_rank(7, "int4")),
+    "exact / balanced 7": (None, balanced(7)),
+    "int4 / exact": ("int4", None),
+    "exact / int4": (None, "int4"),
     "int8": ("int8", "int8"),
     "paper, exact gradients": ("shared_residual", None),
     "int4": ("int4", "int4"),
@@ -385,6 +400,8 @@ SINGLE_CODECS: dict[str, dict[str, Any]] = {
     "low rank 7 + 7, int2": RANK_7_AND_7,
     "low rank 3, int4": low_rank(3, "int4"),
     "low rank 7, int2": low_rank(7, "int2"),
+    "balanced 7": balanced(7),
+    "balanced 12": balanced(12),
     "low rank 1 + 1 of 32": {"type": "sum", "parts": [low_rank(1, "int4"), {**ONE_OF_8, "block": 32}]},
 }
 
