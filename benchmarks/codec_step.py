@@ -31,15 +31,19 @@ def low_rank(rank: int, factors: str) -> dict[str, Any]:
     return {"type": "low_rank", "rank": rank, "factors": factors, "iterations": 2, "fallback": "int2"}
 
 
-CODECS: dict[str, Any] = {
-    "exact": "identity",
-    "exact again": "identity",
-    "int8": "int8",
-    "int4": "int4",
-    "sign": "sign",
-    "top 2%, bf16": {"type": "top_k", "block": 1024, "k": 20},
-    "low rank 7, int4": low_rank(7, "int4"),
-    "low rank 3, int4": low_rank(3, "int4"),
+def balanced(rank: int) -> dict[str, Any]:
+    return {**low_rank(rank, "log4"), "weighting": "rms", "fallback": "int4"}
+
+
+# name -> (weight codec, gradient codec)
+CODECS: dict[str, tuple[Any, Any]] = {
+    "exact": ("identity", "identity"),
+    "exact again": ("identity", "identity"),
+    "int8": ("int8", "int8"),
+    "int4": ("int4", "int4"),
+    "low rank 7, int4": (low_rank(7, "int4"),) * 2,
+    "low rank 7, int4 / balanced 7": (low_rank(7, "int4"), balanced(7)),
+    "low rank 7, int2 / balanced 12": (low_rank(7, "int2"), balanced(12)),
 }
 MODEL = {"hidden": 64, "layers": 4, "experts": 8, "top_k": 2, "seq_len": 128, "capacity_factor": 1.25, "ep_size": 4}
 
@@ -47,7 +51,7 @@ MODEL = {"hidden": 64, "layers": 4, "experts": 8, "top_k": 2, "seq_len": 128, "c
 class Run:
     """One codec in training."""
 
-    def __init__(self, codec: Any, args: argparse.Namespace) -> None:
+    def __init__(self, codecs: tuple[Any, Any], args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         model = train_lm.ByteModel(argparse.Namespace(**MODEL))
         config = {
@@ -58,7 +62,7 @@ class Run:
         }
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         levels = [
-            {"name": "dc", "size": 2, "domain_size": 2, "weight_codec": codec, "gradient_codec": codec},
+            {"name": "dc", "size": 2, "domain_size": 2, "weight_codec": codecs[0], "gradient_codec": codecs[1]},
             {"name": "gpu", "size": 2},
         ]
         block = {"levels": levels, "report_interval": 0, "verify_interval": 0, "kernels": args.kernels}
@@ -115,11 +119,11 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, runs: dict[str, Run]) -> None:
-    lines = [f"{'codec':20} {'step':>9} {'in codecs':>10}   share of a step [95%]   step / exact [95%]"]
+    lines = [f"{'weights / gradients':32} {'step':>9} {'in codecs':>10}   share of a step [95%]   step / exact [95%]"]
     for name, run in runs.items():
         share, against = bench.ratio(run.codec_s, run.step_s), bench.ratio(run.step_s, runs["exact"].step_s)
         codec_ms, step_ms = (1e3 * statistics.median(samples) for samples in (run.codec_s, run.step_s))
-        lines.append(f"{name:20} {step_ms:6.1f} ms {codec_ms:7.2f} ms   {share}   {against}")
+        lines.append(f"{name:32} {step_ms:6.1f} ms {codec_ms:7.2f} ms   {share}   {against}")
         params = {**MODEL, "rows": args.rows, "codec": name, "spec": CODECS[name]}
         bench.print_record("codec_step", params, step_s=run.step_s, codec_s=run.codec_s)
     print("\n" + "\n".join(lines))

@@ -438,9 +438,10 @@ def time_codecs(args: argparse.Namespace) -> None:
 
 @dataclass
 class Recorder(Link):
-    """An exact link that remembers what it carried: weights after each step, and the remote site's gradients."""
+    """An exact link that remembers weights after each step, and the gradients of both sites."""
 
     weights: list[Tensor] = field(default_factory=list)
+    own_gradients: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
 
     def send_weights(self) -> None:
@@ -448,7 +449,9 @@ class Recorder(Link):
         self.weights.append(self.parameter.detach().clone())
 
     def return_gradient(self) -> None:
+        assert self.parameter.grad is not None
         assert self.replica.grad is not None
+        self.own_gradients.append(self.parameter.grad.clone())
         self.gradients.append(self.replica.grad.clone())
         super().return_gradient()
 
@@ -467,12 +470,14 @@ def track(args: argparse.Namespace) -> None:
     train("exact", "scratch", args.seed, read_corpus(), None, link=link)
     recorder = links[4 * (LAYERS - 1)]
     assert isinstance(recorder, Recorder)
-    print("| codec | ratio | weights: steps behind | gradients: momentum error |\n|---|---|---|---|")
+    print("| codec | ratio | weights: steps behind | gradients: momentum error | Adam's update: error |")
+    print("|---" * 5 + "|")
     for name, spec in SINGLE_CODECS.items():
         codec = make_codec(spec)
         ratio = codec.ratio(*recorder.parameter.shape[1:])
-        lag, error = follow_weights(codec, recorder.weights), follow_gradients(codec, recorder.gradients)
-        print(f"| {name} | {ratio:.1f}x | {lag:.2f} | {error:.2f} |", flush=True)
+        lag = follow_weights(codec, recorder.weights)
+        error, update_error = follow_gradients(codec, recorder.gradients, recorder.own_gradients)
+        print(f"| {name} | {ratio:.1f}x | {lag:.2f} | {error:.2f} | {update_error:.3f} |", flush=True)
 
 
 def follow_weights(codec: Codec, weights: Sequence[Tensor]) -> float:
@@ -485,18 +490,38 @@ def follow_weights(codec: Codec, weights: Sequence[Tensor]) -> float:
     return statistics.fmean(lag)
 
 
-def follow_gradients(codec: Codec, gradients: Sequence[Tensor]) -> float:
-    """Mean relative error of a momentum of 0.9 over what arrives."""
+def follow_gradients(codec: Codec, gradients: Sequence[Tensor], own: Sequence[Tensor]) -> tuple[float, float]:
+    """Mean relative errors of a momentum of 0.9 over what arrives, and of Adam's update from that and the owner's."""
     shape = gradients[0].shape
     residual, value, state = torch.zeros(shape), torch.empty(shape), codec.new_state(*shape)
-    wanted, actual = torch.zeros(shape), torch.zeros(shape)
-    error = []
-    for gradient in gradients:
+    wanted, actual = Adam(shape), Adam(shape)
+    wanted_sum, actual_sum = Adam(shape), Adam(shape)
+    errors, update_errors = [], []
+    for step, (gradient, owned) in enumerate(zip(gradients, own, strict=True)):
         codec.decode(codec.encode_with_residual(gradient.contiguous(), residual, state), value)
-        wanted.lerp_(gradient, 0.1)
-        actual.lerp_(value, 0.1)
-        error.append(float((wanted - actual).norm() / wanted.norm()))
-    return statistics.fmean(error)
+        wanted.take(gradient)
+        actual.take(value)
+        errors.append(float((wanted.mean - actual.mean).norm() / wanted.mean.norm()))
+        wanted_sum.take(owned + gradient)
+        actual_sum.take(owned + value)
+        if step >= 20:  # before that the means know little
+            exact = wanted_sum.update()
+            update_errors.append(float((exact - actual_sum.update()).norm() / exact.norm()))
+    return statistics.fmean(errors), statistics.fmean(update_errors)
+
+
+class Adam:
+    """Running means of a gradient and of its square, as AdamW with the betas of `train` has them."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.mean, self.square = torch.zeros(shape), torch.zeros(shape)
+
+    def take(self, gradient: Tensor) -> None:
+        self.mean.lerp_(gradient, 0.1)
+        self.square.lerp_(gradient.square(), 0.05)
+
+    def update(self) -> Tensor:
+        return self.mean / (self.square.sqrt() + 1e-8)
 
 
 # -------------------------------------------------------------------------------------------------------------- report
