@@ -55,7 +55,8 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
 
     def sources(self) -> list[str]:
         """Absolute paths: DeepSpeed resolves others inside its own folder."""
-        return [str(self.csrc() / name) for name in ("bindings.cpp", "cpu/rows.cpp", "cpu/codecs.cpp")]
+        names = ("bindings.cpp", "cpu/rows.cpp", "cpu/codecs.cpp", "cpu/top_k.cpp", "cpu/low_rank.cpp")
+        return [str(self.csrc() / name) for name in names]
 
     def include_paths(self) -> list[str]:
         """Absolute paths of the folders of headers."""
