@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other plans while a job runs: losses stay DeepSpeed's, residuals reach the owners, ranks choose the same."""
 
+import json
 import math
 from typing import Any
 
@@ -127,8 +128,7 @@ def _tokens(case: Case) -> Any:
 
 def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[list[float], dict[str, Any]]:
     """Losses and record of a run whose planner is told, look by look, which domain sizes are best."""
-    levels = [{**level, "domain_size": "auto"} for level in case.ds_config(with_block=True)["hybridep"]["levels"]]
-    block = {"levels": levels, "replan_interval": 1, "verify_interval": 1, "token_exchange": "direct"}
+    block = planned_block(case, replan_interval=1, verify_interval=1, token_exchange="direct")
     with engine_of(case, with_block=True, hybridep=block) as engine:
         planner = attachment_of(engine).planner
         share, planning.LOOK_SHARE = planning.LOOK_SHARE, math.inf  # steps of a toy are shorter than a look
@@ -149,6 +149,39 @@ def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[
         finally:
             planning.LOOK_SHARE = share
         return losses, ds_hybridep.stats(engine)["planning"]
+
+
+def cached_links(case: Case, path: str) -> tuple[list[dict[str, Any]], int]:
+    """Links of a planned job that is told none, and the bytes that its start has sent over the slow level."""
+    from ds_hybridep.runtime import probe
+
+    levels = [{"name": "dc", "size": 2, "domain_size": "auto"}, {"name": "gpu", "size": 2}]
+    long_enough_s, probe.LONG_ENOUGH_S = probe.LONG_ENOUGH_S, 0.01
+    try:
+        with engine_of(case, with_block=True, hybridep={"levels": levels, "probe_cache": path}) as engine:
+            planner = attachment_of(engine).planner
+            sent_bytes = planner._transport.traffic.sent_bytes.get((0, "control"), 0)
+            return ds_hybridep.stats(engine)["planning"]["links"], sent_bytes
+    finally:
+        probe.LONG_ENOUGH_S = long_enough_s
+
+
+def planned_block(case: Case, **settings: Any) -> dict[str, Any]:
+    levels = [{**level, "domain_size": "auto"} for level in case.ds_config(with_block=True)["hybridep"]["levels"]]
+    return {"levels": levels, **settings}
+
+
+def plan_after_load(case: Case, folder: str) -> tuple[str, str, list[float], list[float]]:
+    """Plan at the save and after the load, and losses after both."""
+    with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
+        train(engine, case, 0, 2)
+        ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (2, 1))))
+        saved = attachment_of(engine).planner.current.label
+        engine.save_checkpoint(folder, tag="two")
+        losses = train(engine, case, 2, 2)
+    with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
+        engine.load_checkpoint(folder, tag="two")
+        return saved, attachment_of(engine).planner.current.label, losses, train(engine, case, 2, 2)
 
 
 def errors_of_replan(case: Case) -> list[tuple[str, str]]:
@@ -232,6 +265,31 @@ def test_a_planned_job_changes_its_plan_and_keeps_its_losses(pool4: ProcessPool)
         assert record["measured_step_s"] > 0
         assert record["workload"]["micro_steps"] == 1
         assert record["links"][0]["bandwidth_gbps"] > 0
+
+
+def test_links_that_are_not_given_are_measured_once(pool4: ProcessPool, tmp_path):
+    path = str(tmp_path / "links.json")
+    first = pool4.run(cached_links, case=world4(1, 1), path=path)
+    assert all(links == first[0][0] for links, _ in first)
+    assert all(link["bandwidth_gbps"] > 0 and link["latency_ms"] >= 0 for link in first[0][0])
+    assert all(sent_bytes > 0 for _, sent_bytes in first)
+    again = pool4.run(cached_links, case=world4(1, 1), path=path)
+    assert all(links == first[0][0] for links, _ in again)
+    assert all(sent_bytes == 0 for _, sent_bytes in again)
+    with open(path, "w") as file:
+        file.write("[1, 2")  # what is broken is measured anew
+    assert all(sent_bytes > 0 for _, sent_bytes in pool4.run(cached_links, case=world4(1, 1), path=path))
+
+
+def test_a_planned_job_goes_on_with_the_plan_of_its_checkpoint(pool4: ProcessPool, tmp_path):
+    results = pool4.run(plan_after_load, case=world4(1, 1, zero_stage=1), folder=str(tmp_path))
+    for saved, loaded, losses, again in results:
+        assert saved == loaded
+        assert saved.startswith("[2,1]")
+        assert_close(again, losses)
+    record = json.loads((tmp_path / "two" / "hybridep_plan.json").read_text())
+    assert record["plan"] == results[0][0]
+    assert record["history"][-1]["reason"] == "by hand"
 
 
 def test_replan_refuses_what_it_cannot_do(pool4: ProcessPool):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from ds_hybridep.report import format_run_record
+from ds_hybridep.report import explain_plan, format_run_record
 
 RECORD = {
     "steps": 10,
@@ -97,3 +97,53 @@ def test_codecs_get_a_table_of_their_own():
         ["blocks.0", "0.400", "54.1x", "1.2e-02", "0.800", "27.0x", "1.5e+00", "2.00 ms", "1.00 ms", "50.00 ms"]
     ]
     assert "encoded" not in format_run_record({**RECORD, "layers": layers[1:]})
+
+
+PLANNING = {
+    "plan": "[2,1] tokens direct, dense hierarchical",
+    "reason": "saves 0.5 s on token exchange",
+    "runner_up": "[1,1] tokens direct, dense hierarchical",
+    "runner_up_s": 1.25,
+    "predicted": {
+        "step_s": 1.0,
+        "terms_s": {"dense_s": 0.25, "tokens_s": 0.5, "expert_weights_s": 0.25, "dense_sync_s": 0.0},
+        "uplink_bytes": [{"tokens": 2e6, "dense_sync": 1e6}, {"tokens": 0.0}],
+    },
+    "measured_step_s": 1.5,
+    "measured": {
+        "waited_s": {"tokens": 0.75, "expert_weights": 0.125},
+        "codec_s": 0.0,
+        "uplink_bytes": [{"tokens": 2.5e6, "dense": 1e6}, {}],
+    },
+    "links": [
+        {"name": "dc", "bandwidth_gbps": 0.1, "latency_ms": 5.0},
+        {"name": "gpu", "bandwidth_gbps": None, "latency_ms": None},
+    ],
+    "history": [{"step": 6, "to": "[2,1] tokens direct, dense hierarchical", "reason": "told so"}],
+}
+
+
+def test_a_planned_run_is_explained_term_by_term():
+    lines = [line.split("   ") for line in explain_plan({"planning": PLANNING}).splitlines()]
+    cells = {row[0].strip(): [cell.strip() for cell in row[1:] if cell.strip()] for row in lines}
+    assert cells["dc"] == ["0.1", "5"]
+    assert cells["gpu"] == ["-", "-"]
+    assert cells["token exchange"] == ["0.5000", "0.7500"]
+    assert cells["waiting for expert weights"] == ["0.2500", "0.1250"]
+    assert cells["computation outside the experts"] == ["0.2500", "-"]
+    # 1.5 s less what was waited for.
+    assert cells["all else"] == ["-", "0.6250"]
+    assert cells["the step"] == ["1.0000", "1.5000"]
+    assert cells["dc, tokens"] == ["2.000", "2.500"]
+    assert cells["dc, dense"] == ["1.000", "1.000"]
+    text = explain_plan({"planning": PLANNING})
+    assert "runner-up at the last look: [1,1]" in text
+    assert "step 6: [2,1] tokens direct, dense hierarchical (told so)" in text
+
+
+def test_a_run_that_was_not_planned_says_so():
+    assert "nothing was planned" in explain_plan({"steps": 3, "planning": None})
+
+
+def test_a_record_of_another_version_is_explained_as_far_as_it_goes():
+    assert "plan: [1,1]" in explain_plan({"planning": {"plan": "[1,1]", "links": "none"}})

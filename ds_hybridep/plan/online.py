@@ -213,13 +213,16 @@ class Chooser:
     options: tuple[Option, ...]
     known: dict[Option, Known] = field(default_factory=dict)
 
-    def note(self, option: Option, predicted_s: float, measured_s: float) -> None:
-        """`option` ran at `measured_s` a step; what is known of the others fades."""
+    def note(self, option: Option, predicted_s: float, measured_s: float, weight: float = 1.0) -> None:
+        """`option` ran at `measured_s` a step; what is known of the others fades.
+
+        weight: 1 for a look at as many steps as usual, less for fewer.
+        """
         own = self.known.setdefault(option, Known())
         for other in self.known.values():
-            other.looks *= 1.0 if other is own else 1.0 - FORGETTING
-        own.looks += 1.0
-        own.correction_s += max(1.0 / own.looks, LEAST_WEIGHT) * (measured_s - predicted_s - own.correction_s)
+            other.looks *= 1.0 if other is own else 1.0 - FORGETTING * weight
+        own.looks += weight
+        own.correction_s += weight * max(1.0 / own.looks, LEAST_WEIGHT) * (measured_s - predicted_s - own.correction_s)
 
     def correction_s(self, option: Option) -> float | None:
         """What is added to the option's prediction; None where it never ran."""

@@ -418,7 +418,7 @@ def _plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
     cluster = config.cluster()
     partition = Partition.build(cluster, spec.group_ranks, config.domain_sizes)
     if partition.domain_size > 1:
-        _check_experts(spec)
+        check_experts(spec)
     exchange: TokenExchange | None
     if config.token_exchange == "auto":
         row_bytes = spec.hidden * spec.sample.element_size()
@@ -428,7 +428,7 @@ def _plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
     return PlannedLayer(spec, partition, exchange)
 
 
-def _check_experts(spec: LayerSpec) -> None:
+def check_experts(spec: LayerSpec) -> None:
     """Refuse what a copy of an expert's parameters would not carry.
 
     Raises:

@@ -33,7 +33,7 @@ from ds_hybridep.plan.online import Choice, Chooser, Exchange, Job, Option, Room
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.stream_model import Codec, Rates, ranks_below, row_counts
 from ds_hybridep.plan.workload import MoEModel, Workload
-from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec
+from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, check_experts
 from ds_hybridep.runtime.comm import Transport, agree, announcing_failure
 from ds_hybridep.runtime.expert_gather import lay_out
 from ds_hybridep.runtime.lossy import MessageLayout, Mirror, PacketPart, Replica
@@ -49,6 +49,7 @@ PATIENCE = 2  # looks in a row at which another plan must be better
 BURST_SHARE = 0.02  # of the time since the last look
 LOOK_SHARE = 0.03  # of the time since the last look that one may take; else looks are made less often
 LEAST_BURST_S = 0.01  # a shaper lets about a millisecond pass at once
+LEAST_BURST_LATENCIES = 8  # a connection takes a few round trips to get up to speed
 MOST_BURST_BYTES = 1 << 24
 LEAST_BURST_BYTES = 1 << 15
 CHANGE = 0.2  # of a rate or of the tokens, from which on it counts as another one
@@ -139,6 +140,8 @@ class JobPlanner:
         self.watches = tuple(LayerWatch() for _ in specs)
         with announcing_failure():
             spec = _same_of_all(specs)
+            for one in specs:
+                check_experts(one)
             codec_configs = _codecs_to_try(config)
             partition = Partition.build(config.cluster(), spec.group_ranks, (1,) * len(config.levels))
         generation = agree({"version": __version__, "planned": config.canonical()}, config.timeout_s)
@@ -238,10 +241,9 @@ class JobPlanner:
         hosts = [int(row[0]) for row in probe.table([float(names[0])])]
         about = {"levels": [[level.name, level.size] for level in given.levels], "hosts": hosts}
         fingerprint = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-        cached = _read_cache(config.probe_cache, fingerprint) if self._transport.rank == 0 else None
-        # Rank 0 has the file: it tells the others what is there, -1 for nothing.
-        flat = [-1.0] * (2 * len(given.levels)) if cached is None else cached
-        told = probe.table(flat)[0]
+        nothing = [-1.0] * (2 * len(given.levels))
+        cached = _read_cache(config.probe_cache, fingerprint, len(nothing)) if self._transport.rank == 0 else None
+        told = probe.table(nothing if cached is None else cached)[0]  # rank 0 has the file and tells the others
         levels, measured = [], list(told)
         for index, level in enumerate(given.levels):
             link = level.link
@@ -317,11 +319,12 @@ class JobPlanner:
         slowest = min(candidates, key=lambda i: self._cluster.levels[i].link.bandwidth_bytes_per_s or math.inf)
         known = self._cluster.levels[slowest].link.bandwidth_bytes_per_s or 1e9
         below = ranks_below(self._cluster)[slowest]
+        latency_s = self._cluster.levels[slowest].link.latency_s or 0.0
+        burst_s = max(BURST_SHARE * elapsed_s, LEAST_BURST_S, LEAST_BURST_LATENCIES * latency_s)
         rate = known
         for _ in range(3):
-            burst_s = max(BURST_SHARE * elapsed_s, LEAST_BURST_S)
             num_bytes = int(min(max(rate * burst_s / below, LEAST_BURST_BYTES), MOST_BURST_BYTES))
-            before, rate = rate, self._probe.burst(slowest, num_bytes)
+            before, rate = rate, self._probe.burst(slowest, num_bytes, latency_s)
             if rate <= before * (1 + CHANGE):
                 break  # a burst that was too short for a faster link is repeated
         if abs(rate / known - 1) <= CHANGE:
@@ -359,6 +362,7 @@ class JobPlanner:
             self._since.step_s.append(time.perf_counter() - self._begin_s - self._paused_s)
 
     def _look(self, runtime: HybridRuntime) -> HybridEPConfig | None:
+        num_steps = len(self._since.step_s)
         measured_s, elapsed_s = self._take_measures(runtime)
         before_s = self._job().predict(self._current).step_s
         self._measure_link(elapsed_s)
@@ -366,7 +370,8 @@ class JobPlanner:
         predicted_s = job.predict(self._current).step_s
         # Where the link is another one now, nobody knows for how many of the measured steps it has been.
         if measured_s is not None and abs(predicted_s - before_s) < CHANGED_STEP * measured_s:
-            self._chooser.note(self._current, predicted_s, measured_s)
+            weight = min(num_steps / max(self._config.replan_interval - 1, 1), 1.0)
+            self._chooser.note(self._current, predicted_s, measured_s, weight)
         told = [-1.0, 0.0]
         if self._transport.rank == 0:
             choice = self._choice = self._chooser.choose(self._current, job.predict, job.memory_bytes)
@@ -644,15 +649,16 @@ def _expert_params(spec: LayerSpec, *, trainable_only: bool = False) -> int:
     return sum(counted) // (spec.num_local if spec.is_grouped else 1)
 
 
-def _read_cache(path: str | None, fingerprint: str) -> list[float] | None:
+def _read_cache(path: str | None, fingerprint: str, length: int) -> list[float] | None:
+    """Rate and latency of each level as they were measured; None where the file has nothing for this cluster."""
     if path is None or not os.path.isfile(path):
         return None
     try:
         content: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError:
         return None
-    values = content.get(fingerprint)
-    return values if isinstance(values, list) else None
+    values = content.get(fingerprint) if isinstance(content, dict) else None
+    return values if isinstance(values, list) and len(values) == length else None
 
 
 def _write_cache(path: str, fingerprint: str, values: Sequence[float]) -> None:

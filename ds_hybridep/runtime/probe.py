@@ -152,12 +152,18 @@ class LinkProbe:
         own = Spread.of(samples)
         return Spread(*max(self.table([own.median, own.p10, own.p90])))
 
-    def burst(self, level: int, num_bytes: int) -> float:
+    def burst(self, level: int, num_bytes: int, latency_s: float) -> float:
         """Bytes per second of the slowest uplink while every rank sends `num_bytes`, headers included.
 
         Call right after `table`, from which all ranks come together.
+
+        Args:
+            level: index of the level.
+            num_bytes: of each rank, equal on all.
+            latency_s: one way, which passes before anything arrives.
         """
-        return min(one.bytes_per_s for one in self._timed(level, _Pattern(), num_bytes).values())
+        wait = _Carried(0.0, latency_s)
+        return min(one.minus(wait).bytes_per_s for one in self._timed(level, _Pattern(), num_bytes).values())
 
     def _rate(self, level: int, pattern: "_Pattern", until_s: float) -> Spread:
         """Bytes per second of the slowest uplink.
