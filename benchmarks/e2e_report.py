@@ -59,16 +59,50 @@ def time_table(records: Sequence[Record]) -> str:
         "|---" * (len(plans) + 4) + "|",
     ]
     for rate, by_plan in rates.items():
-        ours = min((by_plan[plan] for plan in plans if plan.startswith("hybridep")), key=median_s)
-        baseline = min((by_plan[FLAT], by_plan[INSIDE]), key=median_s)
+        ours = min(
+            (by_plan[plan] for plan in plans if plan.startswith("hybridep") and not plan.startswith(AUTO)),
+            key=median_s,
+        )
+        baseline = min((by_plan[plan] for plan in (FLAT, INSIDE) if plan in by_plan), key=median_s)
         cells = [f"{median_s(by_plan[plan]):.3f}" for plan in plans]
         cells += [
             str(bench.ratio(ours["step_s"], by_plan[FLAT]["step_s"])),
             f"{bench.ratio(ours['step_s'], baseline['step_s'])} ({ours['params']['plan']})",
-            str(bench.ratio(by_plan[AGAIN]["step_s"], by_plan[FLAT]["step_s"])),
+            str(bench.ratio(by_plan[AGAIN]["step_s"], by_plan[FLAT]["step_s"])) if AGAIN in by_plan else "",
         ]
         lines.append(f"| {'unshaped' if rate == 'none' else rate} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+AUTO = "hybridep auto"  # the names of planned jobs begin with it
+LOSSY = ("int8", "low rank")
+
+
+def is_by_hand(plan: str, *, with_codecs: bool) -> bool:
+    """Plans that a planned job could have taken: what needs other expert-parallel groups is not among them."""
+    is_lossy = any(word in plan for word in LOSSY)
+    return plan not in (INSIDE, AGAIN) and not plan.startswith(AUTO) and (with_codecs or not is_lossy)
+
+
+def regret_table(records: Sequence[Record]) -> str:
+    """What planned jobs have picked, and their step over that of the fastest plan by hand; empty without such jobs."""
+    lines = ["| uplink | job | picked | seconds | fastest by hand | seconds | ratio | of flat EP |", "|---" * 8 + "|"]
+    for rate, by_plan in by_rate(records).items():
+        for name in (plan for plan in by_plan if plan.startswith(AUTO)):
+            hand = [plan for plan in by_plan if is_by_hand(plan, with_codecs="codecs" in name)]
+            best, auto = min((by_plan[plan] for plan in hand), key=median_s), by_plan[name]
+            cells = [
+                "unshaped" if rate == "none" else rate,
+                name.removeprefix("hybridep "),
+                str(auto.get("picked")),
+                f"{median_s(auto):.3f}",
+                best["params"]["plan"],
+                f"{median_s(best):.3f}",
+                str(bench.ratio(auto["step_s"], best["step_s"])),
+                str(bench.ratio(auto["step_s"], by_plan[FLAT]["step_s"])),
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def byte_table(records: Sequence[Record]) -> str:
@@ -154,6 +188,8 @@ def main() -> None:
         title = f"{dcs}, {tokens} tokens per rank and micro-step, accumulation {accumulation}"
         title += ", compute slept" if compute == "sleep" else ""
         print(f"### {title}\n\nSeconds per step:\n\n{time_table(group)}\n")
+        if regret := regret_table(group):
+            print(f"Planned jobs against the fastest plan by hand:\n\n{regret}\n")
         print(f"MB per step over the DC uplinks, one direction, all ranks:\n\n{byte_table(group)}\n")
         print(f"{dense_line(group)}\n")
         if args.plots is not None:
