@@ -78,7 +78,9 @@ def main() -> int:
         command = [sys.executable, str(WORKER), "--control", str(control), "--dcs", args.dcs, "--rates", *args.rates]
         command += ["--steps", str(args.steps), "--warm-up", str(args.warm_up), *worker_args]
         requests = ReplanRequests(control, network, args.out, args.delay)
-        with RankProcesses(network, command, num_ranks=num_dcs * hosts, log_dir=Path(scratch) / "logs") as ranks:
+        with RankProcesses(
+            network, command, num_ranks=num_dcs * hosts, log_dir=Path(scratch) / "logs", live=sys.stdout
+        ) as ranks:
             while ranks.poll():
                 requests.serve()
                 if ranks.failed_ranks() or time.monotonic() > limit:

@@ -92,6 +92,8 @@ def fastest_by_rate(
             table = torch.tensor([statistics.median(trial.seconds[-args.tries :])])
             dist.broadcast(table, 0)
             times.setdefault(rate, {})[plan.name] = table.item()
+            if dist.get_rank() == 0:
+                print(f"{rate} {plan.name}: {table.item():.3f} s", flush=True)
     trial.run.engine.destroy()
     return times
 

@@ -362,7 +362,7 @@ class MigrationManager:
     @property
     def codec_s(self) -> float:
         """Seconds spent on encoding and decoding so far."""
-        return sum(store.lossy.encode_s + store.lossy.decode_s for store in self._stores)
+        return sum(store.lossy.counters.encode_s + store.lossy.counters.decode_s for store in self._stores)
 
     @property
     def undelivered_norm(self) -> float:
