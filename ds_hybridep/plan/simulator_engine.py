@@ -420,7 +420,9 @@ class Engine:
         earliest_s = math.inf
         for progress, rates in zip(self._active, self._rates, strict=True):
             left = progress.left[progress.is_flowing]
-            earliest_s = min(earliest_s, float((left / rates).min()))
+            # Where nothing flows while ranks compute, rates are 0 until they are done.
+            seconds = np.divide(left, rates, out=np.full(len(left), math.inf), where=rates > 0.0)
+            earliest_s = min(earliest_s, float(seconds.min()))
         return self._now_s + earliest_s
 
     def _flow_until(self, time_s: float) -> None:

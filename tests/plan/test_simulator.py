@@ -115,7 +115,7 @@ def test_one_rank_of_each_class_stands_for_all_of_them(case, data):
         gathers_by_level=data.draw(st.booleans()),
     )
     scenario = scenario_of(
-        cluster, layout, workload, dataclasses.replace(rates, overlap=data.draw(st.sampled_from([0.3, 1.0]))),
+        cluster, layout, workload, dataclasses.replace(rates, overlap=data.draw(st.sampled_from([0.0, 0.3, 1.0]))),
         deviations=tuple(data.draw(st.lists(deviation, max_size=3))), assumptions=assumed,
         sync=SyncModel(algorithm=data.draw(st.sampled_from(["ring", "hierarchical"]))),
     )  # fmt: skip

@@ -125,6 +125,7 @@ def test_packets_flow_while_ranks_compute():
     assert run(program, [packet], num_actors=1).end_s[0] == 3.0
     # Where the cores that compute also send, the packet goes at a quarter of its rate meanwhile.
     assert run(program, [packet], num_actors=1, busy_share=0.25).end_s[0] == 3.25
+    assert run(program, [packet], num_actors=1, busy_share=0.0).end_s[0] == 4.0
 
 
 def test_a_link_that_slows_down_while_bytes_flow():
