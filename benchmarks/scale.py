@@ -10,6 +10,7 @@ datacentres, and the planner's own choice there, with memory unlimited and with 
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ PAPER_PACKET_BYTES = 0.36 * MEGA
 A800_FLOPS_PER_S = 312e12 * 0.4
 PCIE, ETHERNET = 128 * GIGA_BIT, 10 * GIGA_BIT
 GBPS = (1.0, 5.0, 10.0, 25.0, 100.0)
+SWEEP_PACKET_MB = (0.36, 0.036)
 SWEEP_DCS = (4, 8, 16, 32, 64, 128, 256, 500, 1000)
 
 # Seconds per iteration of the paper's Table V: token data in MB -> (Tutel, mean of the three systems, HybridEP).
@@ -186,19 +188,46 @@ def sweeps() -> Iterator[Record]:
     dispatch and its combine; packets of 0.36 MB and a tenth of it; top-1, so that there is nothing to de-duplicate; no
     latency; gradients return.
     """
-    for packet_mb in (0.36, 0.036):
+    for packet_mb in SWEEP_PACKET_MB:
         for num_dcs in SWEEP_DCS:
-            workload = Workload(model=model_of(num_dcs), tokens_per_rank=round(96 * MEGA / ROW_BYTES), zero_stage=0)
             for gbps in GBPS:
-                cluster = Cluster((Level("dc", num_dcs, Link(gbps * GIGA_BIT, 0.0)),))
-                seconds = {}
-                for name, size in (("flat", 1), ("fixed size", 4), ("fixed share", num_dcs // 2)):
-                    layout = Layout(spans=(num_dcs,), domain_sizes=(size,), codecs=(packets_of(packet_mb * MEGA),))
-                    scenario = Scenario(
-                        cluster=cluster, layout=layout, workload=workload, rates=Rates(flops_per_s=A800_FLOPS_PER_S)
-                    )
-                    seconds[name] = simulate(scenario).step_s
+                sizes = {"flat": 1, "fixed size": 4, "fixed share": num_dcs // 2}
+                seconds = {name: sweep_s(num_dcs, size, gbps, packet_mb) for name, size in sizes.items()}
                 yield {"part": "sweep", "packet_mb": packet_mb, "dcs": num_dcs, "gbps": gbps, "step_s": seconds}
+
+
+def sweep_s(num_dcs: int, domain_size: int, gbps: float, packet_mb: float) -> float:
+    """Simulated seconds of one point of a sweep."""
+    scenario = Scenario(
+        cluster=Cluster((Level("dc", num_dcs, Link(gbps * GIGA_BIT, 0.0)),)),
+        layout=Layout(spans=(num_dcs,), domain_sizes=(domain_size,), codecs=(packets_of(packet_mb * MEGA),)),
+        workload=Workload(model=model_of(num_dcs), tokens_per_rank=round(96 * MEGA / ROW_BYTES), zero_stage=0),
+        rates=Rates(flops_per_s=A800_FLOPS_PER_S),
+    )
+    return simulate(scenario).step_s
+
+
+def paper_range() -> Iterator[Record]:
+    """For domains of a share of 1000 DCs: at which bandwidth the speed-up is 1.45, and where it has fallen to 1.05."""
+    for domain_size in (125, 250, 500):
+        for packet_mb in SWEEP_PACKET_MB:
+            found = {f"{wanted:g}": gbps_of(domain_size, packet_mb, wanted) for wanted in (1.45, 1.05)}
+            yield {"part": "range", "dcs": 1000, "domain_size": domain_size, "packet_mb": packet_mb, "gbps": found}
+
+
+def gbps_of(domain_size: int, packet_mb: float, wanted: float) -> float | None:
+    """Gbit/s (0.1 to 10000) above which the speed-up on 1000 DCs is below `wanted`; None where it never is more."""
+
+    def speed_up(gbps: float) -> float:
+        return sweep_s(1000, 1, gbps, packet_mb) / sweep_s(1000, domain_size, gbps, packet_mb)
+
+    low, high = 0.1, 1e4
+    if speed_up(low) < wanted:
+        return None
+    for _ in range(12):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if speed_up(middle) >= wanted else (low, middle)
+    return low
 
 
 def describe_sweeps(records: Sequence[Record]) -> str:
@@ -360,6 +389,8 @@ def main() -> None:
             print(describe_sweeps(found))
             if args.plots is not None:
                 plot_sweeps(found, args.plots / "scale-sweeps.png")
+            found += list(paper_range())
+            print("\n" + "\n".join(json.dumps(one) for one in found if one["part"] == "range"))
         else:
             found = list(ours())
             print(describe_ours(found))
