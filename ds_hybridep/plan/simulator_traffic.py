@@ -19,6 +19,7 @@ from ds_hybridep.plan.stream_model import Layout
 from ds_hybridep.plan.workload import Workload
 
 UP, DOWN = 0, 1
+EQUAL_DIGITS = 14  # of chances and rows: what is equal must stay equal when summed in another order
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Routing:
         of_owner = of_expert.reshape(-1, num_local).sum(axis=1)[owner]
         domain_of = numbered([*ranks.group, *ranks.domain])
         of_domain: Floats = np.bincount(domain_of, of_owner).astype(np.float64)
-        return cls(chances, of_domain[domain_of])
+        return cls(chances, np.round(of_domain[domain_of], EQUAL_DIGITS))
 
     def mapped(self, change: Callable[[Floats], Floats]) -> "Routing":
         """The same with every array changed."""
@@ -146,7 +147,7 @@ def _chances(cell_of: Ints, polynomials: Floats, everything: Floats) -> Floats:
         if key not in known:
             known[key] = 1.0 - float(_quotient_end(everything, wanted) / everything[-1])
         result[ranks] = known[key]
-    return np.round(result, 14)  # equal sets in another order must stay equal
+    return np.round(result, EQUAL_DIGITS)
 
 
 def numbered_in_group(ranks: Ranks) -> Ints:
