@@ -119,7 +119,7 @@ class Result:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the parsed command line.  Returns 0.  Raises ConfigError or PlanError that name an argument."""
-    question = plan_command.read_question(args)
+    question = read_question(args)
     conditions = read_conditions(args, question)
     if args.sweep_dcs:
         points = sweep(args, question, conditions)
@@ -156,6 +156,16 @@ def traced_ranks(args: argparse.Namespace, cluster: Cluster) -> list[int]:
 
 
 # ---- reading arguments ----
+
+
+def read_question(args: argparse.Namespace) -> Question:
+    """What `plan` reads; but --dcs may name more datacentres than can be emulated."""
+    match = re.fullmatch(r"\s*([1-9]\d*)\s*x\s*(\d+)\s*", args.dcs or "")
+    if match is None:
+        return plan_command.read_question(args)
+    question = plan_command.read_question(argparse.Namespace(**{**vars(args), "dcs": f"1x{match[2]}"}))
+    dcs, *inner = question.cluster.levels
+    return replace(question, cluster=Cluster((replace(dcs, size=int(match[1])), *inner)))
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,14 @@ def test_a_trace_has_a_process_for_each_rank_and_a_thread_for_each_stream(simula
     assert {"forward 0", "backward 2", "dense sync"} <= {event["name"] for event in spans}
 
 
+def test_there_may_be_more_datacentres_than_can_be_emulated(tmp_path, capsys):
+    (tmp_path / "moe.yaml").write_text(MODEL.replace("experts: 16", "experts: 2000"))
+    command = ["simulate", "--model", str(tmp_path / "moe.yaml"), "--dcs", "1000x2", "--wan", "1gbps", "--json"]
+    assert main(command) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert plans[0]["spans"] == [1000, 2]
+
+
 def test_places_that_are_slower_are_read():
     expected = Deviation(place=(3, 1), bandwidth_factor=0.5, slowdown=2.0, from_s=10.0)
     assert read_deviation("3.1:bandwidth=0.5,compute=2,from=10") == expected
