@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_hybridep import bench
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
 from ds_hybridep.plan.planner import Candidate, Question, make_plan
 from ds_hybridep.plan.simulator import Assumptions, Scenario, simulate
 from ds_hybridep.plan.stream_model import Codec, Layout, LevelCodecs, Rates, SyncModel
@@ -53,6 +53,13 @@ TABLE_V = {
     },
 }
 CLUSTERS = {"M": (2, 8), "L": (4, 8)}
+# Table VI: (token MB, expert MB) -> seconds with partition alone and with migration.
+TABLE_VI = {
+    (24, 8): {"S": (0.76, 0.61), "M": (3.41, 2.54), "L": (6.12, 3.48)},
+    (48, 2): {"S": (1.06, 0.74), "M": (6.21, 2.81), "L": (10.89, 3.86)},
+}
+SIZES_VI = {"S": (1, 8), **CLUSTERS}
+PAPER_RATIO = 50.0
 
 Record = dict[str, Any]
 
@@ -145,6 +152,49 @@ def hybrid_column(packet_factor: float, slowness: float) -> list[tuple[float, fl
                 (simulate(paper_scenario(cluster, sizes, token_mb, packet_factor, slowness)).step_s, measured)
             )
     return pairs
+
+
+def table_vi(packet_factor: float, slowness: float) -> Iterator[Record]:
+    """Table VI: domains of the best sizes with experts as they are, and with packets 50 times smaller.
+
+    Assumed: as for Table V, with its two constants; the factor counts for compressed packets only.
+    """
+    for (token_mb, expert_mb), columns in TABLE_VI.items():
+        for name, (alone, migrated) in columns.items():
+            cluster = cluster_of(*SIZES_VI[name], ETHERNET)
+            found = {}
+            for what, factor in (("alone", 1.0), ("migrated", packet_factor / PAPER_RATIO)):
+                relative = factor * expert_mb * MEGA / PAPER_PACKET_BYTES
+                found[what] = min(
+                    (simulate(paper_scenario(cluster, (dcs, gpus), token_mb, relative, slowness)).step_s, (dcs, gpus))
+                    for dcs in divisors(cluster.sizes[0])
+                    for gpus in divisors(cluster.sizes[1])
+                )
+                found[f"{what}, one domain"] = (
+                    simulate(paper_scenario(cluster, cluster.sizes, token_mb, relative, slowness)).step_s, cluster.sizes
+                )  # fmt: skip
+            yield {
+                "part": "table VI", "cluster": name, "token_mb": token_mb, "expert_mb": expert_mb,
+                "paper": {"alone": alone, "migrated": migrated}, "simulated": found,
+            }  # fmt: skip
+
+
+def describe_table_vi(records: Sequence[Record]) -> str:
+    """Markdown."""
+    lines = [
+        "",
+        "| MB | cluster | partition alone: paper, simulated | with migration: paper, simulated | one domain |",
+        "|---" * 5 + "|",
+    ]
+    for one in records:
+        paper, found = one["paper"], one["simulated"]
+        lines.append(
+            f"| {one['token_mb']} & {one['expert_mb']} | {one['cluster']} "
+            f"| {paper['alone']}, {found['alone'][0]:.2f} {list(found['alone'][1])} "
+            f"| {paper['migrated']}, {found['migrated'][0]:.2f} {list(found['migrated'][1])} "
+            f"| {found['migrated, one domain'][0]:.2f} |"
+        )
+    return "\n".join(lines)
 
 
 def affine_residual(values: Sequence[float]) -> float:
@@ -383,6 +433,9 @@ def main() -> None:
             constants = fit_two_constants()
             found = list(table_v(*constants))
             print(describe_table_v(found, *constants))
+            tables = list(table_vi(*constants))
+            print(describe_table_vi(tables))
+            found += tables
             found = [{**one, "packet_factor": constants[0], "slowness": constants[1]} for one in found]
         elif part == "sweeps":
             found = list(sweeps())
