@@ -170,9 +170,8 @@ def table_vi(packet_factor: float, slowness: float) -> Iterator[Record]:
                     for dcs in divisors(cluster.sizes[0])
                     for gpus in divisors(cluster.sizes[1])
                 )
-                found[f"{what}, one domain"] = (
-                    simulate(paper_scenario(cluster, cluster.sizes, token_mb, relative, slowness)).step_s, cluster.sizes
-                )  # fmt: skip
+                everything = paper_scenario(cluster, cluster.sizes, token_mb, relative, slowness)
+                found[f"{what}, one domain"] = (simulate(everything).step_s, cluster.sizes)
             yield {
                 "part": "table VI", "cluster": name, "token_mb": token_mb, "expert_mb": expert_mb,
                 "paper": {"alone": alone, "migrated": migrated}, "simulated": found,
