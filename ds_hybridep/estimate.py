@@ -4,13 +4,14 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
-from ds_hybridep.config import parse_config
+from ds_hybridep.config import AUTO_CODEC, IDENTITY, HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.runtime.assembly import encoding_of
@@ -25,12 +26,12 @@ def estimate_hybridep_mem_needs_all_live(
 ) -> dict[DomainSizes, MemoryNeeds]:
     """Print what each rank needs for replicas of the model's experts, for all domain sizes.
 
-    Exact for what stays between steps, with the codecs of the block; packets and other buffers of the moment come on
-    top.  Nothing of that size is allocated, and no process group is needed.
+    Exact for what stays between steps, with the codecs of the block ("auto" counts as exact); packets and other buffers
+    of the moment come on top.  Expert-parallel groups are taken to be consecutive ranks.  Nothing of that size is allocated, and no process group is needed.
 
     Args:
         model: with `deepspeed.moe.layer.MoE` layers; frozen parameters count as such.
-        block: content of the "hybridep" block; its domain sizes are marked with `*`.
+        block: content of the "hybridep" block; its domain sizes are marked with `*` where they are given.
         world_size: ranks of the job.
         dtype: in which DeepSpeed will train; by default parameters stay as they are.
 
@@ -81,7 +82,7 @@ def estimate_hybridep_mem_needs_all_cold(
 
 
 def _print_needs(layers: Layers, block: Mapping[str, Any], world_size: int) -> dict[DomainSizes, MemoryNeeds]:
-    config = parse_config(block, world_size=world_size)
+    config = _exact_where_planned(parse_config(block, world_size=world_size))
     cluster, encoding = config.cluster(), encoding_of(config)
     layers = list(layers)
     alone = (1,) * len(cluster.levels)
@@ -91,7 +92,9 @@ def _print_needs(layers: Layers, block: Mapping[str, Any], world_size: int) -> d
     for sizes in itertools.product(*(_divisors(span) for span in common)):
         needs[sizes] = sum(
             (
-                memory_of_layer([expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding)
+                memory_of_layer(
+                    [expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding, config.max_staleness
+                )
                 for expert, num_local, ep in layers
             ),
             MemoryNeeds(),
@@ -107,6 +110,19 @@ def _print_needs(layers: Layers, block: Mapping[str, Any], world_size: int) -> d
         mark = "*" if sizes == config.domain_sizes else " "
         print(f"{mark} {list(sizes)!s:16} {mib[0]:>10} {mib[1]:>14} {mib[2]:>10} {mib[3]:>10}")
     return needs
+
+
+def _exact_where_planned(config: HybridEPConfig) -> HybridEPConfig:
+    """A codec that the job is to choose counts as none."""
+    levels = [
+        replace(
+            level,
+            weight_codec=IDENTITY if level.weight_codec == AUTO_CODEC else level.weight_codec,
+            gradient_codec=IDENTITY if level.gradient_codec == AUTO_CODEC else level.gradient_codec,
+        )
+        for level in config.levels
+    ]
+    return replace(config, levels=tuple(levels))
 
 
 def _divisors(number: int) -> list[int]:

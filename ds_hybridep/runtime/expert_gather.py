@@ -294,6 +294,17 @@ class ReplicaStore:
         held = sum(w.nbytes for w in self.weights) + sum(s.nbytes for s in self.sums if s is not None)
         return held + self.lossy.num_bytes(self.weights)
 
+    @property
+    def deferred_bytes(self) -> int:
+        """Bytes of exact weights that arrive beside those computed with, where replicas may be older than owners."""
+        return sum(
+            weights[slot].nbytes
+            for slot in self.replica_slots()
+            if slot not in self.lossy.replicas
+            for block, weights in zip(self.blocks, self.weights, strict=True)
+            if block.is_trainable
+        )
+
     def load_own_weights(self, *, trainable_only: bool) -> None:
         """Copy the owned experts' parameters into the own slot.  Reads them afresh: ZeRO re-points parameters."""
         parameters = [dict(expert.named_parameters()) for expert in self.experts]
@@ -586,6 +597,9 @@ class WeightGather(StagedOperation):
                 else:
                     replica.apply(self._arrived[slot])
                     replica.copy_to(places)
+                if self.is_deferred:
+                    # Kernels write without autograd's knowledge: a graph that has saved these must fail, not go on.
+                    torch.autograd.graph.increment_version(places)
         self._fresh = []
 
 

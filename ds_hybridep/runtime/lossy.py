@@ -312,7 +312,7 @@ class Undelivered:
 
 @dataclass
 class CodecCounters:
-    """What codecs of one layer did on this rank since attach; sums, so that those of all ranks add up.
+    """What codecs of one layer did on this rank under one plan; sums, so that those of all ranks add up.
 
     Bytes are of encoded messages as they were sent, beside the fp32 bytes of what these held.
     """
@@ -349,12 +349,12 @@ class CodecSums(CodecCounters):
     def record(self, num_ranks: int = 1) -> dict[str, float]:
         """For `ds_hybridep.stats` and reports, of one rank or of sums over `num_ranks`; seconds are means over these.
 
-        weight_bytes, gradient_bytes: encoded bytes sent, since attach.
+        weight_bytes, gradient_bytes: encoded bytes sent under this plan.
         weight_ratio, gradient_ratio: fp32 bytes of what they held over those; 0 where nothing was sent.
         weight_error: relative L2 distance of the replicas from the weights that they stand for, seen by their owner.
         residual_norm: L2 norm of the gradients that were not delivered yet.
-        encode_s, decode_s, exposed_s: seconds since attach; exposed are those in which this layer's computation waited
-            for weights or gradients, decoding meanwhile included.
+        encode_s, decode_s, exposed_s: seconds under this plan; exposed are those in which this layer's computation
+            waited for weights or gradients, decoding meanwhile included.
         """
         return {
             "weight_bytes": self.weight_bytes,

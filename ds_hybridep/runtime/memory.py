@@ -16,7 +16,8 @@ from ds_hybridep.runtime.expert_gather import Encoding, ReplicaStore, gather_lev
 class MemoryNeeds:
     """Bytes on one rank beside what DeepSpeed holds; packets and other buffers of the moment are not counted.
 
-    replicas: weights of the domain's experts, in the type they are trained in.
+    replicas: weights of the domain's experts, in the type they are trained in; those that arrive meanwhile too, where
+        replicas may be older than their owners.
     gradient_sums: of those that are trained, fp32.
     codecs: mirrors, replicas in fp32 beside others, residuals with their copy until the step, and encoders' state.
     """
@@ -47,13 +48,16 @@ def without_memory(expert: nn.Module) -> nn.Module:
     return copy.deepcopy(expert, shells)  # which finds the parameters copied already
 
 
-def memory_of_layer(experts: Sequence[nn.Module], partition: Partition, encoding: Encoding) -> MemoryNeeds:
+def memory_of_layer(
+    experts: Sequence[nn.Module], partition: Partition, encoding: Encoding, max_staleness: int = 0
+) -> MemoryNeeds:
     """What each rank of the partition's group needs for one layer once training has begun.
 
     Args:
         experts: the e experts of one rank, from `without_memory`.
         partition: of the layer's expert-parallel group.
         encoding: how weights and gradients travel.
+        max_staleness: steps by which replicas may be older than their owners.
     """
     if partition.domain_size == 1:
         return MemoryNeeds()
@@ -64,4 +68,6 @@ def memory_of_layer(experts: Sequence[nn.Module], partition: Partition, encoding
             store.gradient_encoder(store.levels[position].level, slot)
     replicas = sum(weights.nbytes for weights in store.weights)
     sums = sum(sums.nbytes for sums in store.sums if sums is not None)
-    return MemoryNeeds(replicas=replicas, gradient_sums=sums, codecs=store.replica_bytes - replicas - sums)
+    codecs = store.replica_bytes - replicas - sums
+    deferred = store.deferred_bytes if max_staleness else 0
+    return MemoryNeeds(replicas=replicas + deferred, gradient_sums=sums, codecs=codecs)

@@ -166,8 +166,8 @@ class MigrationManager:
         if layer.gather is not None:
             with layer.store.lossy.counters.timing("exposed_s"):
                 layer.weights.wait(layer.gather)
-            if layer.gather.is_deferred:
-                layer.gather.apply()
+                if layer.gather.is_deferred:
+                    layer.gather.apply()
             layer.gather = None
 
     def _take_prefetched(self, position: int) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
@@ -391,7 +391,8 @@ class MigrationManager:
     @property
     def replica_bytes(self) -> int:
         """Bytes held for replicas and their gradient sums on this rank."""
-        return sum(layer.store.replica_bytes for layer in self._layers)
+        deferred = sum(layer.store.deferred_bytes for layer in self._layers) if self._max_staleness else 0
+        return sum(layer.store.replica_bytes for layer in self._layers) + deferred
 
     def _ship(self, *, is_exact: bool) -> None:
         self.drop_prefetched()
