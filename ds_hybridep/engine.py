@@ -341,8 +341,9 @@ class Attachment:
             self._publish(report)
         if chosen is not None and self.planner is not None:
             reason = self.planner.reason
-            log_dist(f"hybridep replans after step {self.engine.global_steps}: {reason}", ranks=[0])
             self.switch(chosen, reason)
+            label = self.planner.current.label
+            log_dist(f"hybridep after step {self.engine.global_steps}: {label}, {reason}", ranks=[0])
 
     def _configure_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)

@@ -137,7 +137,7 @@ def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[
         def choose(current: Any, predict: Any, size: Any) -> Choice:
             sizes = next(looks, None)
             best = next((one for one in planner._options if one.domain_sizes == sizes), current)
-            expected_s = 1.0 if best == current else 0.5
+            expected_s = 1.0 if best == current else 0.9  # not so good that one look is enough
             return Choice(
                 best=best, expected_s=expected_s, current=current, current_s=1.0, runner_up=None, runner_up_s=None,
                 reason="told so",

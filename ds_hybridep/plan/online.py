@@ -191,8 +191,8 @@ class Choice:
         return self.best != self.current and self.expected_s < self.current_s * (1.0 - threshold)
 
     def describe(self) -> str:
-        """One line."""
-        text = f"{self.best.label}: {self.expected_s:.4g} s a step expected, {self.reason}"
+        """Why, in one line."""
+        text = f"{self.expected_s:.4g} s a step expected, {self.reason}"
         if self.runner_up is not None and self.runner_up_s is not None:
             text += f"; runner-up {self.runner_up.label}, {self.runner_up_s:.4g} s"
         return text

@@ -44,8 +44,9 @@ from ds_hybridep.version import __version__
 PROBE_LIMIT_S = 2.0  # of the links at start-up
 WARM_UP_STEPS = 2  # that are not measured: first calls, first shipments, connections that are slow to start
 FIRST_LOOK = 5
-MOST_INTERVAL = 100
+MOST_INTERVAL = 8  # steps from one look to the next, whatever a look costs: a link that drops is to be seen soon
 PATIENCE = 2  # looks in a row at which another plan must be better
+CLEARLY = 0.3  # share of a step; a plan that saves as much needs one look only
 BURST_SHARE = 0.02  # of the time since the last look
 LOOK_SHARE = 0.03  # of the time since the last look that one may take; else looks are made less often
 LEAST_BURST_S = 0.01  # a shaper lets about a millisecond pass at once
@@ -372,12 +373,13 @@ class JobPlanner:
         if measured_s is not None and abs(predicted_s - before_s) < CHANGED_STEP * measured_s:
             weight = min(num_steps / max(self._config.replan_interval - 1, 1), 1.0)
             self._chooser.note(self._current, predicted_s, measured_s, weight)
-        told = [-1.0, 0.0]
+        told = [-1.0, 0.0, 0.0]
         if self._transport.rank == 0:
             choice = self._choice = self._chooser.choose(self._current, job.predict, job.memory_bytes)
-            told = [float(self._options.index(choice.best)), float(choice.saves(self._config.replan_threshold))]
-        index, is_better = self._probe.table(told)[0]
-        self._num_wins = self._num_wins + 1 if is_better else 0
+            is_better = choice.saves(self._config.replan_threshold)
+            told = [self._options.index(choice.best), is_better, is_better and choice.saves(CLEARLY)]
+        index, is_better, is_clear = self._probe.table(told)[0]
+        self._num_wins = self._num_wins + (PATIENCE if is_clear else 1) if is_better else 0
         self.num_quiet_looks = 0 if is_better else self.num_quiet_looks + 1
         self._begin_anew(runtime)
         is_settled = not is_better and not self._config.replan_interval
@@ -447,7 +449,7 @@ class JobPlanner:
         if step_s > 0:
             look_s = min(row[-2] for row in table)  # of the rank that waited for no other
             steps = min(math.ceil(look_s * len(table) / (LOOK_SHARE * step_s)), MOST_INTERVAL)
-            self._interval = max(self._config.replan_interval, steps)
+            self._interval = max(self._config.replan_interval, steps)  # the user's own choice may be longer
         if not calls:
             return None, elapsed_s
         tokens_per_rank = max(round(tokens / calls), 1)
