@@ -7,9 +7,9 @@ run:
 
     expected = predicted + (measured - predicted when it ran)
 
-An option that never ran is given the difference of the one that runs now. What is known of an option is a mean over
-the looks at which it ran, and the fewer they were, the more it is expected to be faster than that, so that near ties
-are settled by trying them, and by trying them again. Looks are forgotten slowly while an option does not run.
+What is known of an option is a mean over the looks at which it ran. An option that never ran is given the difference
+of the one that is most like it. The less is known, the more an option is hoped to be faster than that, so that near
+ties are settled by trying them, and by trying them again. Looks are forgotten slowly while an option does not run.
 """
 
 import itertools
@@ -36,7 +36,8 @@ from ds_hybridep.plan.workload import Workload
 Exchange = Literal["direct", "hierarchical", "deepspeed"]
 DenseSync = Literal["deepspeed", "hierarchical"]
 
-OPTIMISM = 0.2  # share of a step by which an option that never ran is hoped to beat its prediction; less by each look
+OPTIMISM = 0.1  # share of a step by which an option is hoped to be faster than it is known to be; less by each look
+MOST_OPTIMISM = 0.2  # where it never ran, and differs in several settings from all that did
 FORGETTING = 0.02  # share of an option's looks that is lost at each look while it does not run
 LEAST_WEIGHT = 0.1  # of the newest look in the mean, so that it follows what changes
 
@@ -54,6 +55,12 @@ class Option:
     codecs: tuple[LevelCodecs, ...]
     exchange: Exchange = "direct"
     dense_sync: DenseSync = "deepspeed"
+
+    def settings_other_than(self, other: "Option") -> int:
+        """Number of settings in which two options differ."""
+        ours = (self.domain_sizes, self.codecs, self.exchange, self.dense_sync)
+        theirs = (other.domain_sizes, other.codecs, other.exchange, other.dense_sync)
+        return sum(mine != its for mine, its in zip(ours, theirs, strict=True))
 
     def layout(self, spans: tuple[int, ...], prefetch_depth: int) -> Layout:
         """As the stream model takes it."""
@@ -259,14 +266,23 @@ class Chooser:
         )
 
     def _expected(self, current: Option, predictions: Mapping[Option, StepPrediction]) -> dict[Option, float]:
-        usual = self.known.get(current, Known())
         result = {}
         for option, prediction in predictions.items():
-            known = self.known.get(option, Known(usual.correction_s))
-            hoped = 0.0 if option == current else OPTIMISM / (1.0 + known.looks)
+            correction_s, hope = self._known_or_like(option)
             # A correction below zero must not make a step of nothing out of a short one.
-            result[option] = max(prediction.step_s + known.correction_s, 0.1 * prediction.step_s) * (1.0 - hoped)
+            expected_s = max(prediction.step_s + correction_s, 0.1 * prediction.step_s)
+            result[option] = expected_s * (1.0 if option == current else 1.0 - hope)
         return result
+
+    def _known_or_like(self, option: Option) -> tuple[float, float]:
+        """(what is added to the prediction, share by which the option is hoped to be faster than that)."""
+        if option in self.known:
+            return self.known[option].correction_s, OPTIMISM / (1.0 + self.known[option].looks)
+        if not self.known:
+            return 0.0, OPTIMISM
+        like = min(self.known, key=lambda other: (option.settings_other_than(other), -self.known[other].looks))
+        hope = min(OPTIMISM * option.settings_other_than(like), MOST_OPTIMISM)
+        return self.known[like].correction_s, hope
 
 
 Size = Callable[[Option], float]

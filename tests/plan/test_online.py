@@ -151,6 +151,15 @@ def test_near_ties_are_tried_until_they_are_known_well_enough():
     assert tried[-10:] == [FIRST] * 10
 
 
+def test_an_option_that_never_ran_is_judged_by_the_one_that_is_most_like_it():
+    far, near = plain((2, 1), dense_sync="hierarchical"), plain((1, 1), dense_sync="hierarchical")
+    chooser = Chooser((FIRST, SECOND, far, near), {FIRST: Known(1.0, 3.0), SECOND: Known(5.0, 3.0)})
+    choice = choose(chooser, FIRST, {FIRST: 1.0, SECOND: 1.0, far: 1.0, near: 1.0})
+    assert choice.best == near
+    assert choice.expected_s == pytest.approx((1.0 + 1.0) * (1 - OPTIMISM))  # one setting differs from FIRST
+    assert chooser._known_or_like(far) == (5.0, OPTIMISM)  # and one from SECOND
+
+
 def test_other_work_is_measured_anew():
     chooser = Chooser((FIRST, SECOND), {SECOND: Known(5.0, 1.0)})
     chooser.forget()
