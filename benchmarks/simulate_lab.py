@@ -23,6 +23,7 @@ import predict
 from predict import AGAIN, FLAT, INSIDE, LOOPBACK_BYTES_PER_S, UNSHAPED, WIRE_FACTOR
 
 from ds_hybridep.lab.topology import parse_duration, parse_rate
+from ds_hybridep.plan import stream_model
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.simulator import Scenario, simulate
@@ -198,16 +199,38 @@ def sync_factor_of(points: Sequence[Point]) -> float:
 
 
 def fit(points: Sequence[Point], names: Sequence[str]) -> Fitted:
-    """Parameters `names` of least squared logarithmic error on `points`: one at a time, in ever smaller steps."""
-    fitted = {**START, "sync_factor": sync_factor_of(points)}
+    """Parameters `names` of least squared logarithmic error on `points`.
+
+    First for the stream model, which takes a thirtieth of the time and says much the same, then for the simulator.
+    """
+    start = {**START, "sync_factor": sync_factor_of(points)}
     scales = {id(point): row_scale_of(point) for point in points}
 
-    def loss(parameters: Fitted) -> float:
-        return sum(
-            math.log(step_s_of(point, parameters, row_scale=scales[id(point)]) / point.step_s) ** 2 for point in points
-        )
+    def predicted_s(point: Point, fitted: Fitted) -> float:
+        one = scenario_of(point, fitted, row_scale=scales[id(point)])
+        return stream_model.predict(one.cluster, one.layout, one.workload, one.rates, one.sync).step_s
 
-    best, step = loss(fitted), 2.0
+    def simulated_s(point: Point, fitted: Fitted) -> float:
+        return step_s_of(point, fitted, row_scale=scales[id(point)])
+
+    near = search(points, names, start, predicted_s, step=2.0)
+    return search(points, names, near, simulated_s, step=1.3)
+
+
+def search(
+    points: Sequence[Point],
+    names: Sequence[str],
+    start: Fitted,
+    seconds_of: Callable[[Point, Fitted], float],
+    *,
+    step: float,
+) -> Fitted:
+    """One parameter after the other, in ever smaller steps."""
+
+    def loss(parameters: Fitted) -> float:
+        return sum(math.log(seconds_of(point, parameters) / point.step_s) ** 2 for point in points)
+
+    fitted, best = start, loss(start)
     while step > 1.02:
         before = best
         for name in names:
