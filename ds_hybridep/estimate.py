@@ -26,8 +26,9 @@ def estimate_hybridep_mem_needs_all_live(
 ) -> dict[DomainSizes, MemoryNeeds]:
     """Print what each rank needs for replicas of the model's experts, for all domain sizes.
 
-    Exact for what stays between steps, with the codecs of the block ("auto" counts as exact); packets and other buffers
-    of the moment come on top.  Expert-parallel groups are taken to be consecutive ranks.  Nothing of that size is allocated, and no process group is needed.
+    Exact for what stays between steps, with the codecs of the block ("auto" counts as exact); packets and other
+    buffers of the moment come on top.  Expert-parallel groups are taken to be consecutive ranks.  Nothing of that size
+    is allocated, and no process group is needed.
 
     Args:
         model: with `deepspeed.moe.layer.MoE` layers; frozen parameters count as such.
