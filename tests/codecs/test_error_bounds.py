@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.codecs.blockwise import to_blocks
-from ds_hybridep.codecs.low_rank import orthonormal
+from ds_hybridep.codecs.low_rank import orthonormal, read_log4, write_log4
 
 pytestmark = pytest.mark.timeout(300)
 TINY = 1e-36  # scales below the smallest normal number count as 0
@@ -77,3 +77,29 @@ def test_orthonormal_rows_of_dependent_ones(scale):
     p[:, 3] = 0
     gram = orthonormal(p) @ orthonormal(p).transpose(1, 2)
     assert (gram - torch.eye(5)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "reference"])
+@pytest.mark.parametrize("dim", [1, 2], ids=["rows", "columns"])
+def test_weighting_does_not_leave_out_rows_and_columns_of_small_numbers(kernels, dim):
+    sizes = torch.logspace(0, -2, 64)
+    x = normal(2, 64, 64) * (sizes[:, None] if dim == 1 else sizes)
+    left = {}
+    for weighting in ("none", "rms"):
+        spec = {"type": "low_rank", "rank": 6, "factors": "bf16", "iterations": 3, "weighting": weighting}
+        codec = make_codec(spec, kernels=kernels)
+        packets = codec.encode(x, codec.new_state(*x.shape))
+        error = x - codec.decode(packets, torch.empty_like(x))
+        relative = error.square().sum(3 - dim) / x.square().sum(3 - dim)  # of each row or column
+        left[weighting] = float(relative[:, -16:].mean())
+    # The smallest quarter: next to nothing of it is in the 6 largest directions, but a fair share in the balanced ones.
+    assert left["none"] > 0.85
+    assert left["rms"] < 0.8
+
+
+def test_log4_is_off_by_at_most_a_third_from_a_sixteenth_of_the_largest_on():
+    values = torch.logspace(0, -1.2, 256).view(1, 256) * torch.tensor([1.0, -1.0]).repeat(128)
+    payload = torch.empty(1, 2 + 128, dtype=torch.uint8)
+    write_log4(values, payload)
+    error = (read_log4(payload, 256) - values).abs() / values.abs()
+    assert (error <= 1 / 3 + 2**-7).all()  # and the rounding of the scale
