@@ -92,7 +92,7 @@ def test_weighting_does_not_leave_out_rows_and_columns_of_small_numbers(kernels,
         error = x - codec.decode(packets, torch.empty_like(x))
         relative = error.square().sum(3 - dim) / x.square().sum(3 - dim)  # of each row or column
         left[weighting] = float(relative[:, -16:].mean())
-    # The smallest quarter: next to nothing of it is in the 6 largest directions, but a fair share in the balanced ones.
+    # The smallest quarter: next to nothing of it is in the 6 largest directions, a fair share in the balanced ones.
     assert left["none"] > 0.85
     assert left["rms"] < 0.8
 
