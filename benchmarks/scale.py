@@ -3,16 +3,20 @@
 
     python benchmarks/scale.py --out benchmarks/results/scale.jsonl --plots docs/images
 
-Three parts, each with its assumptions in its docstring: Table V on Clusters M and L, the two sweeps to 1000
-datacentres, and the planner's own choice there, with memory unlimited and with 80 GB for each GPU.
+Parts, each with its assumptions in its docstring: what a simulation takes, Tables V and VI, the two sweeps to 1000
+datacentres, and the planner's own choice there, with memory unlimited and with 80 GB for each GPU. All take about five
+minutes of one core.
 """
 
 import argparse
 import itertools
 import json
 import math
+import random
+import resource
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +25,7 @@ from typing import Any
 from ds_hybridep import bench
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
 from ds_hybridep.plan.planner import Candidate, Question, make_plan
-from ds_hybridep.plan.simulator import Assumptions, Scenario, simulate
+from ds_hybridep.plan.simulator import Assumptions, Deviation, Scenario, simulate
 from ds_hybridep.plan.stream_model import Codec, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.workload import MoEModel, Workload
 
@@ -61,6 +65,7 @@ TABLE_VI = {
 SIZES_VI = {"S": (1, 8), **CLUSTERS}
 PAPER_RATIO = 50.0
 
+PARTS = ("kinds", "table", "sweeps", "ours")
 Record = dict[str, Any]
 
 
@@ -392,6 +397,48 @@ def describe_ours(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
+# ---- what it takes ----
+
+
+def kinds() -> Iterator[Record]:
+    """Processor seconds and memory for 1000 DCs of 8 GPUs, 16 layers, 8000 experts, with DCs of several kinds."""
+    draw = random.Random(0)
+    for num_kinds, domain_size, order in ((1, 4, ""), (16, 1, "random"), (16, 4, "in domains"), (64, 1, "random"),
+                                          (16, 4, "random"), (1000, 1, "random")):  # fmt: skip
+        of_dc = [
+            draw.randrange(num_kinds) if order == "random" else dc // domain_size % num_kinds for dc in range(1000)
+        ]
+        scenario = Scenario(
+            cluster=cluster_of(1000, 8, ETHERNET, 0.01),
+            layout=Layout(spans=(1000, 8), domain_sizes=(domain_size, 1), codecs=(LevelCodecs(),) * 2),
+            workload=Workload(model=model_of(8000, top_k=2, layers=16), tokens_per_rank=8192),
+            rates=Rates(flops_per_s=A800_FLOPS_PER_S),
+            deviations=tuple(
+                Deviation(place=(dc,), bandwidth_factor=1 / (1 + 1.6 * kind / num_kinds))
+                for dc, kind in enumerate(of_dc)
+            ),
+        )
+        begin_s = time.process_time()
+        step = simulate(scenario)
+        yield {
+            "part": "kinds", "kinds": num_kinds, "domain_size": domain_size, "order": order, "step_s": step.step_s,
+            "classes": step.num_classes, "quantisation": step.quantisation,
+            "cpu_s": time.process_time() - begin_s,
+            "process_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        }  # fmt: skip
+
+
+def describe_kinds(records: Sequence[Record]) -> str:
+    """Markdown."""
+    lines = ["| kinds | domains of | order | classes | rates off by | CPU seconds | GB |", "|---" * 7 + "|"]
+    lines += [
+        f"| {one['kinds']} | {one['domain_size']} | {one['order']} | {one['classes']} "
+        f"| {100 * one['quantisation']:.0f}% | {one['cpu_s']:.1f} | {one['process_gb']:.2f} |"
+        for one in records
+    ]
+    return "\n".join(lines)
+
+
 # ---- plots ----
 
 
@@ -423,7 +470,7 @@ def plot_sweeps(records: Sequence[Record], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("table", "sweeps", "ours"), default=["table", "sweeps", "ours"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, help="JSON lines, written anew")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="for PNGs")
     args = parser.parse_args()
@@ -444,9 +491,12 @@ def main() -> None:
                 plot_sweeps(found, args.plots / "scale-sweeps.png")
             found += list(paper_range())
             print("\n" + "\n".join(json.dumps(one) for one in found if one["part"] == "range"))
-        else:
+        elif part == "ours":
             found = list(ours())
             print(describe_ours(found))
+        else:
+            found = list(kinds())
+            print(describe_kinds(found))
         sys.stdout.flush()
         records += found
     if args.out is not None:
