@@ -29,7 +29,7 @@ from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.simulator import Scenario, simulate
 from ds_hybridep.plan.stream_model import IDENTITY, Codec, Layout, LevelCodecs, Rates, SyncModel, experts_per_rank
 from ds_hybridep.plan.token_route import choose_exchange
-from ds_hybridep.plan.workload import Workload
+from ds_hybridep.plan.workload import MoEModel, Workload
 
 LOSSY = ("int8", "low rank 7 int4")
 EXACT = "identity"
@@ -94,6 +94,8 @@ def _point(group: Sequence[Record]) -> Point:
     sizes = tuple(int(size) for size in params["dcs"].split("x"))
     plan = params["plan"]
     workload = predict._workload(params)
+    if params.get("compute") == "sleep":
+        workload = replace(workload, model=_sleeping(workload.model))
     layout = _layout(plan, params, sizes)
     codec = next((name for name in LOSSY if name in plan), EXACT)
     exact_bytes = workload.model.num_moe_layers * experts_per_rank(layout, workload) * workload.expert_travel_bytes
@@ -115,6 +117,13 @@ def _point(group: Sequence[Record]) -> Point:
         wan_bytes=statistics.median(record["wan_bytes_per_step"] for record in group),
         counted=counted,
     )
+
+
+def _sleeping(model: MoEModel) -> MoEModel:
+    """The sizes of sleep_model.py: an embedding, a head and the gates beside the experts."""
+    num_tables = 2 * predict.VOCABULARY * model.hidden + predict.VOCABULARY
+    dense = num_tables + model.num_moe_layers * model.hidden * model.num_experts
+    return replace(model, dense_params=dense, active_dense_params=dense, attention_width=0)
 
 
 def _layout(plan: str, params: Mapping[str, Any], sizes: tuple[int, ...]) -> Layout:
