@@ -178,10 +178,10 @@ def scenario_of(point: Point, fitted: Fitted, *, row_scale: float = 1.0) -> Scen
             overlap=max(fitted["overlap"], 1e-3),
             wire_factor=WIRE_FACTOR,
         ),
-        sync=SyncModel(
-            algorithm="hierarchical" if point.algorithm == "hierarchical" else "ring",
-            factor=1.0 if point.algorithm == "hierarchical" else fitted.get("sync_factor", 1.0),
-        ),
+        # Level by level a sum takes one pass: each block goes to the rank that needs it.
+        sync=SyncModel(algorithm="hierarchical", reduce_passes=1.0)
+        if point.algorithm == "hierarchical"
+        else SyncModel(factor=fitted.get("sync_factor", 1.0)),
     )
 
 
