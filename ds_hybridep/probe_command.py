@@ -116,7 +116,8 @@ def cluster_file(probes: "Sequence[LevelProbe]", *, is_json: bool) -> str:
 
 def describe(probes: "Sequence[LevelProbe]") -> str:
     """A table: median, and in brackets the tenth and the ninetieth percentile."""
-    header = ["level", "children", "latency [ms]", "all at once", "one pair onward", "backward", "4 connections"]
+    header = ["level", "children", "latency [ms]", "capacity", "all at once", "one pair onward", "backward"]
+    header.append("4 connections")
     rows = [header]
     for probe in probes:
         rates = (
@@ -126,7 +127,9 @@ def describe(probes: "Sequence[LevelProbe]") -> str:
             probe.flows_bytes_per_s,
         )
         mbit = BITS_PER_BYTE / 1e6
-        cells = [_spread(probe.latency_s, MS_PER_S), *(_spread(rate, mbit) for rate in rates)]
+        capacity = probe.capacity_bytes_per_s
+        cells = [_spread(probe.latency_s, MS_PER_S), "-" if capacity is None else f"{capacity * mbit:.4g}"]
+        cells += [_spread(rate, mbit) for rate in rates]
         rows.append([probe.name, str(probe.size), *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -62,7 +62,9 @@ class LevelProbe:
     """One level's links as measured; of a level with one child nothing is, and all are None.
 
     latency_s: one way, half of a round trip of 8 bytes.
-    together_bytes_per_s: of the slowest uplink while all ranks send both ways.
+    capacity_bytes_per_s: of the slowest uplink while all ranks send both ways, from the fastest transfers: what else a
+        machine does can only make them slower.  What plans take for the link.
+    together_bytes_per_s: the same, sample by sample.
     onward_bytes_per_s, backward_bytes_per_s: of one pair of ranks in one direction, the slowest pair.
     flows_bytes_per_s: of one pair over several connections.
     """
@@ -70,6 +72,7 @@ class LevelProbe:
     name: str
     size: int
     latency_s: Spread | None = None
+    capacity_bytes_per_s: float | None = None
     together_bytes_per_s: Spread | None = None
     onward_bytes_per_s: Spread | None = None
     backward_bytes_per_s: Spread | None = None
@@ -78,9 +81,9 @@ class LevelProbe:
     @property
     def level(self) -> Level:
         """As plans take it."""
-        if self.latency_s is None or self.together_bytes_per_s is None:
+        if self.latency_s is None or self.capacity_bytes_per_s is None:
             return Level(self.name, self.size)
-        return Level(self.name, self.size, Link(self.together_bytes_per_s.median, self.latency_s.median))
+        return Level(self.name, self.size, Link(self.capacity_bytes_per_s, self.latency_s.median))
 
 
 class LinkProbe:
@@ -95,6 +98,7 @@ class LinkProbe:
         self._cluster: Cluster = transport.cluster
         self._place = self._cluster.place_of(transport.rank)
         self._collectives = LevelCollectives(transport)
+        self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def table(self, values: Sequence[float]) -> list[list[float]]:
         """[world_size][len(values)]: one or more values of all ranks, equal in every bit on each of them."""
@@ -121,21 +125,22 @@ class LinkProbe:
         share_s = limit_s / (5 if is_thorough else 2)
         latency = self.latency(level)
 
-        def rate(pattern: "_Pattern") -> Spread:
+        def rate(pattern: "_Pattern") -> tuple[Spread, float]:
             until_s = min(time.perf_counter() + share_s, deadline_s)
             return self._rate(level, pattern, until_s)
 
-        together = rate(_Pattern())
+        together, capacity = rate(_Pattern())
         if not is_thorough:
-            return LevelProbe(about.name, about.size, latency, together)
+            return LevelProbe(about.name, about.size, latency, capacity, together)
         return LevelProbe(
             about.name,
             about.size,
             latency,
+            capacity,
             together,
-            onward_bytes_per_s=rate(_Pattern(is_pair=True)),
-            backward_bytes_per_s=rate(_Pattern(is_pair=True, step=-1)),
-            flows_bytes_per_s=rate(_Pattern(is_pair=True, num_flows=NUM_FLOWS)),
+            onward_bytes_per_s=rate(_Pattern(is_pair=True))[0],
+            backward_bytes_per_s=rate(_Pattern(is_pair=True, step=-1))[0],
+            flows_bytes_per_s=rate(_Pattern(is_pair=True, num_flows=NUM_FLOWS))[0],
         )
 
     def latency(self, level: int) -> Spread:
@@ -165,8 +170,8 @@ class LinkProbe:
         wait = _Carried(0.0, latency_s)
         return min(one.minus(wait).bytes_per_s for one in self._timed(level, _Pattern(), num_bytes).values())
 
-    def _rate(self, level: int, pattern: "_Pattern", until_s: float) -> Spread:
-        """Bytes per second of the slowest uplink.
+    def _rate(self, level: int, pattern: "_Pattern", until_s: float) -> tuple[Spread, float]:
+        """Bytes per second of the slowest uplink, by samples and by the fastest transfers.
 
         Transfers grow until they take long enough. Then long and short ones take turns, and a sample is what the long
         one carried more over the time that it took more: what a transfer costs whatever its size (latency, a start
@@ -178,12 +183,12 @@ class LinkProbe:
             growth = min(max(LONG_ENOUGH_S / max(seconds, 1e-6), 2.0), 8.0)
             num_bytes = min(int(num_bytes * growth), MOST_BYTES)
             long = self._once(level, pattern, num_bytes)
-        rates: list[float] = []
+        longs, shorts, rates = [], [], []
         while not rates or (len(rates) < REPETITIONS and self._has_time(until_s)):
-            short = self._once(level, pattern, num_bytes // SHORT_SHARE)
-            long = self._once(level, pattern, num_bytes)
-            rates.append(min(long[uplink].minus(short[uplink]).bytes_per_s for uplink in long))
-        return Spread.of(rates)
+            shorts.append(self._once(level, pattern, num_bytes // SHORT_SHARE))
+            longs.append(self._once(level, pattern, num_bytes))
+            rates.append(_slowest(longs[-1:], shorts[-1:]))
+        return Spread.of(rates), _slowest(longs, shorts)
 
     def _has_time(self, until_s: float) -> bool:
         return all(row[0] > 0 for row in self.table([until_s - time.perf_counter()]))
@@ -235,12 +240,18 @@ class LinkProbe:
             at = siblings.index(self._transport.rank)
             to, fro = siblings[(at + pattern.step) % len(siblings)], siblings[(at - pattern.step) % len(siblings)]
             share = num_bytes // pattern.num_flows
-            sends = [(to, _buffer(share))] if is_sender else []
-            receives = [(fro, _buffer(share))] if is_receiver else []
+            sends = [(to, self._buffer("out", flow, share))] if is_sender else []
+            receives = [(fro, self._buffer("in", flow, share))] if is_receiver else []
             transfers.append(channel.start(sends, receives, PROBE))
         for transfer in transfers:
             transfer.wait()
         return is_sender or is_receiver
+
+    def _buffer(self, way: str, flow: int, num_bytes: int) -> Tensor:
+        """Memory that is there when the clock runs, but for the first transfer of that size."""
+        if (way, flow) not in self._buffers or self._buffers[way, flow].numel() < num_bytes:
+            self._buffers[way, flow] = torch.zeros(num_bytes, dtype=torch.uint8)
+        return self._buffers[way, flow][:num_bytes]
 
     def _channel(self, level: int, flow: int) -> tuple[Channel, tuple[int, ...]]:
         place, size = self._place, self._cluster.sizes[level]
@@ -266,6 +277,15 @@ class _Carried:
         return _Carried(self.num_bytes - other.num_bytes, self.seconds - other.seconds)
 
 
+def _slowest(longs: Sequence[dict[Place, _Carried]], shorts: Sequence[dict[Place, _Carried]]) -> float:
+    """Rate of the slowest uplink by the fastest of its long and of its short transfers."""
+
+    def fastest(transfers: Sequence[dict[Place, _Carried]], uplink: Place) -> _Carried:
+        return min((transfer[uplink] for transfer in transfers), key=lambda one: one.seconds)
+
+    return min(fastest(longs, uplink).minus(fastest(shorts, uplink)).bytes_per_s for uplink in longs[0])
+
+
 @dataclass(frozen=True)
 class _Pattern:
     """Who sends: all, or one pair; to the next child (step 1) or to the one before; over how many connections."""
@@ -273,10 +293,6 @@ class _Pattern:
     is_pair: bool = False
     step: int = 1
     num_flows: int = 1
-
-
-def _buffer(num_bytes: int) -> Tensor:
-    return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 def probe_links(transport: Transport, *, is_thorough: bool, limit_s: float) -> tuple[LevelProbe, ...]:

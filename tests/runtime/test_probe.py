@@ -19,6 +19,7 @@ from ds_hybridep.runtime.probe import (
     LinkProbe,
     Spread,
     _Carried,
+    _slowest,
     measured_cluster,
     probe_links,
 )
@@ -110,7 +111,7 @@ def test_every_level_with_neighbours_is_measured_alike_on_all_ranks(pool4: Proce
             assert 0 < spread.p10 <= spread.median <= spread.p90
         assert all(sent[index] > 0 for _, sent in results)
         link = measured_cluster(probes).levels[index].link
-        assert link.bandwidth_bytes_per_s == probe.together_bytes_per_s.median
+        assert link.bandwidth_bytes_per_s == probe.capacity_bytes_per_s > 0
         assert link.latency_s == probe.latency_s.median
 
 
@@ -141,6 +142,18 @@ def test_a_sample_is_what_a_long_transfer_carried_more_over_the_time_that_it_too
     assert long.minus(_Carried(200.0, 0.6)) == long  # the short one met a pause
 
 
+def test_the_capacity_is_that_of_the_fastest_transfers_on_the_slowest_uplink():
+    longs = [
+        {(0,): _Carried(1000.0, 2.0), (1,): _Carried(1000.0, 1.0)},
+        {(0,): _Carried(1000.0, 1.2), (1,): _Carried(1000.0, 1.1)},
+    ]
+    shorts = [
+        {(0,): _Carried(200.0, 0.2), (1,): _Carried(200.0, 0.9)},
+        {(0,): _Carried(200.0, 0.4), (1,): _Carried(200.0, 0.2)},
+    ]
+    assert _slowest(longs, shorts) == pytest.approx(800 / (1.2 - 0.2))
+
+
 def test_a_spread_is_of_its_samples():
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
     assert Spread.of(list(range(11))) == Spread(5, 1, 9)
@@ -149,7 +162,7 @@ def test_a_spread_is_of_its_samples():
 
 
 RATE = Spread(12_500_000.0, 12_000_000.0, 13_000_000.0)
-PROBES = (LevelProbe("dc", 2, Spread(0.01, 0.009, 0.011), RATE, RATE, RATE, RATE), LevelProbe("gpu", 1))
+PROBES = (LevelProbe("dc", 2, Spread(0.01, 0.009, 0.011), 12_500_000.0, RATE, RATE, RATE, RATE), LevelProbe("gpu", 1))
 
 
 @pytest.mark.parametrize(("name", "load"), [("cluster.yaml", yaml.safe_load), ("cluster.json", json.loads)])
@@ -169,7 +182,7 @@ def test_the_table_shows_medians_and_spreads():
     lines = describe(PROBES).splitlines()
     assert "100 [96, 104]" in lines[2]
     assert "10 [9, 11]" in lines[2]
-    assert lines[3].split() == ["gpu", "1", "-", "-", "-", "-", "-"]
+    assert lines[3].split() == ["gpu", "1", "-", "-", "-", "-", "-", "-"]
 
 
 @pytest.mark.parametrize("text", ["dc", "dc=0", "dc=2,gpu", "dc=x", ""])
