@@ -51,6 +51,7 @@ BURST_SHARE = 0.02  # of the time since the last look
 LOOK_SHARE = 0.03  # of the time since the last look that one may take; else looks are made less often
 LEAST_BURST_S = 0.01  # a shaper lets about a millisecond pass at once
 LEAST_BURST_LATENCIES = 8  # a connection takes a few round trips to get up to speed
+MOST_BURST_S = 0.05
 MOST_BURST_BYTES = 1 << 24
 LEAST_BURST_BYTES = 1 << 15
 CHANGE = 0.2  # of a rate or of the tokens, from which on it counts as another one
@@ -312,8 +313,12 @@ class JobPlanner:
             decode_bytes_per_s=travel_bytes / max(means[1], 1e-9),
         )
 
-    def _measure_link(self, elapsed_s: float) -> None:
-        """Look at the slowest level again."""
+    def _measure_link(self, elapsed_s: float, *, slowdown: float) -> None:
+        """Look at the slowest level again.
+
+        slowdown: of the measured step against the usual one. The link may have become slower by as much, and a burst of
+            the usual size would take as much longer.
+        """
         candidates = [i for i, level in enumerate(self._cluster.levels) if level.size > 1]
         if not candidates:
             return
@@ -321,8 +326,8 @@ class JobPlanner:
         known = self._cluster.levels[slowest].link.bandwidth_bytes_per_s or 1e9
         below = ranks_below(self._cluster)[slowest]
         latency_s = self._cluster.levels[slowest].link.latency_s or 0.0
-        burst_s = max(BURST_SHARE * elapsed_s, LEAST_BURST_S, LEAST_BURST_LATENCIES * latency_s)
-        rate = known
+        burst_s = max(min(BURST_SHARE * elapsed_s, MOST_BURST_S), LEAST_BURST_S, LEAST_BURST_LATENCIES * latency_s)
+        rate = self._probe.table([known / slowdown])[0][0]  # rank 0's: sizes must be equal to the last byte
         for _ in range(3):
             num_bytes = int(min(max(rate * burst_s / below, LEAST_BURST_BYTES), MOST_BURST_BYTES))
             before, rate = rate, self._probe.burst(slowest, num_bytes, latency_s)
@@ -366,7 +371,9 @@ class JobPlanner:
         num_steps = len(self._since.step_s)
         measured_s, elapsed_s = self._take_measures(runtime)
         before_s = self._job().predict(self._current).step_s
-        self._measure_link(elapsed_s)
+        usual_s = before_s + (self._chooser.correction_s(self._current) or 0.0)
+        is_slower = measured_s is not None and usual_s > 0 and measured_s > usual_s
+        self._measure_link(elapsed_s, slowdown=measured_s / usual_s if is_slower and measured_s else 1.0)
         job = self._job()
         predicted_s = job.predict(self._current).step_s
         # Where the link is another one now, nobody knows for how many of the measured steps it has been.
