@@ -159,6 +159,7 @@ def cached_links(case: Case, path: str) -> tuple[list[dict[str, Any]], int]:
     long_enough_s, probe.LONG_ENOUGH_S = probe.LONG_ENOUGH_S, 0.01
     try:
         with engine_of(case, with_block=True, hybridep={"levels": levels, "probe_cache": path}) as engine:
+            dist.barrier()  # nobody leaves while others still connect
             planner = attachment_of(engine).planner
             sent_bytes = planner._transport.traffic.sent_bytes.get((0, "control"), 0)
             return ds_hybridep.stats(engine)["planning"]["links"], sent_bytes
@@ -186,6 +187,7 @@ def plan_after_load(case: Case, folder: str) -> tuple[str, str, list[float], lis
 
 def errors_of_replan(case: Case) -> list[tuple[str, str]]:
     with engine_of(case, with_block=True) as engine:
+        dist.barrier()  # nobody leaves while others still connect
         auto = block_of_sizes(case, (1, 1))
         auto["levels"][0]["domain_size"] = "auto"
         other = {"levels": [{"name": "all", "size": 4}]}

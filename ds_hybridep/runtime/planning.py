@@ -316,8 +316,8 @@ class JobPlanner:
     def _measure_link(self, elapsed_s: float, *, slowdown: float) -> None:
         """Look at the slowest level again.
 
-        slowdown: of the measured step against the usual one. The link may have become slower by as much, and a burst of
-            the usual size would take as much longer.
+        slowdown: of the measured step against the usual one. The link may have become slower by as much, and a burst
+            of the usual size would take as much longer.
         """
         candidates = [i for i, level in enumerate(self._cluster.levels) if level.size > 1]
         if not candidates:
