@@ -12,11 +12,13 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from hf_models import FAMILIES
-from parity import FP32_TOLERANCE, Case, assert_parity, levels_of, model_of, use_expert_groups_of
+from parity import FP32_TOLERANCE, Case, assert_parity, levels_of, loss_of, model_of, use_expert_groups_of
 from process_pool import ProcessPool
 from test_checkpoint import resume_across, resume_in_a_fresh_engine
 from torch import Tensor
-from toy_model import ToyConfig
+from toy_model import ToyConfig, batch
+
+import ds_hybridep
 
 pytestmark = [
     pytest.mark.dist,
@@ -81,7 +83,7 @@ def test_every_family_plan_and_stage(pool4: ProcessPool, family: str, zero_stage
 
 
 @pytest.mark.parametrize(
-    "zero_stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+    "zero_stage", [pytest.param(stage, marks=[] if stage == 1 else pytest.mark.slow) for stage in (0, 1, 2)]
 )
 def test_checkpoints(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage, accumulation=2)
@@ -93,6 +95,60 @@ def test_checkpoints(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> Non
     for losses in pool4.run(resume_across, case=case, folder=str(tmp_path / "across")):
         for losses_found in losses.values():
             assert losses_found == pytest.approx(losses[False, False], rel=FP32_TOLERANCE, abs=0.0)
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------
+
+
+def train_attention_adapters(case: Case, *, with_block: bool) -> dict[str, Any]:
+    """Losses, adapters and bytes of experts over the slow level after each step; all but the adapters is frozen."""
+    import peft
+
+    use_expert_groups_of(case)
+    model = model_of(case, seed=case.seed)
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model, settings)
+    config = case.ds_config(with_block=with_block)
+    config["expert_parallel"]["moe_layer_pattern"] = r"base_model\.model\.model\.layers\.\d+\.mlp"
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
+    losses, sent = [], []
+    for step in range(case.steps):
+        inputs = batch(case.toy, seed=case.seed, step=step, micro_step=0, rank=dist.get_rank(), num_sequences=4)
+        loss = loss_of(engine, case, *inputs)
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+        if with_block:
+            sent.append(dict(ds_hybridep.stats(engine)["levels"][0]["sent_bytes"]))
+    found = {
+        "losses": losses,
+        "adapters": {n: p.detach().clone() for n, p in engine.module.named_parameters() if p.requires_grad},
+        "sent": sent,
+    }
+    engine.destroy()
+    del engine, model, trainable
+    gc.collect()
+    return found
+
+
+def compare_attention_adapters(case: Case) -> dict[str, Any]:
+    plain, hybrid = (train_attention_adapters(case, with_block=with_block) for with_block in (False, True))
+    distances = [float((hybrid["adapters"][n] - one).norm() / one.norm()) for n, one in plain["adapters"].items()]
+    return {"losses": (plain["losses"], hybrid["losses"]), "distance": max(distances), "sent": hybrid["sent"]}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: '.[hf]'")
+def test_adapters_of_attention_leave_experts_where_they_are(pool4: ProcessPool) -> None:
+    for found in pool4.run(compare_attention_adapters, case=case4("qwen3_moe", 2, 1)):
+        plain, hybrid = found["losses"]
+        assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE)
+        assert found["distance"] < FP32_TOLERANCE
+        first, *others = found["sent"]
+        assert first["expert_weights"] > 0
+        for sent in others:  # frozen experts were copied once
+            assert sent["expert_weights"] == first["expert_weights"]
+            assert sent["expert_gradients"] == 0
 
 
 # -- the layer alone --------------------------------------------------------------------------------------------
