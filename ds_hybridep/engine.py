@@ -399,6 +399,7 @@ class Attachment:
         recalled = self.planner.recall(Path(loaded[0]).parent / PLAN_FILE) if self.planner is not None else None
         if recalled is not None:
             log_dist("hybridep: goes on with the plan of the checkpoint", ranks=[0])
+            self.runtime.forget_gradients()  # they are of the run that is left, and nothing of it is handed over
             self.switch(recalled, "the plan of the checkpoint")
         lost = self.runtime.load_codecs(Path(loaded[0]).parent, self.engine.global_steps)
         if lost:

@@ -10,8 +10,9 @@ import torch
 from deepspeed import comm as dist
 from parity import FP32_TOLERANCE, Case, levels_of
 from process_pool import ProcessPool
-from test_engine import Engine, block_of, engine_of, error_of, evaluate, train
+from test_engine import Engine, _batch, block_of, engine_of, error_of, evaluate, train
 from test_lossy import block_with, migration_of
+from toy_model import ToyConfig
 
 import ds_hybridep
 from ds_hybridep.plan.online import Choice
@@ -27,6 +28,10 @@ EXACT = [("identity", "identity")] * 2
 
 def world4(*domain_sizes: int, **options: Any) -> Case:
     return Case(levels=levels_of((2, 2), domain_sizes), **options)
+
+
+def world2(domain_size: int, **options: Any) -> Case:
+    return Case(levels=levels_of((2,), (domain_size,)), toy=ToyConfig(ep_size=2, num_experts=4), **options)
 
 
 def attachment_of(engine: Engine) -> Any:
@@ -185,6 +190,35 @@ def plan_after_load(case: Case, folder: str) -> tuple[str, str, list[float], lis
         return saved, attachment_of(engine).planner.current.label, losses, train(engine, case, 2, 2)
 
 
+def movement_of_nothing(engine: Engine, case: Case) -> float:
+    """How far parameters move in an optimizer step over losses of zero."""
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    for _ in range(case.accumulation):
+        engine.backward(engine(*_batch(case, 99)) * 0.0)
+        engine.step()
+    return sum(float((p - b).norm()) for p, b in zip(engine.module.parameters(), before, strict=True))
+
+
+def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
+    """A plan that kept gradients back is left for that of a checkpoint, in the middle of an accumulation.
+
+    Returns the plan then, the norm of what was kept back before, and how far a step of nothing moves parameters.
+    """
+    block = planned_block(case)
+    block["levels"][0]["gradient_codec"] = TOP_K
+    with engine_of(case, with_block=True, hybridep=block) as engine:
+        train(engine, case, 0, 1)
+        engine.save_checkpoint(folder, tag="plain")
+        ds_hybridep.replan(engine, block_of(case, **block_with(case, [("identity", TOP_K)])))
+        train(engine, case, 1, 2)
+        engine.backward(engine(*_batch(case, 3)))
+        engine.step()
+        kept = migration_of(engine).undelivered_norm
+        engine.load_checkpoint(folder, tag="plain")
+        engine.zero_grad()
+        return attachment_of(engine).planner.current.label, kept, movement_of_nothing(engine, case)
+
+
 def errors_of_replan(case: Case) -> list[tuple[str, str]]:
     with engine_of(case, with_block=True) as engine:
         dist.barrier()  # nobody leaves while others still connect
@@ -292,6 +326,14 @@ def test_a_planned_job_goes_on_with_the_plan_of_its_checkpoint(pool4: ProcessPoo
     record = json.loads((tmp_path / "two" / "hybridep_plan.json").read_text())
     assert record["plan"] == results[0][0]
     assert record["history"][-1]["reason"] == "by hand"
+
+
+def test_a_load_brings_no_gradients_of_before(pool2: ProcessPool, tmp_path):
+    case = world2(2, optimizer="sgd", accumulation=2)
+    for label, kept, movement in pool2.run(load_into_a_lossy_plan, case=case, folder=str(tmp_path)):
+        assert label.startswith("[1]")
+        assert kept > 0
+        assert movement == 0
 
 
 def test_replan_refuses_what_it_cannot_do(pool4: ProcessPool):

@@ -254,6 +254,12 @@ class HybridRuntime:
             self.migration.mark_weights_changed()
             self.migration.forget_codecs()
 
+    def forget_gradients(self) -> None:
+        """What was computed so far is left behind: drop residuals, and sums that did not return to their owners."""
+        self.forget_codecs()
+        if self.migration is not None:
+            self.migration.clear_gradients(drops_returned=True)
+
     def describe(self) -> str:
         """The plan in one line, for the log."""
         first = self._planned[0]
