@@ -133,6 +133,8 @@ def dense_line(records: Sequence[Record]) -> str:
         counted = record["counted_bytes_per_step"]
         return record["wan_bytes_per_step"] - sum(n for kind, n in counted.items() if kind != "dense")
 
+    if not {"hybridep [1,1]", "hybridep [1,1], hierarchical dense"} <= by_plan.keys():
+        return ""
     as_deepspeed, by_level = by_plan["hybridep [1,1]"], by_plan["hybridep [1,1], hierarchical dense"]
     dense, flat = not_experts(as_deepspeed), by_plan[FLAT]["wan_bytes_per_step"]
     return (

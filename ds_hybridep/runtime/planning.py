@@ -107,7 +107,6 @@ class Since:
     """What was measured since the last look."""
 
     step_s: list[float] = field(default_factory=list)
-    begin_s: float = field(default_factory=time.perf_counter)
     calls: int = 0
     tokens: int = 0
     recomputed: int = 0
@@ -439,8 +438,8 @@ class JobPlanner:
         """Bring the workload up to date.
 
         Returns:
-            The mean over ranks of the median step since the last look, None where there was none; and the seconds
-            since then.  Equal on all ranks.
+            The mean over ranks of the median step since the last look, None where there was none; and the seconds of
+            all steps since then.  Equal on all ranks.
         """
         since = self._since
         calls = sum(watch.calls for watch in self.watches) - since.calls
@@ -449,7 +448,7 @@ class JobPlanner:
         rows = sum(stats.rows_sent for stats in runtime.layer_stats.values()) - since.rows
         row_calls = sum(stats.calls for stats in runtime.layer_stats.values()) - since.row_calls
         own_s = statistics.median(since.step_s) if since.step_s else -1.0
-        own_elapsed_s = time.perf_counter() - since.begin_s
+        own_elapsed_s = sum(since.step_s)
         table = self._probe.table([own_s, calls, tokens, recomputed, rows, row_calls, self._look_s, own_elapsed_s])
         step_s, calls, tokens, recomputed, rows, row_calls, *_ = (sum(column) for column in zip(*table, strict=True))
         elapsed_s = max(row[-1] for row in table)
