@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,6 +145,7 @@ class Channel:
         self._group: Any = _connect(name, self.ranks, transport)
         self._pending: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._at_exit: Callable[[], None] | None = None
 
     def start(
         self,
@@ -185,17 +187,20 @@ class Channel:
     def _watch(self, transfer: Transfer) -> None:
         if self._thread is None:
             thread = threading.Thread(target=self._wait_for_transfers, name=f"hybridep-{self.name}", daemon=True)
-            thread.start()
             self._thread = thread
             # A script may end with its last step, whose weights still travel.  A thread that came back from gloo after
             # the interpreter has begun to go would abort the process.
-            atexit.register(_end_thread, thread, self._pending, min(self.transport.timeout_s, EXIT_LIMIT_S))
+            self._at_exit = partial(_end_thread, thread, self._pending, min(self.transport.timeout_s, EXIT_LIMIT_S))
+            atexit.register(self._at_exit)
+            thread.start()
         self._pending.put(transfer)
 
     def _wait_for_transfers(self) -> None:
         while (transfer := self._pending.get()) is not None:
             transfer.finish()
             self.transport.note_finished(transfer)
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)  # here and not in `close`, after which a transfer may still be waited for
 
     def close(self) -> None:
         """Let the waiting thread end and drop the connections.  Waits for nothing."""
