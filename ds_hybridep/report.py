@@ -121,7 +121,10 @@ def explain_plan(record: Mapping[str, Any]) -> str:
     if not planning:
         return 'nothing was planned in this run: no hybridep setting was "auto", or no report was written yet'
     predicted, measured = _mapping(planning.get("predicted")), _mapping(planning.get("measured"))
-    lines = [f"plan: {planning.get('plan', MISSING)}", f"because: {planning.get('reason', MISSING)}"]
+    lines = [
+        f"plan: {planning.get('plan') or 'settings given by hand'}",
+        f"because: {planning.get('reason', MISSING)}",
+    ]
     if planning.get("runner_up") is not None:
         runner_up_s = _number(planning.get("runner_up_s"))
         lines.append(f"runner-up at the last look: {planning['runner_up']}, {_seconds(runner_up_s)} s expected")

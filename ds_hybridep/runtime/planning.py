@@ -12,6 +12,7 @@ are no measure of a link: they wait for the slower of two ranks, and DeepSpeed's
 
 import hashlib
 import json
+import logging
 import math
 import os
 import socket
@@ -40,6 +41,8 @@ from ds_hybridep.runtime.lossy import MessageLayout, Mirror, PacketPart, Replica
 from ds_hybridep.runtime.migration import is_in_backward
 from ds_hybridep.runtime.probe import WIRE_FACTOR, LinkProbe
 from ds_hybridep.version import __version__
+
+log = logging.getLogger(__name__)
 
 PROBE_LIMIT_S = 2.0  # of the links at start-up
 WARM_UP_STEPS = 2  # that are not measured: first calls, first shipments, connections that are slow to start
@@ -141,10 +144,13 @@ class JobPlanner:
         self.watches = tuple(LayerWatch() for _ in specs)
         with announcing_failure():
             spec = _same_of_all(specs)
-            for one in specs:
-                check_experts(one)
-            codec_configs = _codecs_to_try(config)
             partition = Partition.build(config.cluster(), spec.group_ranks, (1,) * len(config.levels))
+            spans = zip(config.levels, partition.spans, strict=True)
+            if any((span if level.domain_size == AUTO else level.domain_size) != 1 for level, span in spans):
+                for one in specs:
+                    check_experts(one)
+            # Where all experts are frozen nothing travels encoded, and everything is as good as exact.
+            codec_configs = _codecs_to_try(config) if _expert_params(spec, trainable_only=True) else {}
         generation = agree({"version": __version__, "planned": config.canonical()}, config.timeout_s)
         self._transport = Transport(config.cluster(), config.timeout_s, generation)
         self._probe = LinkProbe(self._transport)
@@ -159,6 +165,7 @@ class JobPlanner:
         self._options = tuple(self._room().options())
         self._chooser = Chooser(self._options)
         self._current = self._options[0]
+        self._is_by_hand = False  # what runs is none of the options
         self._workload: Workload | None = None
         self._row_scale = 1.0
         self._since = Since()
@@ -168,6 +175,7 @@ class JobPlanner:
         self._num_steps, self._next_look = 0, FIRST_LOOK
         self._skipped_steps = WARM_UP_STEPS
         self._num_wins = 0
+        self._favourite = -1.0  # index of the option that was best at the last look
         self.num_quiet_looks = 0  # in a row at which no other plan was better
         self._choice: Choice | None = None
         self.history: list[dict[str, Any]] = []
@@ -197,7 +205,7 @@ class JobPlanner:
         )
 
     def _choices(self, codec: CodecConfig) -> tuple[Codec, ...]:
-        if codec == IDENTITY:
+        if codec == IDENTITY or not self._codecs:
             return exact()
         if codec == AUTO_CODEC:
             return (*exact(), *(self._codecs[name_of(one)] for one in self._config.auto_codecs))
@@ -367,8 +375,12 @@ class JobPlanner:
             self._since.step_s.append(time.perf_counter() - self._begin_s - self._paused_s)
 
     def _look(self, runtime: HybridRuntime) -> HybridEPConfig | None:
-        num_steps = len(self._since.step_s)
+        num_steps, earlier_wins = len(self._since.step_s), self._num_wins
         measured_s, elapsed_s = self._take_measures(runtime)
+        if self._workload is None:  # no layer has trained yet (an evaluation is none), on any rank
+            self._next_look = self._num_steps + max(self._interval, FIRST_LOOK)
+            self._begin_anew(runtime)
+            return None
         before_s = self._job().predict(self._current).step_s
         usual_s = before_s + (self._chooser.correction_s(self._current) or 0.0)
         is_slower = measured_s is not None and usual_s > 0 and measured_s > usual_s
@@ -388,6 +400,9 @@ class JobPlanner:
         self._num_wins = self._num_wins + (PATIENCE if is_clear else 1) if is_better else 0
         self.num_quiet_looks = 0 if is_better else self.num_quiet_looks + 1
         self._begin_anew(runtime)
+        if index != self._favourite and is_better:
+            self._num_wins -= earlier_wins  # they were another plan's
+        self._favourite = index
         is_settled = not is_better and not self._config.replan_interval
         self._next_look = math.inf if is_settled else self._num_steps + (1 if is_better else self._interval)
         if self._num_wins < PATIENCE:
@@ -402,10 +417,10 @@ class JobPlanner:
         """
         index = -1
         if self._transport.rank == 0 and path.is_file():
-            label = json.loads(path.read_text(encoding="utf-8")).get("plan")
+            label = _plan_in(path)
             index = next((i for i, option in enumerate(self._options) if option.label == label), -1)
         index = int(self._probe.table([float(index)])[0][0])
-        if index < 0 or self._options[index] == self._current:
+        if index < 0 or (self._options[index] == self._current and not self._is_by_hand):
             return None
         return self.config_of(self._options[index])
 
@@ -414,15 +429,15 @@ class JobPlanner:
 
         Planning ends where they are not among those that the planned settings leave open.
         """
-        before, option = self._current.label, self._option_of(config, runtime)
+        before, option = self._label, self._option_of(config, runtime)
+        self._is_by_hand = option is None
         if option is not None:
             self._current = option
         self._num_wins = self.num_quiet_looks = 0
         self._skipped_steps = 1  # the first step ships all weights and makes connections
         goes_on = self._config.replan_interval > 0 and option is not None
         self._next_look = self._num_steps + self._interval if goes_on else math.inf
-        label = "settings given by hand" if option is None else option.label
-        self.history.append({"step": self._num_steps, "from": before, "to": label, "reason": reason})
+        self.history.append({"step": self._num_steps, "from": before, "to": self._label, "reason": reason})
         self._begin_anew(runtime)
 
     def _begin_anew(self, runtime: HybridRuntime) -> None:
@@ -495,8 +510,12 @@ class JobPlanner:
 
     @property
     def current(self) -> Option:
-        """The option that runs."""
+        """The option that runs; the last one that ran, while settings given by hand are none."""
         return self._current
+
+    @property
+    def _label(self) -> str:
+        return "settings given by hand" if self._is_by_hand else self._current.label
 
     # -- telling ----------------------------------------------------------------------------------------------------
 
@@ -542,9 +561,9 @@ class JobPlanner:
         prediction = job.predict(self._current)
         choice = self._choice
         return {
-            "plan": self._current.label,
-            "predicted": prediction_json(prediction),
-            "measured_step_s": None if correction is None else prediction.step_s + correction,
+            "plan": None if self._is_by_hand else self._current.label,
+            "predicted": None if self._is_by_hand else prediction_json(prediction),
+            "measured_step_s": None if correction is None or self._is_by_hand else prediction.step_s + correction,
             "measured": self._measured(runtime),
             "workload": {
                 "tokens_per_rank": job.workload.tokens_per_rank,
@@ -657,20 +676,37 @@ def _expert_params(spec: LayerSpec, *, trainable_only: bool = False) -> int:
     return sum(counted) // (spec.num_local if spec.is_grouped else 1)
 
 
+def _plan_in(path: Path) -> str | None:
+    """The plan in the file beside a checkpoint; None where the file is not readable, or the plan was made by hand."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        log.warning("hybridep: the plan in %s cannot be read, planning goes on from the present one: %s", path, error)
+        return None
+    return content.get("plan") if isinstance(content, dict) else None
+
+
 def _read_cache(path: str | None, fingerprint: str, length: int) -> list[float] | None:
     """Rate and latency of each level as they were measured; None where the file has nothing for this cluster."""
     if path is None or not os.path.isfile(path):
         return None
     try:
         content: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError:
+    except (OSError, ValueError):
         return None
     values = content.get(fingerprint) if isinstance(content, dict) else None
     return values if isinstance(values, list) and len(values) == length else None
 
 
 def _write_cache(path: str, fingerprint: str, values: Sequence[float]) -> None:
-    target = Path(path)
+    """Keep what was measured; where the file cannot be written, a later job measures again."""
+    try:
+        _update_cache(Path(path), fingerprint, values)
+    except OSError as error:
+        log.warning("hybridep: measured links are not kept in hybridep.probe_cache: %s", error)
+
+
+def _update_cache(target: Path, fingerprint: str, values: Sequence[float]) -> None:
     content = {}
     if target.is_file():
         try:
