@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from ds_hybridep import autoep_layer, dense_hooks
 from ds_hybridep.config import AUTO, IDENTITY, HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError, UnsupportedError
-from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, build_runtime
+from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, prepare_runtime
 from ds_hybridep.runtime.comm import announcing_failure, backend_name, group_ranks, is_initialized, world_size
 from ds_hybridep.runtime.expert_gather import no_scale
-from ds_hybridep.runtime.hand_over import CarriedGradients
 from ds_hybridep.runtime.migration import MigrationManager
 from ds_hybridep.runtime.moe_layer import HybridMoE
 from ds_hybridep.runtime.planning import JobFacts, JobPlanner
@@ -72,14 +71,14 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         planner = JobPlanner(checked, specs, _facts_of(engine_or_model, layers))
         log_dist(planner.describe(), ranks=[0])
         start = planner.start_config
-    build = partial(
-        build_runtime,
+    prepare = partial(
+        prepare_runtime,
         specs=specs,
         is_boundary=_boundary_of(engine_or_model) if is_engine else lambda: True,
         master_of=_master_of,
         loss_scale=partial(_loss_scale_of, engine_or_model) if is_engine else no_scale,
     )
-    attachment = Attachment(engine_or_model, build, build(start), layers, specs, planner)
+    attachment = Attachment(engine_or_model, prepare, prepare(start)(), layers, planner)
     log_dist(attachment.runtime.describe(), ranks=[0])
     _attachments(engine_or_model)[BLOCK] = attachment
     attachment.bind(is_engine=is_engine)
@@ -120,9 +119,7 @@ def refresh(engine: nn.Module) -> None:
 
     Needed after parameters were changed by anything else than `engine.step()` and checkpoint loading.
     """
-    migration = _attachment_of(engine).runtime.migration
-    if migration is not None:
-        migration.refresh()
+    _attachment_of(engine).runtime.refresh()
 
 
 def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> None:
@@ -198,20 +195,18 @@ class Attachment:
 
     Args:
         engine: or model.
-        build: makes the runtime of given settings; all ranks must call.
+        prepare: checks given settings and returns what makes their runtime; all ranks must call.
         runtime: made by it.
         layers: by module name.
-        specs: of the layers.
         planner: chooses other settings while the job runs; None where all are given.
     """
 
     def __init__(
         self,
         engine: nn.Module,
-        build: Callable[[HybridEPConfig], HybridRuntime],
+        prepare: Callable[[HybridEPConfig], Callable[[], HybridRuntime]],
         runtime: HybridRuntime,
         layers: Mapping[str, nn.Module],
-        specs: Sequence[LayerSpec],
         planner: JobPlanner | None,
     ) -> None:
         self.engine = engine
@@ -220,21 +215,37 @@ class Attachment:
         self.planner = planner
         self.last_report: dict[str, Any] | None = None
         self.is_engine = False
-        self._build = build
-        self._overridden: list[str] = []
+        self._prepare = prepare
+        self._is_bound = False
+        self._undo: list[Callable[[], None]] = []
         self._handles: list[Any] = []
         self._optimizer: Any = None
         self._dense: dense_hooks.DenseHooks | None = None
-        self._carried: CarriedGradients | None = None
-        self._experts = {spec.name: spec.experts for spec in specs}
         watches = () if planner is None else planner.watches
         self._watching = [
             layer.register_forward_pre_hook(watch) for layer, watch in zip(layers.values(), watches, strict=False)
         ]
 
     def bind(self, *, is_engine: bool) -> None:
-        """Connect layers and engine to the runtime."""
-        self.is_engine = is_engine
+        """Connect engine and layers to the runtime."""
+        self.is_engine, self._is_bound = is_engine, True
+        if is_engine:
+            for method, replacement in (
+                ("_configure_optimizer", self._configure_optimizer),
+                ("_take_model_step", self._take_model_step),
+                ("allreduce_bucket", self._allreduce_bucket),
+                ("zero_grad", self._zero_grad),
+                ("save_checkpoint", self._save_checkpoint),
+                ("load_checkpoint", self._load_checkpoint),
+                ("destroy", self._destroy),
+                ("compile", _refuse_method("compile")),
+                ("coalesce_grad_reduction", _refuse_method("coalesce_grad_reduction")),
+            ):
+                self._override(self.engine, method, replacement)
+        self._bind_runtime()
+
+    def _bind_runtime(self) -> None:
+        """What another plan binds anew."""
         if self.planner is not None:
             self.planner.begin_plan(self.runtime)
         for name, hybrid in self.runtime.layers.items():
@@ -248,27 +259,21 @@ class Attachment:
             modules = [module for layer in self.layers.values() for module in layer.experts.modules()]
             hook = _refill_after_load(self.runtime.migration, modules)
             self._handles = [module.register_load_state_dict_post_hook(hook) for module in modules]
-        if is_engine:
+        if self.is_engine:
             if self.runtime.dense is not None:
                 self._dense = dense_hooks.DenseHooks(self.engine, self.runtime.dense, self.runtime.transport)
-                self._override("allreduce_bucket", self._dense.allreduce_bucket)
-            self._override("_configure_optimizer", self._configure_optimizer)
             self._watch_optimizer()
-            self._override("_take_model_step", self._take_model_step)
-            self._override("zero_grad", self._zero_grad)
-            self._override("save_checkpoint", self._save_checkpoint)
-            self._override("load_checkpoint", self._load_checkpoint)
-            self._override("destroy", self._destroy)
-            for method in ("compile", "coalesce_grad_reduction"):
-                self._override(method, _refuse_method(method))
 
     def unbind(self) -> None:
         """Undo everything; parameters, optimizer and module tree were never changed.  Waits for nothing."""
         del _attachments(self.engine)[BLOCK]
         for handle in self._watching:
             handle.remove()
-        self._unhook()
-        self._drop_carried()
+        self._unbind_runtime()
+        self._is_bound = False
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
         if self.planner is not None:
             self.planner.close()
         self.runtime.close()
@@ -276,65 +281,63 @@ class Attachment:
     def switch(self, config: HybridEPConfig, reason: str) -> None:
         """Go on with other settings, between two optimizer steps; all ranks must call."""
         earlier = self.runtime
+        with announcing_failure():
+            earlier.finish()
+        build = self._prepare(config)  # all ranks agree in it; what may be refused is refused before anything changes
         undelivered = earlier.hand_over()
-        runtime = self._build(config)  # all ranks agree in it, so nobody is left behind in the old one
-        undelivered.update(self._drop_carried())
-        self._unhook()
+        runtime = build()
+        self._unbind_runtime()
         self.runtime = runtime
-        homeless = runtime.follow(earlier, undelivered)
+        runtime.follow(earlier, undelivered)
         earlier.close()
-        self.bind(is_engine=self.is_engine)
+        self._bind_runtime()
         if self.planner is not None:
             self.planner.follow(config, runtime, reason)
-        if homeless:
-            loss_scale = partial(_loss_scale_of, self.engine) if self.is_engine else no_scale
-            is_boundary = _boundary_of(self.engine) if self.is_engine else lambda: True
-            self._carried = CarriedGradients(self._experts, homeless, is_boundary, loss_scale)
         log_dist(runtime.describe(), ranks=[0])
 
-    def _drop_carried(self) -> dict[str, list[Tensor]]:
-        carried, self._carried = self._carried, None
-        return {} if carried is None else carried.remove()
-
-    def _unhook(self) -> None:
-        """Undo `bind`."""
+    def _unbind_runtime(self) -> None:
         for layer in self.layers.values():
             layer.__dict__.pop("_hybridep", None)
         for handle in self._handles:
             handle.remove()
-        for method in self._overridden:
-            self.engine.__dict__.pop(method, None)
-        self._handles, self._overridden = [], []
-        if self._optimizer is not None:
-            self._optimizer.__dict__.pop("zero_grad", None)
-            self._optimizer = None
+        self._handles = []
         if self._dense is not None:
             self._dense.remove()
             self._dense = None
 
-    def _override(self, method: str, replacement: Callable[..., Any]) -> None:
-        original = getattr(self.engine, method)
+    def _override(self, owner: Any, method: str, replacement: Callable[..., Any]) -> None:
+        original, before = getattr(owner, method), owner.__dict__.get(method)
 
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return replacement(original, *args, **kwargs)
+            return replacement(original, *args, **kwargs) if self._is_bound else original(*args, **kwargs)
 
-        self.engine.__dict__[method] = call
-        self._overridden.append(method)
+        def undo() -> None:
+            if owner.__dict__.get(method) is not call:
+                return  # the user's own wrapper, which keeps calling what it wraps
+            if before is None:
+                del owner.__dict__[method]
+            else:
+                owner.__dict__[method] = before
+
+        owner.__dict__[method] = call
+        self._undo.append(undo)
+
+    def _allreduce_bucket(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        replaced = original if self._dense is None else partial(self._dense.allreduce_bucket, original)
+        return replaced(*args, **kwargs)
 
     def _take_model_step(self, original: Callable[..., Any], lr_kwargs: Any) -> None:
         self._watch_optimizer()
         self.runtime.before_step()
-        chosen = self.planner.before_step(self.runtime) if self.planner is not None else None
         try:
+            chosen = self.planner.before_step(self.runtime) if self.planner is not None else None
             original(lr_kwargs)
         except BaseException:
             self.runtime.abandon_step()
             raise
         was_applied = self.engine._step_applied
         report = self.runtime.after_step(was_applied=was_applied, ships=chosen is None)
-        if was_applied:
-            self._drop_carried()
         if self.planner is not None:
             self.planner.after_step()
         if report is not None:
@@ -352,19 +355,15 @@ class Attachment:
     def _watch_optimizer(self) -> None:
         """zero_grad of the optimizer must clear replica gradients too; DeepSpeed makes it after we attach."""
         optimizer = getattr(self.engine, "optimizer", None)
-        if self._optimizer is not None or not hasattr(optimizer, "zero_grad"):
-            return
-        original = optimizer.zero_grad
+        if self._optimizer is None and hasattr(optimizer, "zero_grad"):
+            self._override(optimizer, "zero_grad", self._zero_grad_of_optimizer)
+            self._optimizer = optimizer
+        if self._dense is not None and self._optimizer is not None:
+            self._dense.watch(self._optimizer)
 
-        @wraps(original)
-        def zero_grad(*args: Any, **kwargs: Any) -> Any:
-            self._clear_gradients(by_optimizer=True)
-            return original(*args, **kwargs)
-
-        optimizer.__dict__["zero_grad"] = zero_grad
-        self._optimizer = optimizer
-        if self._dense is not None:
-            self._dense.watch(optimizer)
+    def _zero_grad_of_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._clear_gradients(by_optimizer=True)
+        return original(*args, **kwargs)
 
     def _zero_grad(self, original: Callable[..., Any]) -> None:
         self._clear_gradients(by_optimizer=False)
@@ -377,13 +376,13 @@ class Attachment:
         zero_grad and cleared by the optimizer's.
         """
         optimizer = self.engine.optimizer
-        if self.runtime.migration is None or getattr(optimizer, "partition_gradients", False):
+        if getattr(optimizer, "partition_gradients", False):
             return
         has_accumulator = hasattr(optimizer, "clear_hp_grads") or getattr(optimizer, "use_grad_accum_attribute", False)
         if by_optimizer or not has_accumulator:
             # ZeRO 1 has copied what was returned, and its step applies that whoever calls zero_grad.
             drops_returned = not getattr(optimizer, "averaged_gradients", None)
-            self.runtime.migration.clear_gradients(drops_returned=drops_returned)
+            self.runtime.clear_gradients(drops_returned=drops_returned)
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The others wait for this rank in `load_codecs`, where replicas depend on what it loads.
@@ -392,7 +391,6 @@ class Attachment:
         call = inspect.signature(original).bind(*args, **kwargs)
         call.apply_defaults()
         takes_gradients = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
-        self._drop_carried()
         if loaded[0] is None or not takes_gradients:
             self.runtime.forget_codecs()
             return loaded
@@ -413,9 +411,7 @@ class Attachment:
         # First: DeepSpeed's own last acts are a barrier and the file that names the newest checkpoint.
         self.runtime.save_codecs(Path(save_dir) / tag, self.engine.global_steps)
         if self.planner is not None and self.runtime.transport.rank == 0:
-            path = Path(save_dir) / tag / PLAN_FILE
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.planner.record(self.runtime), indent=1) + "\n")
+            _write_json(Path(save_dir) / tag / PLAN_FILE, self.planner.record(self.runtime))
         return original(save_dir, tag, *args, **kwargs)
 
     def _destroy(self, original: Callable[..., Any]) -> None:
@@ -433,11 +429,18 @@ class Attachment:
         if monitor is not None and monitor.enabled:
             monitor.write_events(monitor_events(report, self.engine.global_samples))
         if self.runtime.config.report_file is not None:
-            path = Path(self.runtime.config.report_file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(path.suffix + ".partial")
-            partial.write_text(json.dumps(report, indent=1) + "\n")
-            os.replace(partial, path)
+            _write_json(Path(self.runtime.config.report_file), report)
+
+
+def _write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write or replace a file as a whole; one that cannot be written is told of and does not stop the training."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(path.suffix + ".partial")
+        unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        log_dist(f"hybridep: {path} is not written: {error}", ranks=[-1])
 
 
 def _refill_after_load(migration: MigrationManager, modules: Sequence[nn.Module]) -> Callable[..., None]:

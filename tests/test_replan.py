@@ -3,6 +3,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from deepspeed import comm as dist
 from parity import FP32_TOLERANCE, Case, levels_of
 from process_pool import ProcessPool
-from test_engine import Engine, _batch, block_of, engine_of, error_of, evaluate, train
+from test_engine import Engine, _batch, block_of, engine_of, error_of, evaluate, moe_layers, train
 from test_lossy import block_with, migration_of
 from toy_model import ToyConfig
 
@@ -89,14 +90,14 @@ def residuals_before_and_after(case: Case, block: dict[str, Any]) -> list[tuple[
             owed[name] = sum(everywhere[rank][store.own_index] for rank in store.domain_ranks)
         ds_hybridep.replan(engine, block_of(case, **block))
         attachment = attachment_of(engine)
-        if attachment._carried is not None:
-            taken = attachment._carried._undelivered
+        if attachment.runtime._carried is not None:
+            taken = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._carried.parts.items()}
         else:
             stores = {layer.store.layer: layer.store for layer in migration_of(engine)._layers}
             taken = {name: store.lossy.undelivered.parts for name, store in stores.items()}
         pairs = [(owed[name], torch.cat([part.reshape(-1) for part in taken[name]])) for name in owed]
         train(engine, case, 3, 1)
-        assert attachment._carried is None
+        assert attachment.runtime._carried is None
         return pairs
 
 
@@ -106,7 +107,7 @@ def gradients_of_nothing(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
         train(engine, case, 0, 3)
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1, 1))))
         attachment = attachment_of(engine)
-        carried = {name: list(parts) for name, parts in attachment._carried._undelivered.items()}
+        carried = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._carried.parts.items()}
         order = [
             name for name, _ in next(iter(attachment.layers.values())).experts.deepspeed_experts[0].named_parameters()
         ]
@@ -217,6 +218,145 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
         engine.load_checkpoint(folder, tag="plain")
         engine.zero_grad()
         return attachment_of(engine).planner.current.label, kept, movement_of_nothing(engine, case)
+
+
+def carried_norm(engine: Engine) -> float:
+    """L2 norm of what waits at parameters without replicas."""
+    carried = attachment_of(engine).runtime._carried
+    parts = [] if carried is None else [part for parts in carried.parts.values() for part in parts]
+    return sum(float(part.square().sum()) for part in parts) ** 0.5
+
+
+def expert_gradient_norm(module: torch.nn.Module) -> float:
+    gradients = [p.grad for layer in moe_layers(module) for p in layer.experts.parameters() if p.grad is not None]
+    return sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5
+
+
+def carry_over_two_backwards(case: Case) -> list[float]:
+    """Norms of what is carried, of experts' gradients after backwards of nothing, and of what is left."""
+    block = block_with(case, [("identity", TOP_K)])
+    settings = {"hybridep": block, "managed_gradient_accumulation": False}
+    with engine_of(case, with_block=True, **settings) as engine:
+        train(engine, case, 0, 3)
+        ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1,))))
+        found = [carried_norm(engine)]
+        for _ in range(2):
+            engine.backward(engine(*_batch(case, 9)) * 0.0)
+            found.append(expert_gradient_norm(engine.module))
+        engine.zero_grad()
+        engine.backward(engine(*_batch(case, 9)) * 0.0)
+        found.append(expert_gradient_norm(engine.module))
+        engine.step()
+        return [*found, carried_norm(engine)]
+
+
+def carry_without_engine(case: Case) -> list[float]:
+    """The norm of what is carried, and of the experts' gradients in each of the next steps of nothing."""
+    with engine_of(case, with_block=False) as engine:
+        model = engine.module
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ds_hybridep.attach(model, block_of(case, **block_with(case, [("identity", TOP_K)])))
+        found = []
+        for step in range(5):
+            if step == 3:
+                ds_hybridep.replan(model, block_of(case, **block_of_sizes(case, (1,))))
+                found.append(carried_norm(model))
+            optimizer.zero_grad()
+            (model(*_batch(case, step)) * float(step < 3)).backward()
+            if step >= 3:
+                found.append(expert_gradient_norm(model))
+            optimizer.step()
+            ds_hybridep.refresh(model)
+        ds_hybridep.detach(model)
+        return found
+
+
+def replan_before_the_step(case: Case) -> tuple[float, float, float]:
+    """What is carried when the plan changes after the backward, after that step, and after the next."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", TOP_K)])) as engine:
+        train(engine, case, 0, 3)
+        engine.backward(engine(*_batch(case, 3)))
+        ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1,))))
+        found = [carried_norm(engine)]
+        engine.step()
+        found.append(carried_norm(engine))
+        train(engine, case, 4, 1)
+        return found[0], found[1], carried_norm(engine)
+
+
+def save_what_is_carried(case: Case, folder: str, domain_size: int) -> tuple[float, float, float]:
+    """Movement of a step of nothing after a lossy plan was left, and after loading a checkpoint saved in between."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", TOP_K)])) as engine:
+        train(engine, case, 0, 3)
+        ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (domain_size,))))
+        engine.save_checkpoint(folder, tag="between")
+        moved = movement_of_nothing(engine, case)
+        without = movement_of_nothing(engine, case)
+        engine.load_checkpoint(folder, tag="between")
+        return moved, without, movement_of_nothing(engine, case)
+
+
+def fail_to_replan(case: Case) -> tuple[str, float, float]:
+    """Error of a change to a codec that does not exist, and what senders have kept back before and after it."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", TOP_K)])) as engine:
+        train(engine, case, 0, 3)
+        before = migration_of(engine).undelivered_norm
+        wrong = block_with(case, [("identity", {"type": "top_k", "k": 99999, "block": 256})])
+        error, _ = error_of(ds_hybridep.replan, engine, block_of(case, **wrong))
+        return error, before, migration_of(engine).undelivered_norm
+
+
+def wrap_and_replan(case: Case, folder: str) -> tuple[bool, int, list[bool]]:
+    """Whether a user's wrapper survives a change of plan, calls of it, and what is left of ours after detach."""
+    with engine_of(case, with_block=True) as engine:
+        inner, calls = engine.save_checkpoint, []
+
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            calls.append(args)
+            return inner(*args, **kwargs)
+
+        engine.save_checkpoint = save_checkpoint
+        earlier = attachment_of(engine).runtime.migration._layers[0].store
+        ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1,))))
+        freed = earlier.weights == [] and earlier.sums == []
+        train(engine, case, 0, 1)
+        engine.save_checkpoint(folder, tag="wrapped")
+        ds_hybridep.detach(engine)
+        kept = engine.__dict__.get("save_checkpoint") is save_checkpoint
+        engine.save_checkpoint(folder, tag="detached")
+        left = [name in engine.__dict__ for name in ("load_checkpoint", "zero_grad", "_take_model_step")]
+        return kept and freed, len(calls), left
+
+
+def record_by_hand(case: Case, folder: str) -> tuple[Any, str, list[float], str]:
+    """Of settings that the planned ones do not leave open: plan and change as recorded; then loading, at the start."""
+    with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
+        train(engine, case, 0, 1)
+        ds_hybridep.replan(engine, block_of(case, **block_with(case, LOSSY[:1])))
+        engine.save_checkpoint(folder, tag="by hand")
+        record = ds_hybridep.stats(engine)["planning"]
+        dist.barrier()
+        (Path(folder) / "by hand" / "hybridep_plan.json").write_text('{"plan": ')  # both write the same
+        dist.barrier()
+        engine.load_checkpoint(folder, tag="by hand")
+        sizes = [level.domain_size for level in attachment_of(engine).runtime.config.levels]
+        return record["plan"], record["history"][-1]["to"], sizes, attachment_of(engine).planner.history[-1]["to"]
+
+
+def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
+    """Options of a planned job, and changes after seven steps: with frozen experts, or trained as an evaluation."""
+    block = planned_block(case, replan_interval=1, auto_codecs=["int8"])
+    block["levels"][0].update(weight_codec="auto", gradient_codec="auto")
+    with engine_of(case, with_block=False) as engine:
+        if is_frozen:
+            for layer in moe_layers(engine.module):
+                layer.experts.requires_grad_(False)
+        else:
+            engine.eval()
+        ds_hybridep.attach(engine, block_of(case, **block))
+        planner = attachment_of(engine).planner
+        train(engine, case, 0, 7)
+        return sum(option.is_lossy for option in planner._options), len(planner.history)
 
 
 def errors_of_replan(case: Case) -> list[tuple[str, str]]:
@@ -334,6 +474,58 @@ def test_a_load_brings_no_gradients_of_before(pool2: ProcessPool, tmp_path):
         assert label.startswith("[1]")
         assert kept > 0
         assert movement == 0
+
+
+def test_what_is_carried_is_added_once_and_kept_until_a_step_used_it(pool2: ProcessPool):
+    case = world2(2, optimizer="sgd")
+    for carried, once, twice, again, rest in pool2.run(carry_over_two_backwards, case=case):
+        assert carried > 0
+        assert once == twice == again > 0  # and again after zero_grad
+        assert rest == 0
+    for carried, first, second in pool2.run(carry_without_engine, case=case):
+        assert first == pytest.approx(carried)
+        assert second == 0
+    for carried, after_step, after_next in pool2.run(replan_before_the_step, case=case):
+        assert after_step == carried > 0  # that step had its gradients already
+        assert after_next == 0
+
+
+@pytest.mark.parametrize("domain_size", [1, 2])
+def test_a_checkpoint_holds_what_is_carried(pool2: ProcessPool, tmp_path, domain_size: int):
+    case = world2(2, optimizer="sgd")
+    for moved, without, again in pool2.run(
+        save_what_is_carried, case=case, folder=str(tmp_path), domain_size=domain_size
+    ):
+        assert moved > 0
+        assert without == 0
+        assert again == pytest.approx(moved, rel=1e-5)
+
+
+def test_a_plan_that_is_refused_changes_nothing(pool2: ProcessPool):
+    for error, before, after in pool2.run(fail_to_replan, case=world2(2)):
+        assert error == "ConfigError"
+        assert after == before > 0
+
+
+def test_wrappers_of_the_user_survive_a_change_of_plan(pool2: ProcessPool, tmp_path):
+    for survives, num_calls, left in pool2.run(wrap_and_replan, case=world2(2), folder=str(tmp_path)):
+        assert survives
+        assert num_calls == 2
+        assert not any(left)
+
+
+def test_settings_by_hand_are_no_plan_and_a_broken_plan_file_is_left_alone(pool2: ProcessPool, tmp_path):
+    for plan, change, sizes, last in pool2.run(record_by_hand, case=world2(2), folder=str(tmp_path)):
+        assert plan is None
+        assert change == last == "settings given by hand"
+        assert sizes == [2]
+
+
+def test_frozen_experts_have_nothing_lossy_and_evaluations_are_not_planned(pool2: ProcessPool):
+    assert [lossy for lossy, _ in pool2.run(plan_without_work, case=world2(1), is_frozen=True)] == [0, 0]
+    for lossy, num_changes in pool2.run(plan_without_work, case=world2(1), is_frozen=False):
+        assert lossy > 0
+        assert num_changes == 0
 
 
 def test_replan_refuses_what_it_cannot_do(pool4: ProcessPool):

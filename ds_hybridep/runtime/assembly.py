@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from ds_hybridep.runtime.expert_gather import (
     no_master,
     no_scale,
 )
+from ds_hybridep.runtime.hand_over import CarriedGradients
 from ds_hybridep.runtime.level_collectives import LevelCollectives
 from ds_hybridep.runtime.migration import LayerExperts, MigrationManager, StagePipeline
 from ds_hybridep.runtime.moe_layer import HybridMoE, LayerStats, call_expert, expert_to_slot
@@ -117,6 +119,9 @@ class HybridRuntime:
     ) -> None:
         self.config = config
         self._encoding = encoding
+        self._is_boundary = is_boundary
+        self._carried: CarriedGradients | None = None
+        self._is_stepping = False
         self.transport = transport
         self.kernels = kernels
         self._planned = tuple(planned)
@@ -204,17 +209,36 @@ class HybridRuntime:
         rank, path = self.transport.rank, codec_checkpoint.file_of(folder, self.transport.rank)
         if self.migration is not None:
             self.migration.finish()  # a run that resumes begins with replicas as new as their owners
-        if self.migration is not None and self.migration.has_codecs:
+        saved = self._capture_codecs(step)
+        if saved is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            torch.save(self.migration.capture_codecs(self.plan, step), partial)
-            os.replace(partial, path)
+            unfinished = path.with_suffix(".partial")
+            torch.save(saved, unfinished)
+            os.replace(unfinished, path)
         else:
             path.unlink(missing_ok=True)
         if rank == 0:
             kept = {codec_checkpoint.file_of(folder, other) for other in range(self.transport.world_size)}
             for other in set(folder.glob(codec_checkpoint.PATTERN)) - kept:
                 other.unlink(missing_ok=True)
+
+    def _capture_codecs(self, step: int) -> dict[str, Any] | None:
+        """What codecs keep, and what those of an earlier plan had kept and no step has used; None for nothing.
+
+        All ranks must call.
+        """
+        has_codecs = self.migration is not None and self.migration.has_codecs
+        if self.migration is not None and (has_codecs or self.migration.has_undelivered):
+            saved = self.migration.capture_codecs(self.plan, step)
+        elif self._carried is not None:
+            saved = codec_checkpoint.capture((), self.plan, step)
+        else:
+            return None
+        if self._carried is not None:
+            for layer in self._owned():
+                if layer.name in self._carried.parts:
+                    saved["layers"][layer.name] = layer.record(self._carried.parts[layer.name])
+        return saved
 
     def load_codecs(self, folder: Path, step: int) -> str:
         """Take over what `save_codecs` wrote; all ranks must call, after weights were loaded.
@@ -225,31 +249,53 @@ class HybridRuntime:
         Raises:
             AgreementError: some ranks found the state of this plan and others did not.
         """
+        self.forget_codecs()
         files = sorted(folder.glob(codec_checkpoint.PATTERN))
-        if self.migration is None:
-            return f"{len(files)} files of lossy codecs are ignored, since every domain is one rank" if files else ""
-        with announcing_failure():
-            path = codec_checkpoint.file_of(folder, self.transport.rank)
-            saved = torch.load(path, weights_only=True) if path in files else None
-        is_same = saved is not None and saved["plan"] == self.plan and saved["step"] == step
-        try:
-            agree({f"state of lossy codecs in {folder.name}": is_same}, self.config.timeout_s)
-        except AgreementError as error:
-            raise AgreementError(
-                f"{error} (True: its {codec_checkpoint.PATTERN} in {folder} is of this plan and step); all ranks or "
-                f"none must find theirs: copy the files to all nodes, or remove them to begin without what codecs kept"
-            ) from error
-        if saved is not None and is_same:
-            self.migration.restore_codecs(saved)
-            return ""
-        self.migration.mark_weights_changed()
-        norm = self.migration.hand_over(files, step)
+        if self.migration is not None and self.migration.has_codecs:
+            with announcing_failure():
+                path = codec_checkpoint.file_of(folder, self.transport.rank)
+                saved = torch.load(path, weights_only=True) if path in files else None
+            is_same = saved is not None and saved["plan"] == self.plan and saved["step"] == step
+            try:
+                agree({f"state of lossy codecs in {folder.name}": is_same}, self.config.timeout_s)
+            except AgreementError as error:
+                raise AgreementError(
+                    f"{error} (True: its {codec_checkpoint.PATTERN} in {folder} is of this plan and step); all ranks "
+                    f"or none must find theirs: copy the files to all nodes, or remove them to begin without what "
+                    f"codecs kept"
+                ) from error
+            if saved is not None and is_same:
+                self.migration.restore_codecs(saved)
+                return ""
+        found = codec_checkpoint.undelivered(self._owned(), files, step)
+        self._take_over(found)
+        norm = sum(float(part.double().square().sum()) for parts in found.values() for part in parts) ** 0.5
         if not norm:
             return ""
         return f"the checkpoint is of another plan: mirrors begin anew, gradients of norm {norm:.3g} are handed over"
 
+    def _owned(self) -> list[codec_checkpoint.OwnedExperts]:
+        """The experts of this rank by layer, with the shapes of their trainable parameters."""
+        return [
+            codec_checkpoint.OwnedExperts(
+                name=layer.spec.name,
+                experts=range(first, first + layer.spec.num_local),
+                shapes=tuple(
+                    (layer.spec.num_local, *piece.shape)
+                    for block in lay_out(layer.spec.experts[0], is_grouped=layer.spec.is_grouped)
+                    if block.is_trainable
+                    for piece in block.slices
+                ),
+                share=len(layer.spec.group_ranks) / self.transport.world_size,
+                device=layer.spec.sample.device,
+            )
+            for layer in self._planned
+            for first in [layer.spec.group_ranks.index(self.transport.rank) * layer.spec.num_local]
+        ]
+
     def forget_codecs(self) -> None:
         """Weights were loaded without the optimizer: the next forward ships them, residuals are dropped."""
+        self._drop_carried()
         if self.migration is not None:
             self.migration.mark_weights_changed()
             self.migration.forget_codecs()
@@ -257,8 +303,24 @@ class HybridRuntime:
     def forget_gradients(self) -> None:
         """What was computed so far is left behind: drop residuals, and sums that did not return to their owners."""
         self.forget_codecs()
+        self.clear_gradients(drops_returned=True)
+
+    def clear_gradients(self, *, drops_returned: bool) -> None:
+        """Forget replica gradients, as zero_grad does for the owners'.
+
+        drops_returned: those that were returned to their owners are forgotten there too.
+        """
+        drops_returned &= not self._is_stepping  # the step's own zero_grad comes after they were used
+        if self._carried is not None and drops_returned:
+            self._carried.restore()
         if self.migration is not None:
-            self.migration.clear_gradients(drops_returned=True)
+            self.migration.clear_gradients(drops_returned=drops_returned)
+
+    def refresh(self) -> None:
+        """Ship all experts' weights again and wait for them; without an engine this ends an optimizer step."""
+        self._finish_carried(was_applied=True)
+        if self.migration is not None:
+            self.migration.refresh()
 
     def describe(self) -> str:
         """The plan in one line, for the log."""
@@ -284,14 +346,17 @@ class HybridRuntime:
     def before_step(self) -> None:
         """Call right before the optimizer changes parameters."""
         if self.migration is None:
+            self._is_stepping = True
             return
         self.migration.before_step()
+        self._is_stepping = True
         interval = self.config.verify_interval
         if interval and self.statistics.num_steps and self.statistics.num_steps % interval == 0:
             self.migration.verify()
 
     def abandon_step(self) -> None:
         """The optimizer failed in the step that `before_step` announced."""
+        self._is_stepping = False
         if self.migration is not None:
             self.migration.abandon_step()
 
@@ -300,6 +365,8 @@ class HybridRuntime:
 
         ships: send the new weights to their replicas; False where another plan follows, which ships them all.
         """
+        self._is_stepping = False
+        self._finish_carried(was_applied=was_applied)
         if self.migration is not None:
             self.migration.after_step(was_applied=was_applied, ships=ships)
         self.statistics.num_steps += 1
@@ -334,14 +401,11 @@ class HybridRuntime:
             Empty where nothing is lossy.
         """
         self.finish()
-        return {} if self.migration is None else self.migration.collect_undelivered()
+        undelivered = {} if self.migration is None else self.migration.collect_undelivered()
+        return {**undelivered, **self._drop_carried()}
 
-    def follow(self, earlier: "HybridRuntime", undelivered: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-        """Go on counting where `earlier` stopped, and take over what it had not delivered.
-
-        Returns:
-            What has no place here, because no expert has replicas.
-        """
+    def follow(self, earlier: "HybridRuntime", undelivered: Mapping[str, list[Tensor]]) -> None:
+        """Go on counting where `earlier` stopped, and take over what it had not delivered."""
         self.transport.traffic = earlier.transport.traffic
         self.statistics.num_steps = earlier.statistics.num_steps
         for name, stats in earlier.layer_stats.items():
@@ -349,13 +413,34 @@ class HybridRuntime:
                 vars(self.layer_stats[name]).update(vars(stats))
             else:
                 self.layer_stats[name] = stats
-        if self.migration is None:
-            return dict(undelivered)
-        self.migration.take_over(undelivered)
-        return {}
+        self._take_over(undelivered)
+
+    def _take_over(self, undelivered: Mapping[str, list[Tensor]]) -> None:
+        """Add what was not delivered to the next gradients: with what replicas return, or at the parameter itself."""
+        homeless = dict(undelivered) if self.migration is None else self.migration.take_over(undelivered)
+        if homeless:
+            experts = {layer.spec.name: layer.spec.experts for layer in self._planned}
+            self._carried = CarriedGradients(experts, homeless, self._is_boundary, self._encoding.loss_scale)
+
+    def _finish_carried(self, *, was_applied: bool) -> None:
+        if self._carried is None:
+            return
+        if was_applied:
+            self._carried.commit()
+        else:
+            self._carried.restore()
+        if self._carried.is_done:
+            self._carried = None
+
+    def _drop_carried(self) -> dict[str, list[Tensor]]:
+        carried, self._carried = self._carried, None
+        return {} if carried is None else carried.remove()
 
     def close(self) -> None:
-        """Drop the connections.  Waits for nothing, so that it can be called after an error too."""
+        """Drop connections and replicas.  Waits for nothing, so that it can be called after an error too."""
+        self._drop_carried()
+        if self.migration is not None:
+            self.migration.release()
         self.transport.close()
 
 
@@ -367,7 +452,21 @@ def build_runtime(
     master_of: Callable[[nn.Parameter], Tensor | None] = no_master,
     loss_scale: Callable[[], float] = no_scale,
 ) -> HybridRuntime:
-    """The runtime of a model; all ranks must call at the same point.
+    """The runtime of a model, as `prepare_runtime` and a call of what it returns make it."""
+    return prepare_runtime(config, specs, is_boundary, master_of=master_of, loss_scale=loss_scale)()
+
+
+def prepare_runtime(
+    config: HybridEPConfig,
+    specs: Sequence[LayerSpec],
+    is_boundary: Callable[[], bool],
+    *,
+    master_of: Callable[[nn.Parameter], Tensor | None] = no_master,
+    loss_scale: Callable[[], float] = no_scale,
+) -> Callable[[], HybridRuntime]:
+    """What makes the runtime of a model; all ranks must call at the same point, and make the same use of it.
+
+    All that settings, layers and ranks may be refused for is refused here, before anything is built.
 
     Args:
         config: of the job.
@@ -393,7 +492,7 @@ def build_runtime(
         }
     generation = agree(payload, config.timeout_s)
     transport = Transport(config.cluster(), config.timeout_s, generation)
-    return HybridRuntime(config, transport, kernels, planned, encoding, is_boundary)
+    return partial(HybridRuntime, config, transport, kernels, planned, encoding, is_boundary)
 
 
 def encoding_of(config: HybridEPConfig) -> Encoding:

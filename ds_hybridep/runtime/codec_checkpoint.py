@@ -7,10 +7,12 @@ ones; for that a rank reads the files of all.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_hybridep.runtime.expert_gather import ReplicaStore
 
@@ -45,32 +47,52 @@ def restore(stores: Sequence[ReplicaStore], saved: Mapping[str, Any]) -> None:
         _restore_layer(store, saved["layers"][store.layer])
 
 
-def hand_over(stores: Sequence[ReplicaStore], files: Sequence[Path], step: int, world_size: int) -> float:
-    """Give the owned experts what no rank of the saved job had delivered; returns its L2 norm on this rank.
+@dataclass(frozen=True, kw_only=True)
+class OwnedExperts:
+    """One layer's experts on this rank.
 
-    Each expert-parallel group has an owner of the expert, and their gradients are summed in the end, so each of them
-    takes its share.
+    Attributes:
+        name: of the layer.
+        experts: their ids.
+        shapes: [e, *shape] of each trainable parameter.
+        share: one over the number of ranks that own the same experts, whose gradients are summed in the end.
+        device: of the parameters.
     """
-    forget(stores)
-    total = 0.0
-    layers = {store.layer: store for store in stores}
+
+    name: str
+    experts: range
+    shapes: tuple[tuple[int, ...], ...]
+    share: float
+    device: torch.device
+
+    def record(self, parts: Sequence[Tensor]) -> dict[str, Any]:
+        """As `capture` writes a layer of which nothing is kept but gradients that were not delivered."""
+        nothing: dict[str, Any] = {"mirrors": {}, "replicas": [], "encoders": [], "decoders": []}
+        return {**nothing, "undelivered": [{"experts": list(self.experts), "residuals": list(parts)}]}
+
+
+def undelivered(layers: Sequence[OwnedExperts], files: Sequence[Path], step: int) -> dict[str, list[Tensor]]:
+    """What no rank of the saved job had delivered of the owned experts, fp32 [e, *shape], by layer.
+
+    Each owner of an expert takes its share.  Layers of which nothing was kept are left out.
+    """
+    found: dict[str, list[Tensor]] = {}
     for path in files:
         saved = torch.load(path, weights_only=True)
         if saved["step"] != step:
             continue  # of an earlier checkpoint in this folder
-        for name, layer in saved["layers"].items():
-            if name not in layers:
-                continue
-            store = layers[name]
-            share = len(store.partition.group_ranks) / world_size
-            for record in layer["encoders"] + layer["undelivered"]:
-                for own_idx, expert in enumerate(store.expert_ids(store.own_index)):
-                    if expert in record["experts"]:
-                        saved_idx = record["experts"].index(expert)
-                        total += store.add_undelivered(
-                            own_idx, [share * part[saved_idx] for part in record["residuals"]]
-                        )
-    return total**0.5
+        for layer in layers:
+            kept = saved["layers"].get(layer.name, {"encoders": [], "undelivered": []})
+            for record in kept["encoders"] + kept["undelivered"]:
+                for own_idx, expert in enumerate(layer.experts):
+                    if expert not in record["experts"]:
+                        continue
+                    if layer.name not in found:
+                        found[layer.name] = [torch.zeros(shape, device=layer.device) for shape in layer.shapes]
+                    saved_idx = record["experts"].index(expert)
+                    for total, part in zip(found[layer.name], record["residuals"], strict=True):
+                        total[own_idx].add_(part[saved_idx].view(total.shape[1:]), alpha=layer.share)
+    return found
 
 
 def _capture_layer(store: ReplicaStore) -> dict[str, Any]:

@@ -192,6 +192,7 @@ class ReplicaStore:
             for block in self.blocks
         ]
         self.has_unreturned_sums = False
+        self.is_released = False
         exact = (None,) * len(partition.domain_sizes)
         self.encoding = encoding or Encoding(exact, exact)
         self.parts = tuple(
@@ -401,6 +402,13 @@ class ReplicaStore:
             if sums is not None:
                 sums.zero_()
         self.has_unreturned_sums = False
+
+    def release(self) -> None:
+        """Give up all that the store holds; nothing can be done with it afterwards."""
+        self.weights, self.sums, self.weight_parts, self.sum_parts = [], [], [], []
+        self.lossy = LossyState()
+        self.has_unreturned_sums = False
+        self.is_released = True
 
     def checksums(self) -> Tensor:
         """[M + C, 2] int64 on the CPU: two sums over the bits of each slot, then of the mirror of each lossy codec.

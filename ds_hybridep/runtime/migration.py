@@ -15,7 +15,6 @@ Forward and step communicate from the main thread, the backward from autograd's;
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,7 +187,16 @@ class MigrationManager:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def take_gradients(self, layer: LayerExperts, handle: ReturnHandle, gradients: Sequence[Tensor]) -> None:
-        """Add replica gradients to the sums; at the boundary start their return."""
+        """Add replica gradients to the sums; at the boundary start their return.
+
+        Raises:
+            GradientNotReturnedError: the forward ran before another plan took over.
+        """
+        if layer.store.is_released:
+            raise GradientNotReturnedError(
+                f"{layer.store.layer}: this backward belongs to a forward that ran before hybridep changed its plan "
+                f"or was detached; run both before the change, or both after it"
+            )
         if layer.return_in_flight is not None:  # the layer ran twice in this backward
             self.finish_return(layer, layer.return_in_flight)
         layer.store.add_replica_gradients(gradients)
@@ -243,6 +251,8 @@ class MigrationManager:
                 layer.store.lossy.restore()
         if was_applied and ships:
             self._ship(is_exact=False)
+        elif was_applied:
+            self._are_replicas_stale = True  # where the other plan fails, these replicas go on
 
     def mark_weights_changed(self) -> None:
         """Weights changed outside the optimizer step: the next forward ships everything."""
@@ -289,6 +299,12 @@ class MigrationManager:
         for pipeline in self._pipelines:
             pipeline.drain()
 
+    def release(self) -> None:
+        """Free replicas and sums: a graph of an earlier forward, which a layer may keep, keeps this manager."""
+        for layer in self._layers:
+            layer.gather = layer.return_in_flight = layer.prefetched = None
+            layer.store.release()
+
     def drop_prefetched(self) -> None:
         """Forget prefetch nodes that no forward took."""
         for layer in self._layers:
@@ -320,8 +336,11 @@ class MigrationManager:
                     )
 
     def capture_codecs(self, plan: str, step: int) -> dict[str, Any]:
-        """What lossy codecs keep on this rank, for a checkpoint of `plan` at `step`; all ranks must call."""
-        if self._are_replicas_stale:
+        """What lossy codecs keep on this rank, for a checkpoint of `plan` at `step`.
+
+        All ranks must call where there are codecs, since replicas must hold the weights.
+        """
+        if self.has_codecs and self._are_replicas_stale:
             self.refresh()
         self._drain_weights()
         return codec_checkpoint.capture(self._stores, plan, step)
@@ -348,16 +367,18 @@ class MigrationManager:
             if store.gradient_layouts or store.lossy.undelivered is not None
         }
 
-    def take_over(self, undelivered: Mapping[str, Sequence[Tensor]]) -> None:
-        """Add to the next gradients what `collect_undelivered` of another plan has found."""
+    def take_over(self, undelivered: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """Add to the next gradients what `collect_undelivered` of another plan has found.
+
+        Returns:
+            What belongs to layers that have no replicas.
+        """
         for store in self._stores:
             for local_idx in range(store.num_local):
                 if store.layer in undelivered:
                     store.add_undelivered(local_idx, [part[local_idx] for part in undelivered[store.layer]])
-
-    def hand_over(self, files: Sequence[Path], step: int) -> float:
-        """Take on what the ranks of another plan had not delivered; returns its L2 norm on this rank."""
-        return codec_checkpoint.hand_over(self._stores, files, step, self._transport.world_size)
+        own = {store.layer for store in self._stores}
+        return {layer: parts for layer, parts in undelivered.items() if layer not in own}
 
     @property
     def codec_s(self) -> float:
@@ -382,6 +403,11 @@ class MigrationManager:
             for layer in self._layers
             for codec in (*layer.store.encoding.weight_codecs, *layer.store.encoding.gradient_codecs)
         )
+
+    @property
+    def has_undelivered(self) -> bool:
+        """True where an earlier plan's gradients wait for the next step."""
+        return any(store.lossy.undelivered is not None for store in self._stores)
 
     def codec_sums(self, position: int) -> CodecSums | None:
         """What lossy codecs do in one layer; None where it has none.  Reads all owned weights."""
