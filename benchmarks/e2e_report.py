@@ -135,6 +135,8 @@ def dense_line(records: Sequence[Record]) -> str:
 
     if not {"hybridep [1,1]", "hybridep [1,1], hierarchical dense"} <= by_plan.keys():
         return ""
+    if "hybridep [1,1], hierarchical dense" not in by_plan:  # records of before it was among the plans
+        return ""
     as_deepspeed, by_level = by_plan["hybridep [1,1]"], by_plan["hybridep [1,1], hierarchical dense"]
     dense, flat = not_experts(as_deepspeed), by_plan[FLAT]["wan_bytes_per_step"]
     return (
@@ -193,7 +195,8 @@ def main() -> None:
         if regret := regret_table(group):
             print(f"Planned jobs against the fastest plan by hand:\n\n{regret}\n")
         print(f"MB per step over the DC uplinks, one direction, all ranks:\n\n{byte_table(group)}\n")
-        print(f"{dense_line(group)}\n")
+        if line := dense_line(group):
+            print(f"{line}\n")
         if args.plots is not None:
             args.plots.mkdir(parents=True, exist_ok=True)
             name = f"e2e-{'sleep-' if compute == 'sleep' else ''}{dcs}-t{tokens}-a{accumulation}.png"
