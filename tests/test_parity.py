@@ -118,6 +118,7 @@ def test_two_ranks_and_one_level(pool2: ProcessPool) -> None:
     assert_parity(pool2, cases)
 
 
+@pytest.mark.slow
 def test_three_levels(pool8: ProcessPool) -> None:
     cases = [
         world8(2, 1, 1, zero_stage=2, token_exchange="hierarchical"),
