@@ -35,6 +35,10 @@ def balanced(rank: int) -> dict[str, Any]:
     return {**low_rank(rank, "log4"), "weighting": "rms", "fallback": "int4"}
 
 
+def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sum", "parts": [codec, {"type": "int2", "block": 64}]}
+
+
 # name -> (weight codec, gradient codec)
 CODECS: dict[str, tuple[Any, Any]] = {
     "exact": ("identity", "identity"),
@@ -44,6 +48,8 @@ CODECS: dict[str, tuple[Any, Any]] = {
     "low rank 7, int4": (low_rank(7, "int4"),) * 2,
     "low rank 7, int4 / balanced 7": (low_rank(7, "int4"), balanced(7)),
     "low rank 7, int2 / balanced 12": (low_rank(7, "int2"), balanced(12)),
+    "low rank 16 + int2 / balanced 16 + int2": (and_the_rest(low_rank(16, "int4")), and_the_rest(balanced(16))),
+    "low rank 8 + int2 / balanced 8 + int2": (and_the_rest(low_rank(8, "int4")), and_the_rest(balanced(8))),
 }
 MODEL = {"hidden": 64, "layers": 4, "experts": 8, "top_k": 2, "seq_len": 128, "capacity_factor": 1.25, "ep_size": 4}
 

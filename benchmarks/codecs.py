@@ -47,7 +47,13 @@ PHASES = {"scratch": {"steps": 300, "lr": 2e-3, "warm_up": 20}, "tune": {"steps"
 FINAL_LR = 0.1  # of the largest, reached by a cosine
 
 # Student's t, one-sided 95%, by degrees of freedom.
-T_95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
+T_95 = dict(
+    enumerate(
+        (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
+        + (1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
+        start=1,
+    )
+)
 
 
 def low_rank(rank: int, factors: str) -> dict[str, Any]:
@@ -57,6 +63,16 @@ def low_rank(rank: int, factors: str) -> dict[str, Any]:
 def balanced(rank: int, factors: str = "log4") -> dict[str, Any]:
     """For gradients: errors count relative to the size of their row and column, as they do under Adam."""
     return {**low_rank(rank, factors), "weighting": "rms", "fallback": "int4"}
+
+
+def first_finer(make: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    """Twice the rank while weights change most."""
+    return {"type": "warm_up", "steps": 50, "first": make(14), "then": make(6)}
+
+
+def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:
+    """Two bits for each element of what the directions leave."""
+    return {"type": "sum", "parts": [codec, {"type": "int2", "block": 64}]}
 
 
 # name -> (weight codec, gradient codec); None: exact
@@ -72,6 +88,12 @@ CASES: dict[str, tuple[Spec, Spec]] = {
     "low rank 7, int2 / balanced 11, int4": (low_rank(7, "int2"), balanced(11, "int4")),
     "low rank 3, int4 / balanced 3": (low_rank(3, "int4"), balanced(3)),
     "low rank 24, int4 / balanced 24": (low_rank(24, "int4"), balanced(24)),
+    "low rank 14 then 6, int4 / balanced 14 then 6": (
+        first_finer(lambda rank: low_rank(rank, "int4")),
+        first_finer(balanced),
+    ),
+    "low rank 16 + int2 / balanced 16 + int2": (and_the_rest(low_rank(16, "int4")), and_the_rest(balanced(16))),
+    "low rank 8 + int2 / balanced 8 + int2": (and_the_rest(low_rank(8, "int4")), and_the_rest(balanced(8))),
     "low rank 7, int4 / exact": (low_rank(7, "int4"), None),
     "exact / low rank 7, int4": (None, low_rank(7, "int4")),
     "exact / balanced 7": (None, balanced(7)),

@@ -9,7 +9,8 @@
 Rank 0 writes the Chrome/Perfetto trace of one optimizer step and the forward and backward after it, then prints for
 each layer when its weights and its gradients travelled, and during which layers' computation.  With --wan-mbit it also
 says how much of the travelling was hidden, and how much could have been: each message leaves when it did, or when the
-link has carried those before it, takes its bytes at that rate, and computation goes on as soon as it is there.
+link has carried those before it, takes its bytes at that rate, and computation goes on as soon as it is there.  While
+a rank waits for one that computes longer, it does not wait for the link.
 """
 
 import argparse
@@ -97,25 +98,33 @@ def report(trace: dict[str, Any], layers: Sequence[str]) -> None:
                 print(f"{layer:30} {kind:18} {when:>18} {waited_ms:16.1f}   {verb} {names}")
 
 
-def report_hidden(trace: dict[str, Any], ranks_per_dc: int, wan_bytes_per_us: float) -> None:
-    """How much of what travelled was hidden behind computation, and how much of it could have been."""
-    events = trace["traceEvents"]
+def transfers_of(trace: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    """Transfers of a kind by the time at which this rank was ready; ranks start them in one order."""
+    transfers = [e for e in trace["traceEvents"] if e.get("cat") == TRANSFER_CATEGORY and e["args"]["kind"] == kind]
+    return sorted(transfers, key=lambda event: float(event["ts"]))
+
+
+def report_hidden(traces: Sequence[dict[str, Any]], ranks_per_dc: int, wan_bytes_per_us: float) -> None:
+    """How much of what travelled was hidden behind computation, and how much of it could have been.
+
+    traces: of the ranks that exchange experts, the one to tell of first; of one machine, whose clock they share.
+    """
     print(f"\n{'what':18} {'on the link [ms]':>17} {'waited for [ms]':>16} {'hidden':>8} {'could be hidden':>16}")
     for kind, what in KINDS.items():
-        transfers = [e for e in events if e.get("cat") == TRANSFER_CATEGORY and e["args"]["kind"] == kind]
-        transfers.sort(key=lambda event: float(event["ts"]))
+        transfers, *others = (transfers_of(trace, kind) for trace in traces)
         # A rank's bytes are both directions'; all ranks of a DC share its uplink.
         link_us = [event["args"]["bytes"] / 2 * ranks_per_dc / wan_bytes_per_us for event in transfers]
-        waits = {
-            e["args"]["layer"]: intervals(events, "hybridep::wait::", f"{what} of {e['args']['layer']}")
-            for e in transfers
-        }
-        waited_us = sum(end - start for ranges in waits.values() for start, end in ranges)
-        least_us = least_wait(
-            [float(event["ts"]) for event in transfers],
-            link_us,
-            [waits[event["args"]["layer"]][0] if waits[event["args"]["layer"]] else None for event in transfers],
-        )
+        starts, waits = [], []
+        for ends in zip(transfers, *others, strict=True):
+            layer = ends[0]["args"]["layer"]
+            assert all(end["args"]["layer"] == layer for end in ends)
+            start = max(float(end["ts"]) for end in ends)
+            waited = intervals(traces[0]["traceEvents"], "hybridep::wait::", f"{what} of {layer}")
+            clipped = [(max(begin, start), end) for begin, end in waited if end > start]
+            starts.append(start)
+            waits.append(clipped[0] if clipped else None)
+        waited_us = sum(wait[1] - wait[0] for wait in waits if wait is not None)
+        least_us = least_wait(starts, link_us, waits)
         total_us = sum(link_us)
         print(
             f"{kind:18} {total_us / 1e3:17.1f} {waited_us / 1e3:16.1f} {1 - waited_us / total_us:8.0%} "
@@ -184,11 +193,13 @@ def main() -> None:
         forward_and_backward(5)
     engine.step()
     ds_hybridep.detach(engine)
+    dist.barrier()  # all traces are written
     if dist.get_rank() == 0:
         trace = json.loads(args.trace.with_suffix(".rank0.json").read_text())
         report(trace, layer_names(trace, engine.module))
         if args.wan_mbit is not None:
-            report_hidden(trace, args.ep_size // 2, args.wan_mbit / 8)
+            partner = args.trace.with_suffix(f".rank{args.ep_size // 2}.json")
+            report_hidden([trace, json.loads(partner.read_text())], args.ep_size // 2, args.wan_mbit / 8)
     dist.barrier()
 
 

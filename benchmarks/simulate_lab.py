@@ -36,7 +36,10 @@ EXACT = "identity"
 Record = Mapping[str, Any]
 Fitted = dict[str, float]
 
-# Free parameters, and where the search begins.  codec_s: of encoding or decoding one rank's experts of a layer.
+# Decoding takes this share of the time of encoding, as codecs were when the records were taken (docs/benchmarks.md).
+DECODE_SHARE = {"int8": 1.0, "low rank 7 int4": 0.3}
+
+# Free parameters, and where the search begins.  codec_s: of encoding one rank's experts of a layer.
 START: Fitted = {
     "flops_per_s": 1e10,
     "layer_s": 1e-3,
@@ -127,7 +130,7 @@ def _sleeping(model: MoEModel) -> MoEModel:
 
 
 def _layout(plan: str, params: Mapping[str, Any], sizes: tuple[int, ...]) -> Layout:
-    is_ours = plan.startswith("hybridep")
+    is_ours = plan.startswith("hybridep [")  # tokens go our way
     domain_sizes = tuple(json.loads(plan.split()[1].rstrip(","))) if is_ours else (1,) * len(sizes)
     cluster = Cluster(tuple(Level(f"level{index}", size) for index, size in enumerate(sizes)))
     partition = Partition.build(cluster, range(cluster.num_ranks), domain_sizes)
@@ -156,7 +159,8 @@ def scenario_of(point: Point, fitted: Fitted, *, row_scale: float = 1.0) -> Scen
     if point.codec != EXACT:
         own_bytes = experts_per_rank(point.layout, workload) * workload.expert_travel_bytes
         speed = own_bytes / max(fitted[f"{point.codec}_s"], 1e-12)
-        codec = Codec(point.codec, point.ratio, encode_bytes_per_s=speed, decode_bytes_per_s=speed)
+        decode_speed = speed / DECODE_SHARE[point.codec]
+        codec = Codec(point.codec, point.ratio, encode_bytes_per_s=speed, decode_bytes_per_s=decode_speed)
     codecs = (LevelCodecs(weight=codec, gradient=codec), *point.layout.codecs[1:])
     flops_per_s, expert_flops_per_s = fitted["flops_per_s"], None
     if point.slept is not None:

@@ -140,7 +140,7 @@ def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[
         share, planning.LOOK_SHARE = planning.LOOK_SHARE, math.inf  # steps of a toy are shorter than a look
         looks = iter(wanted)
 
-        def choose(current: Any, predict: Any, size: Any) -> Choice:
+        def choose(current: Any, predict: Any, size: Any, *, may_try: bool) -> Choice:
             sizes = next(looks, None)
             best = next((one for one in planner._options if one.domain_sizes == sizes), current)
             expected_s = 1.0 if best == current else 0.9  # not so good that one look is enough
@@ -150,6 +150,7 @@ def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[
             )  # fmt: skip
 
         planner._chooser.choose = choose
+        planner._step_watch.note = lambda step_s: False  # no looks but the regular ones
         try:
             losses = train(engine, case, 0, steps)
         finally:

@@ -166,6 +166,7 @@ class Blockwise(Codec):
 
     codec_id: ClassVar[int] = 1
     name: ClassVar[str] = "blockwise"
+    is_fused: ClassVar[bool] = True
 
     bits: int
     block: int = field(default=128)

@@ -34,17 +34,43 @@ class Sum(Codec):
         """See `Codec.initial_state`."""
         return CodecState(parts=[part.new_state(n, rows, cols, device=device) for part in self.parts])
 
+    def encode_fused(
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
+    ) -> Tensor | None:
+        """See `Codec.encode_fused`.  Where all parts have such a kernel: one call each."""
+        slices = self._slices(payload, a.shape[1], a.shape[2])
+        if self.compiled(a.device) is None or not all(part.is_fused for part, _ in slices):
+            return None
+        left = a.clone() if other is None else a - other if source == Source.UPDATE else a + other
+        nothing, is_bad = torch.zeros_like(a), a.new_zeros(len(a), dtype=torch.uint8)
+        for (part, part_payload), part_state in zip(slices, state.parts, strict=True):
+            # `left` is to each part what a residual is to a codec.
+            flags = part.encode_fused(Source.RESIDUAL, nothing, left, part_state, part_payload)
+            assert flags is not None, f"{part.name} has no kernel but says so"
+            is_bad |= flags
+            part_state.step += 1
+        if other is None:
+            return is_bad
+        keep = is_bad.bool()[:, None, None]
+        if source == Source.UPDATE:
+            self.decode_add_payload(payload, other)
+            other.masked_fill_(keep, torch.nan)
+        else:
+            self.decode_payload(payload, left)
+            other.copy_(torch.where(keep, other, a + other - left))
+        return is_bad
+
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """See `Codec.encode_payload`."""
         is_overflow = torch.zeros_like(is_bad)
-        left = x.clone()
-        value = torch.empty_like(x)
+        left = x
         slices = self._slices(payload, x.shape[1], x.shape[2])
         for (part, part_payload), part_state in zip(slices, state.parts, strict=True):
             is_overflow = is_overflow | part.encode_payload(left, part_state, part_payload, is_bad)
             part_state.step += 1
+            value = torch.empty_like(x)
             part.decode_payload(part_payload, value)
-            left -= value
+            left = left - value
         return is_overflow
 
     def decode_payload(self, payload: Tensor, out: Tensor) -> None:
@@ -53,6 +79,11 @@ class Sum(Codec):
         first.decode_payload(first_payload, out)
         for part, part_payload in others:
             part.decode_add_payload(part_payload, out)
+
+    def decode_add_payload(self, payload: Tensor, into: Tensor) -> None:
+        """See `Codec.decode_add_payload`.  One rounding for each part."""
+        for part, part_payload in self._slices(payload, into.shape[1], into.shape[2]):
+            part.decode_add_payload(part_payload, into)
 
     def _slices(self, payload: Tensor, rows: int, cols: int) -> list[tuple[Codec, Tensor]]:
         """Each part as it is resolved for this shape, with its share of the payload."""

@@ -95,6 +95,7 @@ class Codec(ABC):
 
     codec_id: ClassVar[int]
     name: ClassVar[str]
+    is_fused: ClassVar[bool] = False  # `encode_fused` does something where kernels are compiled
 
     # ---- what a codec is asked ----
 

@@ -67,6 +67,7 @@ class LowRank(Codec):
 
     codec_id: ClassVar[int] = 3
     name: ClassVar[str] = "low_rank"
+    is_fused: ClassVar[bool] = True
 
     rank: int = 4
     factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int8"

@@ -47,6 +47,7 @@ class TopK(Codec):
 
     codec_id: ClassVar[int] = 2
     name: ClassVar[str] = "top_k"
+    is_fused: ClassVar[bool] = True
 
     block: int = 256
     k: int = 5

@@ -10,6 +10,9 @@ run:
 What is known of an option is a mean over the looks at which it ran. An option that never ran is given the difference
 of the one that is most like it. The less is known, the more an option is hoped to be faster than that, so that near
 ties are settled by trying them, and by trying them again. Looks are forgotten slowly while an option does not run.
+
+Trying costs what the tried plan takes longer than the one that it replaced. Where that has come to more than a small
+share of the training, nothing is hoped for until the share is small again.
 """
 
 import itertools
@@ -40,6 +43,9 @@ OPTIMISM = 0.1  # share of a step by which an option is hoped to be faster than 
 MOST_OPTIMISM = 0.2  # where it never ran, and differs in several settings from all that did
 FORGETTING = 0.02  # share of an option's looks that is lost at each look while it does not run
 LEAST_WEIGHT = 0.1  # of the newest look in the mean, so that it follows what changes
+DOUBT = 0.3  # share of a step by which an option that never ran must be better while trying is suspended
+TRIAL_SHARE = 0.01  # of the training that trying may cost
+TRIAL_STEPS = 6.0  # and so many steps in all, so that a training can begin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +220,29 @@ class Known:
 
 
 @dataclass
+class TrialBudget:
+    """What trying plans has cost, and how long was trained; seconds."""
+
+    elapsed_s: float = 0.0
+    lost_s: float = 0.0
+    replaced_s: float | None = None  # a step of the plan that was left, while its successor has not proved itself
+
+    def note_step(self, step_s: float) -> None:
+        """One optimizer step was made."""
+        self.elapsed_s += step_s
+        if self.replaced_s is not None:
+            self.lost_s += max(step_s - self.replaced_s, 0.0)
+
+    def note_switch(self, seconds: float) -> None:
+        """A change of plan took so long."""
+        self.lost_s += seconds
+
+    def is_left(self, step_s: float) -> bool:
+        """Whether another plan may be tried; a step takes `step_s` now."""
+        return self.lost_s <= TRIAL_SHARE * self.elapsed_s + TRIAL_STEPS * step_s
+
+
+@dataclass
 class Chooser:
     """Chooses among options; remembers how far each was from its prediction when it ran."""
 
@@ -240,14 +269,17 @@ class Chooser:
         """The job's own work changed, such as its tokens: what was measured says nothing any more."""
         self.known.clear()
 
-    def choose(self, current: Option, predict: Callable[[Option], StepPrediction], size: "Size") -> Choice:
+    def choose(
+        self, current: Option, predict: Callable[[Option], StepPrediction], size: "Size", *, may_try: bool = True
+    ) -> Choice:
         """The best option now.
 
         predict: seconds of an option at the links and the work as they are now.
         size: bytes of an option, for ties.
+        may_try: False: nothing is taken on a mere hope, and what never ran only where it promises much.
         """
         predictions = {option: predict(option) for option in (current, *self.options)}
-        expected = self._expected(current, predictions)
+        expected = self._expected(current, predictions, may_try)
         fastest_s = min(expected.values())
         best = min(
             (option for option in expected if expected[option] <= fastest_s * (1 + TIE)),
@@ -265,10 +297,14 @@ class Chooser:
             reason=_why(best, current if best != current else runner_up, predictions),
         )
 
-    def _expected(self, current: Option, predictions: Mapping[Option, StepPrediction]) -> dict[Option, float]:
+    def _expected(
+        self, current: Option, predictions: Mapping[Option, StepPrediction], may_try: bool
+    ) -> dict[Option, float]:
         result = {}
         for option, prediction in predictions.items():
             correction_s, hope = self._known_or_like(option)
+            if not may_try:
+                hope = 0.0 if option in self.known else -DOUBT
             # A correction below zero must not make a step of nothing out of a short one.
             expected_s = max(prediction.step_s + correction_s, 0.1 * prediction.step_s)
             result[option] = expected_s * (1.0 if option == current else 1.0 - hope)

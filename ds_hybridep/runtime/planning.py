@@ -2,8 +2,9 @@
 """Plans a running job: measures its links, its experts and its steps, and says when another plan is better.
 
     attach    links and experts are measured; the job begins with what is plain and exact
-    steps     every `replan_interval` optimizer steps, right before the optimizer: a short burst over the slowest
-              level, the median step since the last look, the tokens of a call; every plan is priced for them
+    steps     every `replan_interval` optimizer steps or more, and as soon as steps become longer or shorter, right
+              before the optimizer: a short burst over the slowest level, the median step since the last look, the
+              tokens of a call; every plan is priced for them
     switch    where another plan is expected to be faster by more than `replan_threshold` at two looks in a row
 
 Rank 0 chooses and the others are told, so that ranks cannot differ however they round.  Transfers of training itself
@@ -30,7 +31,18 @@ from ds_hybridep.codecs import make_codec
 from ds_hybridep.config import AUTO, AUTO_CODEC, IDENTITY, CodecConfig, HybridEPConfig
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.plan.online import Choice, Chooser, Exchange, Job, Option, Room, exact, open_sizes, prediction_json
+from ds_hybridep.plan.online import (
+    Choice,
+    Chooser,
+    Exchange,
+    Job,
+    Option,
+    Room,
+    TrialBudget,
+    exact,
+    open_sizes,
+    prediction_json,
+)
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.stream_model import Codec, Rates, ranks_below, row_counts
 from ds_hybridep.plan.workload import MoEModel, Workload
@@ -40,6 +52,7 @@ from ds_hybridep.runtime.expert_gather import lay_out
 from ds_hybridep.runtime.lossy import MessageLayout, Mirror, PacketPart, Replica
 from ds_hybridep.runtime.migration import is_in_backward
 from ds_hybridep.runtime.probe import WIRE_FACTOR, LinkProbe
+from ds_hybridep.runtime.pulse import Pulse, StepWatch
 from ds_hybridep.version import __version__
 
 log = logging.getLogger(__name__)
@@ -47,11 +60,12 @@ log = logging.getLogger(__name__)
 PROBE_LIMIT_S = 2.0  # of the links at start-up
 WARM_UP_STEPS = 2  # that are not measured: first calls, first shipments, connections that are slow to start
 FIRST_LOOK = 5
-MOST_INTERVAL = 8  # steps from one look to the next, whatever a look costs: a link that drops is to be seen soon
+TRIAL_LOOK = 3  # steps after a change of plan; where the plan is a bad one, they are the price
+MOST_INTERVAL = 100  # steps from one look to the next, whatever a look costs
 PATIENCE = 2  # looks in a row at which another plan must be better
 CLEARLY = 0.3  # share of a step; a plan that saves as much needs one look only
 BURST_SHARE = 0.02  # of the time since the last look
-LOOK_SHARE = 0.03  # of the time since the last look that one may take; else looks are made less often
+LOOK_SHARE = 0.01  # of the time since the last look that one may take; else looks are made less often
 LEAST_BURST_S = 0.01  # a shaper lets about a millisecond pass at once
 LEAST_BURST_LATENCIES = 8  # a connection takes a few round trips to get up to speed
 MOST_BURST_S = 0.05
@@ -174,6 +188,9 @@ class JobPlanner:
         self._interval = config.replan_interval
         self._num_steps, self._next_look = 0, FIRST_LOOK
         self._skipped_steps = WARM_UP_STEPS
+        self._pulse, self._step_watch = Pulse(self._transport), StepWatch()
+        self._budget = TrialBudget()
+        self._after_s = 0.0  # when the last optimizer step was over
         self._num_wins = 0
         self._favourite = -1.0  # index of the option that was best at the last look
         self.num_quiet_looks = 0  # in a row at which no other plan was better
@@ -360,8 +377,9 @@ class JobPlanner:
         for watch in self.watches:
             watch.begin_s = None
         self._num_steps += 1
+        has_changed = self._pulse.take()
         chosen = None
-        if self._num_steps >= self._next_look:
+        if self._num_steps >= self._next_look or (has_changed and math.isfinite(self._next_look)):
             chosen = self._look(runtime)
             self._look_s = time.perf_counter() - entry_s
         self._paused_s = time.perf_counter() - entry_s
@@ -369,10 +387,17 @@ class JobPlanner:
 
     def after_step(self) -> None:
         """Call right after the optimizer step, before anything is changed."""
+        self._after_s = time.perf_counter()
+        step_s = self._after_s - self._begin_s - self._paused_s
+        has_changed = False
         if self._skipped_steps > 0:
             self._skipped_steps -= 1
         else:
-            self._since.step_s.append(time.perf_counter() - self._begin_s - self._paused_s)
+            self._since.step_s.append(step_s)
+            has_changed = self._step_watch.note(step_s)
+        self._budget.note_step(step_s)
+        if math.isfinite(self._next_look):
+            self._pulse.send(has_changed)
 
     def _look(self, runtime: HybridRuntime) -> HybridEPConfig | None:
         num_steps, earlier_wins = len(self._since.step_s), self._num_wins
@@ -393,7 +418,9 @@ class JobPlanner:
             self._chooser.note(self._current, predicted_s, measured_s, weight)
         told = [-1.0, 0.0, 0.0]
         if self._transport.rank == 0:
-            choice = self._choice = self._chooser.choose(self._current, job.predict, job.memory_bytes)
+            self._budget.replaced_s = None
+            may_try = self._budget.is_left(measured_s or predicted_s)
+            choice = self._choice = self._chooser.choose(self._current, job.predict, job.memory_bytes, may_try=may_try)
             is_better = choice.saves(self._config.replan_threshold)
             told = [self._options.index(choice.best), is_better, is_better and choice.saves(CLEARLY)]
         index, is_better, is_clear = self._probe.table(told)[0]
@@ -435,8 +462,11 @@ class JobPlanner:
             self._current = option
         self._num_wins = self.num_quiet_looks = 0
         self._skipped_steps = 1  # the first step ships all weights and makes connections
+        self._step_watch.forget()
+        self._budget.note_switch(time.perf_counter() - self._after_s)
+        self._budget.replaced_s = None if self._choice is None else self._choice.current_s
         goes_on = self._config.replan_interval > 0 and option is not None
-        self._next_look = self._num_steps + self._interval if goes_on else math.inf
+        self._next_look = self._num_steps + min(TRIAL_LOOK, self._interval) if goes_on else math.inf
         self.history.append({"step": self._num_steps, "from": before, "to": self._label, "reason": reason})
         self._begin_anew(runtime)
 

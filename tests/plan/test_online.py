@@ -8,7 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.plan.online import OPTIMISM, Chooser, Job, Known, Option, Room
+from ds_hybridep.plan.online import (
+    DOUBT,
+    OPTIMISM,
+    TRIAL_SHARE,
+    TRIAL_STEPS,
+    Chooser,
+    Job,
+    Known,
+    Option,
+    Room,
+    TrialBudget,
+)
 from ds_hybridep.plan.stream_model import IDENTITY, Codec, LevelCodecs, Rates, StepPrediction, StepTerms
 from ds_hybridep.plan.workload import MoEModel, Workload
 
@@ -181,3 +192,38 @@ def test_slow_links_want_domains_and_fast_ones_with_few_tokens_do_not():
     slow, fast = job(mbit=20), job(mbit=10_000, tokens=32)
     assert chooser.choose(plain(), slow.predict, slow.memory_bytes).best.domain_sizes == (2, 1)
     assert chooser.choose(plain(), fast.predict, fast.memory_bytes).best.domain_sizes == (1, 1)
+
+
+def test_nothing_is_hoped_for_while_trying_has_cost_too_much():
+    chooser, seconds = Chooser((FIRST, SECOND)), {FIRST: 1.0, SECOND: 1.0}
+    chooser.note(FIRST, predicted_s=1.0, measured_s=1.0)
+
+    def best(may_try):
+        return chooser.choose(FIRST, steps_of(seconds), lambda option: 0.0, may_try=may_try).best
+
+    assert best(may_try=True) == SECOND  # never ran: hoped to be faster
+    assert best(may_try=False) == FIRST
+    seconds[SECOND] = 1.04 / (1.0 + DOUBT)  # promises less than it has to
+    assert best(may_try=False) == FIRST
+    seconds[SECOND] = 0.96 / (1.0 + DOUBT)
+    assert best(may_try=False) == SECOND
+    seconds[SECOND] = 0.9
+    chooser.note(SECOND, predicted_s=0.9, measured_s=0.9)  # what is known needs no hope
+    assert best(may_try=False) == SECOND
+
+
+def test_what_trying_may_cost_is_a_share_of_the_training():
+    budget = TrialBudget()
+    assert budget.is_left(1.0)
+    budget.replaced_s = 1.0
+    for _ in range(3):
+        budget.note_step(3.0)
+    budget.note_switch(TRIAL_STEPS - 5.0)
+    assert budget.lost_s == pytest.approx(TRIAL_STEPS + 1.0)
+    assert not budget.is_left(1.0)
+    budget.replaced_s = None
+    budget.note_step(1.0 / TRIAL_SHARE - 9.0 - 0.5)
+    assert not budget.is_left(1.0)
+    budget.note_step(1.0)
+    assert budget.lost_s == pytest.approx(TRIAL_STEPS + 1.0)
+    assert budget.is_left(1.0)
