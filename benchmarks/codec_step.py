@@ -2,11 +2,13 @@
 """What codecs cost in a training step where no link is slow: four ranks over loopback.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 benchmarks/codec_step.py
+    ... benchmarks/codec_step.py --layers 2 --rows 16
 
-The model of the end-to-end benchmark (4 layers, hidden 64, 8 experts, 1024 tokens per rank) with domains over both of
-two levels of two.  All codecs, exact migration and exact migration again live in one job on the same data, in
-interleaved blocks of steps.  Two numbers for each: the share of a step that ranks spend in encoding and decoding, by
-their own clocks, and the step's length against the exact one.  Prints a JSON line for each and closes with a table.
+The model of the end-to-end benchmark (4 layers, hidden 64, 8 experts, 1024 tokens per rank), or with the arguments of
+the second line that of `make demo`, on two levels of two with domains over the slower one.  All codecs, and exact
+migration twice, live in one job on the same data, in interleaved blocks of steps.  Two numbers for each: the
+share of a step that ranks spend in encoding and decoding, by their own clocks, and the step's length against the exact
+one.  Prints a JSON line for each and closes with a table.
 """
 
 import argparse
@@ -105,11 +107,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS), metavar="NAME")
     parser.add_argument("--rows", type=int, default=8, help="sequences of 128 tokens per rank")
+    parser.add_argument("--layers", type=int, default=MODEL["layers"])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5, help="steps of one block")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--local_rank", type=int, default=0)
     args = parser.parse_args()
+    MODEL["layers"] = args.layers
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     corpus, _ = train_lm.read_corpus()

@@ -613,27 +613,43 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+DIRECTIONS: dict[str, Callable[[Row], bool]] = {
+    "weights": lambda row: row.gradient_ratio == 1 < row.weight_ratio,
+    "gradients": lambda row: row.weight_ratio == 1 < row.gradient_ratio,
+    "both": lambda row: min(row.weight_ratio, row.gradient_ratio) > 1,
+}
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Gap against ratio, one panel for each phase; bars reach to the upper bound."""
+    """Gap against ratio, one panel for each phase and what is encoded; bars reach to the upper bound."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(PHASES), figsize=(13, 5))
-    for panel, phase in zip(panels, PHASES, strict=True):
-        for row in (row for row in rows if row.phase == phase):
-            ratio = 2 / (1 / row.weight_ratio + 1 / row.gradient_ratio)
-            bar = 0.0 if math.isinf(row.upper) else 100 * (row.upper - row.mean)
-            panel.errorbar(ratio, 100 * row.mean, yerr=[[0], [bar]], marker="o", capsize=3)
-            panel.annotate(row.name, (ratio, 100 * row.mean), fontsize=7, xytext=(4, 3), textcoords="offset points")
-        panel.axhline(0, color="black", linewidth=0.6)
-        panel.set(xscale="log", xlabel="fp32 bytes / bytes sent, both directions", title=phase)
-        panel.grid(which="both", alpha=0.3)
-    panels[0].set(ylabel="evaluation loss against the exact run, %")
+    figure, panels = pyplot.subplots(len(PHASES), len(DIRECTIONS), figsize=(16, 9), sharex=True, sharey="row")
+    for phase, line in zip(PHASES, panels, strict=True):
+        for (what, belongs), panel in zip(DIRECTIONS.items(), line, strict=True):
+            for row in (row for row in rows if row.phase == phase and belongs(row)):
+                encoded = [ratio for ratio in (row.weight_ratio, row.gradient_ratio) if ratio > 1]
+                ratio = len(encoded) / sum(1 / one for one in encoded)
+                bar = 0.0 if math.isinf(row.upper) else 100 * (row.upper - row.mean)
+                name = row.name.removesuffix(", exact gradients").removesuffix(" / exact").removeprefix("exact / ")
+                label = f"{name}, {100 * row.mean:+.2f}%"
+                panel.errorbar(ratio, 100 * row.mean, yerr=[[0], [bar]], marker="o", capsize=3, label=label)
+            panel.axhline(0, color="black", linewidth=0.6)
+            panel.set(xscale="log", title=f"{phase}: {what} encoded")
+            panel.set_yscale("symlog", linthresh=0.2)
+            panel.set_yticks([0, 0.1, 0.2, 0.5, 1, 2, 3], ["0", "0.1", "0.2", "0.5", "1", "2", "3"])
+            panel.set_ylim(-0.08, 100)  # the legend stands above all points
+            panel.grid(which="both", alpha=0.3)
+            panel.legend(fontsize=7, loc="upper left")
+        line[0].set(ylabel="evaluation loss against the exact run, %")
+    for panel in panels[-1]:
+        panel.set(xlabel="fp32 bytes / bytes sent")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
     pyplot.close(figure)
 
 

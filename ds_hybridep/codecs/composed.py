@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codecs made of codecs: one after another on what is left, and one for the first steps, then another."""
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -20,6 +21,10 @@ class Sum(Codec):
     name: ClassVar[str] = "sum"
 
     parts: tuple[Codec, ...]
+    # By shape: each part as it is resolved, and where its share of a payload begins and ends.
+    _places: dict[tuple[int, int], list[tuple[Codec, int, int]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def resolve(self, rows: int, cols: int) -> Codec:
         """See `Codec.resolve`.  A shape that the first part leaves to its fallback is left to that alone."""
@@ -51,13 +56,15 @@ class Sum(Codec):
             part_state.step += 1
         if other is None:
             return is_bad
-        keep = is_bad.bool()[:, None, None]
+        keep = is_bad.bool()[:, None, None] if bool(is_bad.any()) else None
         if source == Source.UPDATE:
             self.decode_add_payload(payload, other)
-            other.masked_fill_(keep, torch.nan)
+            if keep is not None:
+                other.masked_fill_(keep, torch.nan)
         else:
             self.decode_payload(payload, left)
-            other.copy_(torch.where(keep, other, a + other - left))
+            rest = (a + other).sub_(left)
+            other.copy_(rest if keep is None else torch.where(keep, other, rest))
         return is_bad
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
@@ -87,9 +94,12 @@ class Sum(Codec):
 
     def _slices(self, payload: Tensor, rows: int, cols: int) -> list[tuple[Codec, Tensor]]:
         """Each part as it is resolved for this shape, with its share of the payload."""
-        parts = [part.resolve(rows, cols) for part in self.parts]
-        sizes = [part.payload_bytes(rows, cols) for part in parts]
-        return list(zip(parts, payload.split(sizes, dim=1), strict=True))
+        found = self._places.get((rows, cols))
+        if found is None:
+            parts = [part.resolve(rows, cols) for part in self.parts]
+            stops = list(itertools.accumulate(part.payload_bytes(rows, cols) for part in parts))
+            found = self._places[rows, cols] = list(zip(parts, [0, *stops], stops, strict=False))
+        return [(part, payload[:, start:stop]) for part, start, stop in found]
 
 
 @dataclass(frozen=True, kw_only=True)
