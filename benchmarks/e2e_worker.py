@@ -310,6 +310,7 @@ def main() -> None:
                             "loss": run.loss,
                             "num_steps": run.num_steps,
                             "picked": None if (planner := planner_of(run)) is None else planner.current.label,
+                            "history": None if planner is None else planner.history,
                         }
                     )  # fmt: skip
                 driver.ask(command="records", records=records)

@@ -45,7 +45,8 @@ FORGETTING = 0.02  # share of an option's looks that is lost at each look while 
 LEAST_WEIGHT = 0.1  # of the newest look in the mean, so that it follows what changes
 DOUBT = 0.3  # share of a step by which an option that never ran must be better while trying is suspended
 TRIAL_SHARE = 0.01  # of the training that trying may cost
-TRIAL_STEPS = 6.0  # and so many steps in all, so that a training can begin
+TRIAL_STEPS = 6.0  # and so many steps in all,
+TRIAL_S = 10.0  # and so many seconds: a change of plan takes about one, whatever a step takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +240,7 @@ class TrialBudget:
 
     def is_left(self, step_s: float) -> bool:
         """Whether another plan may be tried; a step takes `step_s` now."""
-        return self.lost_s <= TRIAL_SHARE * self.elapsed_s + TRIAL_STEPS * step_s
+        return self.lost_s <= TRIAL_SHARE * self.elapsed_s + TRIAL_STEPS * step_s + TRIAL_S
 
 
 @dataclass

@@ -11,6 +11,7 @@ from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.online import (
     DOUBT,
     OPTIMISM,
+    TRIAL_S,
     TRIAL_SHARE,
     TRIAL_STEPS,
     Chooser,
@@ -218,12 +219,12 @@ def test_what_trying_may_cost_is_a_share_of_the_training():
     budget.replaced_s = 1.0
     for _ in range(3):
         budget.note_step(3.0)
-    budget.note_switch(TRIAL_STEPS - 5.0)
-    assert budget.lost_s == pytest.approx(TRIAL_STEPS + 1.0)
+    budget.note_switch(TRIAL_STEPS + TRIAL_S - 5.0)
+    assert budget.lost_s == pytest.approx(TRIAL_STEPS + TRIAL_S + 1.0)
     assert not budget.is_left(1.0)
     budget.replaced_s = None
     budget.note_step(1.0 / TRIAL_SHARE - 9.0 - 0.5)
     assert not budget.is_left(1.0)
     budget.note_step(1.0)
-    assert budget.lost_s == pytest.approx(TRIAL_STEPS + 1.0)
+    assert budget.lost_s == pytest.approx(TRIAL_STEPS + TRIAL_S + 1.0)
     assert budget.is_left(1.0)
