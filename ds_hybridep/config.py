@@ -229,6 +229,8 @@ class HybridEPConfig:
     prefetch_depth: layers between the start of a gradient's return in the backward and the wait for it.
     max_staleness: optimizer steps by which replicas may be older than their owners: 0, or 1, which gives weights until
         the end of the next step to arrive.
+    replicas: "persistent" ones are held all the time, "transient" ones around their use: those of the layer that
+        computes and of `prefetch_depth` layers that follow it.
     verify_interval: optimizer steps between two checks, by checksum, that replicas equal their owners; 0: never.
     kernels: "compiled" and "reference" insist on one kind, "auto" prefers compiled ones.
     timeout_s: longest wait for any other rank.
@@ -247,6 +249,9 @@ class HybridEPConfig:
     enabled: bool = field(default=True, metadata=_read_by(_read_bool))
     prefetch_depth: int = field(default=2, metadata=_read_by(_integer(at_least=0, example=2)))
     max_staleness: Literal[0, 1] = field(default=0, metadata=_read_by(_zero_or_one))
+    replicas: Literal["persistent", "transient"] = field(
+        default="persistent", metadata=_read_by(_choice("persistent", "transient"))
+    )
     verify_interval: int = field(default=100, metadata=_read_by(_integer(at_least=0, example=100)))
     kernels: Literal["auto", "compiled", "reference"] = field(
         default="auto", metadata=_read_by(_choice("auto", "compiled", "reference"))
@@ -329,6 +334,7 @@ def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | P
     if enabled:
         _check_world_size(levels, where, world_size)
         _check_token_exchange(settings.get("token_exchange"), levels)
+        _check_replicas(settings, levels, where)
     return HybridEPConfig(levels=levels, **settings)
 
 
@@ -401,6 +407,24 @@ def _check_token_exchange(token_exchange: object, levels: Sequence[LevelConfig])
                 f'hybridep.token_exchange is "deepspeed", but hybridep.levels[{index}].domain_size is '
                 f"{shown(level.domain_size)}: DeepSpeed's own all-to-alls know no domains; set the domain_size to 1, "
                 f'or token_exchange to "auto"'
+            )
+
+
+def _check_replicas(settings: Mapping[str, Any], levels: Sequence[LevelConfig], where: str) -> None:
+    """Transient replicas are gathered as they are: there is nothing that a delta could be added to."""
+    if settings.get("replicas") != "transient":
+        return
+    if settings.get("max_staleness"):
+        raise ConfigError(
+            'hybridep.max_staleness is 1, but hybridep.replicas is "transient": replicas that are not kept cannot be '
+            'old; set max_staleness to 0, or replicas to "persistent"'
+        )
+    for index, level in enumerate(levels):
+        if level.weight_codec != IDENTITY:
+            raise ConfigError(
+                f"{where}[{index}].weight_codec is {shown(level.weight_codec.type)}, but hybridep.replicas is "
+                f'"transient": a lossy codec sends changes, and replicas that are not kept have nothing to add them '
+                f'to; set weight_codec to "identity" (gradient_codec is free), or replicas to "persistent"'
             )
 
 

@@ -104,6 +104,7 @@ def stats(engine: nn.Module) -> dict[str, Any]:
     Returns:
         This rank's counters; under "job" those of all ranks together as of the last report, on rank 0 (None
         elsewhere and before the first report): sent bytes, bytes that plain EP would have sent, imbalance per layer.
+        "replica_bytes": held now for replicas and their gradients.
         Under "planning" the plan of a job that is planned while it runs (None elsewhere), as in `report_file`.
     """
     attachment = _attachment_of(engine)
@@ -111,7 +112,13 @@ def stats(engine: nn.Module) -> dict[str, Any]:
     for layer, codecs in zip(record["layers"], attachment.runtime.statistics.codecs(), strict=True):
         layer["codecs"] = codecs
     planning = None if attachment.planner is None else attachment.planner.record(attachment.runtime)
-    return {**record, "job": attachment.last_report, "planning": planning}
+    migration = attachment.runtime.migration
+    return {
+        **record,
+        "replica_bytes": 0 if migration is None else migration.replica_bytes,
+        "job": attachment.last_report,
+        "planning": planning,
+    }
 
 
 def refresh(engine: nn.Module) -> None:

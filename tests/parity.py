@@ -74,6 +74,7 @@ class Case:
     token_exchange: str | None = None
     kernels: str | None = None
     dense_sync: str | None = None
+    replicas: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -103,6 +104,7 @@ class Case:
             token_exchange=None,
             kernels=None,
             dense_sync=None,
+            replicas=None,
         )
 
     def ds_config(self, *, with_block: bool) -> dict[str, Any]:
@@ -150,6 +152,7 @@ class Case:
             "token_exchange": self.token_exchange,
             "kernels": self.kernels,
             "dense_sync": self.dense_sync,
+            "replicas": self.replicas,
         }
         return {
             "enabled": True,

@@ -263,6 +263,19 @@ def test_domains_are_refused_where_tokens_are_left_to_deepspeed():
     assert_says(message, 'hybridep.token_exchange is "deepspeed"', "hybridep.levels[0].domain_size is 2", '"auto"')
 
 
+@pytest.mark.parametrize("codec", ["int8", "auto", {"type": "low_rank", "rank": 4}])
+def test_weights_of_transient_replicas_are_exact(codec):
+    name = codec if isinstance(codec, str) else codec["type"]
+    message = refusal({**with_level_setting("weight_codec", codec), "replicas": "transient"})
+    assert_says(message, f'hybridep.levels[1].weight_codec is "{name}"', '"transient"', '"identity"', '"persistent"')
+    assert parse({**with_level_setting("gradient_codec", codec), "replicas": "transient"}).replicas == "transient"
+
+
+def test_transient_replicas_are_not_old():
+    message = refusal({**BLOCK, "replicas": "transient", "max_staleness": 1})
+    assert_says(message, "hybridep.max_staleness is 1", '"transient"', "set max_staleness to 0", '"persistent"')
+
+
 @pytest.mark.parametrize("value", [None, True, 3, "zzz", ["auto"]])
 def test_unknown_choices_unlike_any_other_are_refused_with_all(value):
     message = refusal(with_setting("kernels", value))

@@ -479,7 +479,9 @@ def test_stats(pool4: ProcessPool) -> None:
     shipment = 2 * 2 * num_elements * 4  # layers x experts of a rank x fp32
     for rank, found in enumerate(pool4.run(stats_after_two_steps, case=case)):
         fresh, trained = found["fresh"], found["trained"]
-        assert set(trained) == {"rank", "steps", "levels", "exposed_s", "layers", "job", "planning"}
+        assert set(trained) == {"rank", "steps", "levels", "exposed_s", "layers", "replica_bytes", "job", "planning"}
+        # A slot for each of two ranks in two layers: fp32 weights, and sums of their gradients.
+        assert fresh["replica_bytes"] == trained["replica_bytes"] == 2 * 2 * shipment
         assert trained["planning"] is None  # nothing is "auto"
         assert (trained["rank"], fresh["steps"], trained["steps"]) == (rank, 0, 2)
         assert [level["name"] for level in trained["levels"]] == ["dc", "gpu"]

@@ -34,6 +34,7 @@ from ds_hybridep.runtime.migration import LayerExperts, MigrationManager, StageP
 from ds_hybridep.runtime.moe_layer import HybridMoE, LayerStats, call_expert, expert_to_slot
 from ds_hybridep.runtime.row_exchange import build_exchanges
 from ds_hybridep.runtime.statistics import Statistics
+from ds_hybridep.runtime.transient import TransientMigration
 from ds_hybridep.version import __version__
 
 # Tokens per rank for which the token exchange is chosen where "token_exchange" is "auto"; only the ratio of bytes to
@@ -135,8 +136,10 @@ class HybridRuntime:
         parts = [self._build_parts(layer, exchange, pipelines, stores) for layer, exchange in taken_over]
         self.dense = LevelCollectives(transport) if config.dense_sync == "hierarchical" else None
         # 2. One manager for all layers, then the layers.
-        self.migration = None
-        if stores:
+        self.migration: MigrationManager | None = None
+        if stores and config.replicas == "transient":
+            self.migration = TransientMigration(transport, stores, config.prefetch_depth, is_boundary)
+        elif stores:
             self.migration = MigrationManager(
                 transport, stores, config.prefetch_depth, is_boundary, config.max_staleness
             )
@@ -166,8 +169,9 @@ class HybridRuntime:
             return exchanges, -1
         levels = build_gather_levels(partition, self.transport, spec.group)
         store = ReplicaStore(
-            spec.name, spec.experts, partition, levels, rank, self._encoding, is_grouped=spec.is_grouped
-        )
+            spec.name, spec.experts, partition, levels, rank, self._encoding, is_grouped=spec.is_grouped,
+            is_transient=self.config.replicas == "transient",
+        )  # fmt: skip
         if spec.group not in pipelines:
             pipelines[spec.group] = StagePipeline(self.transport), StagePipeline(self.transport)
         weights, gradients = pipelines[spec.group]
@@ -335,12 +339,11 @@ class HybridRuntime:
             if getattr(level, key) != IDENTITY
         ]
         dense = ", dense gradients and parameters by level" if self.dense is not None else ""
-        replica_mib = self.migration.replica_bytes / 2**20 if self.migration is not None else 0.0
+        memory = "no replicas" if self.migration is None else self.migration.describe_memory()
         tokens = first.exchange or "deepspeed"
         return (
             f"hybridep: {len(self._planned)} MoE layers, domain sizes {domains}, tokens {tokens}, "
-            f"{self.kernels.name} kernels, replicas and their gradients {replica_mib:.1f} MiB per rank{dense}"
-            + "".join(codecs)
+            f"{self.kernels.name} kernels, {memory}{dense}" + "".join(codecs)
         )
 
     def before_step(self) -> None:

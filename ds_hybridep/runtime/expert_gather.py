@@ -157,6 +157,8 @@ class ReplicaStore:
         rank: global rank of this process.
         encoding: how weights and gradients travel; None for exactly, everywhere.
         is_grouped: `experts` is one module, whose parameters are [e, *shape].
+        is_transient: weights have no memory until `TransientWeights` gives them some, and sums only while some wait to
+            return; weights must travel as they are.
     """
 
     def __init__(
@@ -169,10 +171,12 @@ class ReplicaStore:
         encoding: Encoding | None = None,
         *,
         is_grouped: bool = False,
+        is_transient: bool = False,
     ) -> None:
         self.layer = layer
         self.experts = tuple(experts)
         self.is_grouped = is_grouped
+        self._is_transient = is_transient
         self.num_local = num_local_experts(experts, is_grouped=is_grouped)
         self.partition = partition
         self.levels = levels
@@ -181,16 +185,12 @@ class ReplicaStore:
         self.blocks = lay_out(experts[0], is_grouped=is_grouped)
         device = next(experts[0].parameters()).device
         num_slots, num_local = len(self.domain_ranks), self.num_local
+        new = torch.empty if is_transient else torch.zeros
         self.weights = [
-            torch.zeros(num_slots, num_local * block.num_elements, dtype=block.dtype, device=device)
-            for block in self.blocks
+            new(num_slots, num_local * block.num_elements, dtype=block.dtype, device=device) for block in self.blocks
         ]
-        self.sums: list[Tensor | None] = [
-            torch.zeros(num_slots, num_local * block.num_elements, dtype=torch.float32, device=device)
-            if block.is_trainable
-            else None
-            for block in self.blocks
-        ]
+        self.sums: list[Tensor | None] = []
+        self.sum_parts: list[list[Tensor]] = []
         self.has_unreturned_sums = False
         self.is_released = False
         exact = (None,) * len(partition.domain_sizes)
@@ -203,7 +203,11 @@ class ReplicaStore:
         )
         # Views [e, *shape] of each slot's trainable parameters, in the order of `parts`.
         self.weight_parts = [self._trainable_parts(self.weights, slot) for slot in range(num_slots)]
-        self.sum_parts = [self._trainable_parts(self.sums, slot) for slot in range(num_slots)]
+        if is_transient:
+            for weights in self.weights:
+                weights.untyped_storage().resize_(0)  # views cannot be made without memory, but stay
+        else:
+            self._make_sums()
         # By level, the mirror that owned weights leave by.
         self.mirror_names: dict[int, str] = {}
         self.lossy = self._build_lossy(device)
@@ -213,6 +217,16 @@ class ReplicaStore:
             for level, codec in enumerate(self.encoding.gradient_codecs)
             if codec is not None and self.parts
         }
+
+    def _make_sums(self) -> None:
+        num_slots, device = len(self.domain_ranks), self.weights[0].device
+        self.sums = [
+            torch.zeros(num_slots, self.num_local * block.num_elements, dtype=torch.float32, device=device)
+            if block.is_trainable
+            else None
+            for block in self.blocks
+        ]
+        self.sum_parts = [self._trainable_parts(self.sums, slot) for slot in range(num_slots)]
 
     @property
     def is_lossy(self) -> bool:
@@ -291,9 +305,10 @@ class ReplicaStore:
 
     @property
     def replica_bytes(self) -> int:
-        """Bytes that this store holds."""
-        held = sum(w.nbytes for w in self.weights) + sum(s.nbytes for s in self.sums if s is not None)
-        return held + self.lossy.num_bytes(self.weights)
+        """Bytes that this store holds now."""
+        weights = sum(tensor.untyped_storage().nbytes() for tensor in self.weights)
+        sums = sum(tensor.nbytes for tensor in self.sums if tensor is not None)
+        return weights + sums + self.lossy.num_bytes(self.weights)
 
     @property
     def deferred_bytes(self) -> int:
@@ -348,6 +363,8 @@ class ReplicaStore:
         Args:
             gradients: in the order of `replica_slots`, then of `experts`, then `trainable_names`.
         """
+        if not self.sums:
+            self._make_sums()
         iterator = iter(gradients)
         for slot in self.replica_slots():
             for module_idx in range(len(self.experts)):
@@ -398,6 +415,8 @@ class ReplicaStore:
 
     def clear_sums(self) -> None:
         """Forget all partial gradients."""
+        if self._is_transient:
+            self.sums, self.sum_parts = [], []
         for sums in self.sums:
             if sums is not None:
                 sums.zero_()

@@ -160,6 +160,13 @@ class MigrationManager:
         if layer.gather is not None and not (layer.gather.is_deferred and layer.is_in_graph):
             self._finish_gather(layer)
 
+    def watch_backward(self, _position: int, outputs: Tensor) -> Tensor:
+        """The outputs of a layer's experts, [R, D] -> [R, D]; for managers that must know when a backward begins."""
+        return outputs
+
+    def hold(self, position: int) -> None:
+        """Have the layer's replicas to look at; all ranks must call, with nothing under way."""
+
     def _finish_gather(self, layer: LayerExperts) -> None:
         """Block until the layer's replicas hold the owners' current weights."""
         if layer.gather is not None:
@@ -192,11 +199,7 @@ class MigrationManager:
         Raises:
             GradientNotReturnedError: the forward ran before another plan took over.
         """
-        if layer.store.is_released:
-            raise GradientNotReturnedError(
-                f"{layer.store.layer}: this backward belongs to a forward that ran before hybridep changed its plan "
-                f"or was detached; run both before the change, or both after it"
-            )
+        refuse_released(layer.store)
         if layer.return_in_flight is not None:  # the layer ran twice in this backward
             self.finish_return(layer, layer.return_in_flight)
         layer.store.add_replica_gradients(gradients)
@@ -319,7 +322,8 @@ class MigrationManager:
         self._drain_weights()
         if self._are_replicas_stale:
             return
-        for layer in self._layers:
+        for position, layer in enumerate(self._layers):
+            self.hold(position)
             store = layer.store
             tables = _exchange_checksums(self._transport, store)
             for slot, owner in enumerate(store.domain_ranks):
@@ -414,9 +418,13 @@ class MigrationManager:
         store = self._layers[position].store
         return store.lossy.sums(store.source_weights()) if store.is_lossy else None
 
+    def describe_memory(self) -> str:
+        """What replicas take on this rank, for the log."""
+        return f"replicas and their gradients {self.replica_bytes / 2**20:.1f} MiB per rank"
+
     @property
     def replica_bytes(self) -> int:
-        """Bytes held for replicas and their gradient sums on this rank."""
+        """Bytes held now for replicas and their gradient sums on this rank."""
         deferred = sum(layer.store.deferred_bytes for layer in self._layers) if self._max_staleness else 0
         return sum(layer.store.replica_bytes for layer in self._layers) + deferred
 
@@ -436,6 +444,15 @@ class MigrationManager:
 def is_in_backward() -> bool:
     """True inside a running backward: a forward that runs there is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def refuse_released(store: ReplicaStore) -> None:
+    """Raise GradientNotReturnedError where another plan has taken over from the one of this store."""
+    if store.is_released:
+        raise GradientNotReturnedError(
+            f"{store.layer}: this backward belongs to a forward that ran before hybridep changed its plan or was "
+            f"detached; run both before the change, or both after it"
+        )
 
 
 def _exchange_checksums(transport: Transport, store: ReplicaStore) -> dict[int, Tensor]:

@@ -88,6 +88,8 @@ class HybridMoE:
         if self.migration is not None:
             self.migration.wait_for_weights(self.position)
         partial_sums = self._compute(rows, row_idx, row_weights, replicas)
+        if self.migration is not None:
+            partial_sums = self.migration.watch_backward(self.position, partial_sums)
         for state in reversed(states):
             partial_sums = combine(partial_sums, state)
         self.stats.calls += 1
