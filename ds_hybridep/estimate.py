@@ -15,14 +15,19 @@ from ds_hybridep.config import AUTO_CODEC, IDENTITY, HybridEPConfig, parse_confi
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.runtime.assembly import encoding_of
-from ds_hybridep.runtime.memory import MemoryNeeds, memory_of_layer, without_memory
+from ds_hybridep.runtime.memory import MemoryNeeds, memory_of_layer, most_at_once, without_memory
 
 DomainSizes = tuple[int, ...]
 Layers = Iterable[tuple[nn.Module, int, int]]  # an expert without memory, experts of a rank, ranks of the group
 
 
 def estimate_hybridep_mem_needs_all_live(
-    model: nn.Module, block: Mapping[str, Any], world_size: int, *, dtype: torch.dtype | None = None
+    model: nn.Module,
+    block: Mapping[str, Any],
+    world_size: int,
+    *,
+    dtype: torch.dtype | None = None,
+    accumulation: int = 1,
 ) -> dict[DomainSizes, MemoryNeeds]:
     """Print what each rank needs for replicas of the model's experts, for all domain sizes.
 
@@ -35,6 +40,7 @@ def estimate_hybridep_mem_needs_all_live(
         block: content of the "hybridep" block; its domain sizes are marked with `*` where they are given.
         world_size: ranks of the job.
         dtype: in which DeepSpeed will train; by default parameters stay as they are.
+        accumulation: gradient_accumulation_steps, which matter where the block's replicas are transient.
 
     Returns:
         Bytes by domain sizes, one for each level.
@@ -53,7 +59,7 @@ def estimate_hybridep_mem_needs_all_live(
         )
         for moe in moes
     ]
-    return _print_needs(layers, block, world_size)
+    return _print_needs(layers, block, world_size, accumulation)
 
 
 def estimate_hybridep_mem_needs_all_cold(
@@ -65,6 +71,7 @@ def estimate_hybridep_mem_needs_all_cold(
     world_size: int,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    accumulation: int = 1,
 ) -> dict[DomainSizes, MemoryNeeds]:
     """As `estimate_hybridep_mem_needs_all_live`, without a model.
 
@@ -73,16 +80,18 @@ def estimate_hybridep_mem_needs_all_cold(
         num_experts: of a layer.
         ep_size: ranks of an expert-parallel group.
         num_layers: Mixture-of-Experts layers.
-        block, world_size, dtype, returns and raises: likewise.
+        block, world_size, dtype, accumulation, returns and raises: likewise.
     """
     if num_experts % ep_size:
         raise ConfigError(f"{num_experts} experts cannot be shared evenly by ep_size {ep_size}; choose a divisor")
     with torch.device("meta"):
         expert = nn.ParameterList([nn.Parameter(torch.empty(*shape, dtype=dtype)) for shape in expert_shapes])
-    return _print_needs([(expert, num_experts // ep_size, ep_size)] * num_layers, block, world_size)
+    return _print_needs([(expert, num_experts // ep_size, ep_size)] * num_layers, block, world_size, accumulation)
 
 
-def _print_needs(layers: Layers, block: Mapping[str, Any], world_size: int) -> dict[DomainSizes, MemoryNeeds]:
+def _print_needs(
+    layers: Layers, block: Mapping[str, Any], world_size: int, accumulation: int
+) -> dict[DomainSizes, MemoryNeeds]:
     config = _exact_where_planned(parse_config(block, world_size=world_size))
     cluster, encoding = config.cluster(), encoding_of(config)
     layers = list(layers)
@@ -91,18 +100,19 @@ def _print_needs(layers: Layers, block: Mapping[str, Any], world_size: int) -> d
     common = [math.gcd(*level_spans) for level_spans in zip(*spans, strict=True)]
     needs: dict[DomainSizes, MemoryNeeds] = {}
     for sizes in itertools.product(*(_divisors(span) for span in common)):
-        needs[sizes] = sum(
-            (
-                memory_of_layer(
-                    [expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding, config.max_staleness
-                )
-                for expert, num_local, ep in layers
-            ),
-            MemoryNeeds(),
-        )
+        by_layer = [
+            memory_of_layer(
+                [expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding, config.max_staleness
+            )
+            for expert, num_local, ep in layers
+        ]
+        if config.replicas == "transient":
+            needs[sizes] = most_at_once(by_layer, config.prefetch_depth + 1, accumulates=accumulation > 1)
+        else:
+            needs[sizes] = sum(by_layer, MemoryNeeds())
     print(
         f"Memory needed on each rank for replicas of experts, beside what DeepSpeed needs, in MiB:\n"
-        f"{world_size} ranks, {len(layers)} MoE layers\n"
+        f"{world_size} ranks, {len(layers)} MoE layers, {config.replicas} replicas\n"
         f"  {'domain sizes':16} {'replicas':>10} {'gradient sums':>14} {'codecs':>10} {'all':>10}"
     )
     for sizes, need in needs.items():

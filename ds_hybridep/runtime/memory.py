@@ -39,6 +39,20 @@ class MemoryNeeds:
         )
 
 
+def most_at_once(layers: Sequence[MemoryNeeds], num_held: int, *, accumulates: bool) -> MemoryNeeds:
+    """What transient replicas of these layers need: weights of so many neighbours, and all that codecs keep.
+
+    accumulates: several micro-steps are added up, for which the gradient sums of all layers wait.
+    """
+    windows = [layers[first : first + num_held] for first in range(len(layers))]
+    summed = [layers] if accumulates else windows
+    return MemoryNeeds(
+        replicas=max((sum(layer.replicas for layer in window) for window in windows), default=0),
+        gradient_sums=max((sum(layer.gradient_sums for layer in window) for window in summed), default=0),
+        codecs=sum(layer.codecs for layer in layers),
+    )
+
+
 def without_memory(expert: nn.Module) -> nn.Module:
     """A copy of `expert` whose parameters have shapes and types only."""
     shells = {
