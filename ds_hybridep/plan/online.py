@@ -161,6 +161,7 @@ class Job:
     workload: Workload
     rates: Rates
     prefetch_depth: int
+    is_transient: bool = False
 
     def predict(self, option: Option) -> StepPrediction:
         """Seconds of one step by the stream model.
@@ -168,7 +169,7 @@ class Job:
         Sums of DeepSpeed's ring pass twice (what it does over gloo). Level by level a ZeRO partition is summed for its
         owner alone, which is one pass. Experts that several groups hold are DeepSpeed's in either case.
         """
-        layout = option.layout(self.spans, self.prefetch_depth)
+        layout = self._layout(option)
         ring = predict(self.cluster, layout, self.workload, self.rates, SyncModel())
         if option.dense_sync == "deepspeed":
             return ring
@@ -182,7 +183,10 @@ class Job:
 
     def memory_bytes(self, option: Option) -> float:
         """Of one rank, activations left out."""
-        return memory_of(self.cluster, option.layout(self.spans, self.prefetch_depth), self.workload).total_bytes
+        return memory_of(self.cluster, self._layout(option), self.workload).total_bytes
+
+    def _layout(self, option: Option) -> Layout:
+        return replace(option.layout(self.spans, self.prefetch_depth), is_transient=self.is_transient)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ In this order:
 
     layer, forward    before the experts | dispatch | wait for replicas | experts | combine
     layer, backward   output gradients | experts | input gradients | post the replicas' gradients | before the experts
+
+Transient replicas are posted in every pass, ahead of the layer that needs them, and waited for in backwards too.
 """
 
 from collections import deque
@@ -18,6 +20,7 @@ import numpy as np
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.replica_pool import ReplicaPool
 from ds_hybridep.plan.simulator_classes import Floats, RankClasses
 from ds_hybridep.plan.simulator_engine import Instruction, Operation, Post, Run, Wait
 from ds_hybridep.plan.simulator_traffic import Ranks, Routing, Traffic, TrafficMaker, held_blocks
@@ -163,6 +166,11 @@ class _Builder:
         self.pairs = routing.pairs[classes.examples]
         self.own_bytes = self._num_local() * self.workload.expert_travel_bytes
         self.has_packets = self.layout.domain_size > 1
+        self.weight_bytes = self.own_bytes
+        if self.layout.is_transient:  # frozen parameters too
+            self.weight_bytes = self._num_local() * self.workload.model.expert_params * self.workload.param_bytes
+        self._pool = ReplicaPool(self.workload.model.num_moe_layers, self.layout.prefetch_depth)
+        self._arriving: dict[int, list[int]] = {}  # packets of weights on their way, by layer
         self._random = np.random.default_rng(scenario.seed)
         self.names = [level.name for level in scenario.cluster.levels]
 
@@ -174,17 +182,21 @@ class _Builder:
         dispatch, combine = self._exchange(is_back=False, extra="dispatch"), self._exchange(is_back=True)
         output_gradients, input_gradients = self._exchange(is_back=False), self._exchange(is_back=True, extra="return")
         weights, gradients = self._weights(), self._gradients()
-        arriving = [self._send_packets(layer, weights) for layer in range(layers)] if self.has_packets else []
+        request = partial(self._request, weights)
+        if self.layout.is_transient:
+            request(0)
+        elif self.has_packets:
+            self._arriving = {layer: self._send_packets(layer, weights) for layer in range(layers)}
         for micro_step in range(workload.micro_steps):
             for layer in range(layers):
-                packet = arriving[layer] if self.has_packets and micro_step == 0 else None
-                self._forward(layer, dispatch, combine, packet)
+                self._forward(layer, dispatch, combine, request)
             is_last = micro_step == workload.micro_steps - 1
             returning: deque[list[int]] = deque()
             for layer in reversed(range(layers)):
+                ask = partial(request, is_backward=True)
                 if workload.is_checkpointed:
-                    self._forward(layer, dispatch, combine, None, "recompute")
-                self._backward_experts(layer, output_gradients, input_gradients)
+                    self._forward(layer, dispatch, combine, ask, "recompute")
+                self._backward_experts(layer, output_gradients, input_gradients, ask)
                 if self.has_packets and is_last:
                     returning.append(self._return_gradients(layer, gradients))
                     while len(returning) > self.layout.prefetch_depth:
@@ -197,22 +209,39 @@ class _Builder:
         self._optimize()
 
     def _forward(
-        self, layer: int, dispatch: _Sent, combine: _Sent, packet: list[int] | None, what: str = "forward"
+        self, layer: int, dispatch: _Sent, combine: _Sent, request: Callable[[int], None], what: str = "forward"
     ) -> None:
         self._run("dense_s", f"{what} {layer}", self._pre_s())
+        request(layer)
         self._swap(dispatch, f"dispatch {layer}")
-        if packet is not None:
-            self._wait(packet, "expert_weights_s")
+        if self._take_weights(layer):
             self._run("codec_s", f"decode weights {layer}", self._decode_weights_s())
         self._run("host_s", f"calls {layer}", self._calls_s(), is_computing=False)
         self._run("experts_s", f"experts {layer}", self._experts_s())
         self._swap(combine, f"combine {layer}")
 
-    def _backward_experts(self, layer: int, output_gradients: _Sent, input_gradients: _Sent) -> None:
+    def _backward_experts(
+        self, layer: int, output_gradients: _Sent, input_gradients: _Sent, request: Callable[[int], None]
+    ) -> None:
         self._swap(output_gradients, f"output gradients {layer}")
+        request(layer)
+        self._take_weights(layer)
         self._run("host_s", f"calls {layer}", 2.0 * self._calls_s(), is_computing=False)
         self._run("experts_s", f"experts, backward {layer}", 2.0 * self._experts_s())
         self._swap(input_gradients, f"input gradients {layer}")
+
+    def _request(self, weights: _Sent, layer: int, *, is_backward: bool = False) -> None:
+        """Post the transient replicas that a layer and those after it need and that are not held."""
+        if self.has_packets and self.layout.is_transient:
+            for other in self._pool.request(layer, is_backward=is_backward)[1]:
+                self._arriving[other] = self._send_packets(other, weights)
+
+    def _take_weights(self, layer: int) -> bool:
+        """Wait for a layer's replicas, if some are on their way."""
+        posted = self._arriving.pop(layer, None)
+        if posted is not None:
+            self._wait(posted, "expert_weights_s")
+        return posted is not None
 
     def _send_packets(self, layer: int, weights: _Sent) -> list[int]:
         self._run("codec_s", f"encode weights {layer}", self._encode_weights_s())
@@ -328,12 +357,12 @@ class _Builder:
     def _weights(self) -> _Sent:
         """Slowest level first; what came over slower levels goes on as it came."""
         if not self.scenario.assumptions.gathers_by_level:
-            return self._straight([self.own_bytes / codecs.weight.ratio for codecs in self.layout.codecs])
+            return self._straight([self.weight_bytes / codecs.weight.ratio for codecs in self.layout.codecs])
         stages = []
         for level in self._gather_levels():
             blocks = held_blocks(self.layout, level)
             num_bytes = sum(count / self.layout.codecs[at].weight.ratio for at, count in blocks.items())
-            stages.append(self._gather(level, num_bytes * self.own_bytes))
+            stages.append(self._gather(level, num_bytes * self.weight_bytes))
         return _Sent(tuple(stages))
 
     def _gradients(self) -> _Sent:

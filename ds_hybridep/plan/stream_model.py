@@ -22,13 +22,14 @@ Sources: design of the stream model; paper (5), (7) for the overlap of one layer
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.replica_pool import ReplicaPool, num_gathers
 from ds_hybridep.plan.routing import expected_rows_of_load
 from ds_hybridep.plan.token_route import TokenExchange, expected_rows_of, known_or_assumed_bandwidths
 from ds_hybridep.plan.workload import ADAM_BYTES, COUNT_BYTES, MASTER_BYTES, Workload
@@ -181,6 +182,8 @@ class Layout:
     prefetch_depth: layers between the start of a gradient's return and the wait for it.
     exchange: how token rows travel.
     is_padded: DeepSpeed's own layer in place of ours: padded all-to-alls, no domains.
+    is_transient: replicas are gathered around their use, for `prefetch_depth` + 1 layers at a time; all of an expert's
+        parameters travel then, frozen ones too.
     """
 
     spans: tuple[int, ...]
@@ -189,6 +192,7 @@ class Layout:
     prefetch_depth: int = 2
     exchange: TokenExchange = "direct"
     is_padded: bool = False
+    is_transient: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.spans) == len(self.domain_sizes) == len(self.codecs):
@@ -201,6 +205,8 @@ class Layout:
             raise PlanError(f"prefetch_depth is {self.prefetch_depth}, but must be at least 0")
         if self.is_padded and self.domain_size > 1:
             raise PlanError("DeepSpeed's own layer has no domains; give domain sizes of 1")
+        if self.is_transient and self.is_lossy:
+            raise PlanError("transient replicas are gathered as they are; give exact codecs for weights")
 
     @cached_property
     def domain_counts(self) -> tuple[int, ...]:
@@ -331,7 +337,10 @@ def packet_bytes(layout: Layout, workload: Workload, way: Literal["weights", "gr
     Source: runtime/expert_gather.py.
     """
     sizes = layout.domain_sizes
-    own_bytes = experts_per_rank(layout, workload) * workload.expert_travel_bytes
+    expert_bytes = workload.expert_travel_bytes
+    if layout.is_transient and way == "weights":
+        expert_bytes = workload.model.expert_params * workload.param_bytes
+    own_bytes = experts_per_rank(layout, workload) * expert_bytes
     result = []
     for level, size in enumerate(sizes):
         if way == "weights":
@@ -343,6 +352,12 @@ def packet_bytes(layout: Layout, workload: Workload, way: Literal["weights", "gr
             held = math.prod(sizes[:level]) / layout.codecs[level].gradient.ratio
         result.append((size - 1) * held * own_bytes)
     return tuple(result)
+
+
+def weight_packets(layout: Layout, workload: Workload) -> int:
+    """Packets of weights in a step: one for each layer, or one for each gather of a layer."""
+    layers = workload.model.num_moe_layers
+    return num_gathers(layers, layout.prefetch_depth, workload.micro_steps) if layout.is_transient else layers
 
 
 def experts_per_rank(layout: Layout, workload: Workload) -> int:
@@ -466,21 +481,27 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     types (shared out from ZeRO-1 on), over the ranks that hold the same parameter. Per replica parameter: 4 B under a
     lossy codec, else its type; 4 B gradient sum where it is trained; 4 B residual under a lossy gradient codec. The
     runtime keeps a slot for the owned experts too, which is their mirror under a lossy codec.
+
+    Transient replicas: weights of `prefetch_depth` + 1 layers; gradient sums of as many, which return `prefetch_depth`
+    layers later, or of all layers where several micro-steps are added up.
     """
     model = workload.model
     world, group = cluster.num_ranks, layout.group_size
-    owned = model.num_moe_layers * experts_per_rank(layout, workload)
+    layers = model.num_moe_layers
+    owned = layers * experts_per_rank(layout, workload)
     replicas = owned * layout.domain_size if layout.domain_size > 1 else 0
     weight_bytes = MASTER_BYTES if layout.is_lossy else workload.param_bytes
-    trained_bytes = MASTER_BYTES + (MASTER_BYTES if layout.has_lossy_gradients else 0)
+    held = min(layout.prefetch_depth + 1, layers) / layers if layout.is_transient else 1.0
+    summed = held if workload.micro_steps == 1 else 1.0
+    residual_bytes = MASTER_BYTES if layout.has_lossy_gradients else 0
     return Memory(
         dense_bytes=_state_bytes(model.dense_params, workload.dense_train_params, workload, world),
         owned_expert_bytes=owned
         * _state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group),
         replica_bytes=replicas
         * (
-            (model.expert_params - workload.expert_travel_params) * workload.param_bytes
-            + workload.expert_travel_params * (weight_bytes + trained_bytes)
+            (model.expert_params - workload.expert_travel_params) * held * workload.param_bytes
+            + workload.expert_travel_params * (held * weight_bytes + summed * MASTER_BYTES + residual_bytes)
         ),
     )
 
@@ -628,6 +649,14 @@ class _Costs:
     input_gradients: tuple[_Stage, ...]
     weights: tuple[float, ...]
     gradients: tuple[float, ...]
+    weight_packets: int  # of a step
+
+
+PacketOf = Callable[[int], int | None]  # the packet that a layer has to wait for, sent now if it was not before
+
+
+def _no_packet(_: int) -> int | None:
+    return None
 
 
 def predict(
@@ -676,6 +705,7 @@ def _costs(cluster: Cluster, layout: Layout, workload: Workload, rates: Rates, l
         input_gradients=stages(extra * workload.return_extra_bytes),
         weights=_times(packet_bytes(layout, workload, "weights"), below),
         gradients=_times(packet_bytes(layout, workload, "gradients"), below),
+        weight_packets=weight_packets(layout, workload),
     )
 
 
@@ -730,6 +760,9 @@ def _run_step(clock: _Clock, costs: _Costs, layout: Layout, workload: Workload, 
     """All micro-steps.  Weights flow during the first forward only, gradients during the last backward only."""
     has_packets = layout.domain_size > 1
     layers = workload.model.num_moe_layers
+    if has_packets and layout.is_transient:
+        _run_transient_step(clock, costs, layout, workload, rates)
+        return
     if has_packets:  # encoded and queued right after the optimizer step, in the order in which layers need them
         for layer in range(layers):
             clock.spend(encode_s(layout, workload, "weights"), "codec_s")
@@ -737,13 +770,21 @@ def _run_step(clock: _Clock, costs: _Costs, layout: Layout, workload: Workload, 
             clock.send_packet(layer, costs.weights)
     decode_weights_s = decode_s(layout, workload, "weights") if has_packets else 0.0
     for layer in range(layers):
-        _forward_layer(clock, costs, layer if has_packets else None, decode_weights_s)
+        _forward_layer(clock, costs, layer, (lambda one: one) if has_packets else _no_packet, decode_weights_s)
     if workload.micro_steps > 1:
         _plain_passes(clock, costs, layout, workload)
+    _last_backward(clock, costs, layout, workload, rates, _no_packet)
+
+
+def _last_backward(
+    clock: _Clock, costs: _Costs, layout: Layout, workload: Workload, rates: Rates, packet_of: PacketOf
+) -> None:
+    """The backward in which gradients of replicas return."""
+    layers = workload.model.num_moe_layers
     waiting: deque[int] = deque()
     for layer in reversed(range(layers)):
-        _backward_layer(clock, costs, workload)
-        if has_packets:
+        _backward_layer(clock, costs, workload, layer, packet_of)
+        if layout.domain_size > 1:
             clock.spend(encode_s(layout, workload, "gradients"), "codec_s")
             clock.spend(rates.packet_s, "host_s")
             clock.send_packet(layers + layer, costs.gradients)
@@ -753,6 +794,56 @@ def _run_step(clock: _Clock, costs: _Costs, layout: Layout, workload: Workload, 
         clock.spend(2.0 * costs.pre_s, "dense_s")
     while waiting:
         _take_gradients(clock, waiting.popleft(), layout, workload)
+
+
+def _run_transient_step(clock: _Clock, costs: _Costs, layout: Layout, workload: Workload, rates: Rates) -> None:
+    """All micro-steps of transient replicas: weights flow in every pass, for the layers there is no room for.
+
+    Between the first and the last, all micro-steps find the same layers held and idle links: one is timed.
+    """
+    layers = workload.model.num_moe_layers
+    pool = ReplicaPool(layers, layout.prefetch_depth)
+    newest: dict[int, int] = {}  # packet of each layer
+    num_sent = 0
+
+    def packet_of(layer: int, *, is_backward: bool) -> int:
+        nonlocal num_sent
+        for other in pool.request(layer, is_backward=is_backward)[1]:
+            newest[other] = 2 * layers + num_sent  # below are the packets of gradients
+            num_sent += 1
+            clock.spend(rates.packet_s, "host_s")
+            clock.send_packet(newest[other], costs.weights)
+        return newest[layer]
+
+    def for_forward(layer: int) -> int:
+        return packet_of(layer, is_backward=False)
+
+    def for_backward(layer: int) -> int:
+        return packet_of(layer, is_backward=True)
+
+    def pass_forward() -> None:
+        for layer in range(layers):
+            _forward_layer(clock, costs, layer, for_forward, 0.0)
+
+    def pass_backward() -> None:
+        for layer in reversed(range(layers)):
+            _backward_layer(clock, costs, workload, layer, for_backward)
+            clock.spend(2.0 * costs.pre_s, "dense_s")
+
+    for_forward(0)  # right after the optimizer step
+    pass_forward()
+    if workload.micro_steps > 1:
+        pass_backward()
+        begin_s, before = clock.now_s, dict(clock.seconds)
+        if workload.micro_steps > 2:
+            pass_forward()
+            pass_backward()
+            repeats = workload.micro_steps - 3
+            for term, seconds in before.items():
+                clock.seconds[term] += repeats * (clock.seconds[term] - seconds)
+            clock.now_s += repeats * (clock.now_s - begin_s)
+        pass_forward()
+    _last_backward(clock, costs, layout, workload, rates, for_backward)
 
 
 def _plain_passes(clock: _Clock, costs: _Costs, layout: Layout, workload: Workload) -> None:
@@ -768,14 +859,15 @@ def _plain_passes(clock: _Clock, costs: _Costs, layout: Layout, workload: Worklo
 def _plain_layer(clock: _Clock, costs: _Costs, workload: Workload) -> _Clock:
     """A clock on which one layer has run forward and backward with idle links."""
     plain = _Clock([link.bytes_per_s for link in clock.links], [0.0] * len(clock.links))
-    _forward_layer(plain, costs, None, 0.0)
-    _backward_layer(plain, costs, workload)
+    _forward_layer(plain, costs, 0, _no_packet, 0.0)
+    _backward_layer(plain, costs, workload, 0, _no_packet)
     plain.spend(2.0 * costs.pre_s, "dense_s")
     return plain
 
 
-def _forward_layer(clock: _Clock, costs: _Costs, packet: int | None, decode_seconds: float) -> None:
+def _forward_layer(clock: _Clock, costs: _Costs, layer: int, packet_of: PacketOf, decode_seconds: float) -> None:
     clock.spend(costs.pre_s, "dense_s")
+    packet = packet_of(layer)
     clock.exchange(costs.dispatch, "tokens_s", costs.round_s)
     if packet is not None:
         clock.await_packet(packet, "expert_weights_s")
@@ -785,11 +877,14 @@ def _forward_layer(clock: _Clock, costs: _Costs, packet: int | None, decode_seco
     clock.exchange(costs.combine, "tokens_s", costs.round_s)
 
 
-def _backward_layer(clock: _Clock, costs: _Costs, workload: Workload) -> None:
+def _backward_layer(clock: _Clock, costs: _Costs, workload: Workload, layer: int, packet_of: PacketOf) -> None:
     """The backward of a layer up to its input's gradient; twice the work of its forward."""
     if workload.is_checkpointed:
-        _forward_layer(clock, costs, None, 0.0)
+        _forward_layer(clock, costs, layer, packet_of, 0.0)
     clock.exchange(costs.output_gradients, "tokens_s", costs.round_s)
+    packet = packet_of(layer)
+    if packet is not None:
+        clock.await_packet(packet, "expert_weights_s")
     clock.spend(2.0 * costs.calls_s, "host_s")
     clock.spend(2.0 * costs.experts_s, "experts_s")
     clock.exchange(costs.input_gradients, "tokens_s", costs.round_s)
@@ -812,10 +907,13 @@ def _expose(clock: _Clock, costs: _Costs, workload: Workload, rates: Rates, late
     repeats = workload.micro_steps * layers
     exposed = {
         "tokens_s": repeats * plain.seconds["tokens_s"],
-        "host_s": repeats * plain.seconds["host_s"] + 2 * layers * rates.packet_s + rates.step_s,
+        "host_s": repeats * plain.seconds["host_s"] + (costs.weight_packets + layers) * rates.packet_s + rates.step_s,
     }
-    for term, level_bytes in (("expert_weights_s", costs.weights), ("expert_gradients_s", costs.gradients)):
-        exposed[term] = layers * math.fsum(
+    for term, count, level_bytes in (
+        ("expert_weights_s", costs.weight_packets, costs.weights),
+        ("expert_gradients_s", layers, costs.gradients),
+    ):
+        exposed[term] = count * math.fsum(
             num_bytes / link.bytes_per_s + latency
             for num_bytes, link, latency in zip(level_bytes, clock.links, latencies, strict=True)
             if num_bytes > 0
@@ -884,7 +982,7 @@ def _uplink_bytes(
     return tuple(
         {
             "tokens": tokens[level],
-            "expert_weights": layers * costs.weights[level],
+            "expert_weights": costs.weight_packets * costs.weights[level],
             "expert_gradients": layers * costs.gradients[level],
             "dense_sync": dense[level],
             "expert_sync": experts[level],

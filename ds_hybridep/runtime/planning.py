@@ -536,6 +536,7 @@ class JobPlanner:
             workload=workload,
             rates=self._rates,
             prefetch_depth=self._config.prefetch_depth,
+            is_transient=self._config.replicas == "transient",
         )
 
     @property

@@ -13,7 +13,7 @@ from toy_model import ToyConfig
 
 import ds_hybridep
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.stream_model import ExpertGroup, Layout, LevelCodecs, Rates, predict
+from ds_hybridep.plan.stream_model import ExpertGroup, Layout, LevelCodecs, Rates, predict, weight_packets
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -87,3 +87,30 @@ def test_every_byte_is_predicted(pool4: ProcessPool, domain_sizes, exchange, che
     row_bytes = workload.token_passes * workload.row_bytes + workload.return_extra_bytes
     row_bytes += (1 if checkpointing is None else 2) * workload.dispatch_extra_bytes
     assert sum(counted("tokens")) == counts_only + rows / (forwards / ACCUMULATION) * row_bytes
+
+
+@pytest.mark.parametrize(
+    ("depth", "accumulation", "checkpointing"),
+    [(0, 1, "reentrant"), (1, 3, None), (1, 1, "nonreentrant"), (5, 2, None)],
+)
+def test_weights_of_transient_replicas_are_predicted(pool4: ProcessPool, depth, accumulation, checkpointing):
+    toy = replace(TOY, num_layers=4, checkpointing=checkpointing)
+    case = Case(
+        levels=(("dc", 2, 2), ("gpu", 2, 2)), toy=toy, accumulation=accumulation, prefetch_depth=depth,
+        replicas="transient",
+    )  # fmt: skip
+    layout = Layout(
+        spans=(2, 2), domain_sizes=(2, 2), codecs=(LevelCodecs(),) * 2, prefetch_depth=depth, is_transient=True
+    )
+    records = pool4.run(counted_in_one_step, case=case)
+    sent = [sum(record["levels"][level]["sent_bytes"]["expert_weights"] for record in records) for level in range(2)]
+    # The step's own, and those of the first layers for the next step, once after the step and once for the refresh.
+    ahead = min(depth + 1, toy.num_layers)
+    workload = workload_of(case)
+    gathers = weight_packets(layout, workload)
+    predicted = uplink_totals(case, layout, workload, "expert_weights")
+    assert sent == [count / gathers * (gathers + 2 * ahead) for count in predicted]
+    gradients = [
+        sum(record["levels"][level]["sent_bytes"]["expert_gradients"] for record in records) for level in range(2)
+    ]
+    assert gradients == uplink_totals(case, layout, workload, "expert_gradients")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planning of a running job: what is open, what is expected of it, and what measuring changes."""
 
+import dataclasses
 import math
 
 import pytest
@@ -64,6 +65,17 @@ def test_options_are_what_can_be_run_each_once():
     assert [label.split(",")[0] + label.split("tokens")[1].split(",")[0] for label in labels[::2]] == [
         "[1 direct", "[1 hierarchical", "[1 deepspeed", "[2 direct",
     ]  # fmt: skip
+
+
+def test_a_job_with_transient_replicas_is_priced_as_such():
+    kept = job()
+    transient = dataclasses.replace(kept, is_transient=True, prefetch_depth=0)
+    option = plain((2, 1))
+    assert transient.memory_bytes(option) < kept.memory_bytes(option)
+    weights = [one.predict(option).uplink_bytes[0]["expert_weights"] for one in (kept, transient)]
+    layers = MODEL.num_moe_layers
+    assert weights[1] / weights[0] == pytest.approx((2 * layers - 1) / layers)
+    assert transient.predict(plain()) == kept.predict(plain())
 
 
 def test_a_fixed_setting_is_a_choice_of_one():

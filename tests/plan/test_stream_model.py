@@ -63,20 +63,22 @@ def cases(draw):
     spans = tuple(draw(st.sampled_from(divisors(size))) for size in sizes)
     is_padded = draw(st.booleans())
     ours = tuple(draw(st.sampled_from(divisors(span))) for span in spans)
-    codec = st.sampled_from([IDENTITY, Codec("small", 20.0, 1e9, 5e8)])
+    exact, codec = st.just(IDENTITY), st.sampled_from([IDENTITY, Codec("small", 20.0, 1e9, 5e8)])
+    is_transient = draw(st.booleans())
     layout = Layout(
         spans=spans,
         domain_sizes=(1,) * len(spans) if is_padded else ours,
-        codecs=tuple(LevelCodecs(draw(codec), draw(codec), draw(codec)) for _ in spans),
+        codecs=tuple(LevelCodecs(draw(exact if is_transient else codec), draw(codec), draw(codec)) for _ in spans),
         prefetch_depth=draw(st.integers(0, 4)),
         exchange=draw(st.sampled_from(["direct", "hierarchical"])),
         is_padded=is_padded,
+        is_transient=is_transient,
     )
     model = dataclasses.replace(TOY, num_experts=math.prod(spans) * draw(st.integers(2, 3)))
     workload = Workload(
         model=model,
         tokens_per_rank=draw(st.integers(1, 5000)),
-        micro_steps=draw(st.integers(1, 3)),
+        micro_steps=draw(st.integers(1, 5)),
         param_bytes=draw(st.sampled_from([2, 4])),
         zero_stage=draw(st.sampled_from([0, 1, 2])),
         is_checkpointed=draw(st.booleans()),
@@ -396,6 +398,13 @@ def test_an_irregular_group_is_refused(ep_size):
 def test_wrong_layouts_are_refused(settings, message):
     with pytest.raises(PlanError, match=message):
         layout_of(**{"spans": (2, 2), "domain_sizes": (2, 1), **settings})
+
+
+def test_transient_replicas_under_a_lossy_codec_are_refused():
+    codecs = (LevelCodecs(weight=Codec("small", 20.0)), LevelCodecs())
+    with pytest.raises(PlanError, match="transient replicas are gathered as they are"):
+        Layout(spans=(2, 2), domain_sizes=(2, 1), codecs=codecs, is_transient=True)
+    assert Layout(spans=(2, 2), domain_sizes=(1, 2), codecs=codecs, is_transient=True).is_transient
 
 
 def test_a_layout_of_another_cluster_is_refused():
