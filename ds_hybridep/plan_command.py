@@ -157,7 +157,8 @@ def answer_json(question: Question, plan: Plan, extras: Extras) -> dict[str, Any
 def _compare_with_config(plan: Plan, config: "DsConfig") -> str:
     """What the ds_config's own domain sizes would take."""
     for candidate in (plan.best, *plan.others):
-        if candidate.layout.domain_sizes == config.domain_sizes:
+        is_transient = config.is_transient and candidate.layout.domain_size > 1
+        if (candidate.layout.domain_sizes, candidate.layout.is_transient) == (config.domain_sizes, is_transient):
             sizes = ",".join(map(str, config.domain_sizes))
             return f"The ds_config has [{sizes}]: {candidate.step_s:.4g} s a step, {candidate.reason}."
     return 'The ds_config has no domain sizes that can be compared, or leaves some to the job ("auto").'
@@ -177,6 +178,7 @@ class DsConfig:
     dtype: str | None = None
     is_strided: bool = False
     domain_sizes: tuple[int, ...] = ()
+    is_transient: bool = False
 
 
 def read_question(args: argparse.Namespace) -> Question:
@@ -198,6 +200,7 @@ def read_question(args: argparse.Namespace) -> Question:
         groups=() if args.ep_size is None else (ExpertGroup(args.ep_size, is_strided),),
         codecs=(LevelCodecs(), *(read_codec(text) for text in args.what_if_codec)),
         memory_bytes=None if args.memory is None else args.memory * GIGA,
+        is_transient=config.is_transient,
     )
 
 
@@ -309,10 +312,12 @@ def read_ds_config(path: Path) -> DsConfig:
         raise ConfigError(f"--ds-config: {path} holds a {type(content).__name__}, wanted an object")
     cluster: Cluster | None = None
     domain_sizes: tuple[int, ...] = ()
+    is_transient = False
     if "hybridep" in content:
         # Switched off, its sizes need not fit a world size.
         block = {**content["hybridep"], "enabled": False}
         config = parse_config(block, world_size=0, base_dir=path.parent)
+        is_transient = config.replicas == "transient"
         if config.levels:
             cluster, domain_sizes = config.cluster(), () if config.is_planned else config.domain_sizes
     zero = content.get("zero_optimization")
@@ -325,6 +330,7 @@ def read_ds_config(path: Path) -> DsConfig:
         dtype=dtypes[0] if dtypes else "fp32",
         is_strided=bool(content.get("use_data_before_expert_parallelism", False)),
         domain_sizes=domain_sizes,
+        is_transient=is_transient,
     )
 
 

@@ -61,6 +61,7 @@ class Question:
     depths: prefetch depths to consider.
     domain_sizes: for each level a size, or None to search.
     memory_bytes: of one rank, without activations; None: not limited.
+    is_transient: replicas are transient, as settings say; else only where others do not fit.
     """
 
     cluster: Cluster
@@ -72,6 +73,7 @@ class Question:
     depths: tuple[int, ...] = DEFAULT_DEPTHS
     domain_sizes: tuple[int | None, ...] | None = None
     memory_bytes: float | None = None
+    is_transient: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,8 @@ class Candidate:
     def label(self) -> str:
         """Domain sizes, and the codecs and the group where they are not the usual ones."""
         text = "[" + ",".join(map(str, self.layout.domain_sizes)) + "]"
+        if self.layout.is_transient:
+            text += " transient"
         names = [codecs_label(codecs) for codecs in self.layout.codecs if codecs != LevelCodecs()]
         if names:
             text += " " + " ".join(dict.fromkeys(names))
@@ -256,13 +260,23 @@ def _is_regular(cluster: Cluster, group: ExpertGroup) -> bool:
 
 
 def price_all(question: Question) -> Iterator[Candidate]:
-    """Every layout that the question allows, priced, in a fixed order."""
+    """Every layout that the question allows, priced, in a fixed order.
+
+    Where replicas do not fit into the memory, the same layout with transient ones follows.
+    """
     groups = question.groups or candidate_groups(question.cluster, question.workload.model.num_experts)
     for group in groups:
         spans = group.spans(question.cluster)
         for domain_sizes in _domain_sizes(question, spans):
             for codecs in _codec_choices(question.codecs, domain_sizes):
-                yield _price(question, group, Layout(spans=spans, domain_sizes=domain_sizes, codecs=codecs))
+                layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=codecs)
+                can_be_transient = layout.domain_size > 1 and not layout.is_lossy
+                if not (question.is_transient and can_be_transient):
+                    candidate = _price(question, group, layout)
+                    yield candidate
+                    can_be_transient &= candidate.lacking_bytes > 0
+                if can_be_transient:
+                    yield _price_transient(question, group, layout)
 
 
 def _domain_sizes(question: Question, spans: Sequence[int]) -> Iterable[tuple[int, ...]]:
@@ -278,10 +292,28 @@ def _codec_choices(allowed: Sequence[LevelCodecs], domain_sizes: Sequence[int]) 
 
 def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
     """The layout with the cheaper exchange and the greatest depth, which never takes longer than a smaller one."""
-    memory = memory_of(question.cluster, layout, question.workload)
-    lacking = 0.0 if question.memory_bytes is None else max(memory.total_bytes - question.memory_bytes, 0.0)
+    memory, lacking = _memory(question, layout)
     layout, prediction = _with_exchange(question, replace(layout, prefetch_depth=max(question.depths)))
     return Candidate(group=group, layout=layout, prediction=prediction, memory=memory, lacking_bytes=lacking)
+
+
+def _price_transient(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
+    """The layout with transient replicas of as many layers as fit; of the fewest where none fit."""
+    deepest_first = sorted(question.depths, reverse=True)
+    fitting = (depth for depth in deepest_first if not _memory(question, _transient(layout, depth))[1])
+    depth = next(fitting, deepest_first[-1])
+    return _price(replace(question, depths=(depth,)), group, _transient(layout, depth))
+
+
+def _transient(layout: Layout, depth: int) -> Layout:
+    return replace(layout, is_transient=True, prefetch_depth=depth)
+
+
+def _memory(question: Question, layout: Layout) -> tuple[Memory, float]:
+    """What a layout needs, and the bytes that it lacks."""
+    memory = memory_of(question.cluster, layout, question.workload)
+    limit = question.memory_bytes
+    return memory, 0.0 if limit is None else max(memory.total_bytes - limit, 0.0)
 
 
 def _with_least_depth(question: Question, candidate: Candidate) -> Candidate:
@@ -292,7 +324,8 @@ def _with_least_depth(question: Question, candidate: Candidate) -> Candidate:
         layout = replace(candidate.layout, prefetch_depth=depth)
         prediction = _predict(question, layout)
         if prediction.step_s <= candidate.step_s * (1 + TIE / 10):
-            return replace(candidate, layout=layout, prediction=prediction)
+            memory, _ = _memory(question, layout)
+            return replace(candidate, layout=layout, prediction=prediction, memory=memory)
     return candidate
 
 
@@ -383,14 +416,13 @@ def _group_inside(cluster: Cluster, num_experts: int) -> ExpertGroup:
 
 def _provided(question: Question, name: str, layout: Layout) -> Alternative:
     prediction = _predict(question, layout)
-    memory_bytes = memory_of(question.cluster, layout, question.workload).total_bytes
-    lacking = 0.0 if question.memory_bytes is None else max(memory_bytes - question.memory_bytes, 0.0)
+    memory, lacking = _memory(question, layout)
     return Alternative(
         name=name,
         step_s=prediction.step_s,
         prediction=prediction,
         layout=layout,
-        memory_bytes=memory_bytes,
+        memory_bytes=memory.total_bytes,
         lacking_bytes=lacking,
         note=f"needs {lacking / 1e9:.1f} GB more memory than there is" if lacking else "",
     )
@@ -543,6 +575,7 @@ def codecs_label(codecs: LevelCodecs) -> str:
 def _layout_json(candidate: Candidate) -> dict[str, Any]:
     layout = candidate.layout
     return {
+        **({"replicas": "transient"} if layout.is_transient else {}),
         "ep_size": candidate.group.ep_size,
         "strided": candidate.group.is_strided,
         "domain_sizes": list(layout.domain_sizes),

@@ -48,6 +48,8 @@ def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
                 entry[f"{kind}_codec"] = codec.name
         levels.append(entry)
     block: dict[str, Any] = {"levels": levels, "prefetch_depth": layout.prefetch_depth}
+    if layout.is_transient:
+        block["replicas"] = "transient"
     if sum(count > 1 for count in layout.domain_counts) > 1:
         block["token_exchange"] = layout.exchange
     settings: dict[str, Any] = {"hybridep": block}
@@ -71,7 +73,9 @@ def verdict(question: Question, plan: Plan) -> list[str]:
             f"brings is the de-duplicated exchange without padding."
         ]
     else:
-        lines = [f"Use domain sizes {list(best.layout.domain_sizes)}: {_seconds(best.step_s)}, {best.reason}."]
+        replicas = " with transient replicas" if best.layout.is_transient else ""
+        sizes = list(best.layout.domain_sizes)
+        lines = [f"Use domain sizes {sizes}{replicas}: {_seconds(best.step_s)}, {best.reason}."]
     elsewhere = plan.better_elsewhere
     if elsewhere is not None:
         ratio = best.step_s / (elsewhere.step_s or best.step_s)

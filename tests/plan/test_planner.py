@@ -22,6 +22,7 @@ from ds_hybridep.plan.planner import (
     step_times,
 )
 from ds_hybridep.plan.stream_model import IDENTITY, Codec, ExpertGroup, LevelCodecs, Rates
+from ds_hybridep.plan.summary import ds_config_block
 from ds_hybridep.plan.workload import Workload, model_from_mapping
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -156,6 +157,32 @@ def test_memory_excludes_replicas_and_says_what_they_lack():
     lost = {candidate.label: candidate for candidate in limited.others}[free.best.label]
     assert lost.reason == "needs 1.0 GB more memory than there is"
     assert lost.lacking_bytes == pytest.approx(1e9)
+
+
+def test_transient_replicas_are_priced_where_others_do_not_fit():
+    question = question_of("Qwen3-30B-A3B", domain_sizes=(2, 1), groups=(ExpertGroup(16),), depths=(1, 4))
+    free = make_plan(question)
+    assert all(not candidate.layout.is_transient for candidate in (free.best, *free.others))
+    kept = free.best.memory
+    assert kept.replica_bytes == 48 * 2 * 8 * 4718592 * (2 + 4)
+    limited = make_plan(dataclasses.replace(question, memory_bytes=kept.total_bytes - 1))
+    assert [candidate.label for candidate in (limited.best, *limited.others)] == [
+        "[2,1] transient ep 16",
+        "[2,1] ep 16",
+    ]
+    held = limited.best.layout.prefetch_depth + 1
+    assert limited.best.memory.replica_bytes == pytest.approx(kept.replica_bytes / 48 * held)
+    assert limited.best.step_s > free.best.step_s
+    assert ds_config_block(question, limited)["hybridep"]["replicas"] == "transient"
+    asked_for = make_plan(dataclasses.replace(question, domain_sizes=None, is_transient=True))
+    assert {
+        candidate.layout.is_transient == (candidate.layout.domain_size > 1)
+        for candidate in (asked_for.best, *asked_for.others)
+    } == {True}
+    # Where only the smallest pool fits, it is that one.
+    least = kept.total_bytes - kept.replica_bytes * (1 - 2 / 48) + 1
+    small = make_plan(dataclasses.replace(question, memory_bytes=least)).best
+    assert (small.layout.prefetch_depth, small.lacking_bytes) == (1, 0)
 
 
 def test_no_plan_fits_is_an_error_with_the_bytes():
