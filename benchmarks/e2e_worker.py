@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,11 @@ CODECS = {
     " int8": "int8",
     " low rank 7 int4": {"type": "low_rank", "rank": 7, "factors": "int4", "iterations": 2},
 }
+# docs/codecs.md, "Which to take": of weights and of gradients.
+RECOMMENDED = (
+    {"type": "low_rank", "rank": 7, "factors": "int4", "iterations": 2, "fallback": "int2"},
+    {"type": "low_rank", "rank": 7, "factors": "log4", "weighting": "rms", "iterations": 2},
+)
 ANSWER_LIMIT_S = 60.0
 
 
@@ -45,11 +50,13 @@ class Plan:
     ep_size: int
     domain_sizes: tuple[Any, ...] | None = None
     dense_sync: str = "deepspeed"
-    codec: Any = "identity"  # of weights and gradients between the DCs
+    codec: Any = "identity"  # of weights and gradients between the DCs; a pair where they differ
     token_exchange: str = "auto"
     auto_codecs: tuple[Any, ...] = ()
+    lora_rank: int = 0  # of adapters of attention; 0: everything is trained
 
 
+LORA_RANK, ADAPTED = 8, "LoRA: "
 AUTO_SETTLED_LOOKS, AUTO_MOST_STEPS = 3, 80
 
 
@@ -124,18 +131,55 @@ def plans_of(sizes: tuple[int, ...]) -> list[Plan]:
     return [*plans, *autos, Plan("deepspeed, flat EP again", dcs * gpus)]
 
 
+def plans_of_hf(sizes: tuple[int, ...]) -> list[Plan]:
+    """Full fine-tuning and adapters of a Hugging Face model."""
+    dcs, gpus = sizes
+    world = dcs * gpus
+    flat, inside = Plan("deepspeed, flat EP", world), Plan("deepspeed, EP inside the DC", gpus)
+    ours = Plan(f"hybridep [{dcs},1]", world, (dcs, 1))
+    by_level = replace(ours, dense_sync="hierarchical")
+    adapted = {"lora_rank": LORA_RANK}
+    return [
+        flat,
+        inside,
+        ours,
+        replace(by_level, name=f"{ours.name}, hierarchical dense"),
+        replace(by_level, name=f"{ours.name} recommended codecs, hierarchical dense", codec=RECOMMENDED),
+        replace(flat, name=f"{flat.name} again"),
+        replace(flat, name=f"{ADAPTED}{flat.name}", **adapted),
+        replace(inside, name=f"{ADAPTED}{inside.name}", **adapted),
+        replace(ours, name=f"{ADAPTED}{ours.name}", **adapted),
+        replace(by_level, name=f"{ADAPTED}{ours.name}, hierarchical dense", **adapted),
+        replace(flat, name=f"{ADAPTED}{flat.name} again", **adapted),
+    ]
+
+
+def build_model(args: argparse.Namespace, plan: Plan) -> torch.nn.Module:
+    args.ep_size = plan.ep_size
+    if args.model == "qwen3_moe":
+        import hf_model  # what it needs is not installed everywhere
+
+        return hf_model.build(args, plan.lora_rank)
+    return SleepModel(args) if args.compute == "sleep" else train_lm.ByteModel(args)
+
+
 def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[int, ...]) -> Run:
     torch.manual_seed(args.seed)
-    args.ep_size = plan.ep_size
-    model = SleepModel(args) if args.compute == "sleep" else train_lm.ByteModel(args)
+    model = build_model(args, plan)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # only its product with the others is checked
         "gradient_accumulation_steps": accumulation,
         "steps_per_print": 1_000_000_000,
-        "zero_optimization": {"stage": args.zero_stage},
+        # DeepSpeed's ZeRO 1 and 2 refuse a model with MoE layers and no trainable expert.
+        "zero_optimization": {"stage": 0 if plan.lora_rank else args.zero_stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
-    trained, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    if args.model == "qwen3_moe":
+        import hf_model
+
+        config["expert_parallel"] = hf_model.autoep_block(plan.ep_size)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
     if plan.domain_sizes is not None:
         levels = [
             {"name": name, "size": size, "domain_size": domain_size}
@@ -150,7 +194,8 @@ def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[
             "token_exchange": plan.token_exchange,
             "auto_codecs": list(plan.auto_codecs),
         }
-        levels[0].update(weight_codec=plan.codec, gradient_codec=plan.codec)
+        weight_codec, gradient_codec = plan.codec if isinstance(plan.codec, tuple) else (plan.codec, plan.codec)
+        levels[0].update(weight_codec=weight_codec, gradient_codec=gradient_codec)
         ds_hybridep.attach(trained, block)
     return Run(plan, trained)
 
@@ -267,6 +312,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--capacity-factor", type=float, default=1.25)
     parser.add_argument("--zero-stage", type=int, default=1)
+    parser.add_argument("--model", choices=("bytes", "qwen3_moe"), default="bytes", help="see hf_model.py")
     parser.add_argument("--compute", choices=("real", "sleep"), default="real", help="see sleep_model.py")
     parser.add_argument("--dense-ms", type=float, default=2.0, help="slept per dense sublayer and sequence, forward")
     parser.add_argument("--row-us", type=float, default=10.0, help="slept per row and expert, forward")
@@ -280,7 +326,8 @@ def main() -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     sizes = tuple(int(size) for size in args.dcs.split("x"))
-    plans = [plan for plan in plans_of(sizes) if not args.plans or plan.name in args.plans]
+    known = plans_of(sizes) if args.model == "bytes" else plans_of_hf(sizes)
+    plans = [plan for plan in known if not args.plans or plan.name in args.plans]
     driver = Driver(args.control)
     driver.ask(command="rate", rate="none")
     runs = {
@@ -302,7 +349,8 @@ def main() -> None:
                                 "tokens_per_rank": rows * args.seq_len, "hidden": args.hidden, "layers": args.layers,
                                 "experts": args.experts, "top_k": args.top_k, "zero_stage": args.zero_stage,
                                 "compute": args.compute, "dense_ms": args.dense_ms, "row_us": args.row_us,
-                                "plan": run.plan.name,
+                                "plan": run.plan.name.removeprefix(ADAPTED), "model": args.model,
+                                "lora_rank": run.plan.lora_rank,
                             },
                             "step_s": one.step_s,
                             "wan_bytes_per_step": statistics.median(one.wan_bytes),

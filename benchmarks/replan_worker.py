@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--prefetch-depth", type=int, default=2)
     parser.add_argument("--local_rank", type=int, default=0)
     args = parser.parse_args()
-    args.compute = "real"
+    args.compute, args.model = "real", "bytes"
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     sizes = tuple(int(size) for size in args.dcs.split("x"))

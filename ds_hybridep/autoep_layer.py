@@ -5,6 +5,7 @@ AutoEP's router decides, and AutoEP's tail adds shared experts and router logits
 over expert domains, with the arithmetic of DeepSpeed's `GroupedExperts`, on its own weights and on those of replicas.
 """
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.runtime.assembly import LayerSpec
@@ -68,7 +68,7 @@ def call_grouped(experts: nn.Module, weights: dict[str, Tensor], rows: Tensor, c
 
     Args:
         experts: `GroupedExperts`.
-        weights: replace the module's own parameters of those names.
+        weights: replace all of the module's own parameters; none: the module is called as it is.
         rows: [n, D], ordered by expert.
         counts: rows of each expert.
     """
@@ -77,7 +77,13 @@ def call_grouped(experts: nn.Module, weights: dict[str, Tensor], rows: Tensor, c
     # DeepSpeed pads the rows of each expert to the alignment of its grouped products.
     rows_per_expert = torch.tensor(counts, dtype=torch.int32, device=rows.device)
     padded, places, padded_counts, num_rows = permute_by_local_expert(rows, rows_per_expert)
-    outputs = functional_call(experts, weights, (padded, padded_counts))
+    if weights:
+        # The module's forward without its hooks, by which ZeRO-3 would gather weights that are not used.
+        other = copy.copy(experts)
+        other.__dict__["_parameters"] = dict(weights)
+        outputs = other.forward(padded, padded_counts)
+    else:
+        outputs = experts(padded, padded_counts)
     return unpermute_by_local_expert(outputs, places, num_rows)
 
 

@@ -23,6 +23,7 @@ def refuse_unsupported(engine: Any) -> None:
     zero = engine._config.zero_config
     is_partitioned = engine.zero_optimization()
     reasons = {
+        "ZeRO stage 3": (engine.zero_optimization_stage() == 3, "use stage 0, 1 or 2"),
         "parameters with sparse gradients (torch.nn.Embedding(sparse=True))": (
             any(getattr(module, "sparse", False) is True for module in engine.module.modules()),
             "build them with sparse=False",

@@ -298,6 +298,8 @@ class Attachment:
         runtime.follow(earlier, undelivered)
         earlier.close()
         self._bind_runtime()
+        if self.is_engine and self.engine.zero_optimization_stage() == 3:
+            runtime.refresh()  # now, while ZeRO-3 fetches nothing ahead by the order of modules that it knows
         if self.planner is not None:
             self.planner.follow(config, runtime, reason)
         log_dist(runtime.describe(), ranks=[0])
@@ -379,13 +381,17 @@ class Attachment:
     def _clear_gradients(self, *, by_optimizer: bool) -> None:
         """Clear replica gradients where DeepSpeed forgets the owner's, and only there.
 
-        ZeRO-2 keeps what it has reduced, whoever calls; an fp32 accumulator beside `.grad` is kept by the engine's
-        zero_grad and cleared by the optimizer's.
+        ZeRO-2 keeps what it has reduced, whoever calls; what ZeRO-3 has reduced and an fp32 accumulator beside `.grad`
+        are kept by the engine's zero_grad and cleared by the optimizer's.
         """
         optimizer = self.engine.optimizer
         if getattr(optimizer, "partition_gradients", False):
             return
-        has_accumulator = hasattr(optimizer, "clear_hp_grads") or getattr(optimizer, "use_grad_accum_attribute", False)
+        has_accumulator = (
+            self.engine.zero_optimization_stage() == 3
+            or hasattr(optimizer, "clear_hp_grads")
+            or getattr(optimizer, "use_grad_accum_attribute", False)
+        )
         if by_optimizer or not has_accumulator:
             # ZeRO 1 has copied what was returned, and its step applies that whoever calls zero_grad.
             drops_returned = not getattr(optimizer, "averaged_gradients", None)
@@ -495,6 +501,8 @@ def _refuse_combination(engine: Any, config: HybridEPConfig, *, is_engine: bool)
     if is_engine:
         _refuse_unsupported(engine)
         _refuse_unknown_scale(engine, config)
+        if engine.zero_optimization_stage() == 3:
+            _refuse_with_partitioned_parameters(engine, config)
     elif config.is_planned:
         raise UnsupportedError(
             'a hybridep setting is "auto", but without a DeepSpeed engine nobody knows the steps to plan for; attach '
@@ -521,7 +529,6 @@ def _refuse_unsupported(engine: Any) -> None:
         f"the 1-bit optimizer {optimizer}": optimizer.lower() in _ONE_BIT_OPTIMIZERS,
         "ZeRO stage 3 with native MoE layers": engine.zero_optimization_stage() == 3
         and any(isinstance(module, MOELayer) for module in engine.module.modules()),
-        "ZeRO stage 3": engine.zero_optimization_stage() == 3,
     }
     for feature, is_used in reasons.items():
         if is_used:
@@ -529,6 +536,24 @@ def _refuse_unsupported(engine: Any) -> None:
                 f'{feature} does not work together with the "hybridep" block yet; turn it off, or set '
                 f'"hybridep": {{"enabled": false}}'
             )
+
+
+def _refuse_with_partitioned_parameters(engine: Any, config: HybridEPConfig) -> None:
+    """Raise UnsupportedError for settings that do not go together with ZeRO stage 3."""
+    if config.is_planned:
+        raise UnsupportedError(
+            'a hybridep setting is "auto", but plans are not made for ZeRO stage 3, whose gathers of parameters they do '
+            "not count; write sizes and codecs, or use stage 0, 1 or 2"
+        )
+    leaves = [name for name, module in engine.module.named_modules() if getattr(module, "_z3_leaf", False)]
+    layers = _find_layers(engine.module)
+    inside = [leaf for leaf in leaves for name in layers if f"{name}.experts".startswith(f"{leaf}." if leaf else "")]
+    if inside or engine._config.zero_config.module_granularity_threshold:
+        raise UnsupportedError(
+            f"zero_optimization.leaf_module makes one piece of {inside[:1] or 'modules'} under ZeRO stage 3, but "
+            f"gradients of experts come back after their module's backward; leave MoE layers out of it, and "
+            f"stage3_module_granularity_threshold at 0"
+        )
 
 
 def _refuse_dense_sync(engine: Any, config: HybridEPConfig, *, is_engine: bool) -> None:
@@ -655,6 +680,10 @@ def _boundary_of(engine: Any) -> Callable[[], bool]:
 
 def _master_of(parameter: nn.Parameter) -> Tensor | None:
     """The fp32 copy that DeepSpeed's optimizer updates; None where it is in parts, or there is none."""
+    stage3 = getattr(parameter, "_z3_optimizer", None)
+    if stage3 is not None and parameter.requires_grad:
+        is_whole = parameter.partition_numel() == parameter.ds_numel
+        return stage3.get_local_fp32_param(parameter) if is_whole else None
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is None or mapping.lp_fragment_address.numel != parameter.numel():
         return None

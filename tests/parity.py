@@ -113,7 +113,7 @@ class Case:
             "train_micro_batch_size_per_gpu": 1,  # only its product with the others is checked, not the tensors
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.gradient_clipping,
-            "zero_optimization": {"stage": self.zero_stage},
+            "zero_optimization": self._zero_config(),
             "zero_allow_untested_optimizer": True,
             "use_data_before_expert_parallelism": self.use_data_before_expert_parallel,
             "steps_per_print": 1_000_000,
@@ -126,6 +126,12 @@ class Case:
         if with_block:
             config["hybridep"] = self._block()
         return config
+
+    def _zero_config(self) -> dict[str, Any]:
+        if self.zero_stage < 3:
+            return {"stage": self.zero_stage}
+        # Else everything of a toy stays whole after its first use.  This leaves the norms.
+        return {"stage": 3, "stage3_param_persistence_threshold": 100}
 
     def _optimizer_config(self) -> dict[str, Any]:
         learning_rate = (LEARNING_RATE if self.family is None else HF_LEARNING_RATE)[self.optimizer]
@@ -385,8 +391,17 @@ def _stats(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
     return ds_hybridep.stats(engine)
 
 
-def _snapshot(model: ToyModel) -> dict[str, Tensor]:
-    return {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Copies by name.  Under ZeRO-3 all ranks must call."""
+    copies = {}
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):  # does nothing below ZeRO-3
+            copies[name] = parameter.detach().clone()
+    return copies
+
+
+def _snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.float() for name, value in whole_parameters(model).items()}
 
 
 # -- DeepSpeed's expert groups ----------------------------------------------------------------------------------

@@ -70,6 +70,15 @@ def test_bf16(pool4: ProcessPool) -> None:
     assert_parity(pool4, [case4("qwen3_moe", 2, 1, dtype="bf16", zero_stage=1, toy=BY_TOKEN)])
 
 
+def test_zero_3(pool4: ProcessPool) -> None:
+    cases = [
+        case4("qwen3_moe", 2, 1, zero_stage=3, accumulation=2, evaluate=True),
+        # A rank holds half of each of its experts.
+        case4("mixtral", 1, 2, zero_stage=3, toy=replace(SHAPE, ep_size=2, checkpointing="nonreentrant")),
+    ]
+    assert_parity(pool4, cases)
+
+
 def test_two_ranks(pool2: ProcessPool) -> None:
     toy = replace(SHAPE, ep_size=2)
     assert_parity(pool2, [Case(levels=levels_of((2,), (size,)), family="mixtral", toy=toy) for size in (1, 2)])
@@ -78,7 +87,7 @@ def test_two_ranks(pool2: ProcessPool) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_plan_and_stage(pool4: ProcessPool, family: str, zero_stage: int, dtype: str) -> None:
     toy = BY_TOKEN if dtype == "bf16" else SHAPE
@@ -94,7 +103,7 @@ def test_every_family_plan_and_stage(pool4: ProcessPool, family: str, zero_stage
 
 
 @pytest.mark.parametrize(
-    "zero_stage", [pytest.param(stage, marks=[] if stage == 1 else pytest.mark.slow) for stage in (0, 1, 2)]
+    "zero_stage", [pytest.param(stage, marks=[] if stage == 1 else pytest.mark.slow) for stage in (0, 1, 2, 3)]
 )
 def test_checkpoints(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage, accumulation=2)

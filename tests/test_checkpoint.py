@@ -14,7 +14,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
-from parity import FP32_TOLERANCE, Case, levels_of, loss_of, model_of, use_expert_groups_of
+from parity import FP32_TOLERANCE, Case, levels_of, loss_of, model_of, use_expert_groups_of, whole_parameters
 from process_pool import ProcessPool
 from toy_model import ToyConfig, batch
 
@@ -72,21 +72,17 @@ def _batch(case: Case, step: int, micro_step: int) -> tuple[torch.Tensor, torch.
     return batch(case.toy, seed=case.seed, step=step, micro_step=micro_step, rank=rank, num_sequences=3)
 
 
-def _parameters(engine: Engine) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
-
-
 def resume_in_a_fresh_engine(case: Case, folder: str) -> dict[str, Any]:
     """Trains on from a checkpoint twice: in the engine that wrote it, and in one that started with other weights."""
     with engine_of(case, with_block=True) as engine:
         train(engine, case, 0, STEPS_BEFORE)
         engine.save_checkpoint(folder)
         straight_losses = train(engine, case, STEPS_BEFORE, STEPS_AFTER)
-        straight = _parameters(engine)
+        straight = whole_parameters(engine.module)
     with engine_of(case, with_block=True, seed=2) as engine:
         path, _ = engine.load_checkpoint(folder)
         resumed_losses = train(engine, case, STEPS_BEFORE, STEPS_AFTER)
-        resumed = _parameters(engine)
+        resumed = whole_parameters(engine.module)
     return {
         "is_loaded": path is not None,
         "losses": (straight_losses, resumed_losses),

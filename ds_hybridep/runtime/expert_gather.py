@@ -41,6 +41,7 @@ from ds_hybridep.runtime.lossy import (
     ResidualEncoder,
     Undelivered,
 )
+from ds_hybridep.runtime.partitioned import full_shape, gathered, is_partitioned, parameters_of
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,14 @@ def lay_out(expert: nn.Module, *, is_grouped: bool = False) -> tuple[Block, ...]
     for name, parameter in expert.named_parameters():
         slices = members.setdefault((parameter.dtype, parameter.requires_grad), [])
         start = slices[-1].stop if slices else 0
-        shape = parameter.shape[1:] if is_grouped else parameter.shape
+        shape = full_shape(parameter)[1:] if is_grouped else full_shape(parameter)
         slices.append(ParameterSlice(name, shape, start, start + shape.numel()))
     return tuple(Block(dtype, trainable, tuple(slices)) for (dtype, trainable), slices in members.items())
 
 
 def num_local_experts(experts: Sequence[nn.Module], *, is_grouped: bool) -> int:
     """How many experts the modules hold."""
-    return int(next(experts[0].parameters()).shape[0]) if is_grouped else len(experts)
+    return full_shape(next(experts[0].parameters()))[0] if is_grouped else len(experts)
 
 
 @dataclass(frozen=True)
@@ -287,21 +288,26 @@ class ReplicaStore:
     def _masters(self, part: PacketPart, staged: Tensor) -> Tensor:
         if staged.dtype == torch.float32:
             return staged  # a master holds no more
-        masters = [self.encoding.master_of(expert.get_parameter(part.name)) for expert in self.experts]
+        masters = [self.encoding.master_of(parameters_of(expert)[part.name]) for expert in self.experts]
         held = [master.detach().reshape(-1, *part.shape) for master in masters if master is not None]
         return torch.cat(held) if len(held) == len(masters) else staged
 
     def check_trainability(self) -> None:
         """Raise UnsupportedError where a parameter was unfrozen since the blocks were laid out."""
-        for expert_idx, expert in enumerate(self.experts):
-            for block in self.blocks:
-                if not block.is_trainable and any(
-                    expert.get_parameter(piece.name).requires_grad for piece in block.slices
-                ):
+        frozen = [block for block in self.blocks if not block.is_trainable]
+        for expert_idx, expert in enumerate(self.experts if frozen else ()):
+            parameters = parameters_of(expert)
+            for block in frozen:
+                if any(parameters[piece.name].requires_grad for piece in block.slices):
                     raise UnsupportedError(
                         f"{self.layer}: a frozen parameter of local expert {expert_idx} became trainable; "
                         f"call ds_hybridep.detach(engine) before and ds_hybridep.attach(engine) after that"
                     )
+
+    @property
+    def is_partitioned(self) -> bool:
+        """True where ZeRO-3 keeps a part of each owned expert here, and the own slot is what is computed with."""
+        return any(is_partitioned(parameter) for parameter in self.experts[0].parameters())
 
     @property
     def replica_bytes(self) -> int:
@@ -322,14 +328,21 @@ class ReplicaStore:
         )
 
     def load_own_weights(self, *, trainable_only: bool) -> None:
-        """Copy the owned experts' parameters into the own slot.  Reads them afresh: ZeRO re-points parameters."""
-        parameters = [dict(expert.named_parameters()) for expert in self.experts]
-        for block, weights in zip(self.blocks, self.weights, strict=True):
-            if trainable_only and not block.is_trainable:
-                continue
-            for piece in block.slices:
-                for place, named in zip(self.views(weights, self.own_index, piece), parameters, strict=True):
-                    place.copy_(named[piece.name].detach())
+        """Copy the owned experts' parameters into the own slot.  Reads them afresh: ZeRO re-points parameters.
+
+        Under ZeRO-3 the ranks that share them must call together.
+        """
+        named = [parameters_of(expert) for expert in self.experts]
+        pairs = [
+            (place, parameters[piece.name])
+            for block, weights in zip(self.blocks, self.weights, strict=True)
+            if block.is_trainable or not trainable_only
+            for piece in block.slices
+            for place, parameters in zip(self.views(weights, self.own_index, piece), named, strict=True)
+        ]
+        with gathered([parameter for _, parameter in pairs]):
+            for place, parameter in pairs:
+                place.copy_(parameter.detach())
 
     def part(self, tensor: Tensor, slot: int, piece: ParameterSlice) -> Tensor:
         """View [e, *shape] of one parameter of a slot's experts in `tensor`, one of `weights` or `sums`."""

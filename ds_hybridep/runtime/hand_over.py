@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ds_hybridep.runtime.comm import Purpose, Transport
 from ds_hybridep.runtime.expert_gather import ReplicaStore, lay_out
+from ds_hybridep.runtime.partitioned import full_shape, parameters_of
 
 
 def collect(store: ReplicaStore, transport: Transport, purpose: Purpose) -> list[Tensor]:
@@ -55,7 +56,8 @@ def collect(store: ReplicaStore, transport: Transport, purpose: Purpose) -> list
 def trainable_in_order(expert: nn.Module) -> list[nn.Parameter]:
     """Trainable parameters of an expert, in the order of `ReplicaStore.parts`."""
     blocks = [block for block in lay_out(expert) if block.is_trainable]
-    return [expert.get_parameter(piece.name) for block in blocks for piece in block.slices]
+    parameters = parameters_of(expert)
+    return [parameters[piece.name] for block in blocks for piece in block.slices]
 
 
 @dataclass
@@ -93,7 +95,7 @@ class CarriedGradients:
         for layer, parts in self.parts.items():
             for local_idx, expert in enumerate(experts[layer]):
                 for part, parameter in zip(parts, trainable_in_order(expert), strict=True):
-                    waiting = _Waiting(part if part.shape == parameter.shape else part[local_idx])
+                    waiting = _Waiting(part if part.shape == full_shape(parameter) else part[local_idx])
                     waiting.handle = parameter.register_hook(partial(self._add, waiting))
                     self._waiting.append(waiting)
 

@@ -15,6 +15,7 @@ Forward and step communicate from the main thread, the backward from autograd's;
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ds_hybridep.runtime.comm import Purpose, Transport, profiler_range
 from ds_hybridep.runtime.expert_gather import GradientReturn, ReplicaStore, StagedOperation, WeightGather
 from ds_hybridep.runtime.hand_over import collect
 from ds_hybridep.runtime.lossy import CodecSums
+from ds_hybridep.runtime.partitioned import parameters_of, stand_in, take_away
 
 
 class StagePipeline:
@@ -132,8 +134,8 @@ class MigrationManager:
     def acquire(self, position: int) -> list[list[dict[str, Tensor]]]:
         """Weights of the domain's experts by [slot][module of the store's `experts`], entered into autograd.
 
-        The values are valid after `wait_for_weights`; slots of other ranks are views of the store.  For the own slot
-        only trainable parameters are given.
+        The values are valid after `wait_for_weights`; slots of other ranks are views of the store, and under ZeRO-3
+        the own slot too.  For the own slot only trainable parameters are given, unless the module is grouped.
         """
         layer = self._layers[position]
         store = layer.store
@@ -148,7 +150,7 @@ class MigrationManager:
             outputs = _Acquire.apply(self, layer, handle, *aliases)
         else:
             layer.prefetched = None
-            outputs = (*own, *_replica_views(store))
+            outputs = (*_own_weights(store, own), *_views(store, store.replica_slots()))
         return _by_slot(store, iter(outputs))
 
     def wait_for_weights(self, position: int) -> None:
@@ -470,15 +472,20 @@ def _exchange_checksums(transport: Transport, store: ReplicaStore) -> dict[int, 
 def _trainable_parameters(store: ReplicaStore) -> list[nn.Parameter]:
     """The owned experts' trainable parameters, by `experts` and `trainable_names`."""
     names = store.trainable_names()
-    return [expert.get_parameter(name) for expert in store.experts for name in names]
+    return [parameters[name] for parameters in map(parameters_of, store.experts) for name in names]
 
 
-def _replica_views(store: ReplicaStore) -> list[Tensor]:
-    """Trainable weights of the replicas, by slot, `experts` and `trainable_names`."""
+def _own_weights(store: ReplicaStore, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What the owned experts compute with: `given`, or under ZeRO-3 the copy of the last shipment."""
+    return _views(store, (store.own_index,)) if store.is_partitioned else given
+
+
+def _views(store: ReplicaStore, slots: Sequence[int]) -> list[Tensor]:
+    """Trainable weights as the store holds them, by slot, `experts` and `trainable_names`."""
     names = store.trainable_names()
     return [
         weights[name]
-        for slot in store.replica_slots()
+        for slot in slots
         for module_idx in range(len(store.experts))
         for weights in [store.expert_weights(slot, module_idx)]
         for name in names
@@ -491,15 +498,20 @@ def _by_slot(store: ReplicaStore, tensors: Any) -> list[list[dict[str, Tensor]]]
     slots: list[list[dict[str, Tensor]]] = [[] for _ in store.domain_ranks]
     for slot in (store.own_index, *store.replica_slots()):
         for module_idx in range(len(store.experts)):
-            weights = {} if slot == store.own_index else store.expert_weights(slot, module_idx)
+            # A grouped module gets all its weights: called as it is, it would run ZeRO-3's hooks.
+            is_own = slot == store.own_index and not store.is_grouped
+            weights = {} if is_own else store.expert_weights(slot, module_idx)
             weights.update({name: next(tensors) for name in names})
             slots[slot].append(weights)
     return slots
 
 
 def _prefetch(manager: MigrationManager, layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
-    handle = ReturnHandle()
-    return handle, _Prefetch.apply(manager, layer, handle, *_trainable_parameters(layer.store))
+    handle, parameters = ReturnHandle(), _trainable_parameters(layer.store)
+    away = stand_in(parameters)
+    aliases = _Prefetch.apply(manager, layer, handle, *parameters)
+    take_away(away)
+    return handle, aliases
 
 
 class _Prefetch(Function):
@@ -515,6 +527,10 @@ class _Prefetch(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # Autograd accumulates what is returned here before anything else.
+        away = stand_in(_trainable_parameters(ctx.layer.store))
+        if away:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(take_away, away))
         operation = ctx.handle.operation
         if operation is None:  # not the accumulation boundary: the owner's own part only
             return None, None, None, *gradients
@@ -536,7 +552,9 @@ class _Acquire(Function):
         ctx: Any, manager: MigrationManager, layer: LayerExperts, handle: ReturnHandle, *aliases: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.manager, ctx.layer, ctx.handle, ctx.num_own = manager, layer, handle, len(aliases)
-        return *(alias.detach() for alias in aliases), *(view.detach() for view in _replica_views(layer.store))
+        store = layer.store
+        held = (*_own_weights(store, aliases), *_views(store, store.replica_slots()))
+        return tuple(weight.detach() for weight in held)
 
     @staticmethod
     @once_differentiable
