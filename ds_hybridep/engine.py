@@ -542,8 +542,8 @@ def _refuse_with_partitioned_parameters(engine: Any, config: HybridEPConfig) -> 
     """Raise UnsupportedError for settings that do not go together with ZeRO stage 3."""
     if config.is_planned:
         raise UnsupportedError(
-            'a hybridep setting is "auto", but plans are not made for ZeRO stage 3, whose gathers of parameters they do '
-            "not count; write sizes and codecs, or use stage 0, 1 or 2"
+            'a hybridep setting is "auto", but plans are not made for ZeRO stage 3, whose gathers of parameters they '
+            "do not count; write sizes and codecs, or use stage 0, 1 or 2"
         )
     leaves = [name for name, module in engine.module.named_modules() if getattr(module, "_z3_leaf", False)]
     layers = _find_layers(engine.module)

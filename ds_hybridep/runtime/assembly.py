@@ -569,7 +569,7 @@ def check_experts(spec: LayerSpec) -> None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(
-        getattr(module, name)
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    )
+    """DeepSpeed's own do not count: ZeRO-3 gathers parameters by them, and experts that it partitions run without."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = [hook for kind in kinds for hook in getattr(module, kind).values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks)
