@@ -33,11 +33,11 @@ def median_s(record: Record) -> float:
 
 
 def cases(records: Sequence[Record]) -> Iterable[tuple[tuple[Any, ...], list[Record]]]:
-    """Records by (compute, model, LoRA rank, dcs, tokens, accumulation), in order."""
+    """Records by (compute, model, adapters, dcs, tokens, accumulation), in order."""
 
     def key(record: Record) -> tuple[Any, ...]:
         params = record["params"]
-        kind = params.get("compute", "real"), params.get("model", "bytes"), params.get("lora_rank", 0)
+        kind = params.get("compute", "real"), params.get("model", "bytes"), params.get("adapters", "")
         return *kind, params["dcs"], params["tokens_per_rank"], params["accumulation"]
 
     for case, group in itertools.groupby(sorted(records, key=key), key):
@@ -189,10 +189,10 @@ def main() -> None:
     parser.add_argument("--plots", type=Path, help="folder for PNG files")
     args = parser.parse_args()
     records = [json.loads(line) for path in args.records for line in path.read_text().splitlines()]
-    for (compute, model, lora_rank, dcs, tokens, accumulation), group in cases(records):
+    for (compute, model, adapters, dcs, tokens, accumulation), group in cases(records):
         title = f"{dcs}, {tokens} tokens per rank and micro-step, accumulation {accumulation}"
         title += f", {model}" if model != "bytes" else ""
-        title += f", adapters of rank {lora_rank}" if lora_rank else ""
+        title += f", adapters of {adapters}" if adapters else ""
         title += ", compute slept" if compute == "sleep" else ""
         print(f"### {title}\n\nSeconds per step:\n\n{time_table(group)}\n")
         if regret := regret_table(group):
@@ -203,7 +203,7 @@ def main() -> None:
         if args.plots is not None:
             args.plots.mkdir(parents=True, exist_ok=True)
             kind = ("sleep-" if compute == "sleep" else "") + (f"{model}-" if model != "bytes" else "")
-            kind += "lora-" if lora_rank else ""
+            kind += f"{adapters.replace(' ', '-')}-" if adapters else ""
             name = f"e2e-{kind}{dcs}-t{tokens}-a{accumulation}.png"
             plot(group, args.plots / name, title)
             print(f"![{title}]({args.plots.name}/{name})\n")

@@ -53,10 +53,9 @@ class Plan:
     codec: Any = "identity"  # of weights and gradients between the DCs; a pair where they differ
     token_exchange: str = "auto"
     auto_codecs: tuple[Any, ...] = ()
-    lora_rank: int = 0  # of adapters of attention; 0: everything is trained
+    adapters: str = ""  # what has some, "attention" or "attention and experts"; else everything is trained
 
 
-LORA_RANK, ADAPTED = 8, "LoRA: "
 AUTO_SETTLED_LOOKS, AUTO_MOST_STEPS = 3, 80
 
 
@@ -137,20 +136,13 @@ def plans_of_hf(sizes: tuple[int, ...]) -> list[Plan]:
     world = dcs * gpus
     flat, inside = Plan("deepspeed, flat EP", world), Plan("deepspeed, EP inside the DC", gpus)
     ours = Plan(f"hybridep [{dcs},1]", world, (dcs, 1))
-    by_level = replace(ours, dense_sync="hierarchical")
-    adapted = {"lora_rank": LORA_RANK}
-    return [
-        flat,
-        inside,
-        ours,
-        replace(by_level, name=f"{ours.name}, hierarchical dense"),
-        replace(by_level, name=f"{ours.name} recommended codecs, hierarchical dense", codec=RECOMMENDED),
-        replace(flat, name=f"{flat.name} again"),
-        replace(flat, name=f"{ADAPTED}{flat.name}", **adapted),
-        replace(inside, name=f"{ADAPTED}{inside.name}", **adapted),
-        replace(ours, name=f"{ADAPTED}{ours.name}", **adapted),
-        replace(by_level, name=f"{ADAPTED}{ours.name}, hierarchical dense", **adapted),
-        replace(flat, name=f"{ADAPTED}{flat.name} again", **adapted),
+    by_level = replace(ours, name=f"{ours.name}, hierarchical dense", dense_sync="hierarchical")
+    lossy = replace(by_level, name=f"{ours.name} recommended codecs, hierarchical dense", codec=RECOMMENDED)
+    again = replace(flat, name=f"{flat.name} again")
+    return [flat, inside, ours, by_level, lossy, again] + [
+        replace(plan, name=f"{adapters}: {plan.name}", adapters=adapters)
+        for adapters in ("attention", "attention and experts")
+        for plan in (flat, inside, ours, by_level, again)
     ]
 
 
@@ -159,8 +151,28 @@ def build_model(args: argparse.Namespace, plan: Plan) -> torch.nn.Module:
     if args.model == "qwen3_moe":
         import hf_model  # what it needs is not installed everywhere
 
-        return hf_model.build(args, plan.lora_rank)
+        return hf_model.build(args, plan.adapters)
     return SleepModel(args) if args.compute == "sleep" else train_lm.ByteModel(args)
+
+
+def block_of(args: argparse.Namespace, plan: Plan, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """The "hybridep" block of a plan; domains of one rank where it has none."""
+    domain_sizes = plan.domain_sizes or (1,) * len(sizes)
+    levels = [
+        {"name": name, "size": size, "domain_size": domain_size}
+        for name, size, domain_size in zip(("dc", "gpu"), sizes, domain_sizes, strict=True)
+    ]
+    weight_codec, gradient_codec = plan.codec if isinstance(plan.codec, tuple) else (plan.codec, plan.codec)
+    levels[0].update(weight_codec=weight_codec, gradient_codec=gradient_codec)
+    return {
+        "levels": levels,
+        "report_interval": 0,
+        "verify_interval": 0,
+        "prefetch_depth": args.prefetch_depth,
+        "dense_sync": plan.dense_sync,
+        "token_exchange": plan.token_exchange,
+        "auto_codecs": list(plan.auto_codecs),
+    }
 
 
 def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[int, ...]) -> Run:
@@ -171,32 +183,21 @@ def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[
         "gradient_accumulation_steps": accumulation,
         "steps_per_print": 1_000_000_000,
         # DeepSpeed's ZeRO 1 and 2 refuse a model with MoE layers and no trainable expert.
-        "zero_optimization": {"stage": 0 if plan.lora_rank else args.zero_stage},
+        "zero_optimization": {"stage": 0 if plan.adapters == "attention" else args.zero_stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
     if args.model == "qwen3_moe":
         import hf_model
 
         config["expert_parallel"] = hf_model.autoep_block(plan.ep_size)
+    is_ours = plan.domain_sizes is not None
+    # Adapters of experts need the block at the start; AutoEP runs them without it afterwards.
+    if is_ours or plan.adapters == "attention and experts":
+        config["hybridep"] = block_of(args, plan, sizes)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     trained, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
-    if plan.domain_sizes is not None:
-        levels = [
-            {"name": name, "size": size, "domain_size": domain_size}
-            for name, size, domain_size in zip(("dc", "gpu"), sizes, plan.domain_sizes, strict=True)
-        ]
-        block = {
-            "levels": levels,
-            "report_interval": 0,
-            "verify_interval": 0,
-            "prefetch_depth": args.prefetch_depth,
-            "dense_sync": plan.dense_sync,
-            "token_exchange": plan.token_exchange,
-            "auto_codecs": list(plan.auto_codecs),
-        }
-        weight_codec, gradient_codec = plan.codec if isinstance(plan.codec, tuple) else (plan.codec, plan.codec)
-        levels[0].update(weight_codec=weight_codec, gradient_codec=gradient_codec)
-        ds_hybridep.attach(trained, block)
+    if not is_ours and "hybridep" in config:
+        ds_hybridep.detach(trained)
     return Run(plan, trained)
 
 
@@ -349,8 +350,8 @@ def main() -> None:
                                 "tokens_per_rank": rows * args.seq_len, "hidden": args.hidden, "layers": args.layers,
                                 "experts": args.experts, "top_k": args.top_k, "zero_stage": args.zero_stage,
                                 "compute": args.compute, "dense_ms": args.dense_ms, "row_us": args.row_us,
-                                "plan": run.plan.name.removeprefix(ADAPTED), "model": args.model,
-                                "lora_rank": run.plan.lora_rank,
+                                "plan": run.plan.name.removeprefix(f"{run.plan.adapters}: "), "model": args.model,
+                                "adapters": run.plan.adapters,
                             },
                             "step_s": one.step_s,
                             "wan_bytes_per_step": statistics.median(one.wan_bytes),

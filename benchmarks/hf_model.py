@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCABULARY = 256
+ADAPTER_RANK = 8
 
 
 class BytesQwen3Moe(Qwen3MoeForCausalLM):
@@ -21,8 +22,8 @@ class BytesQwen3Moe(Qwen3MoeForCausalLM):
         return loss, torch.zeros_like(loss)
 
 
-def build(args: argparse.Namespace, lora_rank: int) -> nn.Module:
-    """The model; with `lora_rank` only adapters of attention are trainable."""
+def build(args: argparse.Namespace, adapters: str) -> nn.Module:
+    """The model; with `adapters`, of "attention" or "attention and experts", only these are trainable."""
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=args.hidden,
@@ -41,9 +42,12 @@ def build(args: argparse.Namespace, lora_rank: int) -> nn.Module:
         use_cache=False,
     )
     model = BytesQwen3Moe(config)
-    if not lora_rank:
+    if not adapters:
         return model
-    return get_peft_model(model, LoraConfig(r=lora_rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if "experts" in adapters else None
+    settings = LoraConfig(r=ADAPTER_RANK, target_modules=attention, target_parameters=experts)
+    return get_peft_model(model, settings)
 
 
 def autoep_block(ep_size: int) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins the runtime to DeepSpeed: finds the MoE layers, and hooks step, gradients and checkpoints.
 
-The only module that touches deepspeed, beside `autoep_layer` and `dense_hooks`.  Modules are not replaced: the forward
-of MoE layers is patched once per class and asks each instance for its `_hybridep`; methods of the engine are
-overridden on the instance, and `detach` removes exactly those.
+The only module that touches deepspeed, beside `autoep_layer`, `dense_hooks` and `expert_adapters`.  Modules are not
+replaced: the forward of MoE layers is patched once per class and asks each instance for its `_hybridep`; methods of
+the engine are overridden on the instance, and `detach` removes exactly those.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from deepspeed.utils import groups, log_dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
-from ds_hybridep import autoep_layer, dense_hooks
+from ds_hybridep import autoep_layer, dense_hooks, expert_adapters
 from ds_hybridep.config import AUTO, IDENTITY, HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, prepare_runtime
@@ -182,11 +182,15 @@ def patch_deepspeed_engine(module: ModuleType) -> None:
             attach(self)
 
     @wraps(configure_experts)
-    def _configure_expert_parallel(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _configure_expert_parallel(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         autoep = self._config.expert_parallel_config
-        if _has_block(self) and autoep is not None and autoep.enabled:
-            autoep_layer.check_transformers()  # before AutoEP fails on it with an error of its own
-        return configure_experts(self, *args, **kwargs)
+        if not (_has_block(self) and autoep is not None and autoep.enabled):
+            return configure_experts(self, model, *args, **kwargs)
+        autoep_layer.check_transformers()  # before AutoEP fails on it with an error of its own
+        adapters = expert_adapters.take_off(model)
+        sources = configure_experts(self, model, *args, **kwargs)
+        expert_adapters.put_on(model, adapters, sources)
+        return sources
 
     engine_class._configure_distributed_model = _configure_distributed_model
     engine_class._configure_expert_parallel = _configure_expert_parallel
@@ -401,6 +405,8 @@ class Attachment:
         # The others wait for this rank in `load_codecs`, where replicas depend on what it loads.
         with announcing_failure() if self.runtime.migration is not None else nullcontext():
             loaded = original(*args, **kwargs)
+            if loaded[0] is not None:
+                expert_adapters.load(expert_adapters.adapted_layers(self.layers), Path(loaded[0]).parent)
         call = inspect.signature(original).bind(*args, **kwargs)
         call.apply_defaults()
         takes_gradients = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
@@ -423,6 +429,7 @@ class Attachment:
         tag = str(tag) if tag is not None else f"global_step{self.engine.global_steps}"
         # First: DeepSpeed's own last acts are a barrier and the file that names the newest checkpoint.
         self.runtime.save_codecs(Path(save_dir) / tag, self.engine.global_steps)
+        expert_adapters.save(expert_adapters.adapted_layers(self.layers), Path(save_dir) / tag)
         if self.planner is not None and self.runtime.transport.rank == 0:
             _write_json(Path(save_dir) / tag / PLAN_FILE, self.planner.record(self.runtime))
         return original(save_dir, tag, *args, **kwargs)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""peft's adapters of experts through AutoEP, against the same model without expert parallelism."""
+
+import gc
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.moe.ep_experts import GroupedExperts
+from parity import FP32_TOLERANCE, Case, loss_of, model_of, use_expert_groups_of
+from process_pool import ProcessPool
+from test_autoep import case4
+from torch import Tensor, nn
+from toy_model import batch
+
+import ds_hybridep
+from ds_hybridep import expert_adapters
+from ds_hybridep.errors import ConfigError, UnsupportedError
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: '.[hf]'"),
+]
+
+BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+PATTERN = r"base_model\.model\.model\.layers\.\d+\.mlp"
+RANK = 4
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+def adapted_model(case: Case, targets: tuple[str, ...], *, seed: int) -> Any:
+    import peft
+
+    model = model_of(case, seed=seed)
+    model.config.output_router_logits = False  # AutoEP makes its auxiliary loss of other logits than transformers
+    settings = peft.LoraConfig(
+        r=RANK, lora_alpha=3, target_modules=["q_proj"], target_parameters=list(targets), init_lora_weights=False
+    )
+    return peft.get_peft_model(model, settings)
+
+
+@contextmanager
+def engine_of(case: Case, targets: tuple[str, ...], *, with_block: bool, seed: int = 1) -> Iterator[Any]:
+    """With the block expert-parallel; without it every rank has all experts."""
+    use_expert_groups_of(case)
+    model = adapted_model(case, targets, seed=seed)
+    config = case.ds_config(with_block=with_block)
+    if with_block:
+        config["hybridep"]["verify_interval"] = 1
+        config["expert_parallel"]["moe_layer_pattern"] = PATTERN
+    else:
+        del config["expert_parallel"]
+        config["zero_optimization"] = {"stage": 0}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]  # as the Trainer gives them
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+        del engine, model, trainable
+        gc.collect()
+
+
+def train(engine: Any, case: Case, first: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        for micro_step in range(case.accumulation):
+            place = {"seed": case.seed, "step": step, "micro_step": micro_step, "rank": dist.get_rank()}
+            loss = loss_of(engine, case, *batch(case.toy, num_sequences=4, **place))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+    return losses
+
+
+def factors_of(engine: Any, targets: tuple[str, ...]) -> dict[str, Tensor]:
+    """Products of factors for all experts, [E, rows, cols], by layer and parameter, whoever holds them."""
+    found = {}
+    for name, module in engine.module.named_modules():
+        if hasattr(module, "scalings"):
+            for parameter, scaling in module.scalings.items():
+                lora_a, lora_b = (getattr(module, f"{parameter}_lora_{which}").detach() for which in "AB")
+                own = scaling * (lora_b @ lora_a)
+                everywhere = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+                dist.all_gather(everywhere, own.contiguous())
+                found[f"{name}.{parameter}"] = torch.cat(everywhere)
+        elif type(module).__name__ == "ParamWrapper":
+            layer = name.split(".experts")[0] + ".experts"
+            found[f"{layer}.{module.parameter_name}"] = module.get_delta_weight("default").detach()
+    assert len(found) == len(targets) * 2
+    return found
+
+
+def compare(case: Case, targets: tuple[str, ...]) -> dict[str, Any]:
+    with engine_of(case, targets, with_block=False) as engine:
+        start = factors_of(engine, targets)
+        plain = train(engine, case, 0, case.steps), factors_of(engine, targets)
+    with engine_of(case, targets, with_block=True) as engine:
+        losses, sent = [], []
+        for step in range(case.steps):
+            losses += train(engine, case, step, 1)
+            sent.append(dict(ds_hybridep.stats(engine)["levels"][0]["sent_bytes"]))
+        factors = factors_of(engine, targets)
+        num_factors = sum(p.numel() for n, p in engine.module.named_parameters() if "proj_lora" in n)
+    return {
+        "losses": (plain[0], losses),
+        "distance": max(float((factors[n] - one).norm() / one.norm()) for n, one in plain[1].items()),
+        "moved": min(float((one - start[n]).norm() / start[n].norm()) for n, one in plain[1].items()),
+        "sent": sent,
+        "num_factors": num_factors,
+    }
+
+
+def resume(case: Case, folder: str) -> dict[str, Any]:
+    """Trains on from a checkpoint in the engine that wrote it, and in one that began with other factors."""
+    with engine_of(case, BOTH, with_block=True) as engine:
+        train(engine, case, 0, 2)
+        engine.save_checkpoint(folder)
+        straight = train(engine, case, 2, 2), factors_of(engine, BOTH)
+    with engine_of(case, BOTH, with_block=True, seed=2) as engine:
+        engine.load_checkpoint(folder)
+        resumed = train(engine, case, 2, 2), factors_of(engine, BOTH)
+    different = [name for name, one in straight[1].items() if not torch.equal(one, resumed[1][name])]
+    return {"losses": (straight[0], resumed[0]), "different": different}
+
+
+def error_of(case: Case, targets: tuple[str, ...], pattern: str) -> str:
+    use_expert_groups_of(case)
+    config = case.ds_config(with_block=True)
+    config["expert_parallel"] |= {"moe_layer_pattern": pattern, "preset_model": "qwen3_moe"}
+    try:
+        engine, *_ = deepspeed.initialize(model=adapted_model(case, targets, seed=1), config=config)
+    except UnsupportedError as error:
+        return str(error)
+    finally:
+        gc.collect()
+    engine.destroy()
+    return ""
+
+
+# -- tests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "options", "targets"),
+    [
+        ("qwen3_moe", (2, 1), {"accumulation": 2, "zero_stage": 1}, BOTH),
+        ("mixtral", (2, 2), {}, BOTH[:1]),
+        ("qwen3_moe", (1, 1), {"zero_stage": 2}, BOTH[1:]),
+    ],
+    ids=["both", "gate_up", "down"],
+)
+def test_only_factors_migrate_and_learn_the_same(
+    pool4: ProcessPool, family: str, sizes: tuple[int, int], options: dict[str, Any], targets: tuple[str, ...]
+) -> None:
+    results = pool4.run(compare, case=case4(family, *sizes, **options), targets=targets, timeout_s=120.0)
+    for found in results:
+        plain, hybrid = found["losses"]
+        assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE)
+        assert found["distance"] < FP32_TOLERANCE
+        assert found["moved"] > 1e-2
+    for kind in ("expert_weights", "expert_gradients"):
+        by_step = [sum(found["sent"][step][kind] for found in results) for step in range(5)]
+        later = [after - before for before, after in zip(by_step[1:], by_step[2:], strict=False)]
+        # Once a step each owner's factors go to the other DC: to its peer there, who forwards them inside.
+        expected = 4 * sum(found["num_factors"] for found in results) if sizes[0] == 2 else 0
+        assert later == [expected] * 3
+
+
+def test_resume_is_bit_equal(pool4: ProcessPool, tmp_path: Path) -> None:
+    for found in pool4.run(resume, case=case4("qwen3_moe", 2, 1, zero_stage=1), folder=str(tmp_path), timeout_s=120.0):
+        straight, resumed = found["losses"]
+        assert resumed == straight
+        assert found["different"] == []
+
+
+def test_a_layer_that_autoep_does_not_take(pool4: ProcessPool) -> None:
+    only_first = r"base_model\.model\.model\.layers\.0\.mlp"
+    for message in pool4.run(error_of, case=case4("qwen3_moe", 2, 1), targets=BOTH, pattern=only_first):
+        assert "base_model.model.model.layers.1.mlp: AutoEP did not take this layer" in message
+        assert "expert_parallel.moe_layer_pattern" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"merged": True}, "merged adapters"),
+        ({"lora_A": {"one": None, "other": None}}, "2 adapters at once"),
+        ({"parameter_name": "gate_up_proj_bias"}, "gate_up_proj_bias"),
+        ({"get_param": lambda: torch.zeros(4, 4)}, "not fused"),
+    ],
+    ids=["merged", "two", "parameter", "flat"],
+)
+def test_adapters_that_are_not_carried_over(settings: dict[str, Any], text: str) -> None:
+    common = {"parameter_name": "down_proj", "lora_A": {"default": None}, "merged": False}
+    wrapper = SimpleNamespace(**common | {"get_param": lambda: torch.zeros(2, 4, 4)} | settings)
+    with pytest.raises(UnsupportedError, match=f"layers.1.mlp.experts: .*{text}.*target_parameters"):
+        expert_adapters._adapter_of("layers.1.mlp.experts", wrapper)
+
+
+def test_factors_that_a_checkpoint_does_not_hold(tmp_path: Path) -> None:
+    experts = GroupedExperts(4, 4, 2, use_grouped_mm=False)
+    experts.__class__, experts.scalings = expert_adapters.AdaptedExperts, {"down_proj": 1.0}
+    for name in expert_adapters.factor_names("down_proj"):
+        experts.register_parameter(name, nn.Parameter(torch.zeros(2, 4, 4)))
+    placement = {"num_experts": 2, "ep_size": 1}
+    layer = SimpleNamespace(experts=experts, expert_placement_descriptor=placement, ep_rank=0)
+    with pytest.raises(ConfigError, match="mlp: .* has no down_proj_lora_A of expert 0"):
+        expert_adapters.load({"mlp": layer}, tmp_path)
