@@ -126,9 +126,10 @@ _FAMILY_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _route_by_token(model: nn.Module, config: ToyConfig) -> None:
-    """The last E features of a token are a wide preference for certain experts that no layer writes to.
+    """The last E features of a token are a wide preference for k neighbouring experts, which training hardly moves.
 
-    Rounding then moves no token to another expert, which would drown everything that a test in bf16 could see.
+    Rounding then moves no token to another expert, which would drown everything that a test in bf16 could see. The k are
+    of one group where routing is limited to groups.
     """
     num_experts = config.num_experts
     features = slice(-num_experts, None)
@@ -137,7 +138,8 @@ def _route_by_token(model: nn.Module, config: ToyConfig) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("embed_tokens.weight"):
                 tokens = torch.arange(config.vocab)[:, None]
-                parameter[:, features] = -((experts - tokens * 3) % num_experts) / num_experts
+                is_chosen = experts // config.k == tokens * 3 % (num_experts // config.k)
+                parameter[:, features] = torch.where(is_chosen, -0.05 * (experts % config.k), -1.0)
             elif name.endswith("mlp.gate.weight"):
                 parameter.mul_(0.1)
                 parameter[:, features] = ROUTING_GAP * num_experts * torch.eye(num_experts)
