@@ -128,8 +128,8 @@ _FAMILY_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 def _route_by_token(model: nn.Module, config: ToyConfig) -> None:
     """The last E features of a token are a wide preference for k neighbouring experts, which training hardly moves.
 
-    Rounding then moves no token to another expert, which would drown everything that a test in bf16 could see. The k are
-    of one group where routing is limited to groups.
+    Rounding then moves no token to another expert, which would drown everything that a test in bf16 could see. Where
+    routing is limited to groups of experts the k are of one group.
     """
     num_experts = config.num_experts
     features = slice(-num_experts, None)
