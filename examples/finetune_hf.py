@@ -54,6 +54,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=128, help="tokens of a window")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of attention only; needs peft")
+    parser.add_argument("--lora-experts", action="store_true", help="adapters of the experts too")
     parser.add_argument("--json-file", type=Path, help="where rank 0 writes the final record")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -130,12 +131,18 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def add_adapters(model: PreTrainedModel, rank: int) -> torch.nn.Module:
-    """Freezes the model and gives its attention adapters of low rank."""
+def add_adapters(model: PreTrainedModel, rank: int, *, with_experts: bool) -> torch.nn.Module:
+    """Freezes the model and gives its attention, and its experts, adapters of low rank."""
     from peft import LoraConfig, get_peft_model
 
-    names = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, task_type="CAUSAL_LM"))
+    settings = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if with_experts else None,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, settings)
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -173,7 +180,7 @@ def main() -> None:
     # 2. Model and text.
     model, tokenizer = build_tiny(args) if args.tiny else load(args.model)
     if args.lora_rank:
-        model = add_adapters(model, args.lora_rank)
+        model = add_adapters(model, args.lora_rank, with_experts=args.lora_experts)
     windows = windows_of(read_text(args.text), tokenizer, args.seq_len)
     is_valid = torch.arange(len(windows)) % VALID_EVERY == 0
     trainer = Trainer(
