@@ -116,6 +116,8 @@ def plans_of(sizes: tuple[int, ...]) -> list[Plan]:
     for codec, spec in CODECS.items():
         name = f"hybridep [{dcs},1]{codec}, hierarchical dense"
         plans.append(Plan(name, dcs * gpus, (dcs, 1), "hierarchical", spec))
+    name = f"hybridep [{dcs},1] recommended codecs, hierarchical dense"
+    plans.append(Plan(name, dcs * gpus, (dcs, 1), "hierarchical", RECOMMENDED))
     autos = [
         Plan("hybridep auto", dcs * gpus, ("auto", "auto"), "auto"),
         Plan(
