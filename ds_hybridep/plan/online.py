@@ -46,7 +46,7 @@ LEAST_WEIGHT = 0.1  # of the newest look in the mean, so that it follows what ch
 DOUBT = 0.3  # share of a step by which an option that never ran must be better while trying is suspended
 TRIAL_SHARE = 0.01  # of the training that trying may cost
 TRIAL_STEPS = 6.0  # and so many steps in all,
-TRIAL_S = 10.0  # and so many seconds: a change of plan takes about one, whatever a step takes
+TRIAL_S = 5.0  # and so many seconds: a change of plan takes about one, whatever a step takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,21 +230,27 @@ class TrialBudget:
 
     elapsed_s: float = 0.0
     lost_s: float = 0.0
+    last_s: float = 0.0  # what the last change has cost; the next one is taken to cost as much
     replaced_s: float | None = None  # a step of the plan that was left, while its successor has not proved itself
 
     def note_step(self, step_s: float) -> None:
         """One optimizer step was made."""
         self.elapsed_s += step_s
         if self.replaced_s is not None:
-            self.lost_s += max(step_s - self.replaced_s, 0.0)
+            self._lose(max(step_s - self.replaced_s, 0.0))
 
     def note_switch(self, seconds: float) -> None:
         """A change of plan took so long."""
-        self.lost_s += seconds
+        self.last_s = 0.0
+        self._lose(seconds)
 
     def is_left(self, step_s: float) -> bool:
         """Whether another plan may be tried; a step takes `step_s` now."""
-        return self.lost_s <= TRIAL_SHARE * self.elapsed_s + TRIAL_STEPS * step_s + TRIAL_S
+        return self.lost_s + self.last_s <= TRIAL_SHARE * self.elapsed_s + TRIAL_STEPS * step_s + TRIAL_S
+
+    def _lose(self, seconds: float) -> None:
+        self.lost_s += seconds
+        self.last_s += seconds
 
 
 @dataclass

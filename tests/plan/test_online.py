@@ -228,15 +228,19 @@ def test_nothing_is_hoped_for_while_trying_has_cost_too_much():
 def test_what_trying_may_cost_is_a_share_of_the_training():
     budget = TrialBudget()
     assert budget.is_left(1.0)
+    budget.lost_s = TRIAL_STEPS + TRIAL_S - 9.0
+    budget.note_switch(2.0)
     budget.replaced_s = 1.0
-    for _ in range(3):
-        budget.note_step(3.0)
-    budget.note_switch(TRIAL_STEPS + TRIAL_S - 5.0)
-    assert budget.lost_s == pytest.approx(TRIAL_STEPS + TRIAL_S + 1.0)
-    assert not budget.is_left(1.0)
+    budget.note_step(3.0)
+    assert budget.lost_s == pytest.approx(TRIAL_STEPS + TRIAL_S - 5.0)
+    assert budget.last_s == pytest.approx(4.0)
+    assert budget.is_left(1.0)  # another change like that one is affordable
+    budget.note_step(3.0)
+    assert not budget.is_left(1.0)  # and now it is not
     budget.replaced_s = None
-    budget.note_step(1.0 / TRIAL_SHARE - 9.0 - 0.5)
+    wanted_s = budget.lost_s + budget.last_s - TRIAL_STEPS - TRIAL_S
+    budget.note_step(wanted_s / TRIAL_SHARE - 6.0 - 0.5)
     assert not budget.is_left(1.0)
     budget.note_step(1.0)
-    assert budget.lost_s == pytest.approx(TRIAL_STEPS + TRIAL_S + 1.0)
     assert budget.is_left(1.0)
+    assert budget.lost_s == pytest.approx(TRIAL_STEPS + TRIAL_S - 3.0)
