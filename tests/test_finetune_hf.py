@@ -21,13 +21,12 @@ pytestmark = [
 ]
 
 
-def finetune(folder: Path, *options: str, with_block: bool) -> dict[str, Any]:
+def finetune(folder: Path, *options: str, with_block: bool, zero_stage: int = 1) -> dict[str, Any]:
     """The record of a short run on four ranks."""
     config = json.loads((ROOT / "ds_configs" / "hf_2x2.json").read_text())
     if not with_block:
         del config["hybridep"]
-    if "--lora-rank" in options and "--lora-experts" not in options:  # ZeRO 1 and 2 want a trainable expert
-        config["zero_optimization"]["stage"] = 0
+    config["zero_optimization"] = {"stage": zero_stage, "stage3_param_persistence_threshold": 1000}
     folder.mkdir()
     (folder / "ds_config.json").write_text(json.dumps(config))
     record = folder / "record.json"
@@ -46,10 +45,18 @@ def finetune(folder: Path, *options: str, with_block: bool) -> dict[str, Any]:
     return json.loads(record.read_text())
 
 
-@pytest.mark.parametrize("options", [("--accumulation", "2"), ("--lora-rank", "4")], ids=" ".join)
-def test_the_trainer_learns_the_same_with_the_block(tmp_path: Path, options: tuple[str, ...]) -> None:
-    plain = finetune(tmp_path / "plain", *options, with_block=False)
-    hybrid = finetune(tmp_path / "hybrid", *options, with_block=True)
+@pytest.mark.parametrize(
+    ("options", "zero_stage"),
+    [
+        (("--accumulation", "2"), 1),
+        (("--accumulation", "2"), 3),
+        (("--lora-rank", "4"), 0),  # DeepSpeed's ZeRO 1 and 2 want a trainable expert
+    ],
+    ids=["zero 1", "zero 3", "adapters of attention"],
+)
+def test_the_trainer_learns_the_same_with_the_block(tmp_path: Path, options: tuple[str, ...], zero_stage: int) -> None:
+    plain = finetune(tmp_path / "plain", *options, with_block=False, zero_stage=zero_stage)
+    hybrid = finetune(tmp_path / "hybrid", *options, with_block=True, zero_stage=zero_stage)
     assert hybrid["world_size"] == plain["world_size"] == 4
     first, *_, last = (loss for _, loss in hybrid["losses"])
     assert last < first
