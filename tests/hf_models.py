@@ -129,8 +129,8 @@ def _route_by_token(model: nn.Module, config: ToyConfig) -> None:
     """The last E features of a token are a wide preference for k experts of other ranks, which training hardly moves.
 
     Rounding then moves no token to another expert, which would drown everything that a test in bf16 could see. The k
-    are as far from each other as they can be, of 8 experts 0 and 4, 1 and 5, ...; where routing is limited to groups of
-    experts, in one group.
+    are as far apart as they can be, of 8 experts 0 and 4, 1 and 5, ...; in one group where routing is limited to
+    groups of experts.
     """
     num_experts = config.num_experts
     group_size = num_experts // (getattr(model.config, "n_group", None) or 1)
