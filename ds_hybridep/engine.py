@@ -64,6 +64,8 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
             return
         _refuse_combination(engine_or_model, checked, is_engine=is_engine)
         layers = _find_layers(model)
+        if is_engine:
+            _refuse_lost_experts(engine_or_model, layers)
         specs = [_spec_of(name, layer) for name, layer in layers.items()]
         _refuse_devices(specs)
     planner, start = None, checked
@@ -565,6 +567,15 @@ def _refuse_with_partitioned_parameters(engine: Any, config: HybridEPConfig) -> 
             f"zero_optimization.leaf_module makes one piece of {inside[:1] or 'modules'} under ZeRO stage 3, but "
             f"gradients of experts come back after their module's backward; leave MoE layers out of it, and "
             f"stage3_module_granularity_threshold at 0"
+        )
+
+
+def _refuse_lost_experts(engine: Any, layers: Mapping[str, nn.Module]) -> None:
+    """Raise UnsupportedError where a load gives the frozen experts of rank 0 to all ranks, as DeepSpeed's does."""
+    if engine.zero_optimization_stage() == 2 and expert_adapters.adapted_layers(layers):
+        raise UnsupportedError(
+            "adapters of experts do not work with ZeRO stage 2 (zero_optimization.stage), whose checkpoints hold "
+            "frozen parameters as rank 0 has them, experts too; use stage 0 or 1"
         )
 
 
