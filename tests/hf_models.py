@@ -126,24 +126,20 @@ _FAMILY_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _route_by_token(model: nn.Module, config: ToyConfig) -> None:
-    """The last E features of a token are a wide preference for k experts of other ranks, which training hardly moves.
+    """The last E features of a token are a wide preference for k neighbouring experts, which training hardly moves.
 
-    Rounding then moves no token to another expert, which would drown everything that a test in bf16 could see. The k
-    are as far apart as they can be, of 8 experts 0 and 4, 1 and 5, ...; in one group where routing is limited to
-    groups of experts.
+    Rounding then moves no token to another expert, which would drown everything that a test in bf16 could see. Where
+    routing is limited to groups of experts the k are of one group.
     """
     num_experts = config.num_experts
-    group_size = num_experts // (getattr(model.config, "n_group", None) or 1)
-    stride = group_size // config.k
     features = slice(-num_experts, None)
     experts = torch.arange(num_experts)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("embed_tokens.weight"):
                 tokens = torch.arange(config.vocab)[:, None]
-                choices = experts // group_size * stride + experts % stride
-                is_chosen = choices == tokens * 3 % (num_experts // config.k)
-                parameter[:, features] = torch.where(is_chosen, -0.05 * (experts % group_size // stride), -1.0)
+                is_chosen = experts // config.k == tokens * 3 % (num_experts // config.k)
+                parameter[:, features] = torch.where(is_chosen, -0.05 * (experts % config.k), -1.0)
             elif name.endswith("mlp.gate.weight"):
                 parameter.mul_(0.1)
                 parameter[:, features] = ROUTING_GAP * num_experts * torch.eye(num_experts)
