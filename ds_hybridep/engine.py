@@ -84,6 +84,8 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
     log_dist(attachment.runtime.describe(), ranks=[0])
     _attachments(engine_or_model)[BLOCK] = attachment
     attachment.bind(is_engine=is_engine)
+    if getattr(engine_or_model, "micro_steps", 0) > 0:
+        attachment.ship_partitioned()
 
 
 def detach(engine: nn.Module) -> None:
@@ -304,8 +306,7 @@ class Attachment:
         runtime.follow(earlier, undelivered)
         earlier.close()
         self._bind_runtime()
-        if self.is_engine and self.engine.zero_optimization_stage() == 3:
-            runtime.refresh()  # now, while ZeRO-3 fetches nothing ahead by the order of modules that it knows
+        self.ship_partitioned()
         if self.planner is not None:
             self.planner.follow(config, runtime, reason)
         log_dist(runtime.describe(), ranks=[0])
@@ -403,14 +404,27 @@ class Attachment:
             drops_returned = not getattr(optimizer, "averaged_gradients", None)
             self.runtime.clear_gradients(drops_returned=drops_returned)
 
+    def ship_partitioned(self) -> None:
+        """Under ZeRO-3 ship weights now: in a forward it fetches ahead what it knows to come next."""
+        if self.is_engine and self.engine.zero_optimization_stage() == 3 and self.runtime.migration is not None:
+            self.runtime.migration.refresh_stale()
+
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loaded = self._load(original, *args, **kwargs)
+        self.ship_partitioned()
+        return loaded
+
+    def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The others wait for this rank in `load_codecs`, where replicas depend on what it loads.
         with announcing_failure() if self.runtime.migration is not None else nullcontext():
+            call = inspect.signature(original).bind(*args, **kwargs)
+            call.apply_defaults()
             loaded = original(*args, **kwargs)
-            if loaded[0] is not None:
-                expert_adapters.load(expert_adapters.adapted_layers(self.layers), Path(loaded[0]).parent)
-        call = inspect.signature(original).bind(*args, **kwargs)
-        call.apply_defaults()
+            adapted = expert_adapters.adapted_layers(self.layers)
+            if loaded[0] is not None and adapted:
+                expert_adapters.load(adapted, Path(loaded[0]).parent)
+                if call.arguments["load_module_only"] and hasattr(self.engine.optimizer, "refresh_fp32_params"):
+                    self.engine.optimizer.refresh_fp32_params()  # DeepSpeed has, from what the factors were before
         takes_gradients = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
         if loaded[0] is None or not takes_gradients:
             self.runtime.forget_codecs()

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from toy_model import ROUTING_GAP, ToyConfig
 
+# Length of vectors that are compared: of eight weights near 1, one that rounds the other way in bf16 would be a
+# quarter of all that five steps have moved.
+NORMED = 32
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "qwen3_5_moe")
 
 
@@ -87,7 +90,7 @@ _FAMILY_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {
             "num_experts": lambda c: c.num_experts,
-            "head_dim": lambda c: 8,
+            "head_dim": lambda c: NORMED,
             "norm_topk_prob": lambda c: True,
             "output_router_logits": lambda c: True,
         },
@@ -101,8 +104,8 @@ _FAMILY_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": lambda c: 1,
             "n_group": lambda c: 2,
             "topk_group": lambda c: 1,
-            "kv_lora_rank": lambda c: 8,
-            "q_lora_rank": lambda c: 8,
+            "kv_lora_rank": lambda c: NORMED,
+            "q_lora_rank": lambda c: NORMED,
             "qk_rope_head_dim": lambda c: 4,
             "v_head_dim": lambda c: 8,
             "qk_nope_head_dim": lambda c: 4,
@@ -114,7 +117,7 @@ _FAMILY_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_experts": lambda c: c.num_experts,
             "shared_expert_intermediate_size": lambda c: c.ffn,
-            "head_dim": lambda c: 8,
+            "head_dim": lambda c: NORMED,
             "linear_key_head_dim": lambda c: 8,
             "linear_value_head_dim": lambda c: 8,
             "linear_num_key_heads": lambda c: 2,

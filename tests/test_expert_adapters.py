@@ -137,6 +137,19 @@ def resume(case: Case, folder: str) -> dict[str, Any]:
     return {"losses": (straight[0], resumed[0]), "different": different}
 
 
+def load_module_only(case: Case, folder: str) -> float:
+    """How far one step leads away from loaded factors, relative; of the parameter that it moves most."""
+    with engine_of(case, BOTH, with_block=True) as engine:
+        train(engine, case, 0, 2)
+        engine.save_checkpoint(folder)
+        saved = factors_of(engine, BOTH)
+    with engine_of(case, BOTH, with_block=True, seed=2) as engine:
+        engine.load_checkpoint(folder, load_module_only=True)
+        train(engine, case, 2, 1)
+        factors = factors_of(engine, BOTH)
+    return max(float((factors[name] - one).norm() / one.norm()) for name, one in saved.items())
+
+
 def error_of(case: Case, targets: tuple[str, ...], pattern: str) -> str:
     use_expert_groups_of(case)
     config = case.ds_config(with_block=True)
@@ -188,6 +201,12 @@ def test_resume_is_bit_equal(pool4: ProcessPool, tmp_path: Path, zero_stage: int
         straight, resumed = found["losses"]
         assert resumed == straight
         assert found["different"] == []
+
+
+def test_a_load_of_the_module_only_is_what_training_goes_on_from(pool4: ProcessPool, tmp_path: Path) -> None:
+    case = case4("qwen3_moe", 2, 1, zero_stage=1)
+    for distance in pool4.run(load_module_only, case=case, folder=str(tmp_path), timeout_s=120.0):
+        assert distance < 0.5  # other factors are more than a whole length away
 
 
 def test_a_layer_that_autoep_does_not_take(pool4: ProcessPool) -> None:

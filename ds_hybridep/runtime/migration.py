@@ -276,6 +276,11 @@ class MigrationManager:
         if wait:
             self._drain_weights()
 
+    def refresh_stale(self) -> None:
+        """`refresh` now rather than in the next forward, if weights have changed; all ranks must call."""
+        if self._are_replicas_stale:
+            self.refresh()
+
     def check_returned(self, before: str) -> None:
         """Raise GradientNotReturnedError if replicas hold gradients; `before` says what is about to happen."""
         left = [layer.store.layer for layer in self._layers if layer.store.has_unreturned_sums]

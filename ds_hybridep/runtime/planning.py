@@ -191,6 +191,7 @@ class JobPlanner:
         self._pulse, self._step_watch = Pulse(self._transport), StepWatch()
         self._budget = TrialBudget()
         self._after_s = 0.0  # when the last optimizer step was over
+        self._is_changing = False  # between a decision and its being carried out
         self._num_wins = 0
         self._favourite = -1.0  # index of the option that was best at the last look
         self.num_quiet_looks = 0  # in a row at which no other plan was better
@@ -418,7 +419,8 @@ class JobPlanner:
             self._chooser.note(self._current, predicted_s, measured_s, weight)
         told = [-1.0, 0.0, 0.0]
         if self._transport.rank == 0:
-            self._budget.replaced_s = None
+            if measured_s is not None:  # the plan that runs has shown what it takes
+                self._budget.replaced_s = None
             may_try = self._budget.is_left(measured_s or predicted_s)
             choice = self._choice = self._chooser.choose(self._current, job.predict, job.memory_bytes, may_try=may_try)
             is_better = choice.saves(self._config.replan_threshold)
@@ -434,6 +436,7 @@ class JobPlanner:
         self._next_look = math.inf if is_settled else self._num_steps + (1 if is_better else self._interval)
         if self._num_wins < PATIENCE:
             return None
+        self._is_changing = True
         self.reason = "chosen by rank 0" if self._choice is None else self._choice.describe()
         return self.config_of(self._options[int(index)])
 
@@ -463,8 +466,12 @@ class JobPlanner:
         self._num_wins = self.num_quiet_looks = 0
         self._skipped_steps = 1  # the first step ships all weights and makes connections
         self._step_watch.forget()
-        self._budget.note_switch(time.perf_counter() - self._after_s)
-        self._budget.replaced_s = None if self._choice is None else self._choice.current_s
+        self._pulse.take()  # it told of steps under the plan before
+        self._budget.replaced_s = None
+        if self._is_changing and self._choice is not None:  # else somebody else wanted it, at any time
+            self._budget.note_switch(time.perf_counter() - self._after_s)
+            self._budget.replaced_s = self._choice.current_s
+        self._is_changing = False
         goes_on = self._config.replan_interval > 0 and option is not None
         self._next_look = self._num_steps + min(TRIAL_LOOK, self._interval) if goes_on else math.inf
         self.history.append({"step": self._num_steps, "from": before, "to": self._label, "reason": reason})
