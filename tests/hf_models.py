@@ -12,9 +12,6 @@ import torch
 from torch import Tensor, nn
 from toy_model import ROUTING_GAP, ToyConfig
 
-# Length of vectors that are compared: of eight weights near 1, one that rounds the other way in bf16 would be a
-# quarter of all that five steps have moved.
-NORMED = 32
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "qwen3_5_moe")
 
 
@@ -90,7 +87,7 @@ _FAMILY_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {
             "num_experts": lambda c: c.num_experts,
-            "head_dim": lambda c: NORMED,
+            "head_dim": lambda c: 8,
             "norm_topk_prob": lambda c: True,
             "output_router_logits": lambda c: True,
         },
@@ -104,8 +101,8 @@ _FAMILY_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": lambda c: 1,
             "n_group": lambda c: 2,
             "topk_group": lambda c: 1,
-            "kv_lora_rank": lambda c: NORMED,
-            "q_lora_rank": lambda c: NORMED,
+            "kv_lora_rank": lambda c: 8,
+            "q_lora_rank": lambda c: 8,
             "qk_rope_head_dim": lambda c: 4,
             "v_head_dim": lambda c: 8,
             "qk_nope_head_dim": lambda c: 4,
@@ -117,7 +114,7 @@ _FAMILY_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_experts": lambda c: c.num_experts,
             "shared_expert_intermediate_size": lambda c: c.ffn,
-            "head_dim": lambda c: NORMED,
+            "head_dim": lambda c: 8,
             "linear_key_head_dim": lambda c: 8,
             "linear_value_head_dim": lambda c: 8,
             "linear_num_key_heads": lambda c: 2,
