@@ -70,14 +70,14 @@ class Sum(Codec):
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """See `Codec.encode_payload`."""
         is_overflow = torch.zeros_like(is_bad)
-        left = x
+        left = x.clone()
+        value = torch.empty_like(x)
         slices = self._slices(payload, x.shape[1], x.shape[2])
         for (part, part_payload), part_state in zip(slices, state.parts, strict=True):
             is_overflow = is_overflow | part.encode_payload(left, part_state, part_payload, is_bad)
             part_state.step += 1
-            value = torch.empty_like(x)
             part.decode_payload(part_payload, value)
-            left = left - value
+            left -= value
         return is_overflow
 
     def decode_payload(self, payload: Tensor, out: Tensor) -> None:
