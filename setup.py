@@ -58,6 +58,7 @@ setup(
         "torch>=2.5",
         # ds_hybridep patches internals of DeepSpeed, so a minor version is supported once it has been tried.
         "deepspeed>=0.19.8,<0.20",
+        "psutil",
         "numpy",
         "pyyaml",
         "pybind11",

@@ -140,7 +140,7 @@ def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[
         share, planning.LOOK_SHARE = planning.LOOK_SHARE, math.inf  # steps of a toy are shorter than a look
         looks = iter(wanted)
 
-        def choose(current: Any, predict: Any, size: Any, *, may_try: bool) -> Choice:
+        def choose(current: Any, predict: Any, size: Any, **settings: Any) -> Choice:
             sizes = next(looks, None)
             best = next((one for one in planner._options if one.domain_sizes == sizes), current)
             expected_s = 1.0 if best == current else 0.9  # not so good that one look is enough
@@ -360,6 +360,28 @@ def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
         return sum(option.is_lossy for option in planner._options), len(planner.history)
 
 
+def room_of_each_look(case: Case) -> list[float]:
+    """What a plan may need more than the one that runs, where ranks have different amounts of memory left."""
+    free_bytes, planning._free_bytes = (
+        planning._free_bytes,
+        lambda device, num_neighbours: 1000.0 * (7 - dist.get_rank()),
+    )
+    try:
+        with engine_of(case, with_block=True, hybridep=planned_block(case, replan_interval=1)) as engine:
+            chooser, rooms = attachment_of(engine).planner._chooser, []
+            choose = chooser.choose
+
+            def recorded(*args: Any, **settings: Any) -> Choice:
+                rooms.append(settings["room_bytes"])
+                return choose(*args, **settings)
+
+            chooser.choose = recorded
+            train(engine, case, 0, planning.FIRST_LOOK)
+            return rooms
+    finally:
+        planning._free_bytes = free_bytes
+
+
 def errors_of_replan(case: Case) -> list[tuple[str, str]]:
     with engine_of(case, with_block=True) as engine:
         dist.barrier()  # nobody leaves while others still connect
@@ -534,6 +556,12 @@ def test_replan_refuses_what_it_cannot_do(pool4: ProcessPool):
         assert errors[0][0] == errors[1][0] == "ConfigError"
         assert 'without "auto"' in errors[0][1]
         assert "same levels as before" in errors[1][1]
+
+
+def test_plans_have_the_memory_that_is_free_on_the_fullest_rank(pool2: ProcessPool):
+    rooms = pool2.run(room_of_each_look, case=world2(1))
+    assert rooms[0]  # rank 0 chooses
+    assert rooms[0] == [planning.ROOM_SHARE * 6000.0] * len(rooms[0])
 
 
 def test_planning_without_an_engine_is_refused(pool4: ProcessPool):

@@ -13,9 +13,14 @@ ties are settled by trying them, and by trying them again. Looks are forgotten s
 
 Trying costs what the tried plan takes longer than the one that it replaced. Where that has come to more than a small
 share of the training, nothing is hoped for until the share is small again.
+
+A change itself takes time, most of it for filling working copies over the slow link. It has to be worth that within as
+many steps as links and work have been what they are: how long they stay so is not known, and the longer they did, the
+longer they will.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -47,6 +52,7 @@ DOUBT = 0.3  # share of a step by which an option that never ran must be better 
 TRIAL_SHARE = 0.01  # of the training that trying may cost
 TRIAL_STEPS = 6.0  # and so many steps in all,
 TRIAL_S = 5.0  # and so many seconds: a change of plan takes about one, whatever a step takes
+LEAST_HORIZON = 10  # steps in which a change of plan must be worth its time, where links or work have just changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +191,18 @@ class Job:
         """Of one rank, activations left out."""
         return memory_of(self.cluster, self._layout(option), self.workload).total_bytes
 
+    def filling_s(self, option: Option) -> float:
+        """Seconds in which working copies are filled, exactly, where later steps send less; 0 elsewhere."""
+        if not option.is_lossy:
+            return 0.0
+        exact_option = replace(option, codecs=(LevelCodecs(),) * len(option.codecs))
+        uplinks = zip(self.cluster.levels, self.predict(exact_option).uplink_bytes, strict=True)
+        return sum(
+            kinds["expert_weights"] * self.rates.wire_factor / level.link.bandwidth_bytes_per_s
+            for level, kinds in uplinks
+            if level.link.bandwidth_bytes_per_s is not None
+        )
+
     def _layout(self, option: Option) -> Layout:
         return replace(option.layout(self.spans, self.prefetch_depth), is_transient=self.is_transient)
 
@@ -193,7 +211,8 @@ class Job:
 class Choice:
     """The option of least expected step time, beside the one that runs now.
 
-    expected_s: of `best`; current_s: of the one that runs.  runner_up: the best of the others, None if there is none.
+    expected_s: of `best`, with each step's share of the change to it; current_s: of the one that runs.
+    runner_up: the best of the others, None if there is none.
     """
 
     best: Option
@@ -281,16 +300,28 @@ class Chooser:
         self.known.clear()
 
     def choose(
-        self, current: Option, predict: Callable[[Option], StepPrediction], size: "Size", *, may_try: bool = True
+        self,
+        current: Option,
+        predict: Callable[[Option], StepPrediction],
+        size: "OfOption",
+        *,
+        may_try: bool = True,
+        change_s: "OfOption" = lambda option: 0.0,
+        room_bytes: float = math.inf,
     ) -> Choice:
         """The best option now.
 
         predict: seconds of an option at the links and the work as they are now.
-        size: bytes of an option, for ties.
+        size: bytes of an option, for ties and for the room.
         may_try: False: nothing is taken on a mere hope, and what never ran only where it promises much.
+        change_s: of an option other than the current one: each step's share of the seconds that the change takes.
+        room_bytes: that an option may need more than the current one.
         """
-        predictions = {option: predict(option) for option in (current, *self.options)}
+        most_bytes = size(current) + room_bytes
+        fitting = (option for option in self.options if option == current or size(option) <= most_bytes)
+        predictions = {option: predict(option) for option in (current, *fitting)}
         expected = self._expected(current, predictions, may_try)
+        expected = {option: s if option == current else s + change_s(option) for option, s in expected.items()}
         fastest_s = min(expected.values())
         best = min(
             (option for option in expected if expected[option] <= fastest_s * (1 + TIE)),
@@ -332,7 +363,7 @@ class Chooser:
         return self.known[like].correction_s, hope
 
 
-Size = Callable[[Option], float]
+OfOption = Callable[[Option], float]
 
 
 def _why(best: Option, other: Option | None, predictions: Mapping[Option, StepPrediction]) -> str:

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +33,7 @@ from ds_hybridep.config import AUTO, AUTO_CODEC, IDENTITY, CodecConfig, HybridEP
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.online import (
+    LEAST_HORIZON,
     Choice,
     Chooser,
     Exchange,
@@ -71,6 +73,7 @@ LEAST_BURST_LATENCIES = 8  # a connection takes a few round trips to get up to s
 MOST_BURST_S = 0.05
 MOST_BURST_BYTES = 1 << 24
 LEAST_BURST_BYTES = 1 << 15
+ROOM_SHARE = 0.9  # of the memory that is free; packets and other buffers of the moment need some
 CHANGE = 0.2  # of a rate or of the tokens, from which on it counts as another one
 CHANGED_STEP = 0.1  # share of a step by which another rate must change it to make what was measured worthless
 EXPERT_ROWS = (16, 256)
@@ -170,7 +173,8 @@ class JobPlanner:
         self._probe = LinkProbe(self._transport)
         self._cluster = self._first_links()
         self._model = _model_of(specs, facts)
-        self._param_bytes = spec.sample.element_size()
+        self._param_bytes, self._device = spec.sample.element_size(), spec.sample.device
+        self._room_bytes = math.inf  # that another plan may need beyond what this one has
         self._trainable_params = _expert_params(spec, trainable_only=True)
         self._rates = self._measure_experts(spec)
         self._codecs = {name: self._measure_codec(name, one, spec) for name, one in codec_configs.items()}
@@ -190,6 +194,8 @@ class JobPlanner:
         self._skipped_steps = WARM_UP_STEPS
         self._pulse, self._step_watch = Pulse(self._transport), StepWatch()
         self._budget = TrialBudget()
+        self._change_s = 0.0  # that the last change of plan took, without filling working copies
+        self._unchanged_since = 0  # step from which on links and work are what they are
         self._after_s = 0.0  # when the last optimizer step was over
         self._is_changing = False  # between a decision and its being carried out
         self._num_wins = 0
@@ -266,6 +272,7 @@ class JobPlanner:
         given = config.cluster()
         names = [int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")]
         hosts = [int(row[0]) for row in probe.table([float(names[0])])]
+        self._num_neighbours = hosts.count(hosts[self._transport.rank])
         about = {"levels": [[level.name, level.size] for level in given.levels], "hosts": hosts}
         fingerprint = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
         nothing = [-1.0] * (2 * len(given.levels))
@@ -402,6 +409,7 @@ class JobPlanner:
 
     def _look(self, runtime: HybridRuntime) -> HybridEPConfig | None:
         num_steps, earlier_wins = len(self._since.step_s), self._num_wins
+        last_s = self._since.step_s[-1] if self._since.step_s else 0.0  # of this rank
         measured_s, elapsed_s = self._take_measures(runtime)
         if self._workload is None:  # no layer has trained yet (an evaluation is none), on any rank
             self._next_look = self._num_steps + max(self._interval, FIRST_LOOK)
@@ -409,20 +417,31 @@ class JobPlanner:
             return None
         before_s = self._job().predict(self._current).step_s
         usual_s = before_s + (self._chooser.correction_s(self._current) or 0.0)
-        is_slower = measured_s is not None and usual_s > 0 and measured_s > usual_s
-        self._measure_link(elapsed_s, slowdown=measured_s / usual_s if is_slower and measured_s else 1.0)
+        slowest_s = max(measured_s or 0.0, last_s)
+        self._measure_link(elapsed_s, slowdown=max(slowest_s / usual_s, 1.0) if usual_s > 0 else 1.0)
         job = self._job()
         predicted_s = job.predict(self._current).step_s
-        # Where the link is another one now, nobody knows for how many of the measured steps it has been.
-        if measured_s is not None and abs(predicted_s - before_s) < CHANGED_STEP * measured_s:
-            weight = min(num_steps / max(self._config.replan_interval - 1, 1), 1.0)
-            self._chooser.note(self._current, predicted_s, measured_s, weight)
+        if measured_s is not None:
+            # Where the link is another one now, nobody knows for how many of the measured steps it has been.
+            if abs(predicted_s - before_s) >= CHANGED_STEP * measured_s:
+                self._unchanged_since = self._num_steps
+            else:
+                weight = min(num_steps / max(self._config.replan_interval - 1, 1), 1.0)
+                self._chooser.note(self._current, predicted_s, measured_s, weight)
         told = [-1.0, 0.0, 0.0]
         if self._transport.rank == 0:
             if measured_s is not None:  # the plan that runs has shown what it takes
                 self._budget.replaced_s = None
             may_try = self._budget.is_left(measured_s or predicted_s)
-            choice = self._choice = self._chooser.choose(self._current, job.predict, job.memory_bytes, may_try=may_try)
+            horizon = max(self._num_steps - self._unchanged_since, LEAST_HORIZON)
+            choice = self._choice = self._chooser.choose(
+                self._current,
+                job.predict,
+                job.memory_bytes,
+                may_try=may_try,
+                change_s=lambda option: (self._change_s + job.filling_s(option)) / horizon,
+                room_bytes=self._room_bytes,
+            )
             is_better = choice.saves(self._config.replan_threshold)
             told = [self._options.index(choice.best), is_better, is_better and choice.saves(CLEARLY)]
         index, is_better, is_clear = self._probe.table(told)[0]
@@ -469,7 +488,8 @@ class JobPlanner:
         self._pulse.take()  # it told of steps under the plan before
         self._budget.replaced_s = None
         if self._is_changing and self._choice is not None:  # else somebody else wanted it, at any time
-            self._budget.note_switch(time.perf_counter() - self._after_s)
+            self._change_s = time.perf_counter() - self._after_s
+            self._budget.note_switch(self._change_s)
             self._budget.replaced_s = self._choice.current_s
         self._is_changing = False
         goes_on = self._config.replan_interval > 0 and option is not None
@@ -501,8 +521,11 @@ class JobPlanner:
         row_calls = sum(stats.calls for stats in runtime.layer_stats.values()) - since.row_calls
         own_s = statistics.median(since.step_s) if since.step_s else -1.0
         own_elapsed_s = sum(since.step_s)
-        table = self._probe.table([own_s, calls, tokens, recomputed, rows, row_calls, self._look_s, own_elapsed_s])
+        free_bytes = _free_bytes(self._device, self._num_neighbours)
+        measures = [own_s, calls, tokens, recomputed, rows, row_calls, free_bytes, self._look_s, own_elapsed_s]
+        table = self._probe.table(measures)
         step_s, calls, tokens, recomputed, rows, row_calls, *_ = (sum(column) for column in zip(*table, strict=True))
+        self._room_bytes = ROOM_SHARE * min(row[-3] for row in table)
         elapsed_s = max(row[-1] for row in table)
         if step_s > 0:
             look_s = min(row[-2] for row in table)  # of the rank that waited for no other
@@ -514,6 +537,7 @@ class JobPlanner:
         before = self._workload
         if before is None or abs(tokens_per_rank / before.tokens_per_rank - 1) > CHANGE:
             self._chooser.forget()
+            self._unchanged_since = self._num_steps
         self._workload = Workload(
             model=self._model,
             tokens_per_rank=tokens_per_rank,
@@ -706,6 +730,18 @@ def _expert_s(spec: LayerSpec, rows: int) -> float:
             torch.autograd.grad(output.sum(), [x, *parameters], allow_unused=True)
             timings.append(time.perf_counter() - begin_s)
     return statistics.median(timings[1:]) / num_experts
+
+
+def _free_bytes(device: torch.device, num_neighbours: int) -> float:
+    """Memory that this rank may still take.
+
+    num_neighbours: ranks on this host, which share its memory; a GPU is taken to be of one rank alone.  Of a GPU what
+    a step has needed at most is not free, whatever is allocated now.
+    """
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + cached)
+    return float(psutil.virtual_memory().available / num_neighbours)
 
 
 def _expert_params(spec: LayerSpec, *, trainable_only: bool = False) -> int:

@@ -225,6 +225,40 @@ def test_nothing_is_hoped_for_while_trying_has_cost_too_much():
     assert best(may_try=False) == SECOND
 
 
+def test_a_change_must_be_worth_the_time_that_it_takes():
+    chooser = Chooser((FIRST, SECOND, THIRD), {one: WELL_KNOWN for one in (FIRST, SECOND, THIRD)})
+
+    def best(cost_s, horizon, current=FIRST):
+        seconds = steps_of({FIRST: 1.0, SECOND: 0.8, THIRD: 0.9})
+        costs = {FIRST: 0.0, SECOND: cost_s, THIRD: 0.0}
+        change_s = lambda option: costs[option] / horizon  # noqa: E731
+        return chooser.choose(current, seconds, lambda option: 0.0, change_s=change_s).best
+
+    assert best(2.0, horizon=15) == THIRD  # 2 s in 15 steps are more than the 0.1 s by which SECOND is the better one
+    assert best(2.0, horizon=25) == SECOND
+    assert best(2.0, horizon=15, current=SECOND) == SECOND  # what runs costs nothing
+
+
+def test_filling_takes_as_long_as_all_weights_do_over_each_link():
+    lossy = Option(domain_sizes=(2, 1), codecs=(LevelCodecs(weight=INT8, gradient=INT8), LevelCodecs()))
+    num_bytes = MODEL.num_moe_layers * MODEL.num_experts / 2 * MODEL.expert_params * 4  # half of the experts, once
+    assert job(mbit=20).filling_s(lossy) == pytest.approx(num_bytes * RATES.wire_factor / (20e6 / 8))
+    assert job(mbit=20).filling_s(plain((2, 1))) == 0.0  # ships as much at every step
+    assert job(mbit=20).filling_s(plain()) == 0.0
+
+
+def test_what_does_not_fit_is_not_chosen_and_what_runs_stays():
+    chooser = Chooser((FIRST, SECOND, THIRD), {one: WELL_KNOWN for one in (FIRST, SECOND, THIRD)})
+    seconds, sizes = steps_of({FIRST: 1.0, SECOND: 0.5, THIRD: 0.8}), {FIRST: 100.0, SECOND: 161.0, THIRD: 150.0}
+
+    def best(room_bytes, current=FIRST):
+        return chooser.choose(current, seconds, sizes.__getitem__, room_bytes=room_bytes).best
+
+    assert [best(room) for room in (61.0, 60.0, 49.0)] == [SECOND, THIRD, FIRST]
+    assert best(-1.0) == FIRST
+    assert best(0.0, current=SECOND) == SECOND
+
+
 def test_what_trying_may_cost_is_a_share_of_the_training():
     budget = TrialBudget()
     assert budget.is_left(1.0)
