@@ -16,7 +16,7 @@ share of the training, nothing is hoped for until the share is small again.
 
 A change itself takes time, most of it for filling working copies over the slow link. It has to be worth that within as
 many steps as links and work have been what they are: how long they stay so is not known, and the longer they did, the
-longer they will.
+longer they will. What is only hoped for comes true now and then, and else costs a change there and one back.
 """
 
 import itertools
@@ -48,9 +48,11 @@ OPTIMISM = 0.1  # share of a step by which an option is hoped to be faster than 
 MOST_OPTIMISM = 0.2  # where it never ran, and differs in several settings from all that did
 FORGETTING = 0.02  # share of an option's looks that is lost at each look while it does not run
 LEAST_WEIGHT = 0.1  # of the newest look in the mean, so that it follows what changes
-DOUBT = 0.3  # share of a step by which an option that never ran must be better while trying is suspended
+ODDS = 0.25  # at which a hope is reckoned with
+DOUBT = 0.15  # share of a step by which an option that never ran must be better while trying is suspended
 TRIAL_SHARE = 0.01  # of the training that trying may cost
-TRIAL_STEPS = 6.0  # and so many steps in all,
+EARLY_SHARE = 0.05  # and so much more of a training that is young, until that is
+TRIAL_STEPS = 6.0  # so many steps in all
 TRIAL_S = 5.0  # and so many seconds: a change of plan takes about one, whatever a step takes
 LEAST_HORIZON = 10  # steps in which a change of plan must be worth its time, where links or work have just changed
 
@@ -265,7 +267,8 @@ class TrialBudget:
 
     def is_left(self, step_s: float) -> bool:
         """Whether another plan may be tried; a step takes `step_s` now."""
-        return self.lost_s + self.last_s <= TRIAL_SHARE * self.elapsed_s + TRIAL_STEPS * step_s + TRIAL_S
+        early_s = min(EARLY_SHARE * self.elapsed_s, TRIAL_STEPS * step_s + TRIAL_S)
+        return self.lost_s + self.last_s <= TRIAL_SHARE * self.elapsed_s + early_s
 
     def _lose(self, seconds: float) -> None:
         self.lost_s += seconds
@@ -307,6 +310,7 @@ class Chooser:
         *,
         may_try: bool = True,
         change_s: "OfOption" = lambda option: 0.0,
+        horizon: float = math.inf,
         room_bytes: float = math.inf,
     ) -> Choice:
         """The best option now.
@@ -314,14 +318,15 @@ class Chooser:
         predict: seconds of an option at the links and the work as they are now.
         size: bytes of an option, for ties and for the room.
         may_try: False: nothing is taken on a mere hope, and what never ran only where it promises much.
-        change_s: of an option other than the current one: each step's share of the seconds that the change takes.
+        change_s: seconds that a change to an option takes.
+        horizon: steps in which it has to be worth that.
         room_bytes: that an option may need more than the current one.
         """
         most_bytes = size(current) + room_bytes
         fitting = (option for option in self.options if option == current or size(option) <= most_bytes)
         predictions = {option: predict(option) for option in (current, *fitting)}
-        expected = self._expected(current, predictions, may_try)
-        expected = {option: s if option == current else s + change_s(option) for option, s in expected.items()}
+        share_s = {option: change_s(option) / horizon for option in predictions if option != current}
+        expected = self._expected(current, predictions, share_s, may_try)
         fastest_s = min(expected.values())
         best = min(
             (option for option in expected if expected[option] <= fastest_s * (1 + TIE)),
@@ -340,8 +345,13 @@ class Chooser:
         )
 
     def _expected(
-        self, current: Option, predictions: Mapping[Option, StepPrediction], may_try: bool
+        self,
+        current: Option,
+        predictions: Mapping[Option, StepPrediction],
+        share_s: Mapping[Option, float],
+        may_try: bool,
     ) -> dict[Option, float]:
+        """Seconds of each option, with its share of the change to it."""
         result = {}
         for option, prediction in predictions.items():
             correction_s, hope = self._known_or_like(option)
@@ -349,7 +359,11 @@ class Chooser:
                 hope = 0.0 if option in self.known else -DOUBT
             # A correction below zero must not make a step of nothing out of a short one.
             expected_s = max(prediction.step_s + correction_s, 0.1 * prediction.step_s)
-            result[option] = expected_s * (1.0 if option == current else 1.0 - hope)
+            if option != current:
+                if ODDS * hope * expected_s < 2.0 * share_s[option]:
+                    hope = min(hope, 0.0)
+                expected_s = expected_s * (1.0 - hope) + share_s[option]
+            result[option] = expected_s
         return result
 
     def _known_or_like(self, option: Option) -> tuple[float, float]:

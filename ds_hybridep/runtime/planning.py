@@ -439,7 +439,8 @@ class JobPlanner:
                 job.predict,
                 job.memory_bytes,
                 may_try=may_try,
-                change_s=lambda option: (self._change_s + job.filling_s(option)) / horizon,
+                change_s=lambda option: self._change_s + job.filling_s(option),
+                horizon=horizon,
                 room_bytes=self._room_bytes,
             )
             is_better = choice.saves(self._config.replan_threshold)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.online import (
     DOUBT,
+    EARLY_SHARE,
+    ODDS,
     OPTIMISM,
     TRIAL_S,
     TRIAL_SHARE,
@@ -231,8 +233,7 @@ def test_a_change_must_be_worth_the_time_that_it_takes():
     def best(cost_s, horizon, current=FIRST):
         seconds = steps_of({FIRST: 1.0, SECOND: 0.8, THIRD: 0.9})
         costs = {FIRST: 0.0, SECOND: cost_s, THIRD: 0.0}
-        change_s = lambda option: costs[option] / horizon  # noqa: E731
-        return chooser.choose(current, seconds, lambda option: 0.0, change_s=change_s).best
+        return chooser.choose(current, seconds, lambda option: 0.0, change_s=costs.__getitem__, horizon=horizon).best
 
     assert best(2.0, horizon=15) == THIRD  # 2 s in 15 steps are more than the 0.1 s by which SECOND is the better one
     assert best(2.0, horizon=25) == SECOND
@@ -259,22 +260,48 @@ def test_what_does_not_fit_is_not_chosen_and_what_runs_stays():
     assert best(0.0, current=SECOND) == SECOND
 
 
+def test_a_hope_must_be_worth_a_change_there_and_one_back():
+    chooser = Chooser((FIRST, SECOND), {FIRST: WELL_KNOWN})
+
+    def best(cost_s, horizon, second_s=1.0):
+        return chooser.choose(
+            FIRST, steps_of({FIRST: 1.0, SECOND: second_s}), lambda _: 0.0, change_s=lambda _: cost_s, horizon=horizon
+        ).best
+
+    assert ODDS * OPTIMISM < 0.03
+    assert best(cost_s=1.0, horizon=1.9 / (ODDS * OPTIMISM)) == FIRST
+    assert best(cost_s=1.0, horizon=2.1 / (ODDS * OPTIMISM)) == SECOND
+    assert best(cost_s=1.0, horizon=10, second_s=0.8) == SECOND  # predicted to save 2 s, which is no hope
+    assert best(cost_s=1.0, horizon=10, second_s=0.95) == FIRST
+
+
 def test_what_trying_may_cost_is_a_share_of_the_training():
     budget = TrialBudget()
-    assert budget.is_left(1.0)
-    budget.lost_s = TRIAL_STEPS + TRIAL_S - 9.0
+    assert budget.is_left(1.0)  # of the first change nobody knows what it costs
+    most_s = TRIAL_STEPS + TRIAL_S
+    budget.note_step(most_s / EARLY_SHARE)
+    elapsed_s = most_s / EARLY_SHARE
+    budget.lost_s = (EARLY_SHARE + TRIAL_SHARE) * elapsed_s - 9.0
     budget.note_switch(2.0)
     budget.replaced_s = 1.0
     budget.note_step(3.0)
-    assert budget.lost_s == pytest.approx(TRIAL_STEPS + TRIAL_S - 5.0)
+    assert budget.lost_s == pytest.approx((EARLY_SHARE + TRIAL_SHARE) * elapsed_s - 5.0)
     assert budget.last_s == pytest.approx(4.0)
     assert budget.is_left(1.0)  # another change like that one is affordable
     budget.note_step(3.0)
     assert not budget.is_left(1.0)  # and now it is not
     budget.replaced_s = None
-    wanted_s = budget.lost_s + budget.last_s - TRIAL_STEPS - TRIAL_S
-    budget.note_step(wanted_s / TRIAL_SHARE - 6.0 - 0.5)
+    wanted_s = budget.lost_s + budget.last_s - most_s
+    budget.note_step(wanted_s / TRIAL_SHARE - elapsed_s - 6.0 - 0.5)
     assert not budget.is_left(1.0)
     budget.note_step(1.0)
     assert budget.is_left(1.0)
-    assert budget.lost_s == pytest.approx(TRIAL_STEPS + TRIAL_S - 3.0)
+
+
+def test_a_young_training_tries_less():
+    budget = TrialBudget()
+    budget.note_step(20.0)
+    budget.note_switch(0.5)
+    assert budget.is_left(0.1)  # another half second is below 6% of 20 s
+    budget.note_switch(0.5)
+    assert not budget.is_left(0.1)
