@@ -7,6 +7,7 @@ folder, to set the link's rate and to read the interface counters; nothing cross
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -56,7 +57,7 @@ class Plan:
     adapters: str = ""  # what has some, "attention" or "attention and experts"; else everything is trained
 
 
-AUTO_SETTLED_LOOKS, AUTO_MOST_STEPS = 3, 80
+AUTO_SETTLED_LOOKS, AUTO_MOST_STEPS, AUTO_TRIAL_STEPS = 3, 100, 30
 
 
 @dataclass
@@ -247,16 +248,20 @@ def planner_of(run: Run) -> Any:
 
 
 def settle(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int) -> None:
-    """Train a planned run until its plan stays, at this rate and batch."""
+    """Train a planned run until its plan stays, at this rate and batch; it keeps what it picked while it is timed."""
     planner = planner_of(run)
     if planner is None:
         return
+    planner._begin_anew(engine._attachment_of(run.engine).runtime)  # steps of the last rate and batch say nothing
+    planner._next_look = planner._num_steps + planner._config.replan_interval
     train(run, corpus, args, rows, planner._config.replan_interval)
     planner.num_quiet_looks = 0
-    for _ in range(AUTO_MOST_STEPS):
-        if planner.num_quiet_looks >= AUTO_SETTLED_LOOKS:
+    for step in range(AUTO_MOST_STEPS + AUTO_TRIAL_STEPS):
+        # A plan that is being tried when time is up is no pick.
+        if planner.num_quiet_looks >= (AUTO_SETTLED_LOOKS if step < AUTO_MOST_STEPS else 1):
             break
         train(run, corpus, args, rows, 1)
+    planner._next_look = math.inf
 
 
 def finish_transfers(run: Run) -> None:

@@ -49,6 +49,7 @@ MOST_OPTIMISM = 0.2  # where it never ran, and differs in several settings from 
 FORGETTING = 0.02  # share of an option's looks that is lost at each look while it does not run
 LEAST_WEIGHT = 0.1  # of the newest look in the mean, so that it follows what changes
 ODDS = 0.25  # at which a hope is reckoned with
+TRIAL_LOSS = 1.0  # steps that are lost, beside the changes there and back, where a hope does not come true
 DOUBT = 0.15  # share of a step by which an option that never ran must be better while trying is suspended
 TRIAL_SHARE = 0.01  # of the training that trying may cost
 EARLY_SHARE = 0.05  # and so much more of a training that is young, until that is
@@ -326,7 +327,7 @@ class Chooser:
         fitting = (option for option in self.options if option == current or size(option) <= most_bytes)
         predictions = {option: predict(option) for option in (current, *fitting)}
         share_s = {option: change_s(option) / horizon for option in predictions if option != current}
-        expected = self._expected(current, predictions, share_s, may_try)
+        expected = self._expected(current, predictions, share_s, horizon, may_try)
         fastest_s = min(expected.values())
         best = min(
             (option for option in expected if expected[option] <= fastest_s * (1 + TIE)),
@@ -349,6 +350,7 @@ class Chooser:
         current: Option,
         predictions: Mapping[Option, StepPrediction],
         share_s: Mapping[Option, float],
+        horizon: float,
         may_try: bool,
     ) -> dict[Option, float]:
         """Seconds of each option, with its share of the change to it."""
@@ -360,7 +362,8 @@ class Chooser:
             # A correction below zero must not make a step of nothing out of a short one.
             expected_s = max(prediction.step_s + correction_s, 0.1 * prediction.step_s)
             if option != current:
-                if ODDS * hope * expected_s < 2.0 * share_s[option]:
+                trial_s = 2.0 * share_s[option] + TRIAL_LOSS * expected_s / horizon
+                if ODDS * hope * expected_s < trial_s:
                     hope = min(hope, 0.0)
                 expected_s = expected_s * (1.0 - hope) + share_s[option]
             result[option] = expected_s

@@ -14,6 +14,7 @@ from ds_hybridep.plan.online import (
     EARLY_SHARE,
     ODDS,
     OPTIMISM,
+    TRIAL_LOSS,
     TRIAL_S,
     TRIAL_SHARE,
     TRIAL_STEPS,
@@ -269,8 +270,9 @@ def test_a_hope_must_be_worth_a_change_there_and_one_back():
         ).best
 
     assert ODDS * OPTIMISM < 0.03
-    assert best(cost_s=1.0, horizon=1.9 / (ODDS * OPTIMISM)) == FIRST
-    assert best(cost_s=1.0, horizon=2.1 / (ODDS * OPTIMISM)) == SECOND
+    trial_s = 2.0 + TRIAL_LOSS
+    assert best(cost_s=1.0, horizon=0.9 * trial_s / (ODDS * OPTIMISM)) == FIRST
+    assert best(cost_s=1.0, horizon=1.1 * trial_s / (ODDS * OPTIMISM)) == SECOND
     assert best(cost_s=1.0, horizon=10, second_s=0.8) == SECOND  # predicted to save 2 s, which is no hope
     assert best(cost_s=1.0, horizon=10, second_s=0.95) == FIRST
 
