@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well the simulator gives the step times that benchmarks/e2e.py measured, for all plans.
+"""How well the simulator, or the stream model, gives the step times that benchmarks/e2e.py measured, for all plans.
 
     python benchmarks/simulate_lab.py benchmarks/results/e2e-2x2.jsonl benchmarks/results/e2e-4x1.jsonl
+    python benchmarks/simulate_lab.py benchmarks/results/e2e-2x2.jsonl --by stream_model
 
 What depends on this machine is fitted on a third of the grid of rates x batches of the first file, the one that
 benchmarks/predict.py fits on: seconds per token, layer, expert call, round of messages and step, the rate left to
 transfers while ranks compute, the time of each lossy codec, and from the interface counters the bytes of DeepSpeed's
-own synchronisation. All other points, and all of the other files, are simulated without having been seen. The last
-line is one JSON document.
+own synchronisation. All other points, and all of the other files, are simulated without having been seen. Beside them
+stands the naive line, which is told more: the same plan's measured step without a limit at that very batch, plus its
+measured bytes over the bandwidth. The last line is one JSON document.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from ds_hybridep.plan.workload import MoEModel, Workload
 
 LOSSY = ("int8", "low rank 7 int4")
 EXACT = "identity"
+OTHERS = ("auto", "recommended codecs")  # are several plans, or have other codecs for gradients than for weights
 Record = Mapping[str, Any]
 Fitted = dict[str, float]
 
@@ -83,9 +86,11 @@ class Point:
 
 
 def read_points(records: Sequence[Record]) -> list[Point]:
-    """Points by plan; the second run of flat EP counts as a repetition of the first."""
+    """Points by plan; the second run of flat EP counts as a repetition of the first, plans in OTHERS are left out."""
     grouped: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
+        if any(other in record["params"]["plan"] for other in OTHERS):
+            continue
         params = {**record["params"], "plan": record["params"]["plan"].replace(AGAIN, FLAT)}
         key = (record["delay"], *sorted((name, str(value)) for name, value in params.items()))
         grouped.setdefault(key, []).append({**record, "params": params})
@@ -189,9 +194,18 @@ def scenario_of(point: Point, fitted: Fitted, *, row_scale: float = 1.0) -> Scen
     )
 
 
-def step_s_of(point: Point, fitted: Fitted, *, row_scale: float = 1.0) -> float:
-    """Simulated seconds."""
+StepOf = Callable[[Point, Fitted, float], float]  # seconds, given a factor of the token rows
+
+
+def simulated_s(point: Point, fitted: Fitted, row_scale: float = 1.0) -> float:
+    """Seconds of a step by the simulator."""
     return simulate(scenario_of(point, fitted, row_scale=row_scale)).step_s
+
+
+def predicted_s(point: Point, fitted: Fitted, row_scale: float = 1.0) -> float:
+    """Seconds of a step by the stream model, in a thirtieth of the time."""
+    one = scenario_of(point, fitted, row_scale=row_scale)
+    return stream_model.predict(one.cluster, one.layout, one.workload, one.rates, one.sync).step_s
 
 
 def row_scale_of(point: Point) -> float:
@@ -211,37 +225,25 @@ def sync_factor_of(points: Sequence[Point]) -> float:
     return statistics.median(factors)
 
 
-def fit(points: Sequence[Point], names: Sequence[str]) -> Fitted:
-    """Parameters `names` of least squared logarithmic error on `points`.
-
-    First for the stream model, which takes a thirtieth of the time and says much the same, then for the simulator.
-    """
-    start = {**START, "sync_factor": sync_factor_of(points)}
-    scales = {id(point): row_scale_of(point) for point in points}
-
-    def predicted_s(point: Point, fitted: Fitted) -> float:
-        one = scenario_of(point, fitted, row_scale=scales[id(point)])
-        return stream_model.predict(one.cluster, one.layout, one.workload, one.rates, one.sync).step_s
-
-    def simulated_s(point: Point, fitted: Fitted) -> float:
-        return step_s_of(point, fitted, row_scale=scales[id(point)])
-
-    near = search(points, names, start, predicted_s, step=2.0)
-    return search(points, names, near, simulated_s, step=1.3)
+def fit(points: Sequence[Point], names: Sequence[str], step_of: StepOf) -> Fitted:
+    """Parameters `names` of least squared logarithmic error on `points`, first by the stream model, which is quick."""
+    near = search(points, names, {**START, "sync_factor": sync_factor_of(points)}, predicted_s, step=2.0)
+    return near if step_of is predicted_s else search(points, names, near, step_of, step=1.3)
 
 
 def search(
     points: Sequence[Point],
     names: Sequence[str],
     start: Fitted,
-    seconds_of: Callable[[Point, Fitted], float],
+    step_of: StepOf,
     *,
     step: float,
 ) -> Fitted:
     """One parameter after the other, in ever smaller steps."""
+    scales = {id(point): row_scale_of(point) for point in points}
 
     def loss(parameters: Fitted) -> float:
-        return sum(math.log(seconds_of(point, parameters) / point.step_s) ** 2 for point in points)
+        return sum(math.log(step_of(point, parameters, scales[id(point)]) / point.step_s) ** 2 for point in points)
 
     fitted, best = start, loss(start)
     while step > 1.02:
@@ -267,16 +269,26 @@ def is_fitted(point: Point, points: Sequence[Point], third: int) -> bool:
     return (rates.index(point.rate) + batches.index(point.batch)) % 3 == third
 
 
-def errors_of(points: Sequence[Point], fitted: Fitted) -> dict[str, list[float]]:
-    """Relative errors of held-out points: rows as even routing has them, and as they were counted."""
-    result: dict[str, list[float]] = {"even routing": [], "counted rows": []}
+Errors = Mapping[str, Sequence[float | None]]
+
+
+def errors_of(points: Sequence[Point], everything: Sequence[Point], fitted: Fitted, step_of: StepOf) -> Errors:
+    """Relative errors of held-out points: rows as even routing has them, as they were counted, and the naive line."""
+    unlimited = {(one.plan, one.batch): one.step_s for one in everything if one.rate == UNSHAPED}
+    result: dict[str, list[float | None]] = {"even routing": [], "counted rows": [], "naive line": []}
     for point in points:
-        result["even routing"].append(step_s_of(point, fitted) / point.step_s - 1)
-        result["counted rows"].append(step_s_of(point, fitted, row_scale=row_scale_of(point)) / point.step_s - 1)
+        result["even routing"].append(step_of(point, fitted, 1.0) / point.step_s - 1)
+        result["counted rows"].append(step_of(point, fitted, row_scale_of(point)) / point.step_s - 1)
+        base_s = unlimited.get((point.plan, point.batch))
+        if base_s is None or point.rate == UNSHAPED:
+            result["naive line"].append(None)
+        else:
+            wan_s = point.wan_bytes / point.sizes[0] / (parse_rate(point.rate, "rate") / 8)
+            result["naive line"].append((base_s + wan_s) / point.step_s - 1)
     return result
 
 
-def table(points: Sequence[Point], errors: Mapping[str, Sequence[float]], title: str) -> list[str]:
+def table(points: Sequence[Point], errors: Errors, title: str) -> list[str]:
     """Markdown rows of all points, those with a limited link, and each plan."""
     groups: dict[str, Callable[[Point], bool]] = {
         "all": lambda point: True,
@@ -286,8 +298,9 @@ def table(points: Sequence[Point], errors: Mapping[str, Sequence[float]], title:
     lines = []
     for name, belongs in groups.items():
         for kind, values in errors.items():
-            chosen = sorted(abs(value) for point, value in zip(points, values, strict=True) if belongs(point))
-            if chosen:
+            pairs = [(point, value) for point, value in zip(points, values, strict=True) if belongs(point)]
+            chosen = sorted(abs(value) for _, value in pairs if value is not None)
+            if len(chosen) == len(pairs):
                 numbers = (statistics.median(chosen), chosen[max(math.ceil(0.9 * len(chosen)) - 1, 0)], chosen[-1])
                 cells = " | ".join(f"{100 * value:.1f}%" for value in numbers)
                 lines.append(f"| {title}, {name}, {kind} | {len(chosen)} | {cells} |")
@@ -304,20 +317,29 @@ def main() -> None:
     parser.add_argument("records", type=Path, help="a third of it is fitted on")
     parser.add_argument("others", type=Path, nargs="*", help="not fitted on at all")
     parser.add_argument("--third", type=int, choices=(0, 1, 2), default=0, help="which third of the grid is fitted on")
+    parser.add_argument("--by", choices=("simulator", "stream_model"), default="simulator")
     args = parser.parse_args()
+    step_of: StepOf = simulated_s if args.by == "simulator" else predicted_s
     points = read_file(args.records)
     known = [point for point in points if is_fitted(point, points, args.third)]
     unknown = [point for point in points if not is_fitted(point, points, args.third)]
     if not known or not unknown:
         parser.error("the records hold too few points to fit on some and to simulate others")
     names = SLEEP_PARAMETERS if known[0].slept is not None else tuple(START)
-    fitted = fit(known, names)
+    fitted = fit(known, names, step_of)
     print(f"Fitted on {len(known)} of {len(points)} step times: ", end="")
     print(", ".join(f"{name} {fitted[name]:.3g}" for name in (*names, "sync_factor")) + "\n")
     print("| error of held-out step times | points | median | 90% | worst |\n|---|---|---|---|---|")
-    document: dict[str, Any] = {"case": "simulate_lab", "third": args.third, "fitted": fitted, "points": []}
-    for path, held_out in ((args.records, unknown), *((path, read_file(path)) for path in args.others)):
-        errors = errors_of(held_out, fitted)
+    document: dict[str, Any] = {
+        "case": "simulate_lab",
+        "by": args.by,
+        "third": args.third,
+        "fitted": fitted,
+        "points": [],
+    }
+    others = [(path, other, other) for path in args.others for other in [read_file(path)]]
+    for path, held_out, everything in ((args.records, unknown, points), *others):
+        errors = errors_of(held_out, everything, fitted, step_of)
         print("\n".join(table(held_out, errors, path.stem)))
         for index, point in enumerate(held_out):
             one = {kind: values[index] for kind, values in errors.items()}
