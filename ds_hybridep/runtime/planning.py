@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans a running job: measures its links, its experts and its steps, and says when another plan is better.
 
-    attach    links and experts are measured; the job begins with what is plain and exact
+    attach    links and experts are measured; the job begins as DeepSpeed has it
     steps     every `replan_interval` optimizer steps or more, and as soon as steps become longer or shorter, right
               before the optimizer: a short burst over the slowest level, the median step since the last look, the
               tokens of a call; every plan is priced for them
@@ -211,7 +211,8 @@ class JobPlanner:
         config = self._config
         exchange = config.token_exchange
         dense = config.dense_sync
-        exchanges: tuple[Exchange, ...] = ("direct", "hierarchical", "deepspeed") if exchange == AUTO else (exchange,)
+        # The first of all options is what DeepSpeed does: until something else is better, nothing is changed.
+        exchanges: tuple[Exchange, ...] = ("deepspeed", "direct", "hierarchical") if exchange == AUTO else (exchange,)
         if dense == AUTO:
             dense_syncs = ("deepspeed", "hierarchical") if self._facts.can_sync_by_level else ("deepspeed",)
         else:
