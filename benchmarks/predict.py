@@ -22,8 +22,9 @@ from typing import Any
 
 from ds_hybridep.lab.topology import parse_duration, parse_rate
 from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.layout import Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.stream_model import Layout, LevelCodecs, Rates, StepPrediction, SyncModel, predict
+from ds_hybridep.plan.stream_model import StepPrediction, predict
 from ds_hybridep.plan.token_route import choose_exchange
 from ds_hybridep.plan.workload import MoEModel, Workload
 

@@ -24,9 +24,9 @@ from typing import Any
 
 from ds_hybridep import bench
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
+from ds_hybridep.plan.layout import Codec, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.planner import Candidate, Question, make_plan
 from ds_hybridep.plan.simulator import Assumptions, Deviation, Scenario, simulate
-from ds_hybridep.plan.stream_model import Codec, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 GIGA_BIT = 1e9 / 8

@@ -27,9 +27,10 @@ from predict import AGAIN, FLAT, INSIDE, LOOPBACK_BYTES_PER_S, UNSHAPED, WIRE_FA
 from ds_hybridep.lab.topology import parse_duration, parse_rate
 from ds_hybridep.plan import stream_model
 from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.costs import experts_per_rank
+from ds_hybridep.plan.layout import IDENTITY, Codec, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.simulator import Scenario, simulate
-from ds_hybridep.plan.stream_model import IDENTITY, Codec, Layout, LevelCodecs, Rates, SyncModel, experts_per_rank
 from ds_hybridep.plan.token_route import choose_exchange
 from ds_hybridep.plan.workload import MoEModel, Workload
 

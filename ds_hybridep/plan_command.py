@@ -13,6 +13,7 @@ from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError, PlanError
 from ds_hybridep.lab.topology import Topology, parse_duration
 from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.layout import Codec, ExpertGroup, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.models import read_model_file, ready_names
 from ds_hybridep.plan.planner import (
     Plan,
@@ -22,7 +23,6 @@ from ds_hybridep.plan.planner import (
     reigns,
     step_times,
 )
-from ds_hybridep.plan.stream_model import Codec, ExpertGroup, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.summary import Extras, describe, ds_config_block, reigns_json, uses_codecs, verdict
 from ds_hybridep.plan.workload import DTYPE_BYTES, MoEModel, Workload, model_from_mapping
 

@@ -13,10 +13,11 @@ from typing import Any
 from ds_hybridep import chakra, plan_command
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs
 from ds_hybridep.plan.planner import Plan, Question, make_plan
 from ds_hybridep.plan.simulator import Assumptions, Deviation, Scenario, SimulatedStep, simulate
 from ds_hybridep.plan.simulator_engine import Span
-from ds_hybridep.plan.stream_model import ExpertGroup, Layout, LevelCodecs, with_bandwidth
+from ds_hybridep.plan.stream_model import with_bandwidth
 
 BITS_PER_BYTE = 8
 GIGA = 1e9

@@ -12,8 +12,8 @@ from ds_hybridep.chakra import COMM_COLL_NODE, COMP_NODE, Node
 from ds_hybridep.cli import main
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.layout import Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.simulator import Scenario, simulate
-from ds_hybridep.plan.stream_model import Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 MODEL = MoEModel(

@@ -26,18 +26,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ds_hybridep.plan.cluster import Cluster, divisors
+from ds_hybridep.plan.costs import memory_of
+from ds_hybridep.plan.layout import IDENTITY, Codec, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.planner import TERM_WORDS, TIE
-from ds_hybridep.plan.stream_model import (
-    IDENTITY,
-    Codec,
-    Layout,
-    LevelCodecs,
-    Rates,
-    StepPrediction,
-    SyncModel,
-    memory_of,
-    predict,
-)
+from ds_hybridep.plan.stream_model import StepPrediction, predict
 from ds_hybridep.plan.token_route import TokenExchange
 from ds_hybridep.plan.workload import Workload
 

@@ -16,19 +16,9 @@ from typing import Any
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, divisors
-from ds_hybridep.plan.stream_model import (
-    ExpertGroup,
-    Layout,
-    LevelCodecs,
-    Memory,
-    Rates,
-    StepPrediction,
-    SyncModel,
-    memory_of,
-    predict,
-    ranks_below,
-    with_bandwidth,
-)
+from ds_hybridep.plan.costs import Memory, memory_of, ranks_below
+from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.stream_model import StepPrediction, predict, with_bandwidth
 from ds_hybridep.plan.token_route import known_or_assumed_bandwidths
 from ds_hybridep.plan.workload import Workload
 

@@ -20,11 +20,12 @@ import numpy as np
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.layout import Layout, Rates, SyncModel
 from ds_hybridep.plan.replica_pool import ReplicaPool
 from ds_hybridep.plan.simulator_classes import Floats, RankClasses
 from ds_hybridep.plan.simulator_engine import Instruction, Operation, Post, Run, Wait
 from ds_hybridep.plan.simulator_traffic import Ranks, Routing, Traffic, TrafficMaker, held_blocks
-from ds_hybridep.plan.stream_model import OPTIMIZER_TRAFFIC_BYTES, Layout, Rates, SyncModel
+from ds_hybridep.plan.stream_model import OPTIMIZER_TRAFFIC_BYTES
 from ds_hybridep.plan.workload import COUNT_BYTES, Workload
 
 

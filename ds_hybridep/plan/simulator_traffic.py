@@ -13,9 +13,9 @@ from functools import cached_property
 import numpy as np
 
 from ds_hybridep.plan.cluster import Cluster, unflatten
+from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.simulator_classes import Floats, Ints, RankClasses, nodes_at
 from ds_hybridep.plan.simulator_engine import Flows
-from ds_hybridep.plan.stream_model import Layout
 from ds_hybridep.plan.workload import Workload
 
 UP, DOWN = 0, 1

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds_hybridep.plan.layout import IDENTITY, Layout
 from ds_hybridep.plan.planner import Alternative, Candidate, Plan, Question, Reign
-from ds_hybridep.plan.stream_model import IDENTITY, Layout
 from ds_hybridep.plan.token_route import known_or_assumed_bandwidths
 
 GIGA = 1e9

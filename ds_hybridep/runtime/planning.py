@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import socket
 import statistics
 import time
@@ -28,10 +27,11 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from ds_hybridep.codecs import make_codec
 from ds_hybridep.config import AUTO, AUTO_CODEC, IDENTITY, CodecConfig, HybridEPConfig
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.costs import ranks_below, row_counts
+from ds_hybridep.plan.layout import Codec
 from ds_hybridep.plan.online import (
     LEAST_HORIZON,
     Choice,
@@ -46,15 +46,14 @@ from ds_hybridep.plan.online import (
     prediction_json,
 )
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.stream_model import Codec, Rates, ranks_below, row_counts
 from ds_hybridep.plan.workload import MoEModel, Workload
+from ds_hybridep.runtime import link_cache
 from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, check_experts
 from ds_hybridep.runtime.comm import Transport, agree, announcing_failure
-from ds_hybridep.runtime.expert_gather import lay_out
-from ds_hybridep.runtime.lossy import MessageLayout, Mirror, PacketPart, Replica
 from ds_hybridep.runtime.migration import is_in_backward
-from ds_hybridep.runtime.probe import WIRE_FACTOR, LinkProbe
+from ds_hybridep.runtime.probe import LinkProbe
 from ds_hybridep.runtime.pulse import Pulse, StepWatch
+from ds_hybridep.runtime.rates import expert_params, measure_codec, measure_experts
 from ds_hybridep.version import __version__
 
 log = logging.getLogger(__name__)
@@ -76,8 +75,6 @@ LEAST_BURST_BYTES = 1 << 15
 ROOM_SHARE = 0.9  # of the memory that is free; packets and other buffers of the moment need some
 CHANGE = 0.2  # of a rate or of the tokens, from which on it counts as another one
 CHANGED_STEP = 0.1  # share of a step by which another rate must change it to make what was measured worthless
-EXPERT_ROWS = (16, 256)
-TIMINGS = 3
 
 
 @dataclass
@@ -167,7 +164,7 @@ class JobPlanner:
                 for one in specs:
                     check_experts(one)
             # Where all experts are frozen nothing travels encoded, and everything is as good as exact.
-            codec_configs = _codecs_to_try(config) if _expert_params(spec, trainable_only=True) else {}
+            codec_configs = _codecs_to_try(config) if expert_params(spec, trainable_only=True) else {}
         generation = agree({"version": __version__, "planned": config.canonical()}, config.timeout_s)
         self._transport = Transport(config.cluster(), config.timeout_s, generation)
         self._probe = LinkProbe(self._transport)
@@ -175,9 +172,11 @@ class JobPlanner:
         self._model = _model_of(specs, facts)
         self._param_bytes, self._device = spec.sample.element_size(), spec.sample.device
         self._room_bytes = math.inf  # that another plan may need beyond what this one has
-        self._trainable_params = _expert_params(spec, trainable_only=True)
-        self._rates = self._measure_experts(spec)
-        self._codecs = {name: self._measure_codec(name, one, spec) for name, one in codec_configs.items()}
+        self._trainable_params = expert_params(spec, trainable_only=True)
+        self._rates = measure_experts(spec, self._probe, self._cluster)
+        self._codecs = {
+            name: measure_codec(name, one, spec, self._probe, config.kernels) for name, one in codec_configs.items()
+        }
         self._configs = {"identity": IDENTITY, **codec_configs}
         self._spans = partition.spans
         self._options = tuple(self._room().options())
@@ -277,7 +276,7 @@ class JobPlanner:
         about = {"levels": [[level.name, level.size] for level in given.levels], "hosts": hosts}
         fingerprint = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
         nothing = [-1.0] * (2 * len(given.levels))
-        cached = _read_cache(config.probe_cache, fingerprint, len(nothing)) if self._transport.rank == 0 else None
+        cached = link_cache.read(config.probe_cache, fingerprint, len(nothing)) if self._transport.rank == 0 else None
         told = probe.table(nothing if cached is None else cached)[0]  # rank 0 has the file and tells the others
         levels, measured = [], list(told)
         for index, level in enumerate(given.levels):
@@ -291,60 +290,8 @@ class JobPlanner:
                     link = Link(told[2 * index], told[2 * index + 1])
             levels.append(Level(level.name, level.size, link))
         if self._transport.rank == 0 and config.probe_cache is not None and cached is None:
-            _write_cache(config.probe_cache, fingerprint, measured)
+            link_cache.write(config.probe_cache, fingerprint, measured)
         return Cluster(tuple(levels))
-
-    def _measure_experts(self, spec: LayerSpec) -> Rates:
-        """Speed of an expert, forward and backward, while all ranks compute."""
-        self._probe.table([0.0])
-        few_s, many_s = (_expert_s(spec, rows) for rows in EXPERT_ROWS)
-        few, many = EXPERT_ROWS
-        means = [statistics.fmean(column) for column in zip(*self._probe.table([few_s, many_s]), strict=True)]
-        row_s = max(means[1] - means[0], 1e-9) / (many - few)
-        call_s = max(means[0] - few * row_s, 0.0) / 3.0  # a backward takes twice as long as a forward
-        expert_params = _expert_params(spec)
-        latency_s = max((level.link.latency_s or 0.0 for level in self._cluster.levels[-1:]), default=0.0)
-        return Rates(
-            flops_per_s=6.0 * expert_params / row_s,
-            expert_call_s=call_s,
-            exchange_s=latency_s,
-            all_to_all_s=latency_s,
-            packet_s=latency_s,
-            wire_factor=WIRE_FACTOR,
-        )
-
-    def _measure_codec(self, name: str, config: CodecConfig, spec: LayerSpec) -> Codec:
-        """Ratio and speed of a codec on one layer's experts, while all ranks compute."""
-        codec = make_codec(config.spec, where="hybridep.auto_codecs", kernels=self._config.kernels)
-        parts = tuple(
-            PacketPart(piece.name, piece.shape, spec.num_local)
-            for block in lay_out(spec.experts[0], is_grouped=spec.is_grouped)
-            if block.is_trainable
-            for piece in block.slices
-        )
-        layout, device = MessageLayout(codec, parts), spec.sample.device
-        generator = torch.Generator().manual_seed(0)
-        weights = [torch.randn(p.num_experts, *p.shape, generator=generator).to(device) for p in parts]
-        mirror, replica = Mirror(layout, device), Replica(layout, layout.new_values(device))
-        self._probe.table([0.0])
-        encode_s, decode_s = [], []
-        for _ in range(TIMINGS + 1):
-            begin_s = time.perf_counter()
-            message = mirror.encode(weights)
-            middle_s = time.perf_counter()
-            replica.apply(message)
-            encode_s.append(middle_s - begin_s)
-            decode_s.append(time.perf_counter() - middle_s)
-        num_elements = sum(weight.numel() for weight in weights)
-        own = [statistics.median(encode_s[1:]), statistics.median(decode_s[1:])]
-        means = [statistics.fmean(column) for column in zip(*self._probe.table(own), strict=True)]
-        travel_bytes = num_elements * self._param_bytes
-        return Codec(
-            name=name,
-            ratio=travel_bytes / message.nbytes,
-            encode_bytes_per_s=travel_bytes / max(means[0], 1e-9),
-            decode_bytes_per_s=travel_bytes / max(means[1], 1e-9),
-        )
 
     def _measure_link(self, elapsed_s: float, *, slowdown: float) -> None:
         """Look at the slowest level again.
@@ -709,29 +656,10 @@ def _model_of(specs: Sequence[LayerSpec], facts: JobFacts) -> MoEModel:
         num_experts=first.num_experts,
         top_k=first.top_k,
         num_moe_layers=len(specs),
-        expert_params=_expert_params(first),
+        expert_params=expert_params(first),
         dense_params=facts.dense_params,
         active_dense_params=facts.active_dense_params,
     )
-
-
-def _expert_s(spec: LayerSpec, rows: int) -> float:
-    """Seconds of one expert's forward and backward on some rows; leaves gradients and random numbers alone."""
-    expert, sample = spec.experts[0], spec.sample
-    generator = torch.Generator().manual_seed(0)
-    num_experts = spec.num_local if spec.is_grouped else 1  # in one call
-    values = torch.randn(num_experts * rows, spec.hidden, generator=generator).to(sample)
-    parameters = [parameter for parameter in expert.parameters() if parameter.requires_grad]
-    timings = []
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for _ in range(TIMINGS + 1):
-            begin_s = time.perf_counter()
-            x = values.clone().requires_grad_()
-            output = spec.call(expert, {}, x, [rows] * num_experts)
-            # autograd.grad: no hook of DeepSpeed on a parameter's gradient may run.
-            torch.autograd.grad(output.sum(), [x, *parameters], allow_unused=True)
-            timings.append(time.perf_counter() - begin_s)
-    return statistics.median(timings[1:]) / num_experts
 
 
 def _free_bytes(device: torch.device, num_neighbours: int) -> float:
@@ -746,12 +674,6 @@ def _free_bytes(device: torch.device, num_neighbours: int) -> float:
     return float(psutil.virtual_memory().available / num_neighbours)
 
 
-def _expert_params(spec: LayerSpec, *, trainable_only: bool = False) -> int:
-    """Parameters of one expert."""
-    counted = [p.numel() for p in spec.experts[0].parameters() if p.requires_grad or not trainable_only]
-    return sum(counted) // (spec.num_local if spec.is_grouped else 1)
-
-
 def _plan_in(path: Path) -> str | None:
     """The plan in the file beside a checkpoint; None where the file is not readable, or the plan was made by hand."""
     try:
@@ -760,36 +682,3 @@ def _plan_in(path: Path) -> str | None:
         log.warning("hybridep: the plan in %s cannot be read, planning goes on from the present one: %s", path, error)
         return None
     return content.get("plan") if isinstance(content, dict) else None
-
-
-def _read_cache(path: str | None, fingerprint: str, length: int) -> list[float] | None:
-    """Rate and latency of each level as they were measured; None where the file has nothing for this cluster."""
-    if path is None or not os.path.isfile(path):
-        return None
-    try:
-        content: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    values = content.get(fingerprint) if isinstance(content, dict) else None
-    return values if isinstance(values, list) and len(values) == length else None
-
-
-def _write_cache(path: str, fingerprint: str, values: Sequence[float]) -> None:
-    """Keep what was measured; where the file cannot be written, a later job measures again."""
-    try:
-        _update_cache(Path(path), fingerprint, values)
-    except OSError as error:
-        log.warning("hybridep: measured links are not kept in hybridep.probe_cache: %s", error)
-
-
-def _update_cache(target: Path, fingerprint: str, values: Sequence[float]) -> None:
-    content = {}
-    if target.is_file():
-        try:
-            content = json.loads(target.read_text(encoding="utf-8"))
-        except ValueError:
-            content = {}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(target.suffix + ".partial")
-    partial.write_text(json.dumps({**content, fingerprint: list(values)}, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, target)

@@ -13,7 +13,9 @@ from toy_model import ToyConfig
 
 import ds_hybridep
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.stream_model import ExpertGroup, Layout, LevelCodecs, Rates, predict, weight_packets
+from ds_hybridep.plan.costs import weight_packets
+from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs, Rates
+from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]

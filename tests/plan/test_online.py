@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.layout import IDENTITY, Codec, LevelCodecs, Rates
 from ds_hybridep.plan.online import (
     DOUBT,
     EARLY_SHARE,
@@ -25,7 +26,7 @@ from ds_hybridep.plan.online import (
     Room,
     TrialBudget,
 )
-from ds_hybridep.plan.stream_model import IDENTITY, Codec, LevelCodecs, Rates, StepPrediction, StepTerms
+from ds_hybridep.plan.stream_model import StepPrediction, StepTerms
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 MODEL = MoEModel(

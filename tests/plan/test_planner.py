@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.layout import IDENTITY, Codec, ExpertGroup, LevelCodecs, Rates
 from ds_hybridep.plan.models import read_model_file
 from ds_hybridep.plan.planner import (
     TIE,
@@ -21,7 +22,6 @@ from ds_hybridep.plan.planner import (
     reigns,
     step_times,
 )
-from ds_hybridep.plan.stream_model import IDENTITY, Codec, ExpertGroup, LevelCodecs, Rates
 from ds_hybridep.plan.summary import ds_config_block
 from ds_hybridep.plan.workload import Workload, model_from_mapping
 

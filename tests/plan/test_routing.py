@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.costs import row_counts
+from ds_hybridep.plan.layout import Layout, LevelCodecs
 from ds_hybridep.plan.routing import chance_needed, expected_rows_of_load
-from ds_hybridep.plan.stream_model import Layout, LevelCodecs, row_counts
 from ds_hybridep.plan.token_route import expected_rows_of
 from ds_hybridep.plan.workload import MoEModel, Workload
 

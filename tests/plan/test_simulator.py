@@ -10,13 +10,14 @@ from test_stream_model import TOY, cases, cluster_of, layout_of, toy
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, Link
+from ds_hybridep.plan.layout import ExpertGroup, Rates, SyncModel
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.routing import chance_needed
 from ds_hybridep.plan.simulator import Assumptions, Deviation, Scenario, simulate
 from ds_hybridep.plan.simulator_kinds import choose_stand_ins, with_stand_ins
 from ds_hybridep.plan.simulator_schedule import STREAM_MODEL_ASSUMPTIONS
 from ds_hybridep.plan.simulator_traffic import Ranks, Routing
-from ds_hybridep.plan.stream_model import ExpertGroup, Rates, SyncModel, predict
+from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.token_route import expected_rows_of
 
 properties = settings(deadline=None, max_examples=40)

@@ -9,8 +9,8 @@ from process_pool import ProcessPool
 from test_bytes_against_the_runtime import ACCUMULATION, TOKENS, TOY, counted_in_one_step, workload_of
 
 from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.layout import Layout, LevelCodecs, Rates
 from ds_hybridep.plan.simulator import Scenario, simulate
-from ds_hybridep.plan.stream_model import Layout, LevelCodecs, Rates
 from ds_hybridep.plan.token_route import expected_rows_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]

@@ -8,22 +8,10 @@ from hypothesis import strategies as st
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
+from ds_hybridep.plan.costs import memory_of, packet_bytes, row_counts, sync_bytes
+from ds_hybridep.plan.layout import IDENTITY, Codec, ExpertGroup, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.models import read_model_file
-from ds_hybridep.plan.stream_model import (
-    IDENTITY,
-    Codec,
-    ExpertGroup,
-    Layout,
-    LevelCodecs,
-    Rates,
-    SyncModel,
-    memory_of,
-    packet_bytes,
-    predict,
-    row_counts,
-    sync_bytes,
-    with_bandwidth,
-)
+from ds_hybridep.plan.stream_model import predict, with_bandwidth
 from ds_hybridep.plan.workload import MoEModel, Workload, model_from_mapping
 
 # A slow machine is no failure, so there is no deadline per example.

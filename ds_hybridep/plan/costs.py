@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes, seconds of computation and memory of a layout, one function for each part."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.layout import Layout, Rates, SyncModel
+from ds_hybridep.plan.replica_pool import num_gathers
+from ds_hybridep.plan.routing import expected_rows_of_load
+from ds_hybridep.plan.token_route import expected_rows_of
+from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
+
+# ---- bytes: one function per kind ----
+
+
+def ranks_below(cluster: Cluster) -> tuple[int, ...]:
+    """Ranks that share one uplink of each level."""
+    return tuple(math.prod(cluster.sizes[level + 1 :]) for level in range(len(cluster.levels)))
+
+
+def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
+    """Rows that one rank sends over each level in one dispatch.
+
+    Ours: expected number of (token, destination) pairs, each once.  Source: `token_route.expected_rows`, or
+    `routing.expected_rows_of_load` where a load was measured.
+    DeepSpeed's: the capacity of every expert, wherever it is, whether or not tokens came.
+    """
+    model = workload.model
+    if layout.is_padded:
+        # A peer that differs first at level l is one of (span_l - 1) span_(l+1) span_(l+2) ...
+        num_peers = [
+            (span - 1) * math.prod(layout.spans[level + 1 :]) for level, span in enumerate(layout.spans)
+        ]  # fmt: skip
+        rows_per_peer = workload.expert_capacity * model.num_experts / layout.group_size
+        return tuple(count * rows_per_peer for count in num_peers)
+    if workload.expert_load is None:
+        rows = expected_rows_of(
+            layout.domain_counts, model.num_experts, model.top_k, workload.tokens_per_rank, layout.exchange
+        )
+    else:
+        rows = expected_rows_of_load(
+            workload.expert_load, layout.spans, layout.domain_sizes, top_k=model.top_k,
+            num_tokens=workload.tokens_per_rank, exchange=layout.exchange,
+        )  # fmt: skip
+    return tuple(workload.row_scale * count for count in rows)
+
+
+def packet_bytes(layout: Layout, workload: Workload, way: Literal["weights", "gradients"]) -> tuple[float, ...]:
+    """Bytes of one layer's packets that one rank sends over each level.
+
+    Slow level first, weights go to S_l - 1 neighbours at level l: the rank's own experts, and those that came over
+    slower levels j before it, (S_j - 1) S_(j+1) ... S_(l-1) times as many. The latter go on as they came, in level
+    j's codec. Gradients go the opposite way, summed at each level, so a level's own codec holds for all of them.
+
+    Source: runtime/expert_gather.py.
+    """
+    sizes = layout.domain_sizes
+    expert_bytes = workload.expert_travel_bytes
+    if layout.is_transient and way == "weights":
+        expert_bytes = workload.model.expert_params * workload.param_bytes
+    own_bytes = experts_per_rank(layout, workload) * expert_bytes
+    result = []
+    for level, size in enumerate(sizes):
+        if way == "weights":
+            held = 1.0 / layout.codecs[level].weight.ratio
+            for slower in range(level):
+                count = (sizes[slower] - 1) * math.prod(sizes[slower + 1 : level])
+                held += count / layout.codecs[slower].weight.ratio
+        else:
+            held = math.prod(sizes[:level]) / layout.codecs[level].gradient.ratio
+        result.append((size - 1) * held * own_bytes)
+    return tuple(result)
+
+
+def weight_packets(layout: Layout, workload: Workload) -> int:
+    """Packets of weights in a step: one for each layer, or one for each gather of a layer."""
+    layers = workload.model.num_moe_layers
+    return num_gathers(layers, layout.prefetch_depth, workload.micro_steps) if layout.is_transient else layers
+
+
+def experts_per_rank(layout: Layout, workload: Workload) -> int:
+    """e, experts that one rank owns.  Raises PlanError where the group cannot share them evenly."""
+    num_experts = workload.model.num_experts
+    if num_experts % layout.group_size:
+        raise PlanError(
+            f"{num_experts} experts cannot be shared evenly by an expert-parallel group of {layout.group_size} ranks"
+        )
+    return num_experts // layout.group_size
+
+
+def sync_bytes(
+    cluster: Cluster, spans: Sequence[int], num_bytes: float, passes: float, sync: SyncModel
+) -> tuple[float, ...]:
+    """Bytes over one uplink of each level when groups that span `spans` reduce or gather `num_bytes` per rank.
+
+    A ring of g ranks sends (g - 1) / g of the bytes from each rank to the next for each pass, and one of its edges
+    leaves each child. As many rings leave a child as it has groups. Sums made inside first leave n children with
+    (n - 1) / n of the bytes instead.
+
+    Source: ring all-reduce and all-gather.
+    """
+    group_size = math.prod(spans)
+    result = []
+    for level, span in enumerate(spans):
+        num_groups = math.prod(cluster.sizes[level + 1 :]) // math.prod(spans[level + 1 :])
+        share = (group_size - 1) / group_size if sync.algorithm == "ring" else (span - 1) / span
+        result.append(sync.factor * passes * num_groups * share * num_bytes if span > 1 else 0.0)
+    return tuple(result)
+
+
+# ---- computation: one function per part ----
+
+
+def imbalance_of(layout: Layout, workload: Workload) -> float:
+    """Rows of the busiest rank over the mean, with M ranks' experts on every rank of a domain.
+
+    The spread of a mean of M of G values, drawn without repetition, is sqrt((G - M) / (M (G - 1))) of the values'.
+    """
+    group, domain = layout.group_size, layout.domain_size
+    if group == 1:
+        return 1.0
+    return 1.0 + (workload.imbalance - 1.0) * math.sqrt((group - domain) / (domain * (group - 1)))
+
+
+def pre_expert_s(workload: Workload, rates: Rates) -> float:
+    """Forward seconds of a layer before its experts.  Source: paper (2), PE."""
+    return workload.pre_expert_flops / rates.flops_per_s
+
+
+def experts_s(layout: Layout, workload: Workload, rates: Rates) -> float:
+    """Forward seconds of a layer's experts on the busiest rank.  Source: paper (1), (2).
+
+    DeepSpeed's layer computes all of the capacity, so there nobody is busier than others.
+    """
+    flops_per_s = rates.expert_flops_per_s or rates.flops_per_s
+    if layout.is_padded:
+        rows: float = workload.expert_capacity * workload.model.num_experts
+    else:
+        rows = workload.expert_rows * imbalance_of(layout, workload)
+    return rows * workload.expert_flops_per_row / flops_per_s
+
+
+def expert_calls_s(layout: Layout, workload: Workload, rates: Rates) -> float:
+    """Host seconds of calling every expert of the domain once, rows or no rows."""
+    return rates.expert_call_s * experts_per_rank(layout, workload) * layout.domain_size
+
+
+def encode_s(layout: Layout, workload: Workload, way: Literal["weights", "gradients"]) -> float:
+    """Seconds to encode what one rank sends of one layer.
+
+    Weights: the owned experts, once for each distinct lossy codec. Gradients: what leaves over a lossy level.
+    """
+    own_bytes = experts_per_rank(layout, workload) * workload.expert_travel_bytes
+    levels = [level for level, size in enumerate(layout.domain_sizes) if size > 1]
+    if way == "weights":
+        return math.fsum(own_bytes / codec.encode_bytes_per_s for codec in {layout.codecs[i].weight for i in levels})
+    return math.fsum(
+        (layout.domain_sizes[i] - 1) * math.prod(layout.domain_sizes[:i]) * own_bytes
+        / layout.codecs[i].gradient.encode_bytes_per_s
+        for i in levels
+    )  # fmt: skip
+
+
+def decode_s(layout: Layout, workload: Workload, way: Literal["weights", "gradients"]) -> float:
+    """Seconds to decode what arrives at one rank of one layer; a replica is decoded once, where it stays."""
+    own_bytes = experts_per_rank(layout, workload) * workload.expert_travel_bytes
+    sizes, total = layout.domain_sizes, 0.0
+    for level, size in enumerate(sizes):
+        if way == "weights":  # replicas whose owner differs first at this level
+            num_slots = (size - 1) * math.prod(sizes[level + 1 :])
+            total += num_slots * own_bytes / layout.codecs[level].weight.decode_bytes_per_s
+        else:
+            num_slots = (size - 1) * math.prod(sizes[:level])
+            total += num_slots * own_bytes / layout.codecs[level].gradient.decode_bytes_per_s
+    return total
+
+
+# ---- memory ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one rank, without activations."""
+
+    dense_bytes: float
+    owned_expert_bytes: float
+    replica_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """All of it."""
+        return self.dense_bytes + self.owned_expert_bytes + self.replica_bytes
+
+
+def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
+    """Bytes of parameters, gradients, optimizer state, replicas and mirrors on one rank.
+
+    Per trained parameter: its gradient (shared out from ZeRO-2 on), 8 B of moments and a 4 B master copy of smaller
+    types (shared out from ZeRO-1 on), over the ranks that hold the same parameter. Per replica parameter: 4 B under a
+    lossy codec, else its type; 4 B gradient sum where it is trained; 4 B residual under a lossy gradient codec. The
+    runtime keeps a slot for the owned experts too, which is their mirror under a lossy codec.
+
+    Transient replicas: weights of `prefetch_depth` + 1 layers; gradient sums of as many, which return `prefetch_depth`
+    layers later, or of all layers where several micro-steps are added up.
+    """
+    model = workload.model
+    world, group = cluster.num_ranks, layout.group_size
+    layers = model.num_moe_layers
+    owned = layers * experts_per_rank(layout, workload)
+    replicas = owned * layout.domain_size if layout.domain_size > 1 else 0
+    weight_bytes = MASTER_BYTES if layout.is_lossy else workload.param_bytes
+    held = min(layout.prefetch_depth + 1, layers) / layers if layout.is_transient else 1.0
+    summed = held if workload.micro_steps == 1 else 1.0
+    residual_bytes = MASTER_BYTES if layout.has_lossy_gradients else 0
+    return Memory(
+        dense_bytes=_state_bytes(model.dense_params, workload.dense_train_params, workload, world),
+        owned_expert_bytes=owned
+        * _state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group),
+        replica_bytes=replicas
+        * (
+            (model.expert_params - workload.expert_travel_params) * held * workload.param_bytes
+            + workload.expert_travel_params * (held * weight_bytes + summed * MASTER_BYTES + residual_bytes)
+        ),
+    )
+
+
+def _state_bytes(num_params: float, num_trained: float, workload: Workload, num_holders: int) -> float:
+    """Bytes of parameters of which some are trained, held alike by `num_holders` ranks."""
+    master_bytes = MASTER_BYTES if workload.param_bytes < MASTER_BYTES else 0
+    optimizer = num_trained * (ADAM_BYTES + master_bytes) / (num_holders if workload.zero_stage >= 1 else 1)
+    gradients = num_trained * workload.param_bytes / (num_holders if workload.zero_stage >= 2 else 1)
+    return num_params * workload.param_bytes + gradients + optimizer

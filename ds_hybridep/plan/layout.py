@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan is: codecs, rates of a machine, DeepSpeed's synchronisation, expert-parallel groups and layouts."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.token_route import TokenExchange
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What an encoding costs, as data.
+
+    ratio: bytes of the payload in the type in which it would travel otherwise, over bytes on the wire. A codec that
+        makes fp32 fifty times smaller has a ratio of 25 for bf16 parameters.
+    encode_bytes_per_s, decode_bytes_per_s: of the payload, on the rank's own device.
+    is_lossy: replicas need mirrors and fp32 copies.
+    """
+
+    name: str
+    ratio: float = 1.0
+    encode_bytes_per_s: float = math.inf
+    decode_bytes_per_s: float = math.inf
+    is_lossy: bool = True
+
+    def __post_init__(self) -> None:
+        for item in ("ratio", "encode_bytes_per_s", "decode_bytes_per_s"):
+            if not getattr(self, item) > 0:
+                raise PlanError(f"codec {self.name!r}: {item} is {getattr(self, item)}, but must be > 0")
+
+
+IDENTITY = Codec("identity", is_lossy=False)
+
+
+@dataclass(frozen=True)
+class LevelCodecs:
+    """Encodings of what crosses one level."""
+
+    weight: Codec = IDENTITY
+    gradient: Codec = IDENTITY
+    token: Codec = IDENTITY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Speed of one rank, and costs of the host.  What is not given costs nothing.
+
+    flops_per_s: reached on dense products.
+    expert_flops_per_s: reached by experts; None: the same.
+    memory_bytes_per_s: of the optimizer's pass over its state.
+    layer_s: host time of a layer in one forward; its backward takes twice that.
+    expert_call_s: host time of calling one expert in one forward; its backward takes twice that.
+    exchange_s: host time of one round of messages of our token exchange, during which its bytes flow already: where
+        ranks share cores, the early ones' rows flow while the late ones still compute.
+    all_to_all_s: the same of one all-to-all of DeepSpeed's layer.
+    packet_s: host time of one packet of a layer, there and back each.
+    step_s: host time of one optimizer step.
+    overlap: how much of what could be hidden is: 1 is the clock above, 0 waits for every packet by itself; less than 1
+        where sending takes the cores that compute.
+    wire_factor: bytes on the wire for each byte handed over (headers).
+    """
+
+    flops_per_s: float
+    expert_flops_per_s: float | None = None
+    memory_bytes_per_s: float = math.inf
+    layer_s: float = 0.0
+    expert_call_s: float = 0.0
+    exchange_s: float = 0.0
+    all_to_all_s: float = 0.0
+    packet_s: float = 0.0
+    step_s: float = 0.0
+    overlap: float = 1.0
+    wire_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for item in ("flops_per_s", "expert_flops_per_s", "memory_bytes_per_s"):
+            value = getattr(self, item)
+            if value is not None and not value > 0:
+                raise PlanError(f"{item} is {value}, but must be > 0")
+        for item in ("layer_s", "expert_call_s", "exchange_s", "all_to_all_s", "packet_s", "step_s"):
+            if not (math.isfinite(getattr(self, item)) and getattr(self, item) >= 0):
+                raise PlanError(f"{item} is {getattr(self, item)}, but must be a finite number >= 0")
+        if not 0 <= self.overlap <= 1:
+            raise PlanError(f"overlap is {self.overlap}, but must be between 0 and 1")
+        if not self.wire_factor >= 1:
+            raise PlanError(f"wire_factor is {self.wire_factor}, but must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncModel:
+    """How DeepSpeed's own synchronisation crosses the levels.
+
+    algorithm: "ring" passes every byte over each uplink once for each pass, whatever the levels; "hierarchical" sums
+        inside first, so that each byte crosses a slow link once per child.
+    reduce_passes: of gradients; 2 for an all-reduce (what ZeRO-1 was seen to do over gloo), 1 for a reduce-scatter.
+    factor: measured bytes over this model's.
+    """
+
+    algorithm: Literal["ring", "hierarchical"] = "ring"
+    reduce_passes: float = 2.0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """Which ranks share the experts: `ep_size` neighbouring ones, or as many at equal distances over the whole job.
+
+    Source: DeepSpeed's expert-parallel groups, and `use_data_before_expert_parallelism` for strided ones.
+    """
+
+    ep_size: int
+    is_strided: bool = False
+
+    def spans(self, cluster: Cluster) -> tuple[int, ...]:
+        """Positions of one group at each level.
+
+        Raises PlanError where the group is no regular grid of the levels.
+        """
+        rest, spans = self.ep_size, [1] * len(cluster.levels)
+        order = range(len(spans)) if self.is_strided else reversed(range(len(spans)))
+        for level in order:
+            size = cluster.sizes[level]
+            if rest % size == 0:
+                spans[level] = size
+            elif size % rest == 0:
+                spans[level] = rest
+            else:
+                break
+            rest //= spans[level]
+        if rest != 1 or self.ep_size < 1:
+            raise PlanError(
+                f"ep_size {self.ep_size} is no regular grid of the levels {cluster}; choose a divisor of one level's "
+                f"size times all sizes {'above' if self.is_strided else 'below'} it"
+            )
+        return tuple(spans)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where experts and their copies are, and how things travel: all that a plan decides.
+
+    spans: positions of the expert-parallel group at each level.
+    domain_sizes: at each level, a divisor of the span.
+    codecs: of each level.
+    prefetch_depth: layers between the start of a gradient's return and the wait for it.
+    exchange: how token rows travel.
+    is_padded: DeepSpeed's own layer in place of ours: padded all-to-alls, no domains.
+    is_transient: replicas are gathered around their use, for `prefetch_depth` + 1 layers at a time; all of an expert's
+        parameters travel then, frozen ones too.
+    """
+
+    spans: tuple[int, ...]
+    domain_sizes: tuple[int, ...]
+    codecs: tuple[LevelCodecs, ...]
+    prefetch_depth: int = 2
+    exchange: TokenExchange = "direct"
+    is_padded: bool = False
+    is_transient: bool = False
+
+    def __post_init__(self) -> None:
+        if not len(self.spans) == len(self.domain_sizes) == len(self.codecs):
+            raise PlanError(
+                f"spans {self.spans}, domain sizes {self.domain_sizes} and {len(self.codecs)} codecs differ in length"
+            )
+        if any(size < 1 or span % size for span, size in zip(self.spans, self.domain_sizes, strict=True)):
+            raise PlanError(f"domain sizes {self.domain_sizes} do not divide the group's spans {self.spans}")
+        if self.prefetch_depth < 0:
+            raise PlanError(f"prefetch_depth is {self.prefetch_depth}, but must be at least 0")
+        if self.is_padded and self.domain_size > 1:
+            raise PlanError("DeepSpeed's own layer has no domains; give domain sizes of 1")
+        if self.is_transient and self.is_lossy:
+            raise PlanError("transient replicas are gathered as they are; give exact codecs for weights")
+
+    @cached_property
+    def domain_counts(self) -> tuple[int, ...]:
+        """Domains side by side at each level."""
+        return tuple(span // size for span, size in zip(self.spans, self.domain_sizes, strict=True))
+
+    @property
+    def group_size(self) -> int:
+        """G, ranks of the expert-parallel group."""
+        return math.prod(self.spans)
+
+    @property
+    def domain_size(self) -> int:
+        """M, ranks of a domain."""
+        return math.prod(self.domain_sizes)
+
+    @property
+    def is_lossy(self) -> bool:
+        """True where expert weights travel under a lossy codec."""
+        pairs = zip(self.domain_sizes, self.codecs, strict=True)
+        return any(size > 1 and codecs.weight.is_lossy for size, codecs in pairs)
+
+    @property
+    def has_lossy_gradients(self) -> bool:
+        """True where expert gradients travel under a lossy codec."""
+        pairs = zip(self.domain_sizes, self.codecs, strict=True)
+        return any(size > 1 and codecs.gradient.is_lossy for size, codecs in pairs)
