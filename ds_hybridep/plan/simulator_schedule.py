@@ -37,7 +37,6 @@ class Assumptions:
         so where a GPU has one link for its neighbours and another one for the world.
     is_fair_to_flows: flows share a link alike; otherwise operations do, however many flows they have.
     levels_in_turn: a rank's messages over different levels leave one after the other, slowest level first.
-    counts_go_first: row counts are a round of messages of their own before the rows.
     gathers_by_level: expert packets cross a slow level once per child; otherwise every rank sends straight to all
         others of its domain, as the paper counts it.
     """
@@ -45,11 +44,10 @@ class Assumptions:
     crosses_inner_links: bool = False
     is_fair_to_flows: bool = True
     levels_in_turn: bool = False
-    counts_go_first: bool = False
     gathers_by_level: bool = True
 
 
-STREAM_MODEL_ASSUMPTIONS = Assumptions(is_fair_to_flows=False, levels_in_turn=True, counts_go_first=True)
+STREAM_MODEL_ASSUMPTIONS = Assumptions(is_fair_to_flows=False, levels_in_turn=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,15 +331,11 @@ class _Builder:
         return self._stages(stages, header)
 
     def _stages(self, stages: Sequence[tuple[str, list[int], Callable[[int], Floats]]], header: int) -> _Sent:
-        """Rounds of messages; a header goes with the rows or, where counts go first, before them."""
-        result: list[tuple[Traffic, ...]] = []
-        assumed = self.scenario.assumptions
-        for pattern, levels, bytes_between in stages:
-            if header and assumed.counts_go_first:
-                result.append(self._split(pattern, levels, always(header)))
-            beside = 0 if assumed.counts_go_first else header
-            result.append(self._split(pattern, levels, partial(_with_more, bytes_between, beside)))
-        return _Sent(tuple(result))
+        """Rounds of messages, each with a header."""
+        split = (
+            self._split(pattern, levels, partial(_with_more, bytes_of, header)) for pattern, levels, bytes_of in stages
+        )
+        return _Sent(tuple(split))
 
     def _split(
         self, pattern: str, levels: Sequence[int], bytes_between: Callable[[int], Floats]

@@ -197,7 +197,7 @@ def _stages(
     extra_bytes: float,
     counts: bool,
 ) -> tuple[Stage, ...]:
-    """Rounds of messages of one exchange: its rows, and before them the row counts if they are not known.
+    """Rounds of messages of one exchange: its rows, and the row counts with them if they are not known.
 
     Direct exchanges wait for the slowest level once; level by level each level is waited for in turn. A rank's
     messages leave one after the other, so the levels' seconds add up.
@@ -207,13 +207,16 @@ def _stages(
         groups = [used] if used else []
     else:
         groups = [[level] for level in used]
+
+    def header(level: int) -> float:
+        return COUNT_BYTES * _peers(layout, level) if counts else 0.0
+
     stages = []
     for group in groups:
         latency_s = max(latencies[level] for level in group)
-        if counts:
-            stages.append(Stage(tuple((i, COUNT_BYTES * _peers(layout, i) * below[i]) for i in group), latency_s))
         level_bytes = tuple(
-            (i, rows[i] * below[i] * (workload.row_bytes / _token_ratio(layout, i) + extra_bytes)) for i in group
+            (i, below[i] * (rows[i] * (workload.row_bytes / _token_ratio(layout, i) + extra_bytes) + header(i)))
+            for i in group
         )
         stages.append(Stage(level_bytes, latency_s))
     return tuple(stages)
@@ -423,9 +426,7 @@ def _synchronise(
         (holders, float(experts), "expert_sync_s"),
     ):
         per_level = sync_bytes(cluster, spans, num_bytes, passes, sync)
-        latency_s = passes * math.fsum(
-            (span - 1) * latency for span, latency in zip(spans, latencies, strict=True) if num_bytes
-        )
+        latency_s = passes * _sync_latency_s(spans, latencies, sync) if num_bytes else 0.0
         used = tuple((level, count) for level, count in enumerate(per_level) if count > 0)
         seconds = [count / clock.links[level].bytes_per_s for level, count in used]
         # The links of a ring are busy at the same time, and the slowest one sets the pace; sums go level by level.
@@ -433,6 +434,17 @@ def _synchronise(
         clock.spend(latency_s + transfer_s, term)
         totals.append(per_level)
     return totals[0], totals[1]
+
+
+def _sync_latency_s(spans: Sequence[int], latencies: Sequence[float], sync: SyncModel) -> float:
+    """Of one pass: a ring hands a block on from its first rank to its last, sums wait for each level once."""
+    used = [level for level, span in enumerate(spans) if span > 1]
+    if not used or sync.algorithm == "hierarchical":
+        return math.fsum(latencies[level] for level in used)
+    edges = [math.prod(spans[:level]) * (spans[level] - 1) for level in used]
+    edges[0] += 1  # from the last rank back to the first
+    around_s = math.fsum(count * latencies[level] for count, level in zip(edges, used, strict=True))
+    return around_s - max(latencies[level] for level in used)
 
 
 def _optimize(clock: StepClock, cluster: Cluster, layout: Layout, workload: Workload, rates: Rates) -> None:
