@@ -227,19 +227,20 @@ def run_block(run: Run, driver: Driver, corpus: Tensor, args: argparse.Namespace
     """(seconds per step, WAN bytes per step, counted bytes per step by kind) of one block.
 
     A step leaves weights under way that the next one waits for.  So the clock runs as in the middle of a training: one
-    step goes before it starts, and what is under way when it stops arrives before another plan's turn.
+    step goes right before it starts, and what is under way when it stops arrives before another plan's turn.  Bytes are
+    those of all of these steps: reading counters takes time, in which the link would carry weights for nothing.
     """
+    before, counted_before = driver.ask(command="counters"), level_0_bytes(run)
     train(run, corpus, args, rows, 1)
     dist.barrier()
-    before, counted_before = driver.ask(command="counters"), level_0_bytes(run)
     start = time.perf_counter()
     train(run, corpus, args, rows, steps)
     dist.barrier()  # the latest end over ranks
     seconds = time.perf_counter() - start
-    after, counted = driver.ask(command="counters"), level_0_bytes(run)
     finish_transfers(run)
-    wan_bytes = (after.get("wan_bytes", 0) - before.get("wan_bytes", 0)) / steps
-    return seconds / steps, wan_bytes, {kind: (n - counted_before[kind]) / steps for kind, n in counted.items()}
+    after, counted = driver.ask(command="counters"), level_0_bytes(run)
+    wan_bytes = (after.get("wan_bytes", 0) - before.get("wan_bytes", 0)) / (steps + 1)
+    return seconds / steps, wan_bytes, {kind: (n - counted_before[kind]) / (steps + 1) for kind, n in counted.items()}
 
 
 def planner_of(run: Run) -> Any:

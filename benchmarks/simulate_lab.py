@@ -308,6 +308,28 @@ def table(points: Sequence[Point], errors: Errors, title: str) -> list[str]:
     return lines
 
 
+def plot(points: Sequence[Point], errors: Errors, path: Path, title: str) -> None:
+    """Predicted against measured seconds; the diagonal is a perfect prediction, the dashed lines are 20% off."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.5, 6))
+    for (kind, values), marker in zip(errors.items(), "o.x", strict=True):
+        pairs = [(p.step_s, p.step_s * (1 + e)) for p, e in zip(points, values, strict=True) if e is not None]
+        axes.plot([x for x, _ in pairs], [y for _, y in pairs], marker, label=kind, alpha=0.6)
+    ends = [min(point.step_s for point in points), max(point.step_s for point in points)]
+    for factor, style in ((1.0, "-"), (1.2, "--"), (0.8, "--")):
+        axes.plot(ends, [factor * end for end in ends], style, color="grey", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="measured seconds per step", ylabel="predicted", title=title)
+    axes.legend()
+    axes.grid(which="both", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def read_file(path: Path) -> list[Point]:
     """Points of a file of records."""
     return read_points([json.loads(line) for line in path.read_text().splitlines()])
@@ -318,6 +340,9 @@ def main() -> None:
     parser.add_argument("records", type=Path, help="a third of it is fitted on")
     parser.add_argument("others", type=Path, nargs="*", help="not fitted on at all")
     parser.add_argument("--third", type=int, choices=(0, 1, 2), default=0, help="which third of the grid is fitted on")
+    parser.add_argument(
+        "--plot", type=Path, help="PNG of predicted against measured seconds of the first file's points"
+    )
     parser.add_argument("--by", choices=("simulator", "stream_model"), default="simulator")
     args = parser.parse_args()
     step_of: StepOf = simulated_s if args.by == "simulator" else predicted_s
@@ -342,6 +367,8 @@ def main() -> None:
     for path, held_out, everything in ((args.records, unknown, points), *others):
         errors = errors_of(held_out, everything, fitted, step_of)
         print("\n".join(table(held_out, errors, path.stem)))
+        if args.plot is not None and held_out is unknown:
+            plot(held_out, errors, args.plot, f"{path.stem}, held-out points, {args.by.replace('_', ' ')}")
         for index, point in enumerate(held_out):
             one = {kind: values[index] for kind, values in errors.items()}
             where = {"file": path.name, "plan": point.plan, "rate": point.rate, "batch": point.batch}
