@@ -227,8 +227,8 @@ def run_block(run: Run, driver: Driver, corpus: Tensor, args: argparse.Namespace
     """(seconds per step, WAN bytes per step, counted bytes per step by kind) of one block.
 
     A step leaves weights under way that the next one waits for.  So the clock runs as in the middle of a training: one
-    step goes right before it starts, and what is under way when it stops arrives before another plan's turn.  Bytes are
-    those of all of these steps: reading counters takes time, in which the link would carry weights for nothing.
+    step goes right before it starts, and what is under way when it stops arrives before another plan's turn.  Bytes
+    are those of all of these steps: reading counters takes time, in which the link would carry weights for nothing.
     """
     before, counted_before = driver.ask(command="counters"), level_0_bytes(run)
     train(run, corpus, args, rows, 1)
