@@ -36,6 +36,7 @@ from ds_hybridep.plan.workload import MoEModel, Workload
 
 LOSSY = ("int8", "low rank 7 int4")
 EXACT = "identity"
+EVEN, COUNTED, RELATIVE, NAIVE = "even routing", "counted rows", "counted rows, over flat EP", "naive line"
 OTHERS = ("auto", "recommended codecs")  # are several plans, or have other codecs for gradients than for weights
 Record = Mapping[str, Any]
 Fitted = dict[str, float]
@@ -274,18 +275,27 @@ Errors = Mapping[str, Sequence[float | None]]
 
 
 def errors_of(points: Sequence[Point], everything: Sequence[Point], fitted: Fitted, step_of: StepOf) -> Errors:
-    """Relative errors of held-out points: rows as even routing has them, as they were counted, and the naive line."""
+    """Relative errors of held-out points.
+
+    Rows as even routing has them, and as they were counted; of counted rows, and of what was measured, the ratio to
+    flat EP in the same place of the grid, measured within the same minutes; and the naive line.
+    """
     unlimited = {(one.plan, one.batch): one.step_s for one in everything if one.rate == UNSHAPED}
-    result: dict[str, list[float | None]] = {"even routing": [], "counted rows": [], "naive line": []}
+    flat = {(one.rate, one.batch): one for one in everything if one.plan == FLAT}
+    result: dict[str, list[float | None]] = {name: [] for name in (EVEN, COUNTED, RELATIVE, NAIVE)}
     for point in points:
-        result["even routing"].append(step_of(point, fitted, 1.0) / point.step_s - 1)
-        result["counted rows"].append(step_of(point, fitted, row_scale_of(point)) / point.step_s - 1)
-        base_s = unlimited.get((point.plan, point.batch))
-        if base_s is None or point.rate == UNSHAPED:
-            result["naive line"].append(None)
-        else:
+        result[EVEN].append(step_of(point, fitted, 1.0) / point.step_s - 1)
+        counted_s = step_of(point, fitted, row_scale_of(point))
+        result[COUNTED].append(counted_s / point.step_s - 1)
+        base, relative = flat.get((point.rate, point.batch)), None
+        if base is not None and base is not point:
+            relative = counted_s / step_of(base, fitted, 1.0) * base.step_s / point.step_s - 1
+        result[RELATIVE].append(relative)
+        base_s, naive = unlimited.get((point.plan, point.batch)), None
+        if base_s is not None and point.rate != UNSHAPED:
             wan_s = point.wan_bytes / point.sizes[0] / (parse_rate(point.rate, "rate") / 8)
-            result["naive line"].append((base_s + wan_s) / point.step_s - 1)
+            naive = (base_s + wan_s) / point.step_s - 1
+        result[NAIVE].append(naive)
     return result
 
 
@@ -301,7 +311,7 @@ def table(points: Sequence[Point], errors: Errors, title: str) -> list[str]:
         for kind, values in errors.items():
             pairs = [(point, value) for point, value in zip(points, values, strict=True) if belongs(point)]
             chosen = sorted(abs(value) for _, value in pairs if value is not None)
-            if len(chosen) == len(pairs):
+            if chosen and (kind != NAIVE or len(chosen) == len(pairs)):
                 numbers = (statistics.median(chosen), chosen[max(math.ceil(0.9 * len(chosen)) - 1, 0)], chosen[-1])
                 cells = " | ".join(f"{100 * value:.1f}%" for value in numbers)
                 lines.append(f"| {title}, {name}, {kind} | {len(chosen)} | {cells} |")
@@ -316,7 +326,8 @@ def plot(points: Sequence[Point], errors: Errors, path: Path, title: str) -> Non
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.5, 6))
-    for (kind, values), marker in zip(errors.items(), "o.x", strict=True):
+    for kind, marker in ((EVEN, "o"), (COUNTED, "."), (NAIVE, "x")):
+        values = errors[kind]
         pairs = [(p.step_s, p.step_s * (1 + e)) for p, e in zip(points, values, strict=True) if e is not None]
         axes.plot([x for x, _ in pairs], [y for _, y in pairs], marker, label=kind, alpha=0.6)
     ends = [min(point.step_s for point in points), max(point.step_s for point in points)]
