@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +368,7 @@ def main() -> None:
                             "num_steps": run.num_steps,
                             "picked": None if (planner := planner_of(run)) is None else planner.current.label,
                             "history": None if planner is None else planner.history,
+                            "links": [] if planner is None else [asdict(one.link) for one in planner._cluster.levels],
                         }
                     )  # fmt: skip
                 driver.ask(command="records", records=records)

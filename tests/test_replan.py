@@ -360,26 +360,31 @@ def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
         return sum(option.is_lossy for option in planner._options), len(planner.history)
 
 
-def room_of_each_look(case: Case) -> list[float]:
-    """What a plan may need more than the one that runs, where ranks have different amounts of memory left."""
-    free_bytes, planning._free_bytes = (
-        planning._free_bytes,
-        lambda device, num_neighbours: 1000.0 * (7 - dist.get_rank()),
-    )
+def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
+    """Look by look, the memory left, which ranks differ in, and the largest domains for just enough and a bit less."""
+    measure = planning._free_and_working_bytes
+    planning._free_and_working_bytes = lambda device, num_neighbours: (1e6 * (7 - dist.get_rank()), 1000.0)
     try:
         with engine_of(case, with_block=True, hybridep=planned_block(case, replan_interval=1)) as engine:
-            chooser, rooms = attachment_of(engine).planner._chooser, []
-            choose = chooser.choose
+            planner, found = attachment_of(engine).planner, []
+            choose = planner._chooser.choose
 
             def recorded(*args: Any, **settings: Any) -> Choice:
-                rooms.append(settings["room_bytes"])
+                free_bytes, sizes = planner._free_bytes, []
+                needed_bytes = 1000.0 + max(planner._job().copies_bytes(option) for option in planner._options)
+                for planner._free_bytes in (
+                    needed_bytes / planning.ROOM_SHARE + 1,
+                    needed_bytes / planning.ROOM_SHARE - 1,
+                ):
+                    sizes.append(max(max(o.domain_sizes) for o in planner._options if settings["fits"](o)))
+                found.append((free_bytes, sizes))
                 return choose(*args, **settings)
 
-            chooser.choose = recorded
+            planner._chooser.choose = recorded
             train(engine, case, 0, planning.FIRST_LOOK)
-            return rooms
+            return found
     finally:
-        planning._free_bytes = free_bytes
+        planning._free_and_working_bytes = measure
 
 
 def errors_of_replan(case: Case) -> list[tuple[str, str]]:
@@ -558,10 +563,21 @@ def test_replan_refuses_what_it_cannot_do(pool4: ProcessPool):
         assert "same levels as before" in errors[1][1]
 
 
-def test_plans_have_the_memory_that_is_free_on_the_fullest_rank(pool2: ProcessPool):
-    rooms = pool2.run(room_of_each_look, case=world2(1))
-    assert rooms[0]  # rank 0 chooses
-    assert rooms[0] == [planning.ROOM_SHARE * 6000.0] * len(rooms[0])
+def test_plans_have_the_memory_that_is_free(pool2: ProcessPool):
+    found = pool2.run(plans_that_fit, case=world2(1))[0]  # rank 0 chooses
+    assert found
+    assert all(one == (6e6, [2, 1]) for one in found)
+
+
+def test_memory_left_is_read_from_the_host_and_the_container(tmp_path):
+    free_bytes, working_bytes = planning._free_and_working_bytes(torch.device("cpu"), 1)
+    assert 0 < planning._free_and_working_bytes(torch.device("cpu"), 4)[0] < free_bytes / 3
+    assert working_bytes >= 0
+    assert planning._left_in_container(tmp_path) == math.inf
+    (tmp_path / "memory.current").write_text("700\n")
+    for limit, left in (("1000\n", 300.0), ("max\n", math.inf)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert planning._left_in_container(tmp_path) == left
 
 
 def test_planning_without_an_engine_is_refused(pool4: ProcessPool):

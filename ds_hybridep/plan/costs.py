@@ -200,9 +200,11 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     """Bytes of parameters, gradients, optimizer state, replicas and mirrors on one rank.
 
     Per trained parameter: its gradient (shared out from ZeRO-2 on), 8 B of moments and a 4 B master copy of smaller
-    types (shared out from ZeRO-1 on), over the ranks that hold the same parameter. Per replica parameter: 4 B under a
-    lossy codec, else its type; 4 B gradient sum where it is trained; 4 B residual under a lossy gradient codec. The
-    runtime keeps a slot for the owned experts too, which is their mirror under a lossy codec.
+    types (shared out from ZeRO-1 on), over the ranks that hold the same parameter. Per parameter of each working copy,
+    those of the owned experts among them: its type, and a 4 B gradient sum where it is trained. Under a lossy weight
+    codec a copy is kept in 4 B too where its type is smaller, and owned weights have a 4 B mirror for each such codec.
+    Under a lossy gradient codec each message that leaves has a 4 B residual, and what that was before the step. What
+    else codecs keep, such as factors, is left out.
 
     Transient replicas: weights of `prefetch_depth` + 1 layers; gradient sums of as many, which return `prefetch_depth`
     layers later, or of all layers where several micro-steps are added up.
@@ -211,21 +213,34 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     world, group = cluster.num_ranks, layout.group_size
     layers = model.num_moe_layers
     owned = layers * experts_per_rank(layout, workload)
-    replicas = owned * layout.domain_size if layout.domain_size > 1 else 0
-    weight_bytes = MASTER_BYTES if layout.is_lossy else workload.param_bytes
     held = min(layout.prefetch_depth + 1, layers) / layers if layout.is_transient else 1.0
     summed = held if workload.micro_steps == 1 else 1.0
-    residual_bytes = MASTER_BYTES if layout.has_lossy_gradients else 0
+    frozen_params, trained_params = model.expert_params - workload.expert_travel_params, workload.expert_travel_params
+    per_expert = 0.0
+    if layout.domain_size > 1:
+        per_expert = layout.domain_size * (
+            held * workload.param_bytes * (frozen_params + trained_params) + summed * MASTER_BYTES * trained_params
+        )
+        per_expert += trained_params * MASTER_BYTES * _codec_values(layout, workload)
     return Memory(
         dense_bytes=_state_bytes(model.dense_params, workload.dense_train_params, workload, world),
         owned_expert_bytes=owned
         * _state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group),
-        replica_bytes=replicas
-        * (
-            (model.expert_params - workload.expert_travel_params) * held * workload.param_bytes
-            + workload.expert_travel_params * (held * weight_bytes + summed * MASTER_BYTES + residual_bytes)
-        ),
+        replica_bytes=owned * per_expert,
     )
+
+
+def _codec_values(layout: Layout, workload: Workload) -> int:
+    """fp32 numbers that lossy codecs keep for each trained parameter that a rank owns."""
+    sizes, values = layout.domain_sizes, 0
+    used = [level for level, size in enumerate(sizes) if size > 1]
+    values += len({layout.codecs[level].weight.name for level in used if layout.codecs[level].weight.is_lossy})
+    for level in used:
+        if layout.codecs[level].weight.is_lossy and workload.param_bytes < MASTER_BYTES:
+            values += (sizes[level] - 1) * math.prod(sizes[level + 1 :])
+        if layout.codecs[level].gradient.is_lossy:
+            values += 2 * (sizes[level] - 1) * math.prod(sizes[:level])
+    return values
 
 
 def _state_bytes(num_params: float, num_trained: float, workload: Workload, num_holders: int) -> float:

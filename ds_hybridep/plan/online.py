@@ -187,16 +187,22 @@ class Job:
         return memory_of(self.cluster, self._layout(option), self.workload).total_bytes
 
     def filling_s(self, option: Option) -> float:
-        """Seconds in which working copies are filled, exactly, where later steps send less; 0 elsewhere."""
-        if not option.is_lossy:
+        """Seconds in which working copies are filled, exactly, over levels where later steps send less."""
+        pairs = zip(option.domain_sizes, option.codecs, strict=True)
+        is_encoded = [size > 1 and codecs.weight.is_lossy for size, codecs in pairs]
+        if not any(is_encoded):
             return 0.0
         exact_option = replace(option, codecs=(LevelCodecs(),) * len(option.codecs))
-        uplinks = zip(self.cluster.levels, self.predict(exact_option).uplink_bytes, strict=True)
+        uplinks = zip(is_encoded, self.cluster.levels, self.predict(exact_option).uplink_bytes, strict=True)
         return sum(
             kinds["expert_weights"] * self.rates.wire_factor / level.link.bandwidth_bytes_per_s
-            for level, kinds in uplinks
-            if level.link.bandwidth_bytes_per_s is not None
+            for is_less, level, kinds in uplinks
+            if is_less and level.link.bandwidth_bytes_per_s is not None
         )
+
+    def copies_bytes(self, option: Option) -> float:
+        """Of one rank's working copies and what belongs to them."""
+        return memory_of(self.cluster, self._layout(option), self.workload).replica_bytes
 
     def _layout(self, option: Option) -> Layout:
         return replace(option.layout(self.spans, self.prefetch_depth), is_transient=self.is_transient)
@@ -304,19 +310,18 @@ class Chooser:
         may_try: bool = True,
         change_s: "OfOption" = lambda option: 0.0,
         horizon: float = math.inf,
-        room_bytes: float = math.inf,
+        fits: Callable[[Option], bool] = lambda option: True,
     ) -> Choice:
         """The best option now.
 
         predict: seconds of an option at the links and the work as they are now.
-        size: bytes of an option, for ties and for the room.
+        size: bytes of an option, for ties.
         may_try: False: nothing is taken on a mere hope, and what never ran only where it promises much.
         change_s: seconds that a change to an option takes.
         horizon: steps in which it has to be worth that.
-        room_bytes: that an option may need more than the current one.
+        fits: whether there is memory for an option; asked of all but the current one.
         """
-        most_bytes = size(current) + room_bytes
-        fitting = (option for option in self.options if option == current or size(option) <= most_bytes)
+        fitting = [option for option in self.options if option != current and fits(option)]
         predictions = {option: predict(option) for option in (current, *fitting)}
         share_s = {option: change_s(option) / horizon for option in predictions if option != current}
         expected = self._expected(current, predictions, share_s, horizon, may_try)

@@ -334,7 +334,7 @@ class TrafficMaker:
         flows = Flows(
             num_bytes=np.full(count, bytes_per_edge),
             weights=np.ones(count),
-            latencies_s=np.full(count, passes * float((around_s - _widest(ring_of, source, edge_latencies_s)).max())),
+            latencies_s=np.full(count, passes * float((around_s - _nearest(ring_of, source, edge_latencies_s)).max())),
             member_flow=np.zeros(len(actors) * count, dtype=np.int64),
             member_actor=actors[: len(actors) * count],
             entry_flow=np.zeros(len(links) * count, dtype=np.int64),
@@ -357,12 +357,11 @@ def _ring_edges(ring_of: Ints) -> tuple[Ints, Ints]:
     return source[is_edge], target[is_edge]
 
 
-def _widest(ring_of: Ints, source: Ints, edge_latencies_s: Floats) -> Floats:
-    """[rings] largest latency of an edge: a block goes around but for one edge."""
-    widest = np.zeros(int(ring_of[source].max()) + 1 if len(source) else 1)
-    if len(source):
-        np.maximum.at(widest, ring_of[source], edge_latencies_s)
-    return widest
+def _nearest(ring_of: Ints, source: Ints, edge_latencies_s: Floats) -> Floats:
+    """[rings] least latency of an edge: the block that arrives last goes around but for this one."""
+    nearest = np.full(int(ring_of[source].max()) + 1 if len(source) else 1, np.inf if len(source) else 0.0)
+    np.minimum.at(nearest, ring_of[source], edge_latencies_s)
+    return nearest
 
 
 def held_blocks(layout: Layout, level: int) -> Mapping[int, int]:

@@ -444,7 +444,7 @@ def _sync_latency_s(spans: Sequence[int], latencies: Sequence[float], sync: Sync
     edges = [math.prod(spans[:level]) * (spans[level] - 1) for level in used]
     edges[0] += 1  # from the last rank back to the first
     around_s = math.fsum(count * latencies[level] for count, level in zip(edges, used, strict=True))
-    return around_s - max(latencies[level] for level in used)
+    return around_s - min(latencies[level] for level in used)  # the block that arrives last leaves out the nearest hop
 
 
 def _optimize(clock: StepClock, cluster: Cluster, layout: Layout, workload: Workload, rates: Rates) -> None:

@@ -20,7 +20,8 @@ def read(path: str | None, fingerprint: str, length: int) -> list[float] | None:
     except (OSError, ValueError):
         return None
     values = content.get(fingerprint) if isinstance(content, dict) else None
-    return values if isinstance(values, list) and len(values) == length else None
+    is_table = isinstance(values, list) and all(isinstance(value, int | float) for value in values)
+    return values if is_table and len(values) == length else None
 
 
 def write(path: str, fingerprint: str, values: Sequence[float]) -> None:
@@ -32,12 +33,13 @@ def write(path: str, fingerprint: str, values: Sequence[float]) -> None:
 
 
 def _update(target: Path, fingerprint: str, values: Sequence[float]) -> None:
-    content = {}
+    content = None
     if target.is_file():
         try:
             content = json.loads(target.read_text(encoding="utf-8"))
         except ValueError:
-            content = {}
+            log.warning("hybridep: %s is no JSON and is written anew", target)
+    content = content if isinstance(content, dict) else {}
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(target.suffix + ".partial")
     partial.write_text(json.dumps({**content, fingerprint: list(values)}, indent=1) + "\n", encoding="utf-8")

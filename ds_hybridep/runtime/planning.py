@@ -3,7 +3,7 @@
 
     attach    links and experts are measured; the job begins as DeepSpeed has it
     steps     every `replan_interval` optimizer steps or more, and as soon as steps become longer or shorter, right
-              before the optimizer: a short burst over the slowest level, the median step since the last look, the
+              before the optimizer: a short burst over slow levels, the median step since the last look, the
               tokens of a call; every plan is priced for them
     switch    where another plan is expected to be faster by more than `replan_threshold` at two looks in a row
 
@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import math
+import resource
 import socket
 import statistics
 import time
@@ -46,6 +47,7 @@ from ds_hybridep.plan.online import (
     prediction_json,
 )
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import MoEModel, Workload
 from ds_hybridep.runtime import link_cache
 from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, check_experts
@@ -62,6 +64,7 @@ PROBE_LIMIT_S = 2.0  # of the links at start-up
 WARM_UP_STEPS = 2  # that are not measured: first calls, first shipments, connections that are slow to start
 FIRST_LOOK = 5
 TRIAL_LOOK = 3  # steps after a change of plan; where the plan is a bad one, they are the price
+THOROUGH_LOOKS = 4  # every so many, all levels' links are looked at
 MOST_INTERVAL = 100  # steps from one look to the next, whatever a look costs
 PATIENCE = 2  # looks in a row at which another plan must be better
 CLEARLY = 0.3  # share of a step; a plan that saves as much needs one look only
@@ -171,7 +174,10 @@ class JobPlanner:
         self._cluster = self._first_links()
         self._model = _model_of(specs, facts)
         self._param_bytes, self._device = spec.sample.element_size(), spec.sample.device
-        self._room_bytes = math.inf  # that another plan may need beyond what this one has
+        self._free_bytes, self._working_bytes = (
+            math.inf,
+            0.0,
+        )  # of the fullest rank; what a step takes of it for a while
         self._trainable_params = expert_params(spec, trainable_only=True)
         self._rates = measure_experts(spec, self._probe, self._cluster)
         self._codecs = {
@@ -194,7 +200,9 @@ class JobPlanner:
         self._pulse, self._step_watch = Pulse(self._transport), StepWatch()
         self._budget = TrialBudget()
         self._change_s = 0.0  # that the last change of plan took, without filling working copies
-        self._unchanged_since = 0  # step from which on links and work are what they are
+        self._unchanged_since = 0  # step from which on links and work are what they are; rank 0's
+        self._predicted_s: dict[Option, float] = {}  # at the last look; rank 0's
+        self._num_looks = 0
         self._after_s = 0.0  # when the last optimizer step was over
         self._is_changing = False  # between a decision and its being carried out
         self._num_wins = 0
@@ -293,30 +301,33 @@ class JobPlanner:
             link_cache.write(config.probe_cache, fingerprint, measured)
         return Cluster(tuple(levels))
 
-    def _measure_link(self, elapsed_s: float, *, slowdown: float) -> None:
-        """Look at the slowest level again.
+    def _measure_links(self, elapsed_s: float, *, slowdown: float, has_changed: bool) -> None:
+        """Look at the slow links again: the outermost at every look, all where steps have changed and now and then.
 
-        slowdown: of the measured step against the usual one. The link may have become slower by as much, and a burst
-            of the usual size would take as much longer.
+        slowdown: of the measured step against the usual one. A link may have become slower by as much, and a burst of
+            the usual size would take as much longer.
         """
-        candidates = [i for i, level in enumerate(self._cluster.levels) if level.size > 1]
-        if not candidates:
-            return
-        slowest = min(candidates, key=lambda i: self._cluster.levels[i].link.bandwidth_bytes_per_s or math.inf)
-        known = self._cluster.levels[slowest].link.bandwidth_bytes_per_s or 1e9
-        below = ranks_below(self._cluster)[slowest]
-        latency_s = self._cluster.levels[slowest].link.latency_s or 0.0
+        self._num_looks += 1
+        used = [index for index, level in enumerate(self._cluster.levels) if level.size > 1]
+        is_thorough = has_changed or self._num_looks % THOROUGH_LOOKS == 0
+        for level in used if is_thorough else used[:1]:
+            self._measure_link(level, elapsed_s, slowdown)
+
+    def _measure_link(self, index: int, elapsed_s: float, slowdown: float) -> None:
+        level = self._cluster.levels[index]
+        known, latency_s = level.link.bandwidth_bytes_per_s or 1e9, level.link.latency_s or 0.0
+        below = ranks_below(self._cluster)[index]
         burst_s = max(min(BURST_SHARE * elapsed_s, MOST_BURST_S), LEAST_BURST_S, LEAST_BURST_LATENCIES * latency_s)
         rate = self._probe.table([known / slowdown])[0][0]  # rank 0's: sizes must be equal to the last byte
         for _ in range(3):
             num_bytes = int(min(max(rate * burst_s / below, LEAST_BURST_BYTES), MOST_BURST_BYTES))
-            before, rate = rate, self._probe.burst(slowest, num_bytes, latency_s)
+            before, rate = rate, self._probe.burst(index, num_bytes, latency_s)
             if rate <= before * (1 + CHANGE):
                 break  # a burst that was too short for a faster link is repeated
         if abs(rate / known - 1) <= CHANGE:
             rate = (rate + known) / 2  # bursts are short and noisy
         levels = list(self._cluster.levels)
-        levels[slowest] = replace(levels[slowest], link=replace(levels[slowest].link, bandwidth_bytes_per_s=rate))
+        levels[index] = replace(level, link=replace(level.link, bandwidth_bytes_per_s=rate))
         self._cluster = Cluster(tuple(levels))
 
     # -- around the optimizer step ----------------------------------------------------------------------------------
@@ -336,7 +347,7 @@ class JobPlanner:
         has_changed = self._pulse.take()
         chosen = None
         if self._num_steps >= self._next_look or (has_changed and math.isfinite(self._next_look)):
-            chosen = self._look(runtime)
+            chosen = self._look(runtime, has_changed=has_changed)
             self._look_s = time.perf_counter() - entry_s
         self._paused_s = time.perf_counter() - entry_s
         return chosen
@@ -355,7 +366,7 @@ class JobPlanner:
         if math.isfinite(self._next_look):
             self._pulse.send(has_changed)
 
-    def _look(self, runtime: HybridRuntime) -> HybridEPConfig | None:
+    def _look(self, runtime: HybridRuntime, *, has_changed: bool) -> HybridEPConfig | None:
         num_steps, earlier_wins = len(self._since.step_s), self._num_wins
         last_s = self._since.step_s[-1] if self._since.step_s else 0.0  # of this rank
         measured_s, elapsed_s = self._take_measures(runtime)
@@ -366,32 +377,30 @@ class JobPlanner:
         before_s = self._job().predict(self._current).step_s
         usual_s = before_s + (self._chooser.correction_s(self._current) or 0.0)
         slowest_s = max(measured_s or 0.0, last_s)
-        self._measure_link(elapsed_s, slowdown=max(slowest_s / usual_s, 1.0) if usual_s > 0 else 1.0)
+        slowdown = max(slowest_s / usual_s, 1.0) if usual_s > 0 else 1.0
+        self._measure_links(elapsed_s, slowdown=slowdown, has_changed=has_changed)
         job = self._job()
         predicted_s = job.predict(self._current).step_s
-        if measured_s is not None:
-            # Where the link is another one now, nobody knows for how many of the measured steps it has been.
-            if abs(predicted_s - before_s) >= CHANGED_STEP * measured_s:
-                self._unchanged_since = self._num_steps
-            else:
-                weight = min(num_steps / max(self._config.replan_interval - 1, 1), 1.0)
-                self._chooser.note(self._current, predicted_s, measured_s, weight)
+        # Where the link is another one now, nobody knows for how many of the measured steps it has been.
+        if measured_s is not None and abs(predicted_s - before_s) < CHANGED_STEP * measured_s:
+            weight = min(num_steps / max(self._config.replan_interval - 1, 1), 1.0)
+            self._chooser.note(self._current, predicted_s, measured_s, weight)
         told = [-1.0, 0.0, 0.0]
         if self._transport.rank == 0:
             if measured_s is not None:  # the plan that runs has shown what it takes
                 self._budget.replaced_s = None
-            may_try = self._budget.is_left(measured_s or predicted_s)
-            horizon = max(self._num_steps - self._unchanged_since, LEAST_HORIZON)
+            predictions = {option: job.predict(option) for option in self._options}
             choice = self._choice = self._chooser.choose(
                 self._current,
-                job.predict,
+                predictions.__getitem__,
                 job.memory_bytes,
-                may_try=may_try,
+                may_try=self._budget.is_left(measured_s or predicted_s),
                 change_s=lambda option: self._change_s + job.filling_s(option),
-                horizon=horizon,
-                room_bytes=self._room_bytes,
+                horizon=self._horizon(predictions, measured_s or predicted_s),
+                fits=lambda option: self._fits(job, option),
             )
-            is_better = choice.saves(self._config.replan_threshold)
+            # A plan that just began is left for what is known of it, not for what was known before.
+            is_better = measured_s is not None and choice.saves(self._config.replan_threshold)
             told = [self._options.index(choice.best), is_better, is_better and choice.saves(CLEARLY)]
         index, is_better, is_clear = self._probe.table(told)[0]
         self._num_wins = self._num_wins + (PATIENCE if is_clear else 1) if is_better else 0
@@ -407,6 +416,22 @@ class JobPlanner:
         self._is_changing = True
         self.reason = "chosen by rank 0" if self._choice is None else self._choice.describe()
         return self.config_of(self._options[int(index)])
+
+    def _horizon(self, predictions: Mapping[Option, StepPrediction], step_s: float) -> float:
+        """Steps in which a change must be worth its time: as many as links and work have been what they are."""
+        now = {option: prediction.step_s for option, prediction in predictions.items()}
+        if any(abs(now[option] - before_s) >= CHANGED_STEP * step_s for option, before_s in self._predicted_s.items()):
+            self._unchanged_since = self._num_steps
+        self._predicted_s = now
+        if not self._config.replan_interval:  # the only choice
+            return math.inf
+        return max(self._num_steps - self._unchanged_since, LEAST_HORIZON)
+
+    def _fits(self, job: Job, option: Option) -> bool:
+        """Whether there is memory for both plans' working copies at the change, and for the new ones in a step."""
+        copies_bytes, free_bytes = job.copies_bytes(option), ROOM_SHARE * self._free_bytes
+        growth_bytes = copies_bytes - job.copies_bytes(self._current)
+        return copies_bytes <= free_bytes and growth_bytes + self._working_bytes <= free_bytes
 
     def recall(self, path: Path) -> HybridEPConfig | None:
         """The settings that a checkpoint was saved with, if they are others than now; all ranks must call.
@@ -470,11 +495,13 @@ class JobPlanner:
         row_calls = sum(stats.calls for stats in runtime.layer_stats.values()) - since.row_calls
         own_s = statistics.median(since.step_s) if since.step_s else -1.0
         own_elapsed_s = sum(since.step_s)
-        free_bytes = _free_bytes(self._device, self._num_neighbours)
-        measures = [own_s, calls, tokens, recomputed, rows, row_calls, free_bytes, self._look_s, own_elapsed_s]
+        memory = _free_and_working_bytes(self._device, self._num_neighbours)
+        measures = [own_s, calls, tokens, recomputed, rows, row_calls, *memory, self._look_s, own_elapsed_s]
         table = self._probe.table(measures)
         step_s, calls, tokens, recomputed, rows, row_calls, *_ = (sum(column) for column in zip(*table, strict=True))
-        self._room_bytes = ROOM_SHARE * min(row[-3] for row in table)
+        self._free_bytes = min(row[-4] for row in table)
+        if not self._working_bytes:  # later on plans and their changes are in it
+            self._working_bytes = max(row[-3] for row in table)
         elapsed_s = max(row[-1] for row in table)
         if step_s > 0:
             look_s = min(row[-2] for row in table)  # of the rank that waited for no other
@@ -486,7 +513,6 @@ class JobPlanner:
         before = self._workload
         if before is None or abs(tokens_per_rank / before.tokens_per_rank - 1) > CHANGE:
             self._chooser.forget()
-            self._unchanged_since = self._num_steps
         self._workload = Workload(
             model=self._model,
             tokens_per_rank=tokens_per_rank,
@@ -662,16 +688,29 @@ def _model_of(specs: Sequence[LayerSpec], facts: JobFacts) -> MoEModel:
     )
 
 
-def _free_bytes(device: torch.device, num_neighbours: int) -> float:
-    """Memory that this rank may still take.
+def _free_and_working_bytes(device: torch.device, num_neighbours: int) -> tuple[float, float]:
+    """Memory that this rank may still take, and by how much more than now it has had at most.
 
-    num_neighbours: ranks on this host, which share its memory; a GPU is taken to be of one rank alone.  Of a GPU what
-    a step has needed at most is not free, whatever is allocated now.
+    num_neighbours: ranks on this host, which share its memory; a GPU is taken to be of one rank alone.
     """
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + cached)
-    return float(psutil.virtual_memory().available / num_neighbours)
+        allocated = torch.cuda.memory_allocated(device)
+        cached = torch.cuda.memory_reserved(device) - allocated
+        return float(torch.cuda.mem_get_info(device)[0] + cached), float(
+            torch.cuda.max_memory_allocated(device) - allocated
+        )
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    free_bytes = min(psutil.virtual_memory().available, _left_in_container())
+    return free_bytes / num_neighbours, float(max(peak_bytes - psutil.Process().memory_info().rss, 0))
+
+
+def _left_in_container(folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes below this process's memory limit; infinite where it has none."""
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return math.inf if limit == "max" else float(int(limit) - int(used))
+    except (OSError, ValueError):
+        return math.inf
 
 
 def _plan_in(path: Path) -> str | None:

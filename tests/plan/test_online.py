@@ -248,18 +248,19 @@ def test_filling_takes_as_long_as_all_weights_do_over_each_link():
     assert job(mbit=20).filling_s(lossy) == pytest.approx(num_bytes * RATES.wire_factor / (20e6 / 8))
     assert job(mbit=20).filling_s(plain((2, 1))) == 0.0  # ships as much at every step
     assert job(mbit=20).filling_s(plain()) == 0.0
+    gradients_only = dataclasses.replace(lossy, codecs=(LevelCodecs(gradient=INT8), LevelCodecs()))
+    assert job(mbit=20).filling_s(gradients_only) == 0.0
 
 
 def test_what_does_not_fit_is_not_chosen_and_what_runs_stays():
     chooser = Chooser((FIRST, SECOND, THIRD), {one: WELL_KNOWN for one in (FIRST, SECOND, THIRD)})
-    seconds, sizes = steps_of({FIRST: 1.0, SECOND: 0.5, THIRD: 0.8}), {FIRST: 100.0, SECOND: 161.0, THIRD: 150.0}
+    seconds = steps_of({FIRST: 1.0, SECOND: 0.5, THIRD: 0.8})
 
-    def best(room_bytes, current=FIRST):
-        return chooser.choose(current, seconds, sizes.__getitem__, room_bytes=room_bytes).best
+    def best(*fitting, current=FIRST):
+        return chooser.choose(current, seconds, lambda option: 0.0, fits=lambda option: option in fitting).best
 
-    assert [best(room) for room in (61.0, 60.0, 49.0)] == [SECOND, THIRD, FIRST]
-    assert best(-1.0) == FIRST
-    assert best(0.0, current=SECOND) == SECOND
+    assert [best(SECOND, THIRD), best(THIRD), best()] == [SECOND, THIRD, FIRST]
+    assert best(current=SECOND) == SECOND
 
 
 def test_a_hope_must_be_worth_a_change_there_and_one_back():

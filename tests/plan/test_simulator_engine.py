@@ -180,7 +180,7 @@ def test_an_all_to_all_and_an_all_gather_take_what_the_paper_says(num_gpus, is_r
 
 
 @pytest.mark.parametrize("is_reduced", [True, False])
-def test_a_ring_takes_the_bytes_of_its_slowest_edge_and_all_hops_but_one(is_reduced):
+def test_a_ring_takes_the_bytes_of_its_slowest_edge_and_all_hops_but_the_nearest(is_reduced):
     cluster = Cluster((Level("dc", 3), Level("gpu", 2)))
     classes = merge_ranks(cluster, {}, [], is_reduced=is_reduced)
     maker = TrafficMaker(cluster, classes, [0.5, 0.01], crosses_inner_links=False, is_fair_to_flows=True)
@@ -190,4 +190,4 @@ def test_a_ring_takes_the_bytes_of_its_slowest_edge_and_all_hops_but_one(is_redu
     assert traffic.sent_bytes == (60.0, 60.0)  # three edges between DCs, three inside
     program = [Post(0), Wait(0, "sync")]
     outcome = Engine(capacities, classes.num_classes, program, [Operation("ring", "sync", traffic.flows)]).run()
-    assert outcome.end_s == pytest.approx(np.full(classes.num_classes, 20.0 / 10.0 + 2 * (2 * 0.5 + 3 * 0.01)))
+    assert outcome.end_s == pytest.approx(np.full(classes.num_classes, 20.0 / 10.0 + 2 * (3 * 0.5 + 2 * 0.01)))

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_hybridep import estimate_hybridep_mem_needs_all_cold
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
 from ds_hybridep.plan.costs import memory_of, packet_bytes, row_counts, sync_bytes
@@ -353,7 +356,47 @@ def test_memory_per_rank():
     assert plain.owned_expert_bytes == owned * (2 + 2 + 12)
     assert plain.dense_bytes == TOY.dense_params * (2 + 2 + 12 / 4)
     assert memory((2, 1), exact).replica_bytes == 2 * owned * (2 + 4)
-    assert memory((2, 1), lossy).replica_bytes == 2 * owned * (4 + 4 + 4)
+    mirror, residual = 4, 4 + 4
+    # Replicas, the owner's slot and sums of both; what came encoded is fp32 beside the bf16 replica.
+    assert memory((2, 1), lossy).replica_bytes == owned * (2 * (2 + 4) + 4 + mirror + residual)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("codecs", [("int8", "int8"), ("int8", "identity"), ("identity", "int8")])
+@pytest.mark.parametrize("where", [(0,), (1,), (0, 1)])
+def test_memory_of_working_copies_is_what_the_estimator_builds(dtype, codecs, where, capsys):
+    levels = [{"name": "dc", "size": 2}, {"name": "gpu", "size": 4}]
+    for level in where:
+        levels[level] |= {"weight_codec": codecs[0], "gradient_codec": codecs[1]}
+    needs = estimate_hybridep_mem_needs_all_cold([(16, 8), (8, 16)], 16, 8, 3, {"levels": levels}, 8, dtype=dtype)
+    names = [codecs if level in where else ("identity", "identity") for level in (0, 1)]
+    pairs = [LevelCodecs(*(Codec(name, is_lossy=name != "identity") for name in one)) for one in names]
+    model = dataclasses.replace(TOY, num_experts=16, num_moe_layers=3, expert_params=2 * 8 * 16)
+    workload = toy(model=model, param_bytes=dtype.itemsize)
+    for sizes, need in needs.items():
+        layout = Layout(spans=(2, 4), domain_sizes=sizes, codecs=tuple(pairs))
+        assert memory_of(cluster_of(2, 4), layout, workload).replica_bytes == need.total, sizes
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.data())
+def test_a_pass_of_a_ring_ends_when_the_block_with_the_longest_way_has_arrived(sizes, data):
+    latencies = [data.draw(st.sampled_from([0.001, 0.01, 0.1])) for _ in sizes]
+    places = list(itertools.product(*(range(size) for size in sizes)))
+
+    def hop_s(one, other):
+        return next((latency for a, b, latency in zip(one, other, latencies, strict=True) if a != b), 0.0)
+
+    hops = [hop_s(place, places[(rank + 1) % len(places)]) for rank, place in enumerate(places)]
+    longest_s = max(sum(hops[(start + hop) % len(hops)] for hop in range(len(hops) - 1)) for start in range(len(hops)))
+
+    def sync_s(latencies):
+        levels = (Level(f"{i}", n, Link(1e9, s)) for i, (n, s) in enumerate(zip(sizes, latencies, strict=True)))
+        layout = layout_of((1,) * len(sizes), (1,) * len(sizes))
+        workload = toy(zero_stage=1, model=dataclasses.replace(TOY, num_experts=1, top_k=1))
+        return predict(Cluster(tuple(levels)), layout, workload, Rates(flops_per_s=FAST)).terms.dense_sync_s
+
+    passes = 3  # an all-reduce and a gather of parameters
+    assert sync_s(latencies) - sync_s([0.0] * len(sizes)) == pytest.approx(passes * longest_s, abs=1e-9)
 
 
 # ---- groups and refusals ----
