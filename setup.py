@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How ds_hybridep is packaged.  `pip install .` needs no compiler: the kernels are built on first use.
 
+With DS_BUILD_HYBRIDEP=1 in the environment they are built ahead of time, for the CPU and, where torch finds a GPU and
+nvcc, for CUDA.  torch and deepspeed must be there then, so `pip install --no-build-isolation .`
+
 The folders op_builder/ and csrc/ lie at the top of the checkout, as DeepSpeed users expect, and are installed as
 `ds_hybridep.op_builder` and `ds_hybridep.csrc`.  Never install a top-level `op_builder`: DeepSpeed imports that name
 to find out whether it runs from a source checkout of its own.
 """
 
+import importlib.util
+import os
 import re
+import warnings
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -22,6 +28,27 @@ def read_version() -> str:
     if match is None:
         raise RuntimeError('ds_hybridep/version.py has no line of the form __version__ = "1.2.3"')
     return match.group(1)
+
+
+def kernels_ahead_of_time() -> dict[str, object]:
+    """Arguments of setup() that build the kernels; none unless they are asked for."""
+    if os.environ.get("DS_BUILD_HYBRIDEP", "0") != "1":
+        return {}
+    spec = importlib.util.spec_from_file_location("hybridep_builder", ROOT / "op_builder" / "hybridep.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    from torch.utils.cpp_extension import BuildExtension
+
+    extensions = [module.HybridEPBuilder("cpu").builder()]
+    cuda = module.HybridEPBuilder("cuda")
+    reason = cuda.why_not(ahead_of_time=True)
+    if reason is None:
+        extensions.append(cuda.builder())
+    else:
+        warnings.warn(f"ds_hybridep: kernels for the CPU only: {reason}", stacklevel=1)
+    for extension in extensions:  # setuptools takes relative paths only
+        extension.sources = [os.path.relpath(source, ROOT) for source in extension.sources]
+    return {"ext_modules": extensions, "cmdclass": {"build_ext": BuildExtension}}
 
 
 setup(
@@ -84,4 +111,5 @@ setup(
         "torch.backends": ["ds_hybridep = ds_hybridep._autoload:install"],
         "console_scripts": ["ds_hybridep = ds_hybridep.cli:main"],
     },
+    **kernels_ahead_of_time(),
 )

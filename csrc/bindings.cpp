@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The kernels as a Python module: addresses, sizes and type codes in, errors out.  pybind11 alone, so it compiles in
-// seconds.  Callers have checked dtypes, devices and contiguity; sizes, type codes and index ranges are checked here.
-// The GIL is released while a kernel runs.
+// seconds.  Callers have checked dtypes, devices and contiguity; sizes, type codes and, on the CPU, index ranges are
+// checked here.  The GIL is released while a kernel runs.
+//
+// One module is for the CPU, and another, compiled with HYBRIDEP_CUDA, for CUDA devices.  Their functions have the same
+// names and arguments, of which one, the lane, is a number of threads there and a stream here.
 
 #include <pybind11/pybind11.h>
 
@@ -18,6 +21,14 @@ namespace py = pybind11;
 namespace {
 
 using Address = std::uintptr_t;
+
+#ifdef HYBRIDEP_CUDA
+using Lane = Address;
+hybridep::Stream to_lane(Lane lane) { return reinterpret_cast<hybridep::Stream>(lane); }
+#else
+using Lane = int;
+int to_lane(Lane lane) { return lane; }
+#endif
 
 template <typename T>
 T* at(Address address) {
@@ -37,25 +48,40 @@ void require_sizes(std::initializer_list<int64_t> sizes) {
     }
 }
 
-[[noreturn]] void throw_id(const char* name, int64_t id, int64_t limit, const char* of_what) {
-    throw py::value_error(std::string(name) + ": holds " + std::to_string(id) + ", but there are " +
-                          std::to_string(limit) + " " + of_what + ": wanted ids below " + std::to_string(limit));
-}
-
-[[noreturn]] void throw_index(const char* name, int64_t index, int64_t size, const char* of_what) {
-    throw py::index_error(std::string(name) + ": holds " + std::to_string(index) + ", but there are " +
-                          std::to_string(size) + " " + of_what);
+// On CUDA devices `wrong` is always kAllInRange: the kernels check.
+void require_in_range(const char* name, Address values, int64_t wrong, int64_t size, const char* of_what) {
+    if (wrong == hybridep::kAllInRange) return;
+    throw py::index_error(std::string(name) + ": holds " + std::to_string(at<const int64_t>(values)[wrong]) +
+                          ", but there are " + std::to_string(size) + " " + of_what);
 }
 
 hybridep::Routes to_routes(Address topk_idx, Address expert_to_destination, int64_t num_tokens, int64_t top_k,
-                           int64_t num_experts, int64_t num_destinations, int64_t num_chunks) {
-    require_sizes({num_tokens, top_k, num_experts, num_destinations, num_chunks});
+                           int64_t num_experts, int64_t num_destinations) {
+    require_sizes({num_tokens, top_k, num_experts, num_destinations});
     return {at<const int32_t>(topk_idx),
             at<const int32_t>(expert_to_destination),
             num_tokens,
             top_k,
             num_experts,
             num_destinations};
+}
+
+#ifdef HYBRIDEP_CUDA
+
+void plan_routes(Address topk_idx, Address expert_to_destination, int64_t num_tokens, int64_t top_k,
+                 int64_t num_experts, int64_t num_destinations, Lane lane, Address scratch, Address counts,
+                 Address row_to_token, Address row_topk_idx, Address slot_to_row, Address first_slot_to_row) {
+    const hybridep::Routes routes =
+        to_routes(topk_idx, expert_to_destination, num_tokens, top_k, num_experts, num_destinations);
+    hybridep::plan_routes(routes, to_lane(lane), at<void>(scratch), at<int64_t>(counts), at<int64_t>(row_to_token),
+                          at<int32_t>(row_topk_idx), at<int64_t>(slot_to_row), at<int64_t>(first_slot_to_row));
+}
+
+#else
+
+[[noreturn]] void throw_id(const char* name, int64_t id, int64_t limit, const char* of_what) {
+    throw py::value_error(std::string(name) + ": holds " + std::to_string(id) + ", but there are " +
+                          std::to_string(limit) + " " + of_what + ": wanted ids below " + std::to_string(limit));
 }
 
 int64_t plan_chunks(int64_t num_tokens, int64_t top_k, int num_threads) {
@@ -67,8 +93,9 @@ int64_t plan_chunks(int64_t num_tokens, int64_t top_k, int num_threads) {
 int64_t plan_count(Address topk_idx, Address expert_to_destination, int64_t num_tokens, int64_t top_k,
                    int64_t num_experts, int64_t num_destinations, int64_t num_chunks, Address chunk_rows,
                    Address rows_per_destination) {
+    require_sizes({num_chunks});
     const hybridep::Routes routes =
-        to_routes(topk_idx, expert_to_destination, num_tokens, top_k, num_experts, num_destinations, num_chunks);
+        to_routes(topk_idx, expert_to_destination, num_tokens, top_k, num_experts, num_destinations);
     int64_t wrong = hybridep::first_not_below(routes.expert_to_destination, num_experts, num_destinations);
     if (wrong != hybridep::kAllInRange) {
         throw_id("expert_to_destination", routes.expert_to_destination[wrong], num_destinations, "destinations");
@@ -84,47 +111,54 @@ int64_t plan_count(Address topk_idx, Address expert_to_destination, int64_t num_
 void plan_fill(Address topk_idx, Address expert_to_destination, int64_t num_tokens, int64_t top_k, int64_t num_experts,
                int64_t num_destinations, int64_t num_chunks, Address chunk_rows, Address row_to_token,
                Address row_topk_idx, Address slot_to_row, Address first_slot_to_row) {
+    require_sizes({num_chunks});
     const hybridep::Routes routes =
-        to_routes(topk_idx, expert_to_destination, num_tokens, top_k, num_experts, num_destinations, num_chunks);
+        to_routes(topk_idx, expert_to_destination, num_tokens, top_k, num_experts, num_destinations);
     hybridep::plan_fill(routes, num_chunks, at<int64_t>(chunk_rows), at<int64_t>(row_to_token),
                         at<int32_t>(row_topk_idx), at<int64_t>(slot_to_row), at<int64_t>(first_slot_to_row));
 }
 
+#endif
+
 void dispatch_rows(Address x, Address row_to_token, int64_t num_tokens, int64_t num_rows, int64_t row_bytes,
-                   int num_threads, Address out) {
+                   Lane lane, Address out) {
     require_sizes({num_tokens, num_rows, row_bytes});
     const int64_t wrong = hybridep::dispatch_rows(at<const void>(x), at<const int64_t>(row_to_token), num_tokens,
-                                                  num_rows, row_bytes, num_threads, at<void>(out));
-    if (wrong != hybridep::kAllInRange) {
-        throw_index("row_to_token", at<const int64_t>(row_to_token)[wrong], num_tokens, "tokens");
-    }
+                                                  num_rows, row_bytes, to_lane(lane), at<void>(out));
+    require_in_range("row_to_token", row_to_token, wrong, num_tokens, "tokens");
+}
+
+void scatter_rows(Address x, Address slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
+                  int64_t row_bytes, Lane lane, Address out) {
+    require_sizes({num_tokens, top_k, num_rows, row_bytes});
+    const int64_t wrong = hybridep::scatter_rows(at<const void>(x), at<const int64_t>(slot_to_row), num_tokens, top_k,
+                                                 num_rows, row_bytes, to_lane(lane), at<void>(out));
+    require_in_range("slot_to_row", slot_to_row, wrong, num_rows, "rows");
 }
 
 void combine_rows(Address rows, int rows_type, Address slot_to_row, Address weights, int64_t num_tokens, int64_t top_k,
-                  int64_t num_rows, int64_t hidden, int num_threads, Address out, int out_type) {
+                  int64_t num_rows, int64_t hidden, Lane lane, Address out, int out_type) {
     require_sizes({num_tokens, top_k, num_rows, hidden});
     const int64_t wrong = hybridep::combine_rows(
         at<const void>(rows), to_type(rows_type), at<const int64_t>(slot_to_row), at<const float>(weights),
-        {num_tokens, top_k, num_rows, hidden}, num_threads, at<void>(out), to_type(out_type));
-    if (wrong != hybridep::kAllInRange) {
-        throw_index("slot_to_row", at<const int64_t>(slot_to_row)[wrong], num_rows, "rows");
-    }
+        {num_tokens, top_k, num_rows, hidden}, to_lane(lane), at<void>(out), to_type(out_type));
+    require_in_range("slot_to_row", slot_to_row, wrong, num_rows, "rows");
 }
 
 void combine_rows_backward(Address grad, int grad_type, Address rows, int rows_type, Address slot_to_row,
                            Address weights, int64_t num_tokens, int64_t top_k, int64_t num_rows, int64_t hidden,
-                           int num_threads, Address scratch, Address grad_rows, Address grad_weights) {
+                           Lane lane, Address scratch, Address grad_rows, Address grad_weights) {
     require_sizes({num_tokens, top_k, num_rows, hidden});
     const int64_t wrong = hybridep::combine_rows_backward(
         at<const void>(grad), to_type(grad_type), at<const void>(rows), to_type(rows_type),
-        at<const int64_t>(slot_to_row), at<const float>(weights), {num_tokens, top_k, num_rows, hidden}, num_threads,
+        at<const int64_t>(slot_to_row), at<const float>(weights), {num_tokens, top_k, num_rows, hidden}, to_lane(lane),
         at<int64_t>(scratch), at<void>(grad_rows), at<float>(grad_weights));
-    if (wrong != hybridep::kAllInRange) {
-        throw_index("slot_to_row", at<const int64_t>(slot_to_row)[wrong], num_rows, "rows");
-    }
+    require_in_range("slot_to_row", slot_to_row, wrong, num_rows, "rows");
 }
 
 // --- Compressed tensors ---------------------------------------------------------------------------------------------
+
+#ifndef HYBRIDEP_CUDA
 
 void require_block(int64_t block) {
     if (block < 8 || block > 1024 || (block & (block - 1)) != 0) {
@@ -152,44 +186,44 @@ hybridep::Payloads to_payloads(Address payload, int64_t stride, int64_t bytes) {
     return {at<uint8_t>(payload), stride, bytes};
 }
 
-void prepare(int source, Address a, Address other, int64_t n, int64_t length, int num_threads, Address x,
+void prepare(int source, Address a, Address other, int64_t n, int64_t length, Lane lane, Address x,
              Address is_bad) {
-    hybridep::prepare(to_input(source, a, other, n, length), num_threads, at<float>(x), at<uint8_t>(is_bad));
+    hybridep::prepare(to_input(source, a, other, n, length), to_lane(lane), at<float>(x), at<uint8_t>(is_bad));
 }
 
 void blockwise_encode(int source, Address a, Address other, int64_t n, int64_t length, int bits, int64_t block,
-                      int num_threads, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
+                      Lane lane, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
     require_block(block);
     require_bits(bits, {1, 2, 4, 8});
-    hybridep::blockwise_encode(to_input(source, a, other, n, length), bits, block, num_threads,
+    hybridep::blockwise_encode(to_input(source, a, other, n, length), bits, block, to_lane(lane),
                                to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
 }
 
 void blockwise_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t length, int bits,
-                      int64_t block, bool is_add, int num_threads, Address out) {
+                      int64_t block, bool is_add, Lane lane, Address out) {
     require_sizes({n, length});
     require_block(block);
     require_bits(bits, {1, 2, 4, 8});
-    hybridep::blockwise_decode(to_payloads(payload, stride, bytes), n, length, bits, block, is_add, num_threads,
+    hybridep::blockwise_decode(to_payloads(payload, stride, bytes), n, length, bits, block, is_add, to_lane(lane),
                                at<float>(out));
 }
 
 void top_k_encode(int source, Address a, Address other, int64_t n, int64_t length, int64_t block, int64_t k,
-                  int value_bits, int num_threads, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
+                  int value_bits, Lane lane, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
     require_block(block);
     require_bits(value_bits, {1, 2, 4, 16});
     if (k < 1 || k > block) throw py::value_error("k: got " + std::to_string(k) + ", wanted 1 to block");
-    hybridep::top_k_encode(to_input(source, a, other, n, length), block, k, value_bits, num_threads,
+    hybridep::top_k_encode(to_input(source, a, other, n, length), block, k, value_bits, to_lane(lane),
                            to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
 }
 
 void top_k_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t length, int64_t block, int64_t k,
-                  int value_bits, bool is_add, int num_threads, Address out) {
+                  int value_bits, bool is_add, Lane lane, Address out) {
     require_sizes({n, length});
     require_block(block);
     require_bits(value_bits, {1, 2, 4, 16});
     if (k < 1 || k > block) throw py::value_error("k: got " + std::to_string(k) + ", wanted 1 to block");
-    hybridep::top_k_decode(to_payloads(payload, stride, bytes), n, length, block, k, value_bits, is_add, num_threads,
+    hybridep::top_k_decode(to_payloads(payload, stride, bytes), n, length, block, k, value_bits, is_add, to_lane(lane),
                            at<float>(out));
 }
 
@@ -202,20 +236,20 @@ hybridep::LowRank to_low_rank(int64_t rank, int64_t rows, int64_t cols, int fact
 }
 
 void low_rank_encode(int source, Address a, Address other, int64_t n, int64_t length, int64_t rank, int64_t rows,
-                     int64_t cols, int factor, int iterations, Address start, int num_threads, Address q,
+                     int64_t cols, int factor, int iterations, Address start, Lane lane, Address q,
                      Address row_rms, Address col_rms, Address payload, int64_t stride, int64_t bytes,
                      Address is_bad) {
     hybridep::low_rank_encode(to_input(source, a, other, n, length), to_low_rank(rank, rows, cols, factor, iterations),
-                              at<const float>(start), num_threads,
+                              at<const float>(start), to_lane(lane),
                               {at<float>(q), at<float>(row_rms), at<float>(col_rms)},
                               to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
 }
 
 void low_rank_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t rank, int64_t rows,
-                     int64_t cols, int factor, bool is_add, int num_threads, Address out) {
+                     int64_t cols, int factor, bool is_add, Lane lane, Address out) {
     require_sizes({n});
     hybridep::low_rank_decode(to_payloads(payload, stride, bytes), n, to_low_rank(rank, rows, cols, factor, 1), is_add,
-                              num_threads, at<float>(out));
+                              to_lane(lane), at<float>(out));
 }
 
 void write_headers(Address packets, int64_t stride, int64_t n, uint32_t start, uint32_t number, uint32_t sequence,
@@ -228,28 +262,38 @@ int check_headers(Address packets, int64_t stride, int64_t n, uint32_t start, ui
     return hybridep::check_headers(to_payloads(packets, stride, 0), n, start, stamp);
 }
 
-void orthonormalise(Address p, int64_t n, int64_t rank, int64_t rows, int num_threads) {
+void orthonormalise(Address p, int64_t n, int64_t rank, int64_t rows, Lane lane) {
     require_sizes({n, rank, rows});
     if (rank > rows) throw py::value_error("rank: got " + std::to_string(rank) + ", wanted at most rows");
-    hybridep::orthonormalise(at<float>(p), n, rank, rows, num_threads);
+    hybridep::orthonormalise(at<float>(p), n, rank, rows, to_lane(lane));
 }
 
-void divide_by_gram(Address p, Address q, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads) {
+void divide_by_gram(Address p, Address q, int64_t n, int64_t rank, int64_t rows, int64_t cols, Lane lane) {
     require_sizes({n, rank, rows, cols});
-    hybridep::divide_by_gram(at<const float>(p), at<float>(q), n, rank, rows, cols, num_threads);
+    hybridep::divide_by_gram(at<const float>(p), at<float>(q), n, rank, rows, cols, to_lane(lane));
 }
+
+#endif
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     using release_gil = py::call_guard<py::gil_scoped_release>;
     module.doc() = "Token routing and codecs on raw addresses; use it through ds_hybridep.kernels.";
+#ifdef HYBRIDEP_CUDA
+    module.def("plan_scratch_bytes", &hybridep::plan_scratch_bytes);
+    module.def("plan_routes", &plan_routes, release_gil());
+    module.attr("NONE_WRONG") = hybridep::kNoneWrong;
+#else
     module.def("plan_chunks", &plan_chunks);
     module.def("plan_count", &plan_count, release_gil());
     module.def("plan_fill", &plan_fill, release_gil());
+#endif
     module.def("dispatch_rows", &dispatch_rows, release_gil());
+    module.def("scatter_rows", &scatter_rows, release_gil());
     module.def("combine_rows", &combine_rows, release_gil());
     module.def("combine_rows_backward", &combine_rows_backward, release_gil());
+#ifndef HYBRIDEP_CUDA
     module.def("prepare", &prepare, release_gil());
     module.def("blockwise_encode", &blockwise_encode, release_gil());
     module.def("blockwise_decode", &blockwise_decode, release_gil());
@@ -261,4 +305,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("check_headers", &check_headers);
     module.def("orthonormalise", &orthonormalise, release_gil());
     module.def("divide_by_gram", &divide_by_gram, release_gil());
+#endif
 }

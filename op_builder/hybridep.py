@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builder of the CPU kernels in csrc/, on first use and once per machine and version of the sources."""
+"""Builder of the kernels in csrc/, for the CPU or for CUDA: on first use, once per machine and version of the sources.
+
+    HybridEPBuilder()         for CPU tensors, with the C++ compiler
+    HybridEPBuilder("cuda")   for CUDA tensors, with nvcc: for the architectures in TORCH_CUDA_ARCH_LIST, else those of
+                              the devices that are there
+
+With DS_BUILD_HYBRIDEP=1 in the environment, setup.py builds what this machine has ahead of time.
+"""
 
 import fcntl
 import hashlib
+import importlib
+import importlib.util
 import os
 import platform
+import subprocess
 import sys
 import sysconfig
 import time
@@ -26,11 +36,11 @@ class BuildLockTimeout(RuntimeError):
 
 
 class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no types
-    """Compiles and loads the kernels for CPU tensors.
+    """Compiles and loads the kernels for tensors of one type of device.
 
-    The module's name ends in a digest of all that decides what is built: sources, flags, Python, torch, and for
-    `-march=native` the processor.  A changed source therefore has another name, and a home directory shared by unlike
-    machines holds one build for each; no stale module can be loaded.
+    The module's name ends in a digest of all that decides what is built: sources, flags, compilers, Python, torch, GPU
+    architectures, and for `-march=native` the processor.  A changed source therefore has another name, and a home
+    directory shared by unlike machines holds one build for each; no stale module can be loaded.
 
     Builds of one module exclude each other by `flock`, which the kernel drops when the holder dies.  torch's own lock
     is a file that stays behind a killed build and is then waited for without end: with the flock held nobody else can
@@ -39,15 +49,39 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
 
     BUILD_VAR = "DS_BUILD_HYBRIDEP"
     NAME = "hybridep_rows"
+    CUDA_NAME = "hybridep_cuda"
 
-    def __init__(self, name: str | None = None) -> None:
-        base = name or self.NAME
+    def __init__(self, device_type: str = "cpu") -> None:
+        """Of the kernels for tensors on `device_type`, "cpu" or "cuda"."""
+        if device_type not in ("cpu", "cuda"):
+            raise ValueError(f"device_type: got {device_type!r}, wanted 'cpu' or 'cuda'")
+        self.is_cuda = device_type == "cuda"
+        base = self.CUDA_NAME if self.is_cuda else self.NAME
         super().__init__(name=base)
         self.name: str = f"{base}_{self.digest()}"
 
     def absolute_name(self) -> str:
-        """Where the module would be if it were compiled ahead of time, which setup.py does not do."""
+        """Where the module is if it was compiled ahead of time."""
         return f"ds_hybridep.{self.name}"
+
+    def why_not(self, ahead_of_time: bool = False) -> str | None:
+        """Why the kernels cannot be built here; None where nothing is known against it.
+
+        Ahead of time no device is needed where TORCH_CUDA_ARCH_LIST says what to build for.
+        """
+        if not self.is_cuda:
+            return None
+        if torch.version.cuda is None:
+            return f"torch {torch.__version__} is a build without CUDA; install one with it"
+        if not torch.cuda.is_available() and not (ahead_of_time and os.environ.get("TORCH_CUDA_ARCH_LIST")):
+            return "torch finds no CUDA device"
+        if cpp_extension.CUDA_HOME is None or not self.nvcc().exists():
+            return "nvcc was not found; install the CUDA toolkit of torch's version and set CUDA_HOME to its folder"
+        return None
+
+    def nvcc(self) -> Path:
+        """The compiler that torch uses for .cu files."""
+        return Path(cpp_extension.CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
 
     def csrc(self) -> Path:
         """Folder of the sources: beside this one in a checkout, in an editable install and in a wheel alike."""
@@ -55,8 +89,8 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
 
     def sources(self) -> list[str]:
         """Absolute paths: DeepSpeed resolves others inside its own folder."""
-        names = ("bindings.cpp", "cpu/rows.cpp", "cpu/codecs.cpp", "cpu/top_k.cpp", "cpu/low_rank.cpp")
-        return [str(self.csrc() / name) for name in names]
+        folder, suffix = ("cuda", "cu") if self.is_cuda else ("cpu", "cpp")
+        return [str(self.csrc() / "bindings.cpp"), *map(str, sorted((self.csrc() / folder).glob(f"*.{suffix}")))]
 
     def include_paths(self) -> list[str]:
         """Absolute paths of the folders of headers."""
@@ -70,7 +104,13 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         -fopenmp stays out of the linker flags: the OpenMP calls then bind to the runtime that torch has loaded,
         while a second runtime would bring a second set of threads.
         """
+        if self.is_cuda:
+            return ["-O3", "-std=c++20", "-fvisibility=hidden", "-DHYBRIDEP_CUDA"]
         return ["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden", self.cpu_arch()]
+
+    def nvcc_args(self) -> list[str]:
+        """nvcc's flags, beside those that torch adds.  -fmad=false as -ffp-contract=off above."""
+        return ["-O3", "-std=c++20", "-fmad=false", "-lineinfo", "--threads", "4"] if self.is_cuda else []
 
     def cpu_arch(self) -> str:
         """The flag to compile for this very processor.  DeepSpeed's own takes a second to arrive at the same."""
@@ -81,7 +121,9 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         sha = hashlib.sha256()
         suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
         compiler = os.environ.get("CXX", "")
-        for part in [*self.cxx_args(), sys.version, suffix, torch.__version__, compiler, _processor()]:
+        parts = [*self.cxx_args(), *self.nvcc_args(), sys.version, suffix, torch.__version__, compiler]
+        parts += [_version_of(self.nvcc()), *_architectures()] if self.is_cuda else [_processor()]
+        for part in parts:
             sha.update(part.encode() + b"\0")
         headers = [path for folder in self.include_paths() for path in sorted(Path(folder).glob("*.h"))]
         for path in [*map(Path, self.sources()), *headers]:
@@ -92,6 +134,22 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         """Folder of this build, below TORCH_EXTENSIONS_DIR where that is set."""
         root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
         return Path(root) / self.name
+
+    def load(self, verbose: bool = True) -> Any:
+        """The module that was compiled ahead of time from these very sources and flags, else as `jit_load`."""
+        if self.name not in self._loaded_ops and importlib.util.find_spec(self.absolute_name()) is not None:
+            self._loaded_ops[self.name] = importlib.import_module(self.absolute_name())
+        return self._loaded_ops.get(self.name) or self.jit_load(verbose)
+
+    def builder(self) -> Any:
+        """What setup.py builds ahead of time."""
+        extension_type = cpp_extension.CUDAExtension if self.is_cuda else cpp_extension.CppExtension
+        return extension_type(
+            name=self.absolute_name(),
+            sources=self.sources(),
+            include_dirs=self.include_paths(),
+            extra_compile_args={"cxx": self.cxx_args(), "nvcc": self.nvcc_args()},
+        )
 
     def jit_load(self, verbose: bool = True) -> Any:
         """The compiled module, built now unless that was done before.  `load` also remembers it in this process.
@@ -111,6 +169,7 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
                 sources=self.sources(),
                 extra_include_paths=self.include_paths(),
                 extra_cflags=self.cxx_args(),
+                extra_cuda_cflags=self.nvcc_args(),
                 build_directory=str(directory),
                 verbose=verbose,
             )
@@ -154,6 +213,23 @@ def _ninja_on_path() -> Iterator[None]:
         yield
     finally:
         os.environ["PATH"] = before
+
+
+def _architectures() -> list[str]:
+    """What GPU code is built for: TORCH_CUDA_ARCH_LIST, or the compute capabilities of the devices."""
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if listed:
+        return [listed]
+    found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return [f"{major}.{minor}" for major, minor in sorted(found)]
+
+
+def _version_of(nvcc: Path) -> str:
+    """What `nvcc --version` says; empty where it cannot be run."""
+    try:
+        return subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _processor() -> str:

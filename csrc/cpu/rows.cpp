@@ -6,10 +6,11 @@
 #include "hybridep_rows.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <limits>
 #include <utility>
+
+#include "hybridep_elements.h"
 
 namespace hybridep {
 namespace {
@@ -24,80 +25,7 @@ int threads_for(int64_t num_bytes, int num_threads) {
     return static_cast<int>(std::clamp<int64_t>(num_bytes / kBytesPerThread, 1, std::max(num_threads, 1)));
 }
 
-// --- Elements -------------------------------------------------------------------------------------------------------
-// Conversions by integer arithmetic and selects: no branches, so loops over them become vectors on every target.
-
-struct BFloat16 {
-    uint16_t bits;
-};
-
-struct Float16 {
-    uint16_t bits;
-};
-
-inline float to_float(float value) { return value; }
-
-inline float to_float(BFloat16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
-
-// 5 exponent bits become 8: shifted into place the value is too small by 2^112, subnormals included; the largest
-// exponent means inf or nan and needs the largest exponent again.
-inline float to_float(Float16 value) {
-    const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
-    const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
-    // Built with a normal exponent and then reduced, because a subnormal product reads as 0 under flush-to-zero.
-    const float normal = std::bit_cast<float>(magnitude + (112u << 23));
-    const float subnormal = std::bit_cast<float>(magnitude + (113u << 23)) - std::bit_cast<float>(113u << 23);
-    const float finite = magnitude < (1u << 23) ? subnormal : normal;
-    const uint32_t special = magnitude | 0x7f800000u;
-    const uint32_t bits = magnitude >= (31u << 23) ? special : std::bit_cast<uint32_t>(finite);
-    return std::bit_cast<float>(bits | sign);
-}
-
-template <typename T>
-T from_float(float value);
-
-template <>
-inline float from_float<float>(float value) {
-    return value;
-}
-
-// Round to nearest even: add just under half of the last kept bit, and the rest when that bit is odd.  A nan keeps its
-// sign and payload and is made quiet, since dropping the low bits of a nan can leave inf.
-template <>
-inline BFloat16 from_float<BFloat16>(float value) {
-    const uint32_t bits = std::bit_cast<uint32_t>(value);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const uint32_t nan = (bits >> 16) | 0x40u;
-    return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
-}
-
-// As above with 13 dropped bits and the exponent lowered by 112; rounding carries over into inf by itself.  Below the
-// smallest normal 2^-14, adding 0.5 moves the kept bits to the low end of the fp32 mantissa, rounded by the addition.
-template <>
-inline Float16 from_float<Float16>(float value) {
-    const uint32_t bits = std::bit_cast<uint32_t>(value);
-    const uint32_t magnitude = bits & 0x7fffffffu;
-    const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - (126u << 23);
-    const uint32_t nan = ((magnitude >> 13) & 0x3ffu) | 0x7e00u;
-    const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
-    const uint32_t special = magnitude > 0x7f800000u ? nan : 0x7c00u;
-    const uint32_t result = magnitude >= (143u << 23) ? special : finite;
-    return {static_cast<uint16_t>(result | ((bits >> 16) & 0x8000u))};
-}
-
-// Calls body(T{}) with the element type that `type` names.
-template <typename Body>
-void with_type(Type type, Body&& body) {
-    switch (type) {
-        case Type::kFloat32:
-            return body(float{});
-        case Type::kBFloat16:
-            return body(BFloat16{});
-        case Type::kFloat16:
-            return body(Float16{});
-    }
-}
+// --- Indices --------------------------------------------------------------------------------------------------------
 
 // Position of the first index outside [lowest, size), or kAllInRange.  The common case is one pass without a branch.
 int64_t first_outside(const int64_t* index, int64_t count, int64_t lowest, int64_t size) {
@@ -224,6 +152,23 @@ int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_to
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < num_rows; ++row) {
         std::memcpy(target + row * row_bytes, source + row_to_token[row] * row_bytes, row_bytes);
+    }
+    return kAllInRange;
+}
+
+int64_t scatter_rows(const void* x, const int64_t* slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
+                     int64_t row_bytes, int num_threads, void* out) {
+    const int64_t wrong = first_outside(slot_to_row, num_tokens * top_k, kAnyNegative, num_rows);
+    if (wrong != kAllInRange || row_bytes == 0) return wrong;
+    const char* source = static_cast<const char*>(x);
+    char* target = static_cast<char*>(out);
+    const int threads = threads_for(num_rows * row_bytes, num_threads);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t token = 0; token < num_tokens; ++token) {
+        for (int64_t slot = token * top_k; slot < (token + 1) * top_k; ++slot) {
+            if (slot_to_row[slot] < 0) continue;
+            std::memcpy(target + slot_to_row[slot] * row_bytes, source + token * row_bytes, row_bytes);
+        }
     }
     return kAllInRange;
 }

@@ -13,6 +13,8 @@
 
 #include <cstdint>
 
+#include "hybridep_stream.h"
+
 namespace hybridep {
 
 enum class Type : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
@@ -62,6 +64,13 @@ int64_t first_not_below(const int32_t* values, int64_t count, int64_t limit);
 int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
                       int64_t row_bytes, int num_threads, void* out);
 
+// out [R, row_bytes] = the row of x [T, row_bytes] whose slots name it; rows that no slot names stay as they were.  What
+// dispatch_rows does with row_to_token, by token: each row of x is read once.  slot_to_row [T, K] names a row for one
+// token only, and is first_slot_to_row of a plan (with slot_to_row rows are written as often as they are named).
+//   x = {aa, bb}, slot_to_row = {2, 0,  -1, 1}  ->  out = {aa, bb, aa}
+int64_t scatter_rows(const void* x, const int64_t* slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
+                     int64_t row_bytes, int num_threads, void* out);
+
 // Sizes of combine and of its backward.
 struct CombineSizes {
     int64_t num_tokens;
@@ -82,11 +91,39 @@ int64_t combine_rows(const void* rows, Type rows_type, const int64_t* slot_to_ro
 //   grad_rows    [R, D]  sum of weight * grad[t] over the slots that a row serves, in slot order, 0 if it serves none
 //   grad_weights [T, K]  <grad[t], rows[slot_to_row[t, k]]>, 0 where there is no row
 //
-// scratch [R + T * K] is for lists of the slots that each row serves.
+// scratch [2 R + T * K] is for lists of the slots that each row serves.
 //   rows = {1, 10, 100}, D = 1, slot_to_row = {0, 2,  -1, 1}, weights = {.5, .5,  9, 2}, grad = {3, 4}
 //     ->  grad_rows = {1.5, 8, 1.5}, grad_weights = {3, 300,  0, 40}
 int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows, Type rows_type,
                               const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
                               int num_threads, int64_t* scratch, void* grad_rows, float* grad_weights);
+
+// --- On CUDA devices, see hybridep_stream.h --------------------------------------------------------------------------
+
+// A plan whose sizes are not known on the host: the outputs have room for T * min(K, N) rows, of which the first R are
+// written.
+//
+//   scratch  plan_scratch_bytes(...) bytes
+//   counts   [N + 2]: rows_per_destination, then the first id of topk_idx and of expert_to_destination that is out of
+//            range as position << 32 | id, or kNoneWrong; where one is, the rows say nothing
+int64_t plan_scratch_bytes(int64_t num_tokens, int64_t num_destinations);
+
+void plan_routes(const Routes& routes, Stream stream, void* scratch, int64_t* counts, int64_t* row_to_token,
+                 int32_t* row_topk_idx, int64_t* slot_to_row, int64_t* first_slot_to_row);
+
+inline constexpr int64_t kNoneWrong = 0x7f7f7f7f7f7f7f7f;
+
+int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
+                      int64_t row_bytes, Stream stream, void* out);
+
+int64_t scatter_rows(const void* x, const int64_t* slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
+                     int64_t row_bytes, Stream stream, void* out);
+
+int64_t combine_rows(const void* rows, Type rows_type, const int64_t* slot_to_row, const float* weights,
+                     const CombineSizes& sizes, Stream stream, void* out, Type out_type);
+
+int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows, Type rows_type,
+                              const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
+                              Stream stream, int64_t* scratch, void* grad_rows, float* grad_weights);
 
 }  // namespace hybridep

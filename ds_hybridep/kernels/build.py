@@ -76,17 +76,22 @@ def _compiled_or_reference(device_type: str) -> Kernels:
 @functools.cache  # a build that failed is not tried again for every layer
 def _compiled_or_reason(device_type: str) -> Kernels | str:
     """Compiled kernels, or why there are none."""
-    if device_type != "cpu":
-        return f"ds_hybridep has no compiled kernels for {device_type!r} yet, only for 'cpu'"
+    if device_type not in ("cpu", "cuda"):
+        return f"ds_hybridep has compiled kernels for 'cpu' and 'cuda', none for {device_type!r}"
     try:
         # Imported by name: the folder op_builder/ becomes this package when ds_hybridep is installed.
         op_builder: Any = importlib.import_module("ds_hybridep.op_builder")
-        extension = op_builder.HybridEPBuilder().load(verbose=False)
+        builder = op_builder.HybridEPBuilder(device_type)
+        reason: str | None = builder.why_not()
+        if reason is not None:
+            return reason
+        extension = builder.load(verbose=False)
     except BUILD_ERRORS as error:
         return _describe(error)
     from ds_hybridep.kernels.compiled import CompiledKernels
+    from ds_hybridep.kernels.cuda import CudaKernels
 
-    return CompiledKernels(extension)
+    return CudaKernels(extension) if device_type == "cuda" else CompiledKernels(extension)
 
 
 def _describe(error: Exception) -> str:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routing kernels of csrc/ on CPU tensors.
+"""The routing kernels of csrc/ on CPU tensors, and what those on CUDA tensors (`cuda.py`) share with them.
 
 Checks what the extension cannot see (dtype, device, contiguity), allocates results, and passes addresses, sizes and
 type codes.  Calls go straight to the extension; the same operations stand under `torch.ops.ds_hybridep` with shape
 rules, for torch.compile and opcheck.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,13 +14,22 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.kernels.codecs import CompiledCodecs
-from ds_hybridep.kernels.interface import RoutePlan, backward_sizes, combine_sizes, dispatch_sizes, plan_sizes
+from ds_hybridep.kernels.interface import (
+    RoutePlan,
+    backward_sizes,
+    combine_sizes,
+    dispatch_sizes,
+    plan_sizes,
+    scatter_sizes,
+)
+from ds_hybridep.kernels.lanes import Lane, threads_of
 
 # As `enum class Type` in csrc/include/hybridep_rows.h.
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 SCHEMAS = (
     "dispatch_rows(Tensor x, Tensor row_to_token) -> Tensor",
+    "scatter_rows(Tensor x, Tensor slot_to_row, int num_rows) -> Tensor",
     "combine_rows(Tensor rows, Tensor slot_to_row, Tensor? weights=None, *, ScalarType? out_dtype=None) -> Tensor",
     "combine_rows_backward(Tensor grad, Tensor rows, Tensor slot_to_row, Tensor weights) -> (Tensor, Tensor)",
 )
@@ -28,31 +38,30 @@ SCHEMAS = (
 class CompiledKernels:
     """Kernels on raw memory; what they compute is documented in `interface.Kernels`.
 
-    All tensors must be contiguous and on the CPU, and those that are summed fp32, bf16 or fp16.  Otherwise the methods
-    raise ValueError or TypeError: a silent copy would hide where the time goes.  Work is split over
-    torch.get_num_threads() threads; the results do not depend on their number.
+    All tensors must be contiguous and on one device, the CPU here, and those that are summed fp32, bf16 or fp16.
+    Otherwise the methods raise ValueError or TypeError: a silent copy would hide where the time goes.  Work is split
+    over torch.get_num_threads() threads; the results do not depend on their number.
 
     Results equal those of `ReferenceKernels` bit for bit, except grad_weights, whose dot products sum in another
     order, and grad_rows where tokens share a row.
     """
 
     name = "compiled"
+    device_type: ClassVar[str] = "cpu"
+    dispatch_key: ClassVar[str | None] = "CPU"  # under which torch.ops finds these kernels
 
-    # The ops are registered for the process, with the first instance: torch drops them when the library is collected.
-    _library: ClassVar[Any] = None
-
-    def __init__(self, extension: Any) -> None:
-        """Wrap `extension`, the module that HybridEPBuilder loads."""
+    def __init__(self, extension: Any, lane: Lane = threads_of) -> None:
+        """Wrap `extension`, the module that HybridEPBuilder loads; `lane` says where its calls run."""
         self._extension = extension
+        self._lane = lane
         self.codecs = CompiledCodecs(extension)
-        if CompiledKernels._library is None:
-            CompiledKernels._library = _register_ops(self)
+        if self.dispatch_key is not None:
+            _register_ops(self, self.dispatch_key)
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
         """See `Kernels.plan_routes`."""
         num_tokens, top_k, num_experts = plan_sizes(topk_idx, expert_to_destination, num_destinations)
-        _require_dense_cpu("topk_idx", topk_idx)
-        _require_dense_cpu("expert_to_destination", expert_to_destination)
+        self._device_of(topk_idx=topk_idx, expert_to_destination=expert_to_destination)
         extension = self._extension
         num_chunks = extension.plan_chunks(num_tokens, top_k, torch.get_num_threads())
         chunk_rows = torch.empty(num_chunks, num_destinations, dtype=torch.int64)
@@ -87,18 +96,36 @@ class CompiledKernels:
     def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
         """See `Kernels.dispatch_rows`."""
         num_tokens, hidden, num_rows = dispatch_sizes(x, row_to_token)
-        _require_dense_cpu("x", x)
-        _require_dense_cpu("row_to_token", row_to_token)
-        out = torch.empty((num_rows, hidden), dtype=x.dtype)
-        self._extension.dispatch_rows(
-            x.data_ptr(),
-            row_to_token.data_ptr(),
-            num_tokens,
-            num_rows,
-            hidden * x.element_size(),
-            torch.get_num_threads(),
-            out.data_ptr(),
-        )
+        device = self._device_of(x=x, row_to_token=row_to_token)
+        out = torch.empty((num_rows, hidden), dtype=x.dtype, device=device)
+        with self._lane(device) as lane:
+            self._extension.dispatch_rows(
+                x.data_ptr(),
+                row_to_token.data_ptr(),
+                num_tokens,
+                num_rows,
+                hidden * x.element_size(),
+                lane,
+                out.data_ptr(),
+            )
+        return out
+
+    def scatter_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
+        """See `Kernels.scatter_rows`."""
+        num_tokens, top_k, hidden = scatter_sizes(x, slot_to_row, num_rows)
+        device = self._device_of(x=x, slot_to_row=slot_to_row)
+        out = torch.empty((num_rows, hidden), dtype=x.dtype, device=device)
+        with self._lane(device) as lane:
+            self._extension.scatter_rows(
+                x.data_ptr(),
+                slot_to_row.data_ptr(),
+                num_tokens,
+                top_k,
+                num_rows,
+                hidden * x.element_size(),
+                lane,
+                out.data_ptr(),
+            )
         return out
 
     def combine_rows(
@@ -108,24 +135,22 @@ class CompiledKernels:
         num_tokens, top_k, num_rows, hidden = combine_sizes(rows, slot_to_row, weights)
         rows_type = _type_code("rows", rows.dtype)
         out_type = rows_type if out_dtype is None else _type_code("out_dtype", out_dtype)
-        _require_dense_cpu("rows", rows)
-        _require_dense_cpu("slot_to_row", slot_to_row)
-        if weights is not None:
-            _require_dense_cpu("weights", weights)
-        out = torch.empty((num_tokens, hidden), dtype=out_dtype or rows.dtype)
-        self._extension.combine_rows(
-            rows.data_ptr(),
-            rows_type,
-            slot_to_row.data_ptr(),
-            0 if weights is None else weights.data_ptr(),
-            num_tokens,
-            top_k,
-            num_rows,
-            hidden,
-            torch.get_num_threads(),
-            out.data_ptr(),
-            out_type,
-        )
+        device = self._device_of(rows=rows, slot_to_row=slot_to_row, weights=weights)
+        out = torch.empty((num_tokens, hidden), dtype=out_dtype or rows.dtype, device=device)
+        with self._lane(device) as lane:
+            self._extension.combine_rows(
+                rows.data_ptr(),
+                rows_type,
+                slot_to_row.data_ptr(),
+                0 if weights is None else weights.data_ptr(),
+                num_tokens,
+                top_k,
+                num_rows,
+                hidden,
+                lane,
+                out.data_ptr(),
+                out_type,
+            )
         return out
 
     def combine_rows_backward(
@@ -135,38 +160,52 @@ class CompiledKernels:
         num_tokens, top_k, num_rows, hidden = backward_sizes(grad, rows, slot_to_row, weights)
         grad_type = _type_code("grad", grad.dtype)
         rows_type = _type_code("rows", rows.dtype)
-        _require_dense_cpu("grad", grad)
-        _require_dense_cpu("rows", rows)
-        _require_dense_cpu("slot_to_row", slot_to_row)
-        _require_dense_cpu("weights", weights)
-        scratch = torch.empty(num_rows + num_tokens * top_k, dtype=torch.int64)
-        grad_rows = torch.empty((num_rows, hidden), dtype=rows.dtype)
-        grad_weights = torch.empty((num_tokens, top_k), dtype=torch.float32)
-        self._extension.combine_rows_backward(
-            grad.data_ptr(),
-            grad_type,
-            rows.data_ptr(),
-            rows_type,
-            slot_to_row.data_ptr(),
-            weights.data_ptr(),
-            num_tokens,
-            top_k,
-            num_rows,
-            hidden,
-            torch.get_num_threads(),
-            scratch.data_ptr(),
-            grad_rows.data_ptr(),
-            grad_weights.data_ptr(),
-        )
+        device = self._device_of(grad=grad, rows=rows, slot_to_row=slot_to_row, weights=weights)
+        scratch = torch.empty(2 * num_rows + num_tokens * top_k, dtype=torch.int64, device=device)
+        grad_rows = torch.empty((num_rows, hidden), dtype=rows.dtype, device=device)
+        grad_weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=device)
+        with self._lane(device) as lane:
+            self._extension.combine_rows_backward(
+                grad.data_ptr(),
+                grad_type,
+                rows.data_ptr(),
+                rows_type,
+                slot_to_row.data_ptr(),
+                weights.data_ptr(),
+                num_tokens,
+                top_k,
+                num_rows,
+                hidden,
+                lane,
+                scratch.data_ptr(),
+                grad_rows.data_ptr(),
+                grad_weights.data_ptr(),
+            )
         return grad_rows, grad_weights
 
+    def _device_of(self, **tensors: Tensor | None) -> torch.device:
+        """The device of all tensors.  Raises ValueError unless it is one device of ours, and all are contiguous.
 
-def _require_dense_cpu(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless `tensor` is a contiguous CPU tensor, so that its address and sizes tell all of it."""
-    if not tensor.is_cpu:
-        raise ValueError(f"{name}: on device {tensor.device}, wanted cpu; use load_kernels for that device")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: strides {tensor.stride()} are not contiguous; pass {name}.contiguous()")
+        Only then do addresses and sizes tell all of them.
+        """
+        device: torch.device | None = None
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            if tensor.device.type != self.device_type:
+                wanted = self.device_type
+                raise ValueError(
+                    f"{name}: on device {tensor.device}, wanted {wanted}; use load_kernels for that device"
+                )
+            if device is not None and tensor.device != device:
+                raise ValueError(
+                    f"{name}: on device {tensor.device}, wanted {device}, where the arguments before it are"
+                )
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name}: strides {tensor.stride()} are not contiguous; pass {name}.contiguous()")
+            device = tensor.device
+        assert device is not None
+        return device
 
 
 def _type_code(name: str, dtype: torch.dtype) -> int:
@@ -186,6 +225,11 @@ def _dispatch_shape(x: Tensor, row_to_token: Tensor) -> Tensor:
     return x.new_empty((num_rows, hidden))
 
 
+def _scatter_shape(x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
+    _, _, hidden = scatter_sizes(x, slot_to_row, num_rows)
+    return x.new_empty((num_rows, hidden))
+
+
 def _combine_shape(
     rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -198,18 +242,33 @@ def _combine_backward_shape(grad: Tensor, rows: Tensor, slot_to_row: Tensor, wei
     return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
 
 
-def _register_ops(kernels: CompiledKernels) -> Any:
-    """Define `torch.ops.ds_hybridep.*` for CPU tensors.  They live as long as the library that is returned."""
+SHAPES: dict[str, Callable[..., Any]] = {
+    "dispatch_rows": _dispatch_shape,
+    "scatter_rows": _scatter_shape,
+    "combine_rows": _combine_shape,
+    "combine_rows_backward": _combine_backward_shape,
+}
+
+# Dispatch keys whose kernels are registered.  For the process, with the first instance.
+_registered: set[str] = set()
+
+
+@functools.cache  # torch drops the ops when the library is collected
+def _library() -> Any:
+    """The definition of `torch.ops.ds_hybridep.*`, with their shape rules."""
     library_type: Any = torch.library.Library  # its methods have no types
     library = library_type("ds_hybridep", "DEF")
     for schema in SCHEMAS:
         library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    shapes: dict[str, Callable[..., Any]] = {
-        "dispatch_rows": _dispatch_shape,
-        "combine_rows": _combine_shape,
-        "combine_rows_backward": _combine_backward_shape,
-    }
-    for op, shape in shapes.items():
-        library.impl(op, getattr(kernels, op), "CPU")
+    for op, shape in SHAPES.items():
         torch.library.register_fake(f"ds_hybridep::{op}", shape, lib=library)
     return library
+
+
+def _register_ops(kernels: CompiledKernels, dispatch_key: str) -> None:
+    """Let `torch.ops.ds_hybridep.*` call `kernels` for tensors of this key, unless others are called already."""
+    if dispatch_key in _registered:
+        return
+    _registered.add(dispatch_key)
+    for op in SHAPES:
+        _library().impl(op, getattr(kernels, op), dispatch_key)

@@ -5,6 +5,7 @@ The operations come in adjoint pairs, so a backward pass needs no kernel of its 
 
     forward                                          gradient of its first argument
     dispatch_rows(x, row_to_token)                   combine_rows(grad_rows, first_slot_to_row)
+    scatter_rows(x, first_slot_to_row, R)            the same: it is the same operation, given by token
     combine_rows(rows, first_slot_to_row)            dispatch_rows(grad, row_to_token)
     combine_rows(rows, slot_to_row, weights)         combine_rows_backward(grad, rows, slot_to_row, weights)
 
@@ -71,6 +72,21 @@ class Kernels(Protocol):
             TypeError, ValueError: a dtype or a shape is wrong.
         """
 
+    def scatter_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
+        """Rows out[slot_to_row[t, k]] = x[t], [R, D] in x.dtype.
+
+        With first_slot_to_row of a plan this is dispatch_rows, with each token read once instead of once for each row.
+
+        Args:
+            x: [T, D], any dtype.
+            slot_to_row: [T, K] int64 below R; a row is named by one token only, or by none, and then holds anything.
+            num_rows: R.
+
+        Raises:
+            IndexError: an entry of slot_to_row is R or more.
+            TypeError, ValueError: a dtype or a shape is wrong.
+        """
+
     def combine_rows(
         self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> Tensor:
@@ -134,6 +150,19 @@ def dispatch_sizes(x: Tensor, row_to_token: Tensor) -> tuple[int, int, int]:
     require_dtype("row_to_token", row_to_token, torch.int64)
     num_tokens, hidden = x.shape
     return num_tokens, hidden, row_to_token.shape[0]
+
+
+def scatter_sizes(x: Tensor, slot_to_row: Tensor, num_rows: int) -> tuple[int, int, int]:
+    """T, K and D of a call of scatter_rows.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
+    if x.dim() != 2:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, wanted [T, D]")
+    num_tokens, hidden = x.shape
+    if slot_to_row.dim() != 2 or slot_to_row.shape[0] != num_tokens:
+        raise ValueError(f"slot_to_row: got shape {tuple(slot_to_row.shape)}, wanted [T, K] with T = {num_tokens}")
+    require_dtype("slot_to_row", slot_to_row, torch.int64)
+    if num_rows < 0:
+        raise ValueError(f"num_rows: got {num_rows}, wanted 0 or more")
+    return num_tokens, slot_to_row.shape[1], hidden
 
 
 def combine_sizes(rows: Tensor, slot_to_row: Tensor, weights: Tensor | None) -> tuple[int, int, int, int]:

@@ -4,7 +4,14 @@
 import torch
 from torch import Tensor
 
-from ds_hybridep.kernels.interface import RoutePlan, backward_sizes, combine_sizes, dispatch_sizes, plan_sizes
+from ds_hybridep.kernels.interface import (
+    RoutePlan,
+    backward_sizes,
+    combine_sizes,
+    dispatch_sizes,
+    plan_sizes,
+    scatter_sizes,
+)
 
 
 class ReferenceKernels:
@@ -59,6 +66,16 @@ class ReferenceKernels:
         num_tokens, _, _ = dispatch_sizes(x, row_to_token)
         _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
         return x.index_select(0, row_to_token)
+
+    def scatter_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
+        """See `Kernels.scatter_rows`."""
+        _, top_k, hidden = scatter_sizes(x, slot_to_row, num_rows)
+        _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
+        out = x.new_zeros((num_rows + 1, hidden))  # the last row takes what slots without a row would write
+        for k in range(top_k):
+            row = slot_to_row[:, k]
+            out[torch.where(row < 0, num_rows, row)] = x
+        return out[:num_rows]
 
     def combine_rows(
         self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -87,12 +88,34 @@ def test_auto_falls_back_with_one_warning_that_tells_why(broken_source, caplog):
     assert "using the slower PyTorch reference on device type 'cpu'" in caplog.text
 
 
-def test_there_are_no_cuda_kernels_yet(forget_builds, caplog):
-    with pytest.raises(KernelBuildError, match="no compiled kernels for 'cuda' yet, only for 'cpu'"):
+def test_cuda_kernels_are_refused_with_the_reason(forget_builds, caplog, monkeypatch):
+    monkeypatch.setattr(HybridEPBuilder, "why_not", lambda self: "nvcc was not found" if self.is_cuda else None)
+    with pytest.raises(KernelBuildError, match="compiled kernels for device type 'cuda': nvcc was not found"):
         load_kernels("compiled", "cuda")
     with caplog.at_level(logging.WARNING, logger="ds_hybridep"):
         assert load_kernels("auto", "cuda").name == "reference"
-    assert "no compiled kernels for 'cuda' yet" in caplog.text
+    assert "reference on device type 'cuda': nvcc was not found" in caplog.text
+
+
+def test_other_devices_have_no_compiled_kernels(forget_builds):
+    with pytest.raises(KernelBuildError, match="compiled kernels for 'cpu' and 'cuda', none for 'xpu'"):
+        load_kernels("compiled", "xpu")
+
+
+def test_what_stands_in_the_way_of_cuda_kernels_is_named(monkeypatch, tmp_path):
+    builder = HybridEPBuilder("cuda")
+    monkeypatch.setattr(builder_module.torch.version, "cuda", None)
+    assert "is a build without CUDA" in builder.why_not()
+    monkeypatch.setattr(builder_module.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(builder_module.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert builder.why_not() == "torch finds no CUDA device"
+    monkeypatch.setattr(builder_module.cpp_extension, "CUDA_HOME", str(tmp_path))
+    assert "nvcc was not found" in builder.why_not(ahead_of_time=True)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    assert builder.why_not(ahead_of_time=True) is None
+    assert HybridEPBuilder("cpu").why_not() is None
 
 
 def test_mistakes_of_ours_are_not_taken_for_failed_builds(forget_builds, monkeypatch):
@@ -141,6 +164,25 @@ def test_changed_sources_and_flags_change_the_name(monkeypatch, tmp_path):
     names.append(HybridEPBuilder().name)
     assert len(set(names)) == 4
     assert all(name.startswith("hybridep_rows_") for name in names)
+
+
+def test_kernels_for_cuda_are_another_module_and_depend_on_architectures(monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+    builder = HybridEPBuilder("cuda")
+    assert builder.name.startswith("hybridep_cuda_")
+    assert any(source.endswith("cuda/rows.cu") for source in builder.sources())
+    assert not any("/cpu/" in source for source in builder.sources())
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert HybridEPBuilder("cuda").name != builder.name
+    with pytest.raises(ValueError, match="device_type: got 'tpu', wanted 'cpu' or 'cuda'"):
+        HybridEPBuilder("tpu")
+
+
+def test_a_module_built_ahead_of_time_is_taken(fake_compiler, monkeypatch):
+    module = types.ModuleType(HybridEPBuilder().absolute_name())
+    monkeypatch.setattr(builder_module.importlib.util, "find_spec", lambda name: name == module.__name__ or None)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert HybridEPBuilder().load() is module
 
 
 def test_the_build_stays_in_its_own_folder(fake_compiler, tmp_path):

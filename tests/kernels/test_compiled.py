@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled kernels against their definitions; and what both say to arguments that are wrong."""
+"""The compiled kernels against their definitions; and what both say to arguments that are wrong.
+
+"compiled" are those for the CPU, "emulated" those for CUDA run on the CPU (see cuda_emulation), "cuda" those on a GPU.
+"""
 
 import re
 import threading
 
 import pytest
 import torch
+from cuda_emulation import load_emulated
 from hypothesis import given, settings
+from kernels.on_device import on_cuda
 from kernels.refs import assert_same_plan, combines, large_routes, payload, routes
 
 from ds_hybridep.kernels import load_kernels
@@ -19,14 +24,21 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 reference = load_kernels("reference")
 
 
-@pytest.fixture(scope="module")
-def compiled():
+@pytest.fixture(scope="module", params=["compiled", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def compiled(request):
+    if request.param == "cuda":
+        return on_cuda(load_kernels("compiled", "cuda"))
+    return load_emulated() if request.param == "emulated" else load_kernels("compiled")
+
+
+@pytest.fixture
+def for_the_cpu():
     return load_kernels("compiled")
 
 
-@pytest.fixture(params=["reference", "compiled"])
+@pytest.fixture(params=["reference", "compiled", "emulated"])
 def kernels(request):
-    return load_kernels(request.param)
+    return load_emulated() if request.param == "emulated" else load_kernels(request.param)
 
 
 @pytest.fixture(params=[1, 3])
@@ -69,6 +81,17 @@ def test_dispatch_equals_the_reference(compiled, arguments):
 
 
 @settings(deadline=None)
+@given(arguments=routes())
+def test_scatter_equals_dispatch(compiled, arguments):
+    plan = reference.plan_routes(*arguments)
+    for dtype, hidden in ((torch.float32, 7), (torch.bfloat16, 8), (torch.uint8, 5), (torch.float64, 2)):
+        x = (payload(arguments[0].shape[0], hidden) * 100).abs().to(dtype)
+        wanted = reference.dispatch_rows(x, plan.row_to_token)
+        assert_identical(compiled.scatter_rows(x, plan.first_slot_to_row, len(wanted)), wanted)
+        assert_identical(reference.scatter_rows(x, plan.first_slot_to_row, len(wanted)), wanted)
+
+
+@settings(deadline=None)
 @given(arguments=combines())
 def test_combine_equals_the_reference_bit_for_bit(compiled, arguments):
     rows, slot_to_row, weights = arguments
@@ -97,7 +120,7 @@ def test_combine_backward_equals_the_reference(compiled, arguments):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("hidden", [1, 511, 512, 513, 1100])
+@pytest.mark.parametrize("hidden", [1, 511, 512, 513, 1104])
 def test_routed_tokens_there_and_back(compiled, num_threads, dtype, hidden):
     """All operations in the order of a layer, with more columns than are summed at a time."""
     topk_idx, expert_to_destination, num_destinations = large_routes(num_tokens=700)
@@ -106,6 +129,7 @@ def test_routed_tokens_there_and_back(compiled, num_threads, dtype, hidden):
     rows = compiled.dispatch_rows(x, plan.row_to_token)
     assert 700 < len(rows) < 700 * 4  # some slots share a row
     assert_identical(rows, x[plan.row_to_token])
+    assert_identical(compiled.scatter_rows(x, plan.first_slot_to_row, len(rows)), rows)
     assert_identical(
         compiled.combine_rows(rows, plan.slot_to_row, weights), reference.combine_rows(rows, plan.slot_to_row, weights)
     )
@@ -191,23 +215,26 @@ def opcheck(op, args, kwargs=None):
 
 
 @pytest.mark.parametrize("num_rows", [0, 3])
-def test_ops_pass_opcheck(compiled, num_rows):
+def test_ops_pass_opcheck(for_the_cpu, num_rows):
     slot_to_row = torch.tensor([[2, 0], [-1, 1]]) if num_rows else torch.full((2, 2), -1)
     rows, grad, weights = payload(num_rows, 4), payload(2, 4), torch.ones(2, 2)
     ops = torch.ops.ds_hybridep
     opcheck(ops.dispatch_rows.default, (grad, torch.zeros(num_rows, dtype=torch.int64)))
+    opcheck(ops.scatter_rows.default, (grad, slot_to_row, num_rows))
     opcheck(ops.combine_rows.default, (rows, slot_to_row))
     opcheck(ops.combine_rows.default, (rows, slot_to_row, weights), {"out_dtype": torch.bfloat16})
     opcheck(ops.combine_rows_backward.default, (grad, rows, slot_to_row, weights))
 
 
-def test_ops_compute_what_the_methods_do(compiled):
+def test_ops_compute_what_the_methods_do(for_the_cpu):
     rows, slot_to_row = payload(3, 4), torch.tensor([[2, 0], [-1, 1]])
-    assert_identical(torch.ops.ds_hybridep.combine_rows(rows, slot_to_row), compiled.combine_rows(rows, slot_to_row))
+    assert_identical(
+        torch.ops.ds_hybridep.combine_rows(rows, slot_to_row), for_the_cpu.combine_rows(rows, slot_to_row)
+    )
 
 
-def test_registering_twice_is_no_error(compiled):
-    again = type(compiled)(compiled._extension)
+def test_registering_twice_is_no_error(for_the_cpu):
+    again = type(for_the_cpu)(for_the_cpu._extension)
     assert_identical(again.dispatch_rows(payload(2, 3), torch.tensor([1])), payload(2, 3)[1:])
 
 
@@ -282,6 +309,18 @@ ROWS, SLOTS, WEIGHTS = torch.ones(3, 4), torch.tensor([[0, 2]]), torch.ones(1, 2
             "row_to_token: got shape (1, 1), wanted [R]",
             lambda k: k.dispatch_rows(ROWS, torch.tensor([[0]])),
         ),
+        (
+            IndexError,
+            "slot_to_row: holds 3, but there are 3 rows",
+            lambda k: k.scatter_rows(ROWS[:1], torch.tensor([[0, 3]]), 3),
+        ),
+        (
+            ValueError,
+            "slot_to_row: got shape (1, 2), wanted [T, K] with T = 3",
+            lambda k: k.scatter_rows(ROWS, SLOTS, 3),
+        ),
+        (ValueError, "x: got shape (4,), wanted [T, D]", lambda k: k.scatter_rows(ROWS[0], SLOTS, 3)),
+        (ValueError, "num_rows: got -1, wanted 0 or more", lambda k: k.scatter_rows(ROWS[:1], SLOTS, -1)),
         (IndexError, "slot_to_row: holds 3, but there are 3 rows", lambda k: k.combine_rows(ROWS, SLOTS + 1)),
         (
             IndexError,
@@ -359,13 +398,15 @@ def test_wrong_arguments(kernels, error, message, call):
         ),
     ],
 )
-def test_arguments_that_only_the_reference_takes(compiled, error, message, call):
+@pytest.mark.parametrize("load", [lambda: load_kernels("compiled"), load_emulated], ids=["compiled", "emulated"])
+def test_arguments_that_only_the_reference_takes(load, error, message, call):
     with pytest.raises(error, match=re.escape(message)):
-        call(compiled)
+        call(load())
 
 
-def test_extension_refuses_unknown_type_codes_and_negative_sizes(compiled):
-    with pytest.raises(ValueError, match="type code: got 3, wanted 0"):
-        compiled._extension.combine_rows(0, 3, 0, 0, 0, 1, 0, 0, 1, 0, 0)
-    with pytest.raises(ValueError, match="size: got -1, wanted 0 or more"):
-        compiled._extension.dispatch_rows(0, 0, 0, -1, 0, 1, 0)
+def test_extension_refuses_unknown_type_codes_and_negative_sizes(for_the_cpu):
+    for extension in (for_the_cpu._extension, load_emulated()._extension):
+        with pytest.raises(ValueError, match="type code: got 3, wanted 0"):
+            extension.combine_rows(0, 3, 0, 0, 0, 1, 0, 0, 1, 0, 0)
+        with pytest.raises(ValueError, match="size: got -1, wanted 0 or more"):
+            extension.dispatch_rows(0, 0, 0, -1, 0, 1, 0)

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What all CUDA sources share: checked calls and launches, vectors of 16 bytes, sums over warps and blocks.  For .cu
+// files only.
+//
+// The sources are compiled with -fmad=false, so products and sums round apart as on the CPU; where that does not matter
+// they say fmaf.  With HYBRIDEP_EMULATION they compile as C++ and run on the CPU, in tests.
+
+#pragma once
+
+#ifdef HYBRIDEP_EMULATION
+#include "cuda_emulation.h"
+#else
+#include <cuda_runtime.h>
+#endif
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <source_location>
+#include <stdexcept>
+#include <string>
+
+#include "hybridep_elements.h"
+#include "hybridep_stream.h"
+
+namespace hybridep {
+
+inline constexpr int kLanes = 32;
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+// --- The host's side -------------------------------------------------------------------------------------------------
+
+inline void check(cudaError_t error, std::source_location where = std::source_location::current()) {
+    if (error == cudaSuccess) return;
+    throw std::runtime_error(std::string(cudaGetErrorName(error)) + ": " + cudaGetErrorString(error) + ", at " +
+                             where.file_name() + ":" + std::to_string(where.line()) + " in " + where.function_name());
+}
+
+inline int64_t blocks_for(int64_t num_threads, int block) { return (num_threads + block - 1) / block; }
+
+// How a kernel is launched; a grid of 0 blocks is no launch.
+struct Launch {
+    int64_t grid;
+    int block;
+    Stream stream;
+    size_t shared_bytes = 0;
+    std::source_location where = std::source_location::current();
+};
+
+inline constexpr int64_t kMaxGrid = 0x7fffffff;
+inline constexpr size_t kPlainSharedBytes = 48 * 1024;  // a kernel must ask for more than this
+
+template <typename... Wanted, typename... Given>
+void launch(const Launch& how, void (*kernel)(Wanted...), Given... arguments) {
+    if (how.grid == 0) return;
+    if (how.grid < 0 || how.grid > kMaxGrid) {
+        throw std::runtime_error("grid of " + std::to_string(how.grid) + " blocks in " + how.where.function_name());
+    }
+#ifdef HYBRIDEP_EMULATION
+    emulation::Machine::get().launch(how.grid, how.block, how.shared_bytes, [=] { kernel(arguments...); });
+#else
+    if (how.shared_bytes > kPlainSharedBytes) {
+        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   static_cast<int>(how.shared_bytes)),
+              how.where);
+    }
+    kernel<<<static_cast<unsigned>(how.grid), how.block, how.shared_bytes, how.stream>>>(
+        static_cast<Wanted>(arguments)...);
+    check(cudaGetLastError(), how.where);
+#endif
+}
+
+inline void fill_bytes(void* at, int value, int64_t bytes, Stream stream,
+                       std::source_location where = std::source_location::current()) {
+    if (bytes > 0) check(cudaMemsetAsync(at, value, static_cast<size_t>(bytes), stream), where);
+}
+
+// Whether every one of the pointers is a multiple of `bytes`.
+template <typename... Pointers>
+bool is_aligned(size_t bytes, Pointers... pointers) {
+    return ((reinterpret_cast<uintptr_t>(pointers) % bytes == 0) && ...);
+}
+
+// --- The device's side -----------------------------------------------------------------------------------------------
+
+// Ends the kernel, and with it all work of the process on this device.
+__device__ __noinline__ inline void fail_index(const char* name, int64_t index, int64_t size, const char* of_what) {
+#ifdef HYBRIDEP_EMULATION
+    emulation::Machine::get().fail<std::out_of_range>(std::string(name) + ": holds " + std::to_string(index) +
+                                                      ", but there are " + std::to_string(size) + " " + of_what);
+#else
+    printf("ds_hybridep: %s: holds %lld, but there are %lld %s\n", name, static_cast<long long>(index),
+           static_cast<long long>(size), of_what);
+    __trap();
+#endif
+}
+
+// Shared memory whose size is given at the launch.
+template <typename T>
+__device__ __forceinline__ T* dynamic_shared() {
+#ifdef HYBRIDEP_EMULATION
+    return static_cast<T*>(emulation::Machine::get().shared());
+#else
+    extern __shared__ uint4 hybridep_shared[];
+    return reinterpret_cast<T*>(hybridep_shared);
+#endif
+}
+
+__device__ __forceinline__ int lane_idx() { return static_cast<int>(threadIdx.x) % kLanes; }
+__device__ __forceinline__ int warp_idx() { return static_cast<int>(threadIdx.x) / kLanes; }
+__device__ __forceinline__ int64_t global_thread() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ int64_t global_warp() { return global_thread() / kLanes; }
+__device__ __forceinline__ int64_t num_threads() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
+
+// kWidth neighbouring elements, loaded and stored in pieces of up to 16 bytes.
+template <typename T, int kWidth>
+struct alignas(sizeof(T) * kWidth < 16 ? sizeof(T) * kWidth : 16) Pack {
+    T values[kWidth];
+};
+
+template <int kWidth, typename T>
+__device__ __forceinline__ Pack<T, kWidth> load_pack(const T* from) {
+    return *reinterpret_cast<const Pack<T, kWidth>*>(from);
+}
+
+template <typename T, int kWidth>
+__device__ __forceinline__ void store_pack(T* to, const Pack<T, kWidth>& pack) {
+    *reinterpret_cast<Pack<T, kWidth>*>(to) = pack;
+}
+
+// Sum over the lanes of a warp by halving; every lane gets it.
+template <typename T>
+__device__ __forceinline__ T warp_sum(T value) {
+#pragma unroll
+    for (int bits = kLanes / 2; bits > 0; bits /= 2) value += __shfl_xor_sync(kAllLanes, value, bits);
+    return value;
+}
+
+__device__ __forceinline__ uint32_t warp_max(uint32_t value) {
+#pragma unroll
+    for (int bits = kLanes / 2; bits > 0; bits /= 2) {
+        const uint32_t other = __shfl_xor_sync(kAllLanes, value, bits);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+}  // namespace hybridep

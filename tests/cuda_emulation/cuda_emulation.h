@@ -1,0 +1,335 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// As much of CUDA as the kernels of csrc/cuda use, on the CPU and for tests only: the same sources compile with a C++
+// compiler and -DHYBRIDEP_EMULATION.  Every CUDA thread is a fiber; a fiber runs until it reaches a barrier or a warp
+// operation, and who runs next is drawn anew each time, so a missing barrier shows as a wrong result sooner or later.
+//
+// What it finds: wrong indices and arithmetic, barriers that not all threads reach, lanes that name different masks,
+// reads of shared memory before it is written (it starts as 0xcd).  What it cannot find: data races between barriers
+// inside a warp, memory ordering, alignment faults, anything about speed.  Code for sm_90 and later (bulk copies) is
+// not compiled.
+
+#pragma once
+
+#include <math.h>
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __constant__ static const
+#define __forceinline__ inline
+#define __noinline__
+#define __launch_bounds__(...)
+
+struct alignas(8) uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct dim3 { unsigned x = 1, y = 1, z = 1; };
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulation {
+
+enum class State { kReady, kAtBlock, kAtWarp, kDone };
+
+struct Fiber {
+    ucontext_t start;
+    jmp_buf at;
+    std::unique_ptr<char[]> stack;
+    bool is_started = false;
+    State state = State::kDone;
+    unsigned mask = 0;   // of the warp operation it waits in
+    int operation = 0;   // which one
+    uint64_t given = 0;  // what it gave to it
+    uint64_t taken[32];  // what all lanes gave to it
+};
+
+class Machine {
+   public:
+    static Machine& get() {
+        static Machine machine;
+        return machine;
+    }
+
+    void launch(int64_t grid, int block, size_t shared_bytes, std::function<void()> body) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (block < 1 || block > 1024) throw std::runtime_error("emulation: block of " + std::to_string(block));
+        while (static_cast<int>(fibers_.size()) < block) fibers_.push_back(std::make_unique<Fiber>());
+        body_ = std::move(body);
+        is_backwards_ = !is_backwards_;
+        blockDim = {static_cast<unsigned>(block)};
+        gridDim = {static_cast<unsigned>(grid)};
+        for (int64_t i = 0; i < grid; ++i) {
+            blockIdx = {static_cast<unsigned>(is_backwards_ ? grid - 1 - i : i), 0, 0};
+            shared_.assign(shared_bytes / sizeof(uint4) + 1, uint4{0xcdcdcdcd, 0xcdcdcdcd, 0xcdcdcdcd, 0xcdcdcdcd});
+            run_block(block);
+        }
+    }
+
+    void* shared() { return shared_.data(); }
+
+    // Ends the launch with an error of the type Error.
+    template <typename Error>
+    [[noreturn]] void fail(const std::string& message) {
+        error_ = std::make_exception_ptr(Error(message));
+        _longjmp(scheduler_, 1);
+    }
+
+    void block_barrier() { wait(State::kAtBlock); }
+
+    // The values of all lanes in `mask`, once they have all called this.
+    const uint64_t* exchange(unsigned mask, int operation, uint64_t value) {
+        Fiber& self = *fibers_[current_];
+        if ((mask >> (current_ % 32) & 1) == 0) fail<std::logic_error>("emulation: a lane is not in its own mask");
+        self.mask = mask;
+        self.operation = operation;
+        self.given = value;
+        wait(State::kAtWarp);
+        return self.taken;
+    }
+
+    int lane() const { return current_ % 32; }
+
+   private:
+    static constexpr size_t kStackBytes = 64 * 1024;
+
+    static void enter() {
+        Machine& machine = get();
+        for (;;) {  // the fiber serves the same thread of every block to come
+            machine.body_();
+            machine.wait(State::kDone);
+        }
+    }
+
+    void wait(State state) {
+        Fiber& self = *fibers_[current_];
+        self.state = state;
+        if (_setjmp(self.at) == 0) _longjmp(scheduler_, 1);
+    }
+
+    void resume(int thread) {
+        Fiber& fiber = *fibers_[thread];
+        current_ = thread;
+        threadIdx = {static_cast<unsigned>(thread), 0, 0};
+        if (_setjmp(scheduler_) != 0) return;
+        if (fiber.is_started) _longjmp(fiber.at, 1);
+        fiber.is_started = true;
+        if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = fiber.stack.get();
+        fiber.start.uc_stack.ss_size = kStackBytes;
+        fiber.start.uc_link = nullptr;
+        makecontext(&fiber.start, &Machine::enter, 0);
+        setcontext(&fiber.start);
+    }
+
+    void run_block(int block) {
+        std::vector<int> ready(block);
+        for (int i = 0; i < block; ++i) {
+            ready[i] = i;
+            fibers_[i]->state = State::kReady;
+        }
+        int num_done = 0, num_at_barrier = 0;
+        while (num_done < block) {
+            if (ready.empty()) {
+                if (num_at_barrier == 0 || num_at_barrier + num_done < block) {
+                    abandon(block, "emulation: some threads wait for lanes or threads that never come");
+                }
+                for (int i = 0; i < block; ++i) {
+                    if (fibers_[i]->state == State::kAtBlock) make_ready(i, ready);
+                }
+                num_at_barrier = 0;
+            }
+            random_ = random_ * 6364136223846793005u + 1442695040888963407u;
+            std::swap(ready[(random_ >> 33) % ready.size()], ready.back());
+            const int thread = ready.back();
+            ready.pop_back();
+            resume(thread);
+            if (error_) abandon(block, "");
+            const State state = fibers_[thread]->state;
+            num_done += state == State::kDone;
+            num_at_barrier += state == State::kAtBlock;
+            if (state == State::kAtWarp) finish_exchange(thread, block, ready);
+        }
+    }
+
+    // Lets the lanes go on that `thread` waits for, if it was the last of them.
+    void finish_exchange(int thread, int block, std::vector<int>& ready) {
+        const Fiber& last = *fibers_[thread];
+        const int first_lane = thread / 32 * 32;
+        for (int lane = 0; lane < 32; ++lane) {
+            if ((last.mask >> lane & 1) == 0) continue;
+            const int other = first_lane + lane;
+            if (other >= block || fibers_[other]->state == State::kDone) {
+                abandon(block, "emulation: a mask names a lane that has ended or never was");
+            }
+            if (fibers_[other]->state != State::kAtWarp) return;
+            if (fibers_[other]->mask != last.mask || fibers_[other]->operation != last.operation) {
+                abandon(block, "emulation: lanes of a warp meet in different operations or masks");
+            }
+        }
+        for (int lane = 0; lane < 32; ++lane) {
+            if ((last.mask >> lane & 1) == 0) continue;
+            for (int from = 0; from < 32; ++from) {
+                if (last.mask >> from & 1) fibers_[first_lane + lane]->taken[from] = fibers_[first_lane + from]->given;
+            }
+            make_ready(first_lane + lane, ready);
+        }
+    }
+
+    void make_ready(int thread, std::vector<int>& ready) {
+        fibers_[thread]->state = State::kReady;
+        ready.push_back(thread);
+    }
+
+    // Forgets fibers that stand somewhere inside a kernel, and throws.
+    [[noreturn]] void abandon(int block, const char* message) {
+        for (int i = 0; i < block; ++i) {
+            if (fibers_[i]->state != State::kDone || error_) fibers_[i]->is_started = false;
+        }
+        if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+        throw std::logic_error(message);
+    }
+
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Fiber>> fibers_;
+    std::vector<uint4> shared_;
+    std::function<void()> body_;
+    std::exception_ptr error_;
+    jmp_buf scheduler_;
+    int current_ = 0;
+    bool is_backwards_ = false;
+    uint64_t random_ = 1;
+};
+
+template <typename T>
+uint64_t to_word(T value) {
+    uint64_t word = 0;
+    std::memcpy(&word, &value, sizeof(T));
+    return word;
+}
+
+template <typename T>
+T from_word(uint64_t word) {
+    T value;
+    std::memcpy(&value, &word, sizeof(T));
+    return value;
+}
+
+enum Operation { kShuffle, kVote, kSync, kReduce };
+
+}  // namespace emulation
+
+// --- Barriers and warp operations -------------------------------------------------------------------------------------
+
+inline void __syncthreads() { emulation::Machine::get().block_barrier(); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { emulation::Machine::get().exchange(mask, emulation::kSync, 0); }
+inline void __threadfence() {}
+
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int from) {
+    auto& machine = emulation::Machine::get();
+    return emulation::from_word<T>(machine.exchange(mask, emulation::kShuffle, emulation::to_word(value))[from & 31]);
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int bits) {
+    return __shfl_sync(mask, value, emulation::Machine::get().lane() ^ bits);
+}
+
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, int distance) {
+    const int lane = emulation::Machine::get().lane();
+    return __shfl_sync(mask, value, lane < distance ? lane : lane - distance);
+}
+
+inline unsigned __ballot_sync(unsigned mask, int is_true) {
+    const uint64_t* votes = emulation::Machine::get().exchange(mask, emulation::kVote, is_true != 0);
+    unsigned result = 0;
+    for (int lane = 0; lane < 32; ++lane) {
+        if (mask >> lane & 1) result |= static_cast<unsigned>(votes[lane]) << lane;
+    }
+    return result;
+}
+
+inline int __any_sync(unsigned mask, int is_true) { return __ballot_sync(mask, is_true) != 0; }
+
+inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
+    const uint64_t* values = emulation::Machine::get().exchange(mask, emulation::kReduce, value);
+    unsigned sum = 0;
+    for (int lane = 0; lane < 32; ++lane) {
+        if (mask >> lane & 1) sum += static_cast<unsigned>(values[lane]);
+    }
+    return sum;
+}
+
+inline int __syncthreads_or(int is_true) {
+    static int result;
+    __syncthreads();
+    result = 0;
+    __syncthreads();
+    result |= is_true;
+    __syncthreads();
+    return result;
+}
+
+// --- Arithmetic and atomics: fibers run one at a time, so plain operations are atomic ----------------------------------
+
+inline int __popc(unsigned value) { return std::popcount(value); }
+inline int __ffs(int value) { return value == 0 ? 0 : std::countr_zero(static_cast<unsigned>(value)) + 1; }
+
+template <typename T, typename U>
+T atomicAdd(T* at, U value) {
+    return std::exchange(*at, static_cast<T>(*at + value));
+}
+
+template <typename T, typename U>
+T atomicOr(T* at, U value) {
+    return std::exchange(*at, static_cast<T>(*at | value));
+}
+
+template <typename T, typename U>
+T atomicMin(T* at, U value) {
+    return std::exchange(*at, std::min(*at, static_cast<T>(value)));
+}
+
+template <typename T, typename U>
+T atomicMax(T* at, U value) {
+    return std::exchange(*at, std::max(*at, static_cast<T>(value)));
+}
+
+// --- The host's side ---------------------------------------------------------------------------------------------------
+
+enum cudaError_t { cudaSuccess = 0 };
+enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
+struct CUstream_st;
+using cudaStream_t = CUstream_st*;
+
+inline const char* cudaGetErrorName(cudaError_t) { return "cudaSuccess"; }
+inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+
+inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {
+    if (bytes > 0) std::memset(at, value, bytes);
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+    if (bytes > 0) std::memcpy(to, from, bytes);
+    return cudaSuccess;
+}
