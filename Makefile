@@ -19,13 +19,14 @@ BIN = $(abspath $(VENV))/bin
 export TORCH_EXTENSIONS_DIR = $(CURDIR)/.cache/torch_extensions
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo test test-slow check fmt bench clean
+.PHONY: help demo test test-gpu test-slow check fmt bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a small model twice on 4 CPU ranks, with and without expert domains, and compare"
 	@echo "make test       the tests that need no GPU and little time"
-	@echo "make test-slow  the other ones"
+	@echo "make test-gpu   those that need a GPU"
+	@echo "make test-slow  those that take long"
 	@echo "make check      lint, format, types, import order"
 	@echo "make fmt        format, and mend what can be mended"
 	@echo "make bench      the measuring programs"
@@ -46,6 +47,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu --timeout 1200
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow --timeout 7200

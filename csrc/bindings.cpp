@@ -158,8 +158,6 @@ void combine_rows_backward(Address grad, int grad_type, Address rows, int rows_t
 
 // --- Compressed tensors ---------------------------------------------------------------------------------------------
 
-#ifndef HYBRIDEP_CUDA
-
 void require_block(int64_t block) {
     if (block < 8 || block > 1024 || (block & (block - 1)) != 0) {
         throw py::value_error("block: got " + std::to_string(block) + ", wanted a power of two from 8 to 1024");
@@ -253,14 +251,32 @@ void low_rank_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, 
 }
 
 void write_headers(Address packets, int64_t stride, int64_t n, uint32_t start, uint32_t number, uint32_t sequence,
-                   uint32_t stamp, Address is_bad) {
+                   uint32_t stamp, Address is_bad, [[maybe_unused]] Lane lane) {
     const uint32_t words[] = {start, number, sequence, stamp};
+#ifdef HYBRIDEP_CUDA
+    hybridep::write_headers(to_payloads(packets, stride, 0), n, words, at<const uint8_t>(is_bad), to_lane(lane));
+#else
     hybridep::write_headers(to_payloads(packets, stride, 0), n, words, at<const uint8_t>(is_bad));
+#endif
 }
+
+#ifdef HYBRIDEP_CUDA
+
+void checksum(Address data, int64_t num_words, int word_bytes, Lane lane, Address sums) {
+    require_sizes({num_words});
+    if (word_bytes != 1 && word_bytes != 2) {
+        throw py::value_error("word_bytes: got " + std::to_string(word_bytes) + ", wanted 1 or 2");
+    }
+    hybridep::checksum(at<const void>(data), num_words, word_bytes, to_lane(lane), at<int64_t>(sums));
+}
+
+#else
 
 int check_headers(Address packets, int64_t stride, int64_t n, uint32_t start, uint32_t stamp) {
     return hybridep::check_headers(to_payloads(packets, stride, 0), n, start, stamp);
 }
+
+#endif
 
 void orthonormalise(Address p, int64_t n, int64_t rank, int64_t rows, Lane lane) {
     require_sizes({n, rank, rows});
@@ -272,8 +288,6 @@ void divide_by_gram(Address p, Address q, int64_t n, int64_t rank, int64_t rows,
     require_sizes({n, rank, rows, cols});
     hybridep::divide_by_gram(at<const float>(p), at<float>(q), n, rank, rows, cols, to_lane(lane));
 }
-
-#endif
 
 }  // namespace
 
@@ -293,7 +307,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("scatter_rows", &scatter_rows, release_gil());
     module.def("combine_rows", &combine_rows, release_gil());
     module.def("combine_rows_backward", &combine_rows_backward, release_gil());
-#ifndef HYBRIDEP_CUDA
     module.def("prepare", &prepare, release_gil());
     module.def("blockwise_encode", &blockwise_encode, release_gil());
     module.def("blockwise_decode", &blockwise_decode, release_gil());
@@ -302,8 +315,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("low_rank_encode", &low_rank_encode, release_gil());
     module.def("low_rank_decode", &low_rank_decode, release_gil());
     module.def("write_headers", &write_headers);
+#ifdef HYBRIDEP_CUDA
+    module.def("checksum", &checksum, release_gil());
+#else
     module.def("check_headers", &check_headers);
+#endif
     module.def("orthonormalise", &orthonormalise, release_gil());
     module.def("divide_by_gram", &divide_by_gram, release_gil());
-#endif
 }

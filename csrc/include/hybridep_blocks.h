@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the codecs on the CPU share: scales, codes of a few bits, and the reading of what is to be encoded.
+// What the codecs on the CPU share: codes of a few bits, and the reading of what is to be encoded.
 
 #pragma once
 
@@ -8,48 +8,20 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "hybridep_codecs.h"
+#include "hybridep_scales.h"
 
 namespace hybridep {
 
 inline constexpr int64_t kMaxBlock = 1024;
 inline constexpr int64_t kBlocksPerChunk = 32;  // a chunk is what one thread takes at a time
-inline constexpr uint32_t kInfinity = 0x7f800000u;
-inline constexpr float kSmallestNormal = 0x1p-126f;
 
 // A thread is woken for this many elements at least; less is done sooner than the wake-up.
 inline constexpr int64_t kElementsPerThread = 16 * 1024;
 
 inline int threads_for(int64_t num_elements, int num_threads) {
     return static_cast<int>(std::clamp<int64_t>(num_elements / kElementsPerThread, 1, std::max(num_threads, 1)));
-}
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// --- Scales ---------------------------------------------------------------------------------------------------------
-// A scale is the upper half of an fp32 number that is not negative.
-
-inline float scale_value(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
-
-inline uint16_t drop_subnormal(uint16_t bits) { return scale_value(bits) < kSmallestNormal ? 0 : bits; }
-
-inline uint16_t round_scale(float value) {
-    const uint32_t bits = std::bit_cast<uint32_t>(value);
-    if (bits > kInfinity) return 0x7fc0;  // nan
-    return drop_subnormal(static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16));
-}
-
-inline uint16_t round_scale_up(float value) {
-    return drop_subnormal(static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + 0xffffu) >> 16));
-}
-
-inline bool is_scale_finite(uint16_t bits) { return (bits & 0x7f80u) != 0x7f80u; }
-
-inline uint16_t round_value(float value) {
-    const uint32_t bits = std::bit_cast<uint32_t>(value);
-    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
 inline uint16_t load16(const uint8_t* from) {
@@ -96,11 +68,6 @@ inline uint16_t scale_of(const float* values, int64_t count, int64_t size, int b
 }
 
 // --- Codes ----------------------------------------------------------------------------------------------------------
-
-inline float divisor(uint16_t scale) {
-    const float value = scale_value(scale);
-    return value == 0.0f ? std::numeric_limits<float>::infinity() : value;
-}
 
 // codes [size], one a byte.  Adding 1.5 * 2^23 rounds to an integer, halves to even.
 inline void make_codes(const float* values, int64_t size, int bits, uint16_t scale, uint8_t* codes) {

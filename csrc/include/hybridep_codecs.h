@@ -12,6 +12,8 @@
 
 #include <cstdint>
 
+#include "hybridep_stream.h"
+
 namespace hybridep {
 
 // Where payloads lie: that of tensor i at data + i * stride, `bytes` long.
@@ -97,5 +99,40 @@ void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, co
 
 // All flags of n packets together; -1 where one does not begin with the three bytes `start` or has another stamp.
 int check_headers(const Payloads& packets, int64_t n, uint32_t start, uint32_t stamp);
+
+// --- On CUDA devices, see hybridep_stream.h --------------------------------------------------------------------------
+// Payloads start at even addresses and are an even number of bytes apart.  What else is needed of memory comes from a
+// pool of CUDA's, in the order of the stream.
+
+void prepare(const Input& input, Stream stream, float* x, uint8_t* is_bad);
+
+void blockwise_encode(const Input& input, int bits, int64_t block, Stream stream, const Payloads& payloads,
+                      uint8_t* is_bad);
+
+void blockwise_decode(const Payloads& payloads, int64_t n, int64_t length, int bits, int64_t block, bool is_add,
+                      Stream stream, float* out);
+
+void top_k_encode(const Input& input, int64_t block, int64_t k, int value_bits, Stream stream,
+                  const Payloads& payloads, uint8_t* is_bad);
+
+void top_k_decode(const Payloads& payloads, int64_t n, int64_t length, int64_t block, int64_t k, int value_bits,
+                  bool is_add, Stream stream, float* out);
+
+void low_rank_encode(const Input& input, const LowRank& shape, const float* start, Stream stream,
+                     const LowRankState& state, const Payloads& payloads, uint8_t* is_bad);
+
+void low_rank_decode(const Payloads& payloads, int64_t n, const LowRank& shape, bool is_add, Stream stream,
+                     float* out);
+
+void orthonormalise(float* p, int64_t n, int64_t rank, int64_t rows, Stream stream);
+
+void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, Stream stream);
+
+void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, const uint8_t* is_bad, Stream stream);
+
+// sums [2] int64 = the sum of the words of data, and that of the words times their position modulo 65521 plus 1, both
+// modulo 2^64.  A word is 2 bytes with its sign, or a byte without.
+//   data = {1, 2, -3} as 2-byte words  ->  sums = {0, -4}
+void checksum(const void* data, int64_t num_words, int word_bytes, Stream stream, int64_t* sums);
 
 }  // namespace hybridep

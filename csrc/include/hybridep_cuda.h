@@ -17,6 +17,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
 #include <source_location>
 #include <stdexcept>
 #include <string>
@@ -75,6 +79,55 @@ inline void fill_bytes(void* at, int value, int64_t bytes, Stream stream,
                        std::source_location where = std::source_location::current()) {
     if (bytes > 0) check(cudaMemsetAsync(at, value, static_cast<size_t>(bytes), stream), where);
 }
+
+#ifndef HYBRIDEP_EMULATION
+// The current device's pool for scratch, which keeps what it was given back.
+inline cudaMemPool_t scratch_pool() {
+    static std::mutex mutex;
+    static std::map<int, cudaMemPool_t> pools;
+    int device = 0;
+    check(cudaGetDevice(&device));
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = pools.find(device);
+    if (found != pools.end()) return found->second;
+    cudaMemPoolProps properties{};
+    properties.allocType = cudaMemAllocationTypePinned;  // of the device: the only type there is
+    properties.location = {cudaMemLocationTypeDevice, device};
+    cudaMemPool_t pool;
+    check(cudaMemPoolCreate(&pool, &properties));
+    uint64_t all = UINT64_MAX;
+    check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &all));
+    return pools[device] = pool;
+}
+#endif
+
+// Memory of the device for the time of a launcher's work in a stream.
+template <typename T>
+class Scratch {
+   public:
+    Scratch(int64_t count, Stream stream) : stream_(stream) {
+        const size_t bytes = std::max<size_t>(static_cast<size_t>(count) * sizeof(T), 1);
+#ifdef HYBRIDEP_EMULATION
+        data_ = static_cast<T*>(std::memset(std::aligned_alloc(64, (bytes + 63) / 64 * 64), 0xcd, bytes));
+#else
+        check(cudaMallocFromPoolAsync(reinterpret_cast<void**>(&data_), bytes, scratch_pool(), stream));
+#endif
+    }
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    ~Scratch() {
+#ifdef HYBRIDEP_EMULATION
+        std::free(data_);
+#else
+        cudaFreeAsync(data_, stream_);  // what is wrong with the stream is told by the next checked call
+#endif
+    }
+    T* get() const { return data_; }
+
+   private:
+    T* data_ = nullptr;
+    Stream stream_;
+};
 
 // Whether every one of the pointers is a multiple of `bytes`.
 template <typename... Pointers>

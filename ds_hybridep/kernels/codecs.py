@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codec kernels of csrc/ on CPU tensors.  Definitions and drawings of the layouts are in `ds_hybridep.codecs`.
+"""The codec kernels of csrc/ on CPU and on CUDA tensors.  Their definitions are in `ds_hybridep.codecs`.
 
 Callers have checked shapes: payloads are [n, bytes] uint8 with dense rows, all else is contiguous fp32.
 """
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ds_hybridep.kernels.lanes import Lane, stream_of, threads_of
 
 
 class Source(IntEnum):
@@ -27,50 +29,51 @@ class Source(IntEnum):
 class CompiledCodecs:
     """Work is split over torch.get_num_threads() threads; the results depend neither on their number nor on n."""
 
-    def __init__(self, extension: Any) -> None:
-        """Wrap `extension`, the module that HybridEPBuilder loads."""
+    def __init__(self, extension: Any, lane: Lane = threads_of) -> None:
+        """Wrap `extension`, the module that HybridEPBuilder loads; `lane` says where its calls run."""
         self._extension = extension
+        self._lane = lane
 
     def prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
         """What is encoded, shaped as a [n, ...] and all zeros in tensors with inf or nan; and [n] bool, which have."""
-        x, is_bad = torch.empty_like(a), torch.empty(len(a), dtype=torch.uint8)
-        inputs = _input(source, a, other)
-        self._extension.prepare(*inputs, torch.get_num_threads(), x.data_ptr(), is_bad.data_ptr())
+        x, is_bad = torch.empty_like(a), _flags(a)
+        with self._lane(a.device) as lane:
+            self._extension.prepare(*_input(source, a, other), lane, x.data_ptr(), is_bad.data_ptr())
         return x, is_bad.bool()
 
     def blockwise_encode(
         self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor, *, bits: int, block: int
     ) -> Tensor:
         """Quantise a [n, ...] into payload [n, bytes].  Returns [n] uint8: 1 for inf, nan or an overflow, else 0."""
-        is_bad = torch.empty(len(a), dtype=torch.uint8)
-        self._extension.blockwise_encode(
-            *_input(source, a, other), bits, block, torch.get_num_threads(), *_place(payload), is_bad.data_ptr()
-        )
+        is_bad = _flags(a)
+        with self._lane(a.device) as lane:
+            self._extension.blockwise_encode(
+                *_input(source, a, other), bits, block, lane, *_place(payload), is_bad.data_ptr()
+            )
         return is_bad
 
     def blockwise_decode(self, payload: Tensor, out: Tensor, *, bits: int, block: int, is_add: bool) -> None:
         """Assign or add the values of payload [n, bytes] to out [n, ...]."""
-        self._extension.blockwise_decode(
-            *_place(payload), *_size(out), bits, block, is_add, torch.get_num_threads(), out.data_ptr()
-        )
+        with self._lane(out.device) as lane:
+            self._extension.blockwise_decode(*_place(payload), *_size(out), bits, block, is_add, lane, out.data_ptr())
 
     def top_k_encode(
         self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor, *, block: int, k: int, value_bits: int
     ) -> Tensor:
         """As `blockwise_encode`, the k largest of each block."""
-        is_bad = torch.empty(len(a), dtype=torch.uint8)
-        threads = torch.get_num_threads()
-        self._extension.top_k_encode(
-            *_input(source, a, other), block, k, value_bits, threads, *_place(payload), is_bad.data_ptr()
-        )
+        is_bad = _flags(a)
+        with self._lane(a.device) as lane:
+            self._extension.top_k_encode(
+                *_input(source, a, other), block, k, value_bits, lane, *_place(payload), is_bad.data_ptr()
+            )
         return is_bad
 
     def top_k_decode(self, payload: Tensor, out: Tensor, *, block: int, k: int, value_bits: int, is_add: bool) -> None:
         """Assign or add the values of payload [n, bytes] to out [n, ...]."""
-        threads = torch.get_num_threads()
-        self._extension.top_k_decode(
-            *_place(payload), *_size(out), block, k, value_bits, is_add, threads, out.data_ptr()
-        )
+        with self._lane(out.device) as lane:
+            self._extension.top_k_decode(
+                *_place(payload), *_size(out), block, k, value_bits, is_add, lane, out.data_ptr()
+            )
 
     def low_rank_encode(
         self,
@@ -92,45 +95,77 @@ class CompiledCodecs:
         start [rank, cols]: where iterations begin instead of in q.
         factor: `enum class Factor` in csrc/include/hybridep_codecs.h.
         """
-        is_bad = torch.empty(len(a), dtype=torch.uint8)
-        self._extension.low_rank_encode(
-            *_input(source, a, other),
-            *(q.shape[1], a.shape[1], a.shape[2], factor, iterations),
-            _address(start),
-            torch.get_num_threads(),
-            *(q.data_ptr(), _address(row_rms), _address(col_rms)),
-            *_place(payload),
-            is_bad.data_ptr(),
-        )
+        is_bad = _flags(a)
+        with self._lane(a.device) as lane:
+            self._extension.low_rank_encode(
+                *_input(source, a, other),
+                *(q.shape[1], a.shape[1], a.shape[2], factor, iterations),
+                _address(start),
+                lane,
+                *(q.data_ptr(), _address(row_rms), _address(col_rms)),
+                *_place(payload),
+                is_bad.data_ptr(),
+            )
         return is_bad
 
     def low_rank_decode(self, payload: Tensor, out: Tensor, *, rank: int, factor: int, is_add: bool) -> None:
         """Assign or add the products of factors, over rank in order, to out [n, rows, cols]."""
         sizes = (len(out), rank, out.shape[1], out.shape[2])
-        self._extension.low_rank_decode(
-            *_place(payload), *sizes, factor, is_add, torch.get_num_threads(), out.data_ptr()
-        )
+        with self._lane(out.device) as lane:
+            self._extension.low_rank_decode(*_place(payload), *sizes, factor, is_add, lane, out.data_ptr())
 
     def orthonormalise(self, p: Tensor) -> None:
         """Make the rows of p [n, rank, rows] orthonormal, in place; dependent ones become others that are not."""
-        self._extension.orthonormalise(p.data_ptr(), *p.shape, torch.get_num_threads())
+        with self._lane(p.device) as lane:
+            self._extension.orthonormalise(p.data_ptr(), *p.shape, lane)
 
     def divide_by_gram(self, p: Tensor, q: Tensor) -> None:
         """q [n, rank, cols] = (P P^T)^-1 q, in place, for p [n, rank, rows]; finite for dependent rows too."""
-        threads = torch.get_num_threads()
-        self._extension.divide_by_gram(p.data_ptr(), q.data_ptr(), *p.shape, q.shape[2], threads)
+        with self._lane(p.device) as lane:
+            self._extension.divide_by_gram(p.data_ptr(), q.data_ptr(), *p.shape, q.shape[2], lane)
 
     def write_headers(
         self, packets: Tensor, *, start: int, number: int, sequence: int, stamp: int, is_bad: Tensor
     ) -> None:
         """As `codecs.packet.write_headers`; `start` is the first three bytes as a number."""
         place = (packets.data_ptr(), packets.stride(0), packets.shape[0])
-        self._extension.write_headers(*place, start, number, sequence, stamp, is_bad.data_ptr())
+        with self._lane(packets.device) as lane:
+            self._extension.write_headers(*place, start, number, sequence, stamp, is_bad.data_ptr(), lane)
 
     def check_headers(self, packets: Tensor, *, start: int, stamp: int) -> int:
         """All flags of the packets together; -1 where one begins otherwise or has another stamp."""
         found: int = self._extension.check_headers(packets.data_ptr(), packets.stride(0), len(packets), start, stamp)
         return found
+
+
+class CudaCodecs(CompiledCodecs):
+    """The same in the current stream of a CUDA device; nothing is waited for."""
+
+    def __init__(self, extension: Any, lane: Lane = stream_of) -> None:
+        """Wrap `extension`, the module that HybridEPBuilder("cuda") loads; `lane` says where its calls run."""
+        super().__init__(extension, lane)
+
+    def check_headers(self, packets: Tensor, *, start: int, stamp: int) -> int:
+        """1, some packet may be flagged: reading them would be a wait for the device."""
+        return 1
+
+    def checksum(self, tensor: Tensor) -> Tensor:
+        """[2] int64 on the device: sum of a contiguous tensor's words, and that of words times position, mod 2^64.
+
+        A word is 2 bytes with their sign, in tensors of one-byte elements a byte without; positions count modulo 65521
+        from 1.
+        """
+        word_bytes = 2 if tensor.element_size() > 1 else 1
+        num_words = tensor.numel() * tensor.element_size() // word_bytes
+        sums = torch.empty(2, dtype=torch.int64, device=tensor.device)
+        with self._lane(tensor.device) as lane:
+            self._extension.checksum(tensor.data_ptr(), num_words, word_bytes, lane, sums.data_ptr())
+        return sums
+
+
+def _flags(a: Tensor) -> Tensor:
+    """[n] uint8 beside a [n, ...], not filled."""
+    return torch.empty(len(a), dtype=torch.uint8, device=a.device)
 
 
 def _address(tensor: Tensor | None) -> int:

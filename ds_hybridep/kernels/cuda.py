@@ -3,8 +3,8 @@
 `plan_routes` waits for the number of rows; `start_plan` does not.
 
 An index out of range is found on the device: where a plan is made, by a ValueError as elsewhere; in the other
-operations by a line on standard output and a CUDA error at the next synchronisation, after which the process cannot use
-its device.
+operations by a line on standard output and a CUDA error at the next synchronisation, after which the process cannot
+use its device.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ds_hybridep.kernels.codecs import CudaCodecs
 from ds_hybridep.kernels.compiled import CompiledKernels
 from ds_hybridep.kernels.interface import RoutePlan, plan_sizes
 from ds_hybridep.kernels.lanes import Lane, stream_of
@@ -69,6 +70,7 @@ class CudaKernels(CompiledKernels):
     def __init__(self, extension: Any, lane: Lane = stream_of) -> None:
         """Wrap `extension`, the module that HybridEPBuilder("cuda") loads; `lane` says where its calls run."""
         super().__init__(extension, lane)
+        self.codecs = CudaCodecs(extension, lane)
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
         """See `Kernels.plan_routes`."""

@@ -1,16 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled codec kernels against the PyTorch definitions: the same bytes, values, mirrors and residuals."""
+"""Compiled codec kernels against the PyTorch definitions: the same bytes, values, mirrors and residuals.
+
+"compiled" are those for the CPU, "emulated" those for CUDA run on the CPU (see cuda_emulation), "cuda" those on a GPU.
+"""
 
 import pytest
 import torch
 from codec_cases import SHAPES, SPECS, normal, tensors
+from cuda_emulation import load_emulated
 from hypothesis import given, settings
+from kernels.on_device import on_cuda
 
-from ds_hybridep.codecs import make_codec, non_finite
+from ds_hybridep.codecs import interface, make_codec, non_finite
 from ds_hybridep.codecs.low_rank import divide_by_gram, orthonormal
-from ds_hybridep.kernels import load_codec_kernels
+from ds_hybridep.kernels import build
+from ds_hybridep.runtime.expert_gather import _bit_sums
 
 pytestmark = pytest.mark.timeout(300)
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+KERNELS = ["compiled", "emulated", CUDA]
+NOT_EMULATED = ["compiled", CUDA]  # what takes long there, or is about threads
+
+
+@pytest.fixture(scope="module", params=KERNELS, autouse=True)
+def compiled_codecs(request):
+    """Kernels that codecs with kernels="compiled" use on CPU tensors in this test."""
+    if request.param == "cuda":
+        chosen = on_cuda(build.load_codec_kernels("compiled", "cuda"))
+    else:
+        chosen = load_emulated().codecs if request.param == "emulated" else build.load_codec_kernels("compiled")
+
+    def load(mode, device_type="cpu"):
+        return chosen if mode == "compiled" else build.load_codec_kernels(mode, device_type)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface, "load_codec_kernels", load)
+        yield chosen
+
 
 # Their encoding multiplies matrices, in an order of its own; what they decode is the same to the bit.
 ROUNDS_DIFFERENTLY = ("low_rank", "sum", "warm_up")
@@ -42,9 +69,15 @@ def test_encoding_equals_the_definition_bit_for_bit(name, x):
 
 
 @pytest.mark.parametrize("name", SAME_BYTES)
-@pytest.mark.parametrize("shape", [*SHAPES, (2, 100, 1111)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 11, 421)], ids=str)
 def test_encoding_of_all_shapes_equals_the_definition(name, shape):
     assert_same_encoding(SAME_BYTES[name], normal(*shape), normal(*shape, seed=1))
+
+
+@pytest.mark.parametrize("compiled_codecs", NOT_EMULATED, indirect=True)
+@pytest.mark.parametrize("name", SAME_BYTES)
+def test_encoding_of_a_large_tensor_equals_the_definition(name):
+    assert_same_encoding(SAME_BYTES[name], normal(2, 100, 1111), normal(2, 100, 1111, seed=1))
 
 
 @pytest.mark.parametrize("name", SAME_BYTES)
@@ -55,7 +88,11 @@ def test_encoding_of_odd_numbers_equals_the_definition(name, value):
     assert_same_encoding(SAME_BYTES[name], x, normal(3, 20, 50, seed=1))
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(
+    ("compiled_codecs", "num_threads"),
+    [("compiled", 1), ("compiled", 3), ("emulated", 1), pytest.param("cuda", 1, marks=pytest.mark.gpu)],
+    indirect=["compiled_codecs"],
+)
 @pytest.mark.parametrize("name", SPECS)
 def test_decoding_equals_the_definition_bit_for_bit(name, num_threads):
     compiled, reference = make_codec(SPECS[name], kernels="compiled"), make_codec(SPECS[name], kernels="reference")
@@ -88,10 +125,9 @@ def test_an_owner_and_a_replica_with_other_kernels_agree(name):
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 200), (1, 8, 8), (3, 5, 33), (1, 1, 1)], ids=str)
-def test_orthonormal_rows_span_what_the_definition_spans(shape):
-    kernels = load_codec_kernels("compiled")
+def test_orthonormal_rows_span_what_the_definition_spans(compiled_codecs, shape):
     p, wanted = normal(*shape), orthonormal(normal(*shape))
-    kernels.orthonormalise(p)
+    compiled_codecs.orthonormalise(p)
     assert (p @ p.transpose(1, 2) - torch.eye(shape[1])).abs().max() < 1e-6
     torch.testing.assert_close(
         p.transpose(1, 2) @ p, wanted.transpose(1, 2) @ wanted, rtol=0, atol=1e-5
@@ -99,15 +135,15 @@ def test_orthonormal_rows_span_what_the_definition_spans(shape):
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-40, 1e-30, 1.0, 1e30])
-def test_dependent_rows_become_orthonormal(scale):
+def test_dependent_rows_become_orthonormal(compiled_codecs, scale):
     p = torch.ones(2, 6, 1) @ normal(2, 1, 9) * scale
     p[:, 3] = 0
-    load_codec_kernels("compiled").orthonormalise(p)
+    compiled_codecs.orthonormalise(p)
     assert (p @ p.transpose(1, 2) - torch.eye(6)).abs().max() < 1e-6
 
 
-def test_division_by_the_gram_matrix_equals_the_definition():
-    kernels, p, q = load_codec_kernels("compiled"), normal(2, 4, 50), normal(2, 4, 30, seed=1)
+def test_division_by_the_gram_matrix_equals_the_definition(compiled_codecs):
+    kernels, p, q = compiled_codecs, normal(2, 4, 50), normal(2, 4, 30, seed=1)
     wanted = divide_by_gram(q, p)
     kernels.divide_by_gram(p, q)
     torch.testing.assert_close(q, wanted, rtol=1e-4, atol=1e-6)
@@ -117,6 +153,7 @@ def test_division_by_the_gram_matrix_equals_the_definition():
     assert q.isfinite().all()
 
 
+@pytest.mark.parametrize("compiled_codecs", NOT_EMULATED, indirect=True)
 @pytest.mark.parametrize("name", SPECS)
 def test_packets_do_not_depend_on_threads(name):
     shape, packets = (3, 128, 300), []
@@ -159,3 +196,11 @@ def test_a_state_of_another_shape_is_refused_before_the_kernel_reads_it():
     codec = make_codec(LOW_RANKS[2], kernels="compiled")
     with pytest.raises(ValueError, match=r"state: holds q of shape \(2, 7, 64\), wanted \(3, 7, 64\)"):
         codec.encode(normal(3, 130, 64), codec.new_state(2, 130, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+@pytest.mark.parametrize("count", [0, 1, 70_001])
+def test_checksum_equals_the_runtimes(compiled_codecs, dtype, count):
+    if hasattr(compiled_codecs, "checksum"):
+        values = (normal(count) * 100).to(dtype)
+        assert compiled_codecs.checksum(values).tolist() == _bit_sums(values).tolist()

@@ -291,6 +291,8 @@ inline int __syncthreads_or(int is_true) {
 
 // --- Arithmetic and atomics: fibers run one at a time, so plain operations are atomic ----------------------------------
 
+using std::max;
+using std::min;
 inline int __popc(unsigned value) { return std::popcount(value); }
 inline int __ffs(int value) { return value == 0 ? 0 : std::countr_zero(static_cast<unsigned>(value)) + 1; }
 

@@ -20,10 +20,11 @@ class on_cuda:
             return value
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            moved = [_to("cuda", arg) for arg in args]
-            result = value(*moved, **{key: _to("cuda", arg) for key, arg in kwargs.items()})
+            moved, moved_by_name = _to("cuda", args), {name: _to("cuda", arg) for name, arg in kwargs.items()}
+            result = value(*moved, **moved_by_name)
             torch.cuda.synchronize()
-            for arg, on_device in zip(args, moved, strict=True):  # what was changed in place
+            pairs = [*zip(args, moved, strict=True), *((kwargs[name], arg) for name, arg in moved_by_name.items())]
+            for arg, on_device in pairs:  # what was changed in place
                 if isinstance(arg, Tensor):
                     arg.copy_(on_device)
             return _to("cpu", result)

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Scales and codes of single elements, for the CPU and for CUDA devices.
+
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "hybridep_elements.h"
+
+namespace hybridep {
+
+inline constexpr uint32_t kInfinity = 0x7f800000u;
+inline constexpr uint32_t kNan = 0x7fc00000u;  // the one that stands where a packet was lost
+inline constexpr float kSmallestNormal = 0x1p-126f;
+
+HYBRIDEP_BOTH int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+HYBRIDEP_BOTH uint32_t magnitude_bits(float value) { return std::bit_cast<uint32_t>(value) & 0x7fffffffu; }
+
+// --- Scales ---------------------------------------------------------------------------------------------------------
+// A scale is the upper half of an fp32 number that is not negative.
+
+HYBRIDEP_BOTH float scale_value(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+HYBRIDEP_BOTH uint16_t drop_subnormal(uint16_t bits) { return scale_value(bits) < kSmallestNormal ? 0 : bits; }
+
+HYBRIDEP_BOTH uint16_t round_scale(float value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    if (bits > kInfinity) return 0x7fc0;  // nan
+    return drop_subnormal(static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16));
+}
+
+HYBRIDEP_BOTH uint16_t round_scale_up(float value) {
+    return drop_subnormal(static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + 0xffffu) >> 16));
+}
+
+HYBRIDEP_BOTH bool is_scale_finite(uint16_t bits) { return (bits & 0x7f80u) != 0x7f80u; }
+
+HYBRIDEP_BOTH uint16_t round_value(float value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// What to divide by: infinite where the scale is 0, which makes codes of 0.
+HYBRIDEP_BOTH float divisor(uint16_t scale) {
+    const float value = scale_value(scale);
+    return value == 0.0f ? std::bit_cast<float>(kInfinity) : value;
+}
+
+// --- Codes ----------------------------------------------------------------------------------------------------------
+
+// The code of one element; s is divisor(scale).  Adding 1.5 * 2^23 rounds to an integer, halves to even.
+HYBRIDEP_BOTH uint32_t code_of(float value, float s, int bits) {
+    if (bits == 8 || bits == 4) {
+        const float largest = bits == 8 ? 127.0f : 7.0f;
+        float code = value / s + 0x1.8p23f;
+        code -= 0x1.8p23f;
+        code = code > largest ? largest : code;
+        code = code < -largest ? -largest : code;
+        return static_cast<uint32_t>(static_cast<int32_t>(code + largest + 1.0f));
+    }
+    if (bits == 2) {
+        const float code = value / s;
+        return static_cast<uint32_t>((code >= -1.0f) + (code >= 0.0f) + (code >= 1.0f));
+    }
+    return value >= 0.0f;
+}
+
+HYBRIDEP_BOTH float value_of(uint32_t code, float scale, int bits) {
+    const float factor = bits == 1 ? 2.0f : 1.0f;
+    const float offset = bits == 8 ? 128.0f : bits == 4 ? 8.0f : bits == 2 ? 1.5f : 1.0f;
+    return (static_cast<float>(code) * factor - offset) * scale;
+}
+
+// The scale of a block, from its largest magnitude (8 and 4 bits) or its mean magnitude (2 bits and 1).
+HYBRIDEP_BOTH uint16_t scale_from(float size, int bits) {
+    if (bits == 8) return round_scale_up(size / 127.0f);
+    if (bits == 4) return round_scale_up(size / 7.0f);
+    return round_scale(bits == 2 ? size * 1.25f : size);
+}
+
+}  // namespace hybridep
