@@ -156,6 +156,33 @@ void combine_rows_backward(Address grad, int grad_type, Address rows, int rows_t
     require_in_range("slot_to_row", slot_to_row, wrong, num_rows, "rows");
 }
 
+#ifdef HYBRIDEP_CUDA
+
+void dispatch_rows_on(int num_sms, Address x, Address row_to_token, int64_t num_tokens, int64_t num_rows,
+                      int64_t row_bytes, Lane lane, Address out) {
+    require_sizes({num_tokens, num_rows, row_bytes});
+    hybridep::dispatch_rows_on(num_sms, at<const void>(x), at<const int64_t>(row_to_token), num_tokens, num_rows,
+                               row_bytes, to_lane(lane), at<void>(out));
+}
+
+void scatter_rows_on(int num_sms, Address x, Address slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
+                     int64_t row_bytes, Lane lane, Address out) {
+    require_sizes({num_tokens, top_k, num_rows, row_bytes});
+    hybridep::scatter_rows_on(num_sms, at<const void>(x), at<const int64_t>(slot_to_row), num_tokens, top_k, num_rows,
+                              row_bytes, to_lane(lane), at<void>(out));
+}
+
+void combine_rows_on(int num_sms, Address rows, int rows_type, Address slot_to_row, Address weights,
+                     int64_t num_tokens, int64_t top_k, int64_t num_rows, int64_t hidden, Lane lane, Address out,
+                     int out_type) {
+    require_sizes({num_tokens, top_k, num_rows, hidden});
+    hybridep::combine_rows_on(num_sms, at<const void>(rows), to_type(rows_type), at<const int64_t>(slot_to_row),
+                              at<const float>(weights), {num_tokens, top_k, num_rows, hidden}, to_lane(lane),
+                              at<void>(out), to_type(out_type));
+}
+
+#endif
+
 // --- Compressed tensors ---------------------------------------------------------------------------------------------
 
 void require_block(int64_t block) {
@@ -297,6 +324,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 #ifdef HYBRIDEP_CUDA
     module.def("plan_scratch_bytes", &hybridep::plan_scratch_bytes);
     module.def("plan_routes", &plan_routes, release_gil());
+    module.def("dispatch_rows_on", &dispatch_rows_on, release_gil());
+    module.def("scatter_rows_on", &scatter_rows_on, release_gil());
+    module.def("combine_rows_on", &combine_rows_on, release_gil());
     module.attr("NONE_WRONG") = hybridep::kNoneWrong;
 #else
     module.def("plan_chunks", &plan_chunks);

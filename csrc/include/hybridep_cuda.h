@@ -41,6 +41,16 @@ inline void check(cudaError_t error, std::source_location where = std::source_lo
                              where.file_name() + ":" + std::to_string(where.line()) + " in " + where.function_name());
 }
 
+#ifndef HYBRIDEP_EMULATION
+// Of the current device.
+inline int device_attribute(cudaDeviceAttr attribute) {
+    int device = 0, value = 0;
+    check(cudaGetDevice(&device));
+    check(cudaDeviceGetAttribute(&value, attribute, device));
+    return value;
+}
+#endif
+
 inline int64_t blocks_for(int64_t num_threads, int block) { return (num_threads + block - 1) / block; }
 
 // How a kernel is launched; a grid of 0 blocks is no launch.

@@ -126,4 +126,15 @@ int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows
                               const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
                               Stream stream, int64_t* scratch, void* grad_rows, float* grad_weights);
 
+// The same on at most num_sms multiprocessors, so that other kernels have the rest: blocks that stay, one to each.
+// Rows that bulk copies can move (compute capability 9.0, addresses and rows of whole 16 bytes) go through them.
+int64_t dispatch_rows_on(int num_sms, const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
+                         int64_t row_bytes, Stream stream, void* out);
+
+int64_t scatter_rows_on(int num_sms, const void* x, const int64_t* slot_to_row, int64_t num_tokens, int64_t top_k,
+                        int64_t num_rows, int64_t row_bytes, Stream stream, void* out);
+
+int64_t combine_rows_on(int num_sms, const void* rows, Type rows_type, const int64_t* slot_to_row,
+                        const float* weights, const CombineSizes& sizes, Stream stream, void* out, Type out_type);
+
 }  // namespace hybridep

@@ -7,12 +7,15 @@ operations by a line on standard output and a CUDA error at the next synchronisa
 use its device.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ds_hybridep.kernels.codecs import CudaCodecs
 from ds_hybridep.kernels.compiled import CompiledKernels
@@ -63,7 +66,7 @@ class StartedPlan:
 class CudaKernels(CompiledKernels):
     """As `CompiledKernels`, on CUDA devices of compute capability 8.0 and later."""
 
-    name = "cuda"
+    name: str = "cuda"
     device_type: ClassVar[str] = "cuda"
     dispatch_key: ClassVar[str | None] = "CUDA"
 
@@ -71,6 +74,19 @@ class CudaKernels(CompiledKernels):
         """Wrap `extension`, the module that HybridEPBuilder("cuda") loads; `lane` says where its calls run."""
         super().__init__(extension, lane)
         self.codecs = CudaCodecs(extension, lane)
+
+    def on_sms(self, num_sms: int) -> Self:
+        """These kernels with rows dispatched, scattered and combined on at most `num_sms` of the multiprocessors.
+
+        The others stay free for kernels that run at the same time.  Results are the same.  Raises ValueError for fewer
+        than 1.
+        """
+        if num_sms < 1:
+            raise ValueError(f"num_sms: got {num_sms}, wanted 1 or more")
+        kernels = copy.copy(self)
+        kernels.name = f"{self.name} on {num_sms} SMs"
+        kernels._extension = _OnSms(self._extension, num_sms)
+        return kernels
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
         """See `Kernels.plan_routes`."""
@@ -115,6 +131,19 @@ class CudaKernels(CompiledKernels):
             limits=(num_experts, num_destinations),
             wait=wait,
         )
+
+
+class _OnSms:
+    """The extension, with the functions that have a variant for a few multiprocessors replaced by it."""
+
+    def __init__(self, extension: Any, num_sms: int) -> None:
+        self._extension = extension
+        self.dispatch_rows = partial(extension.dispatch_rows_on, num_sms)
+        self.scatter_rows = partial(extension.scatter_rows_on, num_sms)
+        self.combine_rows = partial(extension.combine_rows_on, num_sms)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._extension, name)
 
 
 def _to_host(counts: Tensor) -> tuple[Tensor, Callable[[], None]]:

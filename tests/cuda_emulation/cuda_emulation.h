@@ -2,12 +2,14 @@
 //
 // As much of CUDA as the kernels of csrc/cuda use, on the CPU and for tests only: the same sources compile with a C++
 // compiler and -DHYBRIDEP_EMULATION.  Every CUDA thread is a fiber; a fiber runs until it reaches a barrier or a warp
-// operation, and who runs next is drawn anew each time, so a missing barrier shows as a wrong result sooner or later.
+// operation, and who runs next is drawn anew each time, with one warp far behind the others, so a missing barrier shows
+// as a wrong result sooner or later.
+//
+// Bulk copies are made as late as the barriers allow, so shared memory that is used again too early shows as well.
 //
 // What it finds: wrong indices and arithmetic, barriers that not all threads reach, lanes that name different masks,
 // reads of shared memory before it is written (it starts as 0xcd).  What it cannot find: data races between barriers
-// inside a warp, memory ordering, alignment faults, anything about speed.  Code for sm_90 and later (bulk copies) is
-// not compiled.
+// inside a warp, memory ordering, wrong instructions, anything about speed.
 
 #pragma once
 
@@ -46,6 +48,21 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulation {
 
+// An mbarrier: arrivals and bytes that the current phase still waits for.
+struct Barrier {
+    int num_arrivals;
+    int num_missing;
+    int64_t num_bytes;
+    int phase;
+};
+
+struct Copy {
+    void* to;
+    const void* from;
+    int num_bytes;
+    Barrier* barrier;
+};
+
 enum class State { kReady, kAtBlock, kAtWarp, kDone };
 
 struct Fiber {
@@ -58,6 +75,7 @@ struct Fiber {
     int operation = 0;   // which one
     uint64_t given = 0;  // what it gave to it
     uint64_t taken[32];  // what all lanes gave to it
+    std::vector<std::vector<Copy>> stores{1};  // groups of bulk stores that were not made yet, the last one open
 };
 
 class Machine {
@@ -106,8 +124,71 @@ class Machine {
 
     int lane() const { return current_ % 32; }
 
+    void arrive(Barrier* barrier, int num_bytes) {
+        barrier->num_bytes += num_bytes;
+        --barrier->num_missing;
+        turn(barrier);
+    }
+
+    // Until the phase has ended; meanwhile copies that were started may be made, one at each look.
+    void await(Barrier* barrier, int phase) {
+        for (int64_t looks = 0; barrier->phase == phase; ++looks) {
+            if (looks > 100000) fail<std::logic_error>("emulation: a barrier's phase never ends");
+            if (!loads_.empty()) {
+                const Copy copy = loads_.back();
+                loads_.pop_back();
+                require_16_bytes(copy);
+                std::memcpy(copy.to, copy.from, copy.num_bytes);
+                copy.barrier->num_bytes -= copy.num_bytes;
+                turn(copy.barrier);
+            }
+            wait(State::kReady);
+        }
+    }
+
+    void bulk_load(void* to, const void* from, int num_bytes, Barrier* barrier) {
+        loads_.push_back({to, from, num_bytes, barrier});
+        std::swap(loads_.back(), loads_[draw(loads_.size())]);
+    }
+
+    void bulk_store(void* to, const void* from, int num_bytes) {
+        fibers_[current_]->stores.back().push_back({to, from, num_bytes, nullptr});
+    }
+
+    void bulk_commit() { fibers_[current_]->stores.emplace_back(); }
+
+    // Makes all but the last `num_allowed` groups.
+    void bulk_wait(int num_allowed) {
+        auto& groups = fibers_[current_]->stores;
+        while (static_cast<int>(groups.size()) - 1 > num_allowed) {
+            for (const Copy& copy : groups.front()) {
+                require_16_bytes(copy);
+                std::memcpy(copy.to, copy.from, copy.num_bytes);
+            }
+            groups.erase(groups.begin());
+        }
+    }
+
    private:
+    size_t draw(size_t below) {
+        random_ = random_ * 6364136223846793005u + 1442695040888963407u;
+        return (random_ >> 33) % below;
+    }
+
+    static void turn(Barrier* barrier) {
+        if (barrier->num_missing > 0 || barrier->num_bytes != 0) return;
+        barrier->num_missing = barrier->num_arrivals;
+        barrier->phase ^= 1;
+    }
+
+    void require_16_bytes(const Copy& copy) {
+        if ((reinterpret_cast<uintptr_t>(copy.to) | reinterpret_cast<uintptr_t>(copy.from) | copy.num_bytes) % 16 != 0) {
+            fail<std::logic_error>("emulation: a bulk copy is not of whole pieces of 16 bytes");
+        }
+    }
+
     static constexpr size_t kStackBytes = 64 * 1024;
+    static constexpr int64_t kTurnsOfSlowWarp = 2048;  // for so long one warp waits while any other can go on
 
     static void enter() {
         Machine& machine = get();
@@ -156,8 +237,10 @@ class Machine {
                 }
                 num_at_barrier = 0;
             }
-            random_ = random_ * 6364136223846793005u + 1442695040888963407u;
-            std::swap(ready[(random_ >> 33) % ready.size()], ready.back());
+            if (++num_turns_ % kTurnsOfSlowWarp == 0) slow_warp_ = static_cast<int>(draw(block / 32 + 1));
+            size_t drawn = draw(ready.size());
+            for (int again = 0; again < 8 && ready[drawn] / 32 == slow_warp_; ++again) drawn = draw(ready.size());
+            std::swap(ready[drawn], ready.back());
             const int thread = ready.back();
             ready.pop_back();
             resume(thread);
@@ -166,6 +249,10 @@ class Machine {
             num_done += state == State::kDone;
             num_at_barrier += state == State::kAtBlock;
             if (state == State::kAtWarp) finish_exchange(thread, block, ready);
+            if (state == State::kReady) ready.push_back(thread);
+            if (state == State::kDone && (fibers_[thread]->stores.size() > 1 || !fibers_[thread]->stores[0].empty())) {
+                abandon(block, "emulation: a thread ends while its bulk stores still read shared memory");
+            }
         }
     }
 
@@ -202,7 +289,9 @@ class Machine {
     [[noreturn]] void abandon(int block, const char* message) {
         for (int i = 0; i < block; ++i) {
             if (fibers_[i]->state != State::kDone || error_) fibers_[i]->is_started = false;
+            fibers_[i]->stores.assign(1, {});
         }
+        loads_.clear();
         if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
         throw std::logic_error(message);
     }
@@ -210,12 +299,15 @@ class Machine {
     std::mutex mutex_;
     std::vector<std::unique_ptr<Fiber>> fibers_;
     std::vector<uint4> shared_;
+    std::vector<Copy> loads_;  // started and not made
     std::function<void()> body_;
     std::exception_ptr error_;
     jmp_buf scheduler_;
     int current_ = 0;
     bool is_backwards_ = false;
     uint64_t random_ = 1;
+    int64_t num_turns_ = 0;
+    int slow_warp_ = 0;
 };
 
 template <typename T>

@@ -24,11 +24,23 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 reference = load_kernels("reference")
 
 
-@pytest.fixture(scope="module", params=["compiled", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+LOADED = {
+    "compiled": lambda: load_kernels("compiled"),
+    "compiled, 3 threads": lambda: load_kernels("compiled"),
+    "emulated": load_emulated,
+    "emulated on 3 SMs": lambda: load_emulated().on_sms(3),
+    "cuda": lambda: on_cuda(load_kernels("compiled", "cuda")),
+    "cuda on 8 SMs": lambda: on_cuda(load_kernels("compiled", "cuda").on_sms(8)),
+}
+ALL = [pytest.param(name, marks=[pytest.mark.gpu] if "cuda" in name else []) for name in LOADED]
+
+
+@pytest.fixture(scope="module", params=ALL)
 def compiled(request):
-    if request.param == "cuda":
-        return on_cuda(load_kernels("compiled", "cuda"))
-    return load_emulated() if request.param == "emulated" else load_kernels("compiled")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3 if "threads" in request.param else 1)
+    yield LOADED[request.param]()
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -39,14 +51,6 @@ def for_the_cpu():
 @pytest.fixture(params=["reference", "compiled", "emulated"])
 def kernels(request):
     return load_emulated() if request.param == "emulated" else load_kernels(request.param)
-
-
-@pytest.fixture(params=[1, 3])
-def num_threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def assert_identical(actual, wanted):
@@ -66,7 +70,7 @@ def test_plan_equals_the_reference(compiled, arguments):
     assert_same_plan(compiled.plan_routes(*arguments), reference.plan_routes(*arguments))
 
 
-def test_plan_of_many_tokens_does_not_depend_on_threads(compiled, num_threads):
+def test_plan_of_many_tokens_equals_the_reference(compiled):
     arguments = large_routes()
     assert_same_plan(compiled.plan_routes(*arguments), reference.plan_routes(*arguments))
 
@@ -121,7 +125,7 @@ def test_combine_backward_equals_the_reference(compiled, arguments):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", [1, 511, 512, 513, 1104])
-def test_routed_tokens_there_and_back(compiled, num_threads, dtype, hidden):
+def test_routed_tokens_there_and_back(compiled, dtype, hidden):
     """All operations in the order of a layer, with more columns than are summed at a time."""
     topk_idx, expert_to_destination, num_destinations = large_routes(num_tokens=700)
     plan = compiled.plan_routes(topk_idx, expert_to_destination, num_destinations)
@@ -402,6 +406,11 @@ def test_wrong_arguments(kernels, error, message, call):
 def test_arguments_that_only_the_reference_takes(load, error, message, call):
     with pytest.raises(error, match=re.escape(message)):
         call(load())
+
+
+def test_no_multiprocessors_are_refused():
+    with pytest.raises(ValueError, match="num_sms: got 0, wanted 1 or more"):
+        load_emulated().on_sms(0)
 
 
 def test_extension_refuses_unknown_type_codes_and_negative_sizes(for_the_cpu):
