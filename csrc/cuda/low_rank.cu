@@ -561,7 +561,7 @@ constexpr float kSmallestRms = 1e-3f;  // of the largest: rows and columns below
 
 // A warp per row, or a thread per column where kIsColumn: sums of squares.  Also flags bad tensors.
 template <bool kIsColumn>
-__global__ void __launch_bounds__(kBlock) sum_squares(Matrix x, double* __restrict__ sums) {
+__global__ void __launch_bounds__(kBlock, 1) sum_squares(Matrix x, double* __restrict__ sums) {
     const int64_t num_lines = kIsColumn ? x.cols : x.rows, size = kIsColumn ? x.rows : x.cols;
     const int64_t step = kIsColumn ? 1 : kLanes, num_workers = kIsColumn ? num_threads() : num_threads() / kLanes;
     for (int64_t line = kIsColumn ? global_thread() : global_warp(); line < x.input.n * num_lines; line += num_workers) {

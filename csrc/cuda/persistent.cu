@@ -19,7 +19,7 @@ int require_sms(int num_sms) {
 }
 
 // The work of this block: tasks blockIdx.x, blockIdx.x + gridDim.x, ... below `all`.
-__device__ __forceinline__ int64_t num_own_tasks(int64_t all) {
+[[maybe_unused]] __device__ __forceinline__ int64_t num_own_tasks(int64_t all) {
     return (all - blockIdx.x + gridDim.x - 1) / gridDim.x;
 }
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ int64_t num_own_tasks(int64_t all) {
 // all lanes' stores have read it, which is looked at kLag tasks later.
 
 constexpr int kStageBytes = 16 * 1024;
-constexpr int kLag = 2;
+[[maybe_unused]] constexpr int kLag = 2;
 constexpr int kMaxStages = 12;
 
 __global__ void __launch_bounds__(kLanes)
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kLanes)
 // its slots have a row.
 
 constexpr int kSummers = 256;
-constexpr int kSummerWarps = kSummers / kLanes;
+[[maybe_unused]] constexpr int kSummerWarps = kSummers / kLanes;
 constexpr int kPieceBytes = 16 * kSummers;
 constexpr int kMaxSlots = 32;  // a lane starts the load of one
 

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kRowBlock)
 
 // A warp per row that several tokens use, or none: slow, and rare.
 template <typename Rows, typename Grad>
-__global__ void __launch_bounds__(kRowBlock)
+__global__ void __launch_bounds__(kRowBlock, 1)
     combine_backward_by_row(Grad grad, const int64_t* __restrict__ slot_to_row, const float* __restrict__ weights,
                             CombineSizes sizes, const int64_t* __restrict__ first_slot,
                             const int64_t* __restrict__ last_slot, Rows grad_rows) {

@@ -16,7 +16,7 @@ inline constexpr int kInFlight = 4;  // loads of a thread before their first use
 
 // A warp per row of out.
 template <typename Unit, int kBlock>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlock, 1)
     gather_rows(const Unit* __restrict__ x, const int64_t* __restrict__ row_to_token, int64_t num_tokens,
                 int64_t num_rows, int64_t num_units, Unit* __restrict__ out) {
     for (int64_t row = global_warp(); row < num_rows; row += num_threads() / kLanes) {
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kBlock)
 
 // A warp per token and piece of kInFlight * 32 units, which it reads once and writes to each of the token's rows.
 template <typename Unit, int kBlock>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlock, 1)
     scatter_tokens(const Unit* __restrict__ x, const int64_t* __restrict__ slot_to_row, int64_t num_tokens,
                    int64_t top_k, int64_t num_rows, int64_t num_units, Unit* __restrict__ out) {
     const int64_t num_pieces = (num_units + kInFlight * kLanes - 1) / (kInFlight * kLanes);
@@ -134,7 +134,7 @@ void with_views(void* first, Type first_type, void* second, Type second_type, in
 
 // A thread per token and vector of columns; blocks take pieces of a token's columns.
 template <int kBlock, typename Rows, typename Out>
-__global__ void __launch_bounds__(kBlock)
+__global__ void __launch_bounds__(kBlock, 1)
     combine_tokens(Rows rows, const int64_t* __restrict__ slot_to_row, const float* __restrict__ weights,
                    CombineSizes sizes, Out out) {
     constexpr int kWidth = Rows::kWidth;

@@ -190,6 +190,7 @@ def test_rounding_to_half_precision_is_that_of_torch(compiled):
         assert_identical(compiled.combine_rows(values, slot_to_row, out_dtype=dtype), values.to(dtype))
 
 
+@pytest.mark.parametrize("compiled", ["compiled"], indirect=True)
 def test_calls_from_several_threads(compiled):
     """The GIL is released inside a kernel, so calls overlap."""
     plan = reference.plan_routes(*large_routes())

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of each CUDA kernel beside what the memory allows, and beside DeepSpeed, AutoEP and plain torch.
+
+    python benchmarks/kernels.py [--out benchmarks/results/kernels.jsonl] [--tokens 4096] [--top-k 8] [--experts 128]
+                                 [--hidden 7168] [--dtype bfloat16] [--sms 8] [--only plan rows codecs]
+
+One JSON line per case and variant, then a table.  `min_bytes` counts each input and each output of the operation once;
+`of_copy` is the rate at which they moved, relative to a large device-to-device copy measured in the same run (bytes
+read plus written).  Inputs rotate, so that none is in the L2 cache when its turn comes.  Times are medians over calls
+between CUDA events; the queue is filled while the device sleeps, so the host's time is not in them.
+
+Where there is no GPU, or no CUDA kernels, the record says "not run" and why.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+if not __package__ and str(Path(__file__).resolve().parent.parent) not in sys.path:
+    sys.path.append(str(Path(__file__).resolve().parent.parent))  # run from a checkout
+
+from deepspeed.moe import ep_kernels
+from deepspeed.moe.sharded_moe import _sparse_decode, _sparse_encode
+
+from ds_hybridep.bench import versions
+from ds_hybridep.codecs import make_codec
+from ds_hybridep.errors import KernelBuildError
+from ds_hybridep.kernels import RoutePlan, load_kernels
+
+COPY_BYTES = 2**31  # read, and as many written
+WARM_UP, CALLS = 5, 30
+COLD = 3  # the inputs of all turns together are so many times the L2 cache
+SLEEP_CYCLES = 40_000_000  # some 20 ms, in which the host fills the queue
+CODECS = {
+    "int8": "int8",
+    "int4": "int4",
+    "int2": "int2",
+    "sign": "sign",
+    "top_k": "top_k",
+    "top_k_1024": {"type": "top_k", "block": 1024, "k": 20, "value_bits": 4},
+    "low_rank_4": "low_rank",
+    "low_rank_8": {"type": "low_rank", "rank": 8},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An operation: its variants by name, each a call with one of `turns` sets of inputs."""
+
+    name: str
+    variants: dict[str, Callable[[int], object]]
+    turns: int
+    min_bytes: int
+    params: dict[str, Any]
+
+
+def num_turns(num_bytes: int) -> int:
+    """Sets of inputs of `num_bytes` each that are more than the L2 cache holds."""
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(2, -(-COLD * l2_bytes // num_bytes) + 1)
+
+
+def times_us(call: Callable[[int], object], turns: int) -> list[float]:
+    """Microseconds of each of CALLS calls on the device."""
+    for turn in range(WARM_UP):
+        call(turn % turns)
+    torch.cuda.synchronize()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(CALLS)]
+    torch.cuda._sleep(SLEEP_CYCLES)
+    for turn, (start, end) in enumerate(events):
+        start.record()
+        call(turn % turns)
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in events]
+
+
+def copy_bytes_per_s() -> float:
+    """Bytes read plus written each second by a large copy."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / (statistics.median(times_us(lambda turn: target.copy_(source), 1)) * 1e-6)
+
+
+def deepspeed_slots(plan: RoutePlan, capacity: int) -> Tensor:
+    """The routes of `plan` as slot numbers of DeepSpeed's [E, capacity] buffer, [K, T] int64."""
+    counts = plan.rows_per_destination
+    first_row = torch.cumsum(counts, 0) - counts
+    destination = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+    row = torch.arange(len(destination), device=counts.device)
+    return (destination * capacity + row - first_row[destination])[plan.slot_to_row].t().contiguous()
+
+
+def plan_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
+    """Route planning alone: on the device only, and with the wait for the split sizes."""
+    routes = [make_routes(options, seed) for seed in range(4)]
+    reference = load_kernels("reference")
+    num_slots = options.tokens * options.top_k
+    yield Case(
+        name="plan",
+        variants={
+            "device only": lambda turn: kernels.start_plan(*routes[turn]),
+            "with splits on the host": lambda turn: kernels.plan_routes(*routes[turn]),
+            "torch": lambda turn: reference.plan_routes(*routes[turn]),
+        },
+        turns=4,
+        min_bytes=num_slots * (4 + 8 + 8) + num_slots * (8 + 4 * options.top_k),
+        params=row_params(options),
+    )
+
+
+def make_routes(options: argparse.Namespace, seed: int) -> tuple[Tensor, Tensor, int]:
+    """Arguments of plan_routes: even routing, each expert its own destination."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    scores = torch.rand(options.tokens, options.experts, generator=generator, device="cuda")
+    topk_idx = scores.topk(options.top_k).indices.to(torch.int32)
+    return topk_idx, torch.arange(options.experts, dtype=torch.int32, device="cuda"), options.experts
+
+
+def row_params(options: argparse.Namespace) -> dict[str, Any]:
+    return {"T": options.tokens, "K": options.top_k, "E": options.experts, "D": options.hidden, "dtype": options.dtype}
+
+
+def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
+    """Dispatch, combine and its backward."""
+    dtype, hidden = getattr(torch, options.dtype), options.hidden
+    plan = kernels.plan_routes(*make_routes(options, 0))
+    num_rows, num_slots = len(plan.row_to_token), options.tokens * options.top_k
+    row_bytes = hidden * dtype.itemsize
+    few = kernels.on_sms(options.sms)
+    on_few = f"{options.sms} SMs"
+    turns = num_turns(options.tokens * row_bytes)
+    x = [torch.randn(options.tokens, hidden, device="cuda").to(dtype) for _ in range(turns)]
+    weights = torch.rand(options.tokens, options.top_k, device="cuda")
+    capacity = int(plan.rows_per_destination.max())
+    slots = deepspeed_slots(plan, capacity)
+    rows = kernels.scatter_rows(x[0], plan.first_slot_to_row, num_rows)
+    assert torch.equal(rows, x[0][plan.row_to_token]), "dispatched rows differ from those of torch"
+    assert torch.equal(rows, few.scatter_rows(x[0], plan.first_slot_to_row, num_rows))
+    slot_of_row = torch.empty(num_rows, dtype=torch.int64, device="cuda")
+    is_row = plan.first_slot_to_row.flatten() >= 0
+    slot_of_row[plan.first_slot_to_row.flatten()[is_row]] = is_row.nonzero().flatten()
+    yield Case(
+        name="dispatch",
+        variants={
+            "by token": lambda turn: kernels.scatter_rows(x[turn], plan.first_slot_to_row, num_rows),
+            "by row": lambda turn: kernels.dispatch_rows(x[turn], plan.row_to_token),
+            f"by token, {on_few}": lambda turn: few.scatter_rows(x[turn], plan.first_slot_to_row, num_rows),
+            "torch index_select": lambda turn: x[turn].index_select(0, plan.row_to_token),
+            "deepspeed _sparse_encode": lambda turn: _sparse_encode(x[turn], slots, options.experts, capacity),
+            "autoep gather_rows": lambda turn: ep_kernels.gather_rows(x[turn], plan.row_to_token),
+        },
+        turns=turns,
+        min_bytes=(options.tokens + num_rows) * row_bytes + num_slots * 8,
+        params=row_params(options),
+    )
+    if num_rows == num_slots:
+        expanded = x[0].repeat_interleave(options.top_k, dim=0)
+        yield Case(
+            name="dispatch of repeated rows",
+            variants={"autoep permute_rows": lambda turn: ep_kernels.permute_rows(expanded, slot_of_row)},
+            turns=1,
+            min_bytes=2 * num_rows * row_bytes + num_rows * 8,
+            params=row_params(options),
+        )
+
+    turns = num_turns(num_rows * row_bytes)
+    many = [rows.clone() for _ in range(turns)]
+    encoded = torch.zeros(options.experts * capacity, hidden, dtype=dtype, device="cuda")
+    encoded[slots.t()[plan.slot_to_row >= 0]] = rows[plan.slot_to_row[plan.slot_to_row >= 0]]
+    gates = weights.t().contiguous()
+    wanted = _sparse_decode(encoded, slots, gates, options.tokens)
+    for one in (kernels, few):
+        found = one.combine_rows(rows, plan.slot_to_row, weights)
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-2, atol=1e-2)
+
+    def by_torch(turn: int) -> Tensor:
+        picked = many[turn].index_select(0, plan.slot_to_row.flatten()).view(options.tokens, options.top_k, hidden)
+        return (picked * weights.unsqueeze(-1)).sum(1).to(dtype)
+
+    def by_autoep(turn: int) -> Tensor:
+        picked = ep_kernels.unpermute_rows(many[turn], slot_of_row, num_rows)
+        return (picked.view(options.tokens, options.top_k, hidden) * weights.unsqueeze(-1)).sum(1).to(dtype)
+
+    combine_bytes = (options.tokens + num_rows) * row_bytes + num_slots * (8 + 4)
+    yield Case(
+        name="combine",
+        variants={
+            "ours": lambda turn: kernels.combine_rows(many[turn], plan.slot_to_row, weights),
+            f"ours, {on_few}": lambda turn: few.combine_rows(many[turn], plan.slot_to_row, weights),
+            "torch": by_torch,
+            "deepspeed _sparse_decode": lambda turn: _sparse_decode(encoded, slots, gates, options.tokens),
+            **({"autoep unpermute_rows": by_autoep} if num_rows == num_slots else {}),
+        },
+        turns=turns,
+        min_bytes=combine_bytes,
+        params=row_params(options),
+    )
+
+    grad = torch.randn(options.tokens, hidden, device="cuda").to(dtype)
+    leaf, leaf_gates = encoded.requires_grad_(), gates.requires_grad_()
+    decoded = _sparse_decode(leaf, slots, leaf_gates, options.tokens)
+    yield Case(
+        name="combine backward",
+        variants={
+            "ours": lambda turn: kernels.combine_rows_backward(grad, many[turn], plan.slot_to_row, weights),
+            "deepspeed": lambda turn: torch.autograd.grad(decoded, (leaf, leaf_gates), grad, retain_graph=True),
+        },
+        turns=turns,
+        min_bytes=combine_bytes + num_rows * row_bytes + num_slots * 4,
+        params=row_params(options),
+    )
+
+
+def codec_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
+    """Encoding with the mirror's update, and decoding onto a replica, of 16 experts of 2048 x 1536."""
+    n, rows, cols = shape = (16, 2048, 1536)
+    num_elements = n * rows * cols
+    turns = num_turns(num_elements * 8)
+    weights = [torch.randn(shape, device="cuda") for _ in range(turns)]
+    mirrors = [weight + 0.01 * torch.randn_like(weight) for weight in weights]
+    for name, spec in CODECS.items():
+        compiled, by_torch = make_codec(spec, kernels="compiled"), make_codec(spec, kernels="reference")
+        states = {id(codec): codec.new_state(*shape, device="cuda") for codec in (compiled, by_torch)}
+        by_torch.encode(weights[0], states[id(by_torch)])  # the fresh start of low rank comes once in many steps
+        packets = compiled.encode(weights[0], states[id(compiled)])
+
+        def encode(codec: Any, turn: int, states: dict[int, Any] = states) -> object:
+            return codec.encode_update(weights[turn], mirrors[turn], states[id(codec)])
+
+        def decode(codec: Any, turn: int, packets: Tensor = packets) -> object:
+            return codec.decode_add(packets, mirrors[turn])
+
+        for case, call, num_bytes in (("encode", encode, 12), ("decode", decode, 8)):
+            yield Case(
+                name=f"{case} {name}",
+                variants={
+                    "ours": lambda turn, call=call, codec=compiled: call(codec, turn),
+                    "torch": lambda turn, call=call, codec=by_torch: call(codec, turn),
+                },
+                turns=turns,
+                min_bytes=num_elements * num_bytes + packets.numel(),
+                params={"n": n, "rows": rows, "cols": cols},
+            )
+
+
+CASES = {"plan": plan_cases, "rows": row_cases, "codecs": codec_cases}
+
+
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One record per case and variant."""
+    kernels = load_kernels("compiled", "cuda")
+    device = torch.cuda.get_device_name()
+    copy = copy_bytes_per_s()
+    yield {"case": "copy", "variant": "torch", "device": device, "gb_per_s": round(copy / 1e9, 1)}
+    for case in itertools.chain.from_iterable(CASES[name](options, kernels) for name in options.only):
+        for variant, call in case.variants.items():
+            try:
+                times = times_us(call, case.turns)
+            except torch.cuda.OutOfMemoryError as error:
+                yield {"case": case.name, "variant": variant, "status": "not run", "reason": str(error)}
+                continue
+            median_us = statistics.median(times)
+            deciles = statistics.quantiles(times, n=10)
+            yield {
+                "case": case.name,
+                "variant": variant,
+                "device": device,
+                "params": case.params,
+                "median_us": round(median_us, 2),
+                "p10_us": round(deciles[0], 2),
+                "p90_us": round(deciles[8], 2),
+                "min_bytes": case.min_bytes,
+                "floor_us": round(case.min_bytes / copy * 1e6, 2),
+                "gb_per_s": round(case.min_bytes / median_us / 1e3, 1),
+                "of_copy": round(case.min_bytes / (median_us * 1e-6) / copy, 3),
+            }
+
+
+def why_not() -> str | None:
+    """Why nothing can be measured here."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    try:
+        load_kernels("compiled", "cuda")
+    except KernelBuildError as error:
+        return str(error)
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="time of each CUDA kernel")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--sms", type=int, default=8, help="multiprocessors for the persistent variants")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--out", type=Path, help="JSON lines; printed in any case")
+    options = parser.parse_args()
+
+    reason = why_not()
+    measured = measure(options) if reason is None else [{"case": "kernels", "status": "not run", "reason": reason}]
+    records = []
+    for record in measured:
+        records.append({**record, "versions": {**versions(), "cuda": torch.version.cuda}})
+        print(json.dumps(records[-1]), flush=True)
+    if options.out is not None:
+        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
+    print_table([record for record in records if "median_us" in record])
+
+
+def print_table(records: list[dict[str, Any]]) -> None:
+    """Case, variant, time, and rates."""
+    if not records:
+        return
+    print(f"\n{'case':<27}{'variant':<27}{'us':>9}{'floor':>9}{'GB/s':>8}{'of copy':>9}")
+    for record in records:
+        times = f"{record['median_us']:9.1f}{record['floor_us']:9.1f}{record['gb_per_s']:8.0f}"
+        print(f"{record['case']:<27}{record['variant']:<27}{times}{record['of_copy']:9.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA sources through nvcc, without a GPU: what the compiler says of each kernel, and what it made of it.
+
+    python tests/kernels/cuda_compile.py
+
+prints a table of registers, shared memory, stack and spills of every kernel and architecture.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.utils import cpp_extension
+
+from ds_hybridep.op_builder import HybridEPBuilder
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+TIMEOUT_S = 280
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """One kernel for one architecture."""
+
+    source: str
+    arch: str
+    name: str  # mangled
+    registers: int
+    shared_bytes: int  # static
+    stack_bytes: int
+    spill_bytes: int  # stores and loads
+    ptx: str
+
+    @property
+    def short_name(self) -> str:
+        """The function's own name with its template arguments, still mangled."""
+        after = re.search(r"_cu_[0-9a-f]{8}\d+(.*)", self.name) or re.search(r"hybridep\d+(.*)", self.name)
+        found = re.match(r"[a-z_]+(?:I.*?(?=E+v))?", after[1]) if after else None
+        return found[0] if found else self.name
+
+
+def find_nvcc() -> Path | None:
+    """nvcc of CUDA_HOME, or on the PATH."""
+    candidates = [Path(os.environ["CUDA_HOME"]) / "bin" / "nvcc"] if "CUDA_HOME" in os.environ else []
+    on_path = shutil.which("nvcc")
+    candidates += [Path(on_path)] if on_path else []
+    return next((path for path in candidates if path.exists()), None)
+
+
+def find_disassembler() -> Path | None:
+    """cuobjdump, which needs nvdisasm beside it or on the PATH."""
+    found = shutil.which("cuobjdump")
+    return Path(found) if found and shutil.which("nvdisasm") else None
+
+
+def supported(nvcc: Path) -> list[str]:
+    """Those of ARCHITECTURES that this nvcc knows."""
+    known = _run([str(nvcc), "--list-gpu-code"]).split()
+    return [arch for arch in ARCHITECTURES if arch in known]
+
+
+def compile_all(nvcc: Path, folder: Path) -> list[Compiled]:
+    """Every .cu with torch's flags, two at a time; the fat binaries stay in `folder`.  RuntimeError: nvcc's output."""
+    sources = [Path(source) for source in HybridEPBuilder("cuda").sources() if source.endswith(".cu")]
+    with ThreadPoolExecutor(2) as pool:
+        return [
+            kernel for kernels in pool.map(lambda path: _compile(nvcc, path, folder), sources) for kernel in kernels
+        ]
+
+
+def disassemble(binary: Path) -> dict[tuple[str, str], str]:
+    """(arch, mangled name) -> machine code, of a fat binary."""
+    text = _run(["cuobjdump", "--dump-sass", str(binary)])
+    found: dict[tuple[str, str], list[str]] = {}
+    arch, lines = "", []
+    for line in text.splitlines():
+        if match := re.match(r"\s*(?:arch = |code for )(sm_\d+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function : (\S+)", line):
+            lines = found.setdefault((arch, match[1]), [])
+        else:
+            lines.append(line)
+    return {key: "\n".join(lines) for key, lines in found.items()}
+
+
+def _compile(nvcc: Path, source: Path, folder: Path) -> list[Compiled]:
+    builder = HybridEPBuilder("cuda")
+    kept = folder / source.stem
+    kept.mkdir()
+    flags = [flag for flag in builder.nvcc_args() if flag != "--threads" and not flag.isdigit()]
+    targets = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in supported(nvcc)]
+    command = [str(nvcc), *cpp_extension.COMMON_NVCC_FLAGS, "--compiler-options", "-fPIC", *flags, *targets]
+    command += [f"-I{path}" for path in builder.include_paths()]
+    command += ["-Werror", "all-warnings", "-Xptxas", "-v", "--keep", "--keep-dir", str(kept), "-fatbin", str(source)]
+    output = _run([*command, "-o", str(folder / f"{source.stem}.fatbin")])
+    ptx = {}
+    for path in kept.glob("*.ptx"):
+        text = path.read_text()
+        arch = re.search(r"^\.target (sm_\d+)", text, re.MULTILINE)
+        assert arch is not None, path
+        bodies = re.split(r"^\s*(?:\.weak |\.visible )?\.entry ", text, flags=re.MULTILINE)[1:]
+        ptx.update({(arch[1], body.split("(", 1)[0].strip()): body for body in bodies})
+    pattern = re.compile(
+        r"Compiling entry function '(\S+)' for '(\S+)'.*?\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads\n.*?Used (\d+) registers([^\n]*)",
+        re.DOTALL,
+    )
+    kernels = []
+    for name, arch, stack, stores, loads, registers, rest in pattern.findall(output):
+        shared = re.search(r"(\d+) bytes smem", rest)
+        kernels.append(
+            Compiled(
+                source=source.name,
+                arch=arch,
+                name=name,
+                registers=int(registers),
+                shared_bytes=int(shared[1]) if shared else 0,
+                stack_bytes=int(stack),
+                spill_bytes=int(stores) + int(loads),
+                ptx=ptx[arch, name],
+            )
+        )
+    return kernels
+
+
+def _run(command: list[str]) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{result.stdout[-2000:]}{result.stderr[-4000:]}")
+    return result.stdout + result.stderr
+
+
+def main() -> int:
+    nvcc = find_nvcc()
+    if nvcc is None:
+        print("nvcc was not found: set CUDA_HOME", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        kernels = compile_all(nvcc, Path(folder))
+    print(f"{'source':<15}{'arch':<8}{'registers':>10}{'shared':>8}{'stack':>7}{'spills':>8}  kernel")
+    for kernel in sorted(kernels, key=lambda k: (k.source, k.short_name, k.arch)):
+        sizes = f"{kernel.registers:>10}{kernel.shared_bytes:>8}{kernel.stack_bytes:>7}{kernel.spill_bytes:>8}"
+        print(f"{kernel.source:<15}{kernel.arch:<8}{sizes}  {kernel.short_name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA sources compile for all architectures without spills, and become the accesses that they are written for."""
+
+import re
+from pathlib import Path
+
+import pytest
+from kernels.cuda_compile import ARCHITECTURES, compile_all, disassemble, find_disassembler, find_nvcc, supported
+
+from ds_hybridep.op_builder import HybridEPBuilder
+
+NVCC = find_nvcc()
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(NVCC is None, reason="nvcc was not found, so the CUDA sources are not compiled"),
+]
+
+# Kernels that move most bytes, by a part of their mangled names, with what they do 16 bytes at a time.
+VECTORS = {
+    "gather_rowsI5uint4": "load store",
+    "scatter_tokensI5uint4": "load store",
+    "combine_tokensILi128ENS_7VectorsI": "load",
+    "combine_backward_by_slotINS": "load",
+    "encode_blocksILi1ELb1E": "load store",
+    "encode_blocksILi2ELb1E": "load store",
+    "encode_blocksILi4ELb1E": "load store",
+    "encode_blocksILi8ELb1E": "load store",
+    "decode_blocksILb1E": "load store",
+    "choose_largestILi1ELb1E": "load",
+    "choose_largestILi2ELb1E": "load",
+    "choose_largestILi8ELb1E": "load",
+    "apply_keptILb1E": "load store",
+    "apply_productILb1E": "load store",
+}
+IN_PTX = {"load": r"ld\.global\S*\.v4\.", "store": r"st\.global\S*\.v4\."}
+IN_MACHINE_CODE = {"load": r"LDG\S*\.128", "store": r"STG\S*\.128"}
+BULK = ("scatter_in_bulk", "combine_in_bulk")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cuda")
+
+
+@pytest.fixture(scope="module")
+def kernels(folder):
+    return compile_all(NVCC, folder)
+
+
+def is_wide(kernel, part):
+    """Whether a kernel is meant by a part of VECTORS: not the ones of single elements."""
+    return part in kernel.name and "Scalars" not in kernel.name
+
+
+def test_every_source_has_kernels_for_every_architecture(kernels):
+    sources = {Path(source).name for source in HybridEPBuilder("cuda").sources() if source.endswith(".cu")}
+    found = {(kernel.source, kernel.arch) for kernel in kernels}
+    assert found == {(source, arch) for source in sources for arch in supported(NVCC)}
+    assert supported(NVCC)[0] == ARCHITECTURES[0]
+
+
+def test_no_kernel_spills(kernels):
+    assert [(kernel.short_name, kernel.arch, kernel.spill_bytes) for kernel in kernels if kernel.spill_bytes] == []
+
+
+def test_kernels_fit_the_multiprocessor(kernels):
+    for kernel in kernels:
+        limit = int(re.search(r"\.maxntid (\d+)", kernel.ptx)[1]) if ".maxntid" in kernel.ptx else 256
+        assert kernel.registers * limit <= 65536, kernel.short_name
+        assert kernel.shared_bytes <= 48 * 1024, kernel.short_name
+
+
+@pytest.mark.parametrize("part", VECTORS)
+def test_rows_and_tensors_are_moved_16_bytes_at_a_time(kernels, part):
+    meant = [kernel for kernel in kernels if is_wide(kernel, part)]
+    assert {kernel.arch for kernel in meant} == set(supported(NVCC))
+    for kernel in meant:
+        for access in VECTORS[part].split():
+            assert re.search(IN_PTX[access], kernel.ptx), (kernel.name, kernel.arch, access)
+
+
+def test_bulk_copies_are_where_the_architecture_has_them(kernels):
+    for name in BULK:
+        for kernel in (kernel for kernel in kernels if name in kernel.name):
+            has_bulk = "cp.async.bulk" in kernel.ptx
+            assert has_bulk == (kernel.arch != "sm_80"), (kernel.name, kernel.arch)
+
+
+@pytest.mark.skipif(
+    find_disassembler() is None, reason="cuobjdump and nvdisasm were not found: PTX was looked at instead"
+)
+def test_the_machine_code_has_these_accesses(kernels, folder):
+    code = {key: text for path in folder.glob("*.fatbin") for key, text in disassemble(path).items()}
+    for kernel in kernels:
+        text = code[kernel.arch, kernel.name]
+        for part, accesses in VECTORS.items():
+            for access in accesses.split() if is_wide(kernel, part) else ():
+                assert re.search(IN_MACHINE_CODE[access], text), (kernel.name, kernel.arch, access)
+        if any(name in kernel.name for name in BULK):
+            assert ("UBLKCP" in text) == (kernel.arch != "sm_80"), (kernel.name, kernel.arch)
