@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program `ds_hybridep`: predicts plans, measures links, emulates datacentres, prints the record of a run."""
+"""The program `ds_hybridep`: predicts plans, measures links, emulates datacentres, reports on runs and machines."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_hybridep import plan_command, probe_command, simulate_command
+from ds_hybridep import plan_command, probe_command, report_command, simulate_command
 from ds_hybridep.errors import ConfigError, HybridEPError
 from ds_hybridep.lab import command as lab_command
 
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     simulate_command.add_parser(subparsers)
     probe_command.add_parser(subparsers)
     lab_command.add_parser(subparsers)
+    report_command.add_parser(subparsers)
     show = subparsers.add_parser("show", help="print the record of a run as a table")
     show.add_argument("record", type=Path, metavar="RUN.json", help='what the run wrote at its "report_file"')
     show.set_defaults(run=_show)

@@ -135,6 +135,12 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
         return Path(root) / self.name
 
+    def is_built(self) -> bool:
+        """Whether loading would compile nothing."""
+        if importlib.util.find_spec(self.absolute_name()) is not None:
+            return True
+        return (self.build_directory() / f"{self.name}.so").exists()
+
     def load(self, verbose: bool = True) -> Any:
         """The module that was compiled ahead of time from these very sources and flags, else as `jit_load`."""
         if self.name not in self._loaded_ops and importlib.util.find_spec(self.absolute_name()) is not None:
