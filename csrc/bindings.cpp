@@ -4,8 +4,8 @@
 // seconds.  Callers have checked dtypes, devices and contiguity; sizes, type codes and, on the CPU, index ranges are
 // checked here.  The GIL is released while a kernel runs.
 //
-// One module is for the CPU, and another, compiled with HYBRIDEP_CUDA, for CUDA devices.  Their functions have the same
-// names and arguments, of which one, the lane, is a number of threads there and a stream here.
+// One module is for the CPU, and another, compiled with HYBRIDEP_CUDA, for CUDA devices.  Their functions have the
+// same names and arguments, of which one, the lane, is a number of threads there and a stream here.
 
 #include <pybind11/pybind11.h>
 
@@ -120,8 +120,8 @@ void plan_fill(Address topk_idx, Address expert_to_destination, int64_t num_toke
 
 #endif
 
-void dispatch_rows(Address x, Address row_to_token, int64_t num_tokens, int64_t num_rows, int64_t row_bytes,
-                   Lane lane, Address out) {
+void dispatch_rows(Address x, Address row_to_token, int64_t num_tokens, int64_t num_rows, int64_t row_bytes, Lane lane,
+                   Address out) {
     require_sizes({num_tokens, num_rows, row_bytes});
     const int64_t wrong = hybridep::dispatch_rows(at<const void>(x), at<const int64_t>(row_to_token), num_tokens,
                                                   num_rows, row_bytes, to_lane(lane), at<void>(out));
@@ -211,8 +211,7 @@ hybridep::Payloads to_payloads(Address payload, int64_t stride, int64_t bytes) {
     return {at<uint8_t>(payload), stride, bytes};
 }
 
-void prepare(int source, Address a, Address other, int64_t n, int64_t length, Lane lane, Address x,
-             Address is_bad) {
+void prepare(int source, Address a, Address other, int64_t n, int64_t length, Lane lane, Address x, Address is_bad) {
     hybridep::prepare(to_input(source, a, other, n, length), to_lane(lane), at<float>(x), at<uint8_t>(is_bad));
 }
 
@@ -261,9 +260,8 @@ hybridep::LowRank to_low_rank(int64_t rank, int64_t rows, int64_t cols, int fact
 }
 
 void low_rank_encode(int source, Address a, Address other, int64_t n, int64_t length, int64_t rank, int64_t rows,
-                     int64_t cols, int factor, int iterations, Address start, Lane lane, Address q,
-                     Address row_rms, Address col_rms, Address payload, int64_t stride, int64_t bytes,
-                     Address is_bad) {
+                     int64_t cols, int factor, int iterations, Address start, Lane lane, Address q, Address row_rms,
+                     Address col_rms, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
     hybridep::low_rank_encode(to_input(source, a, other, n, length), to_low_rank(rank, rows, cols, factor, iterations),
                               at<const float>(start), to_lane(lane),
                               {at<float>(q), at<float>(row_rms), at<float>(col_rms)},

@@ -3,9 +3,9 @@
 // Blockwise quantisation, packet headers and checksums on CUDA devices.  What each function computes is told in
 // hybridep_codecs.h; the layouts are drawn in ds_hybridep/codecs/.
 //
-// A warp takes pieces of kSegments * 128 elements of a tensor: lane l holds elements s * 128 + 4 l .. + 3 of segment s,
-// in one vector of 16 bytes.  Sums by halving add the upper half of a block to the lower one again and again; the upper
-// half is the other segments, then the other lanes, then the other half of a vector.
+// A warp takes pieces of kSegments * 128 elements of a tensor: lane l holds elements s * 128 + 4 l .. + 3 of segment
+// s, in one vector of 16 bytes.  Sums by halving add the upper half of a block to the lower one again and again; the
+// upper half is the other segments, then the other lanes, then the other half of a vector.
 
 #include "hybridep_codecs.h"
 
@@ -14,14 +14,14 @@
 namespace hybridep {
 namespace {
 
-// --- Blockwise -------------------------------------------------------------------------------------------------------
+// --- Blockwise ------------------------------------------------------------------------------------------------------
 
 // What a pass over the tensors is for.
 enum class Pass {
-    kTry,    // all tensors as if they were good, and flags
-    kProbe,  // flags only
-    kAll,    // all tensors; flags are known
-    kFlagged // tensors with flags
+    kTry,     // all tensors as if they were good, and flags
+    kProbe,   // flags only
+    kAll,     // all tensors; flags are known
+    kFlagged  // tensors with flags
 };
 
 struct Blocks {
@@ -138,7 +138,8 @@ __global__ void __launch_bounds__(kCodecBlock)
         const bool is_written = pass != Pass::kFlagged || (flag & kBad) != 0;
         uint8_t* payload = payloads.data + tensor * payloads.stride;
         uint8_t* codes = payload + 2 * num_blocks;
-        if (is_written && left > 0 && lane_idx() % blocks.lanes == 0) reinterpret_cast<uint16_t*>(payload)[block_idx] = scale;
+        if (is_written && left > 0 && lane_idx() % blocks.lanes == 0)
+            reinterpret_cast<uint16_t*>(payload)[block_idx] = scale;
         const float s_divisor = divisor(scale), s_value = scale_value(scale);
 #pragma unroll
         for (int s = 0; s < kSegments; ++s) {
@@ -167,10 +168,14 @@ __global__ void __launch_bounds__(kCodecBlock)
 template <bool kIsAligned, typename Body>
 void with_segments(int64_t block, Body&& body) {
     switch (block) {
-        case 256: return body(encode_blocks<2, kIsAligned>, 2);
-        case 512: return body(encode_blocks<4, kIsAligned>, 4);
-        case 1024: return body(encode_blocks<8, kIsAligned>, 8);
-        default: return body(encode_blocks<1, kIsAligned>, 1);
+        case 256:
+            return body(encode_blocks<2, kIsAligned>, 2);
+        case 512:
+            return body(encode_blocks<4, kIsAligned>, 4);
+        case 1024:
+            return body(encode_blocks<8, kIsAligned>, 8);
+        default:
+            return body(encode_blocks<1, kIsAligned>, 1);
     }
 }
 
@@ -229,8 +234,8 @@ void blockwise_encode(const Input& input, int bits, int64_t block, Stream stream
             launch({.grid = of_blocks, .block = kCodecBlock, .stream = stream}, kernel, input, blocks, payloads, which,
                    flags.get());
         };
-        // A residual must stay as it is where a packet is lost, so that is found out first.  A mirror becomes nan, so it
-        // is written at once and what was lost is mended.
+        // A residual must stay as it is where a packet is lost, so that is found out first.  A mirror becomes nan, so
+        // it is written at once and what was lost is mended.
         if (input.source == Source::kResidual) {
             pass(Pass::kProbe, grid);
             pass(Pass::kAll, grid);
@@ -256,7 +261,7 @@ void blockwise_decode(const Payloads& payloads, int64_t n, int64_t length, int b
            out);
 }
 
-// --- What other codecs need ------------------------------------------------------------------------------------------
+// --- What other codecs need -----------------------------------------------------------------------------------------
 
 namespace {
 

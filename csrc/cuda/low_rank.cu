@@ -28,7 +28,7 @@ Launch plain(int64_t num_threads, Stream stream, std::source_location where = st
     return {.grid = capped(blocks_for(num_threads, kBlock)), .block = kBlock, .stream = stream, .where = where};
 }
 
-// --- X ---------------------------------------------------------------------------------------------------------------
+// --- X --------------------------------------------------------------------------------------------------------------
 
 // X [n, rows, cols]; 0 in tensors with flags, and divided by the weights of rows and columns where there are any.
 struct Matrix {
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kBlock)
     }
 }
 
-// partial [n, chunks, rank, cols] = p [n, rank, rows] times X, for each chunk of rows apart.  A block per tensor, chunk
-// and kColumnsAtOnce columns.
+// partial [n, chunks, rank, cols] = p [n, rank, rows] times X, for each chunk of rows apart.  A block per tensor,
+// chunk and kColumnsAtOnce columns.
 template <int kWidth>
 __global__ void __launch_bounds__(kColumnsAtOnce)
     times_rows(Matrix x, const float* __restrict__ p, int64_t rank, int64_t begin, float* __restrict__ partial) {
@@ -145,8 +145,8 @@ void for_columns(int64_t rank, Body&& body) {
 
 void multiply_columns(const Matrix& x, const float* q, int64_t rank, Stream stream, float* p) {
     for_columns(rank, [&](int64_t begin, auto width) {
-        launch(plain(x.input.n * ceil_div(x.rows, kRowsAtOnce) * kLanes, stream), times_columns<width.value>, x, q, rank,
-               begin, p);
+        launch(plain(x.input.n * ceil_div(x.rows, kRowsAtOnce) * kLanes, stream), times_columns<width.value>, x, q,
+               rank, begin, p);
     });
 }
 
@@ -160,7 +160,7 @@ void multiply_rows(const Matrix& x, const float* p, int64_t rank, Stream stream,
     launch(plain(n * rank * x.cols, stream), add_chunks, partial.get(), n, num_chunks, rank * x.cols, q);
 }
 
-// --- Small matrices, a block of threads per tensor -------------------------------------------------------------------
+// --- Small matrices, a block of threads per tensor ------------------------------------------------------------------
 
 __device__ __forceinline__ float larger(float a, float b) { return a > b ? a : b; }
 
@@ -258,9 +258,8 @@ __global__ void __launch_bounds__(kBlock)
 
 // inverse [n, rank, rank] of (P P^T + a little on the diagonal), by Gauss-Jordan without pivots in `work`
 // [n, rank, 2 rank].
-__global__ void __launch_bounds__(kBlock)
-    invert_gram(const float* __restrict__ all, int64_t rank, int64_t rows, double* __restrict__ work,
-                float* __restrict__ inverse) {
+__global__ void __launch_bounds__(kBlock) invert_gram(const float* __restrict__ all, int64_t rank, int64_t rows,
+                                                      double* __restrict__ work, float* __restrict__ inverse) {
     constexpr double kRidge = 1e-6, kSmallest = 1e-3;  // quantised rows can be dependent or 0
     __shared__ double column[kMaxRank];
     const float* p = all + blockIdx.x * rank * rows;
@@ -296,7 +295,8 @@ __global__ void multiply_small(const float* __restrict__ inverse, const float* _
     for (int64_t idx = global_thread(); idx < n * rank * cols; idx += num_threads()) {
         const int64_t col = idx % cols, line = idx / cols, tensor = line / rank;
         float sum = 0.0f;
-        for (int64_t j = 0; j < rank; ++j) sum = fmaf(inverse[line * rank + j], q[(tensor * rank + j) * cols + col], sum);
+        for (int64_t j = 0; j < rank; ++j)
+            sum = fmaf(inverse[line * rank + j], q[(tensor * rank + j) * cols + col], sum);
         to[idx] = sum;
     }
 }
@@ -322,7 +322,7 @@ void divide(const float* p, const float* q, int64_t n, int64_t rank, int64_t row
     launch(plain(n * rank * cols, stream), multiply_small, inverse.get(), q, n, rank, cols, to);
 }
 
-// --- Factors as they are written -------------------------------------------------------------------------------------
+// --- Factors as they are written ------------------------------------------------------------------------------------
 
 constexpr int kLogLevels = 8;
 
@@ -345,11 +345,16 @@ __device__ __forceinline__ uint32_t log_code(float value, float s) {
 
 HYBRIDEP_BOTH int bits_of(Factor factor) {
     switch (factor) {
-        case Factor::kFp32: return 32;
-        case Factor::kBf16: return 16;
-        case Factor::kInt8: return 8;
-        case Factor::kInt2: return 2;
-        default: return 4;
+        case Factor::kFp32:
+            return 32;
+        case Factor::kBf16:
+            return 16;
+        case Factor::kInt8:
+            return 8;
+        case Factor::kInt2:
+            return 2;
+        default:
+            return 4;
     }
 }
 
@@ -402,11 +407,11 @@ __device__ __forceinline__ float size_of_lanes(const float (&values)[kPerLane], 
 }
 
 // A warp per 256 elements of a column: columns times weight [n, length] (or as they are) go to the payload; `read`
-// becomes what a decoder reads, and `balanced`, if asked for, that divided by weight; it may be `columns`.  flags may be
-// null.
+// becomes what a decoder reads, and `balanced`, if asked for, that divided by weight; it may be `columns`.  flags may
+// be null.
 __global__ void __launch_bounds__(kBlock)
-    write_columns(const float* columns, FactorPlace place, const float* __restrict__ weight,
-                  float* __restrict__ read, float* balanced, uint32_t* __restrict__ flags) {
+    write_columns(const float* columns, FactorPlace place, const float* __restrict__ weight, float* __restrict__ read,
+                  float* balanced, uint32_t* __restrict__ flags) {
     const int64_t num_blocks = ceil_div(place.length, kFactorBlock);
     const int bits = bits_of(place.factor);
     for (int64_t task = global_warp(); task < place.n * place.rank * num_blocks; task += num_threads() / kLanes) {
@@ -454,8 +459,8 @@ __global__ void __launch_bounds__(kBlock)
                 if (begin + j < place.length) word |= static_cast<uint64_t>(code) << (j * bits);
             }
             uint8_t* codes = to + 2 * num_blocks;
-            for (int64_t byte = begin * bits / 8; byte < ceil_div(place.length * bits, 8) && byte < (begin + 8) * bits / 8;
-                 ++byte) {
+            for (int64_t byte = begin * bits / 8;
+                 byte < ceil_div(place.length * bits, 8) && byte < (begin + 8) * bits / 8; ++byte) {
                 codes[byte] = static_cast<uint8_t>(word);
                 word >>= 8;
             }
@@ -502,7 +507,7 @@ void read(const FactorPlace& place, Stream stream, float* columns) {
     launch(plain(place.n * place.rank * place.length, stream), read_columns, place, columns);
 }
 
-// --- Products in place -----------------------------------------------------------------------------------------------
+// --- Products in place ----------------------------------------------------------------------------------------------
 
 enum class Apply {
     kAssign,    // out  = P Q
@@ -554,7 +559,7 @@ void apply(const float* p, const float* q, int64_t n, const LowRank& shape, Appl
     launch(plain(num_threads, stream), kernel, p, q, n, shape.rank, shape.rows, shape.cols, how, flags, a, out);
 }
 
-// --- Weighting by root mean squares ----------------------------------------------------------------------------------
+// --- Weighting by root mean squares ---------------------------------------------------------------------------------
 
 constexpr double kRmsDecay = 0.95;     // of the mean of squares, each step
 constexpr float kSmallestRms = 1e-3f;  // of the largest: rows and columns below count as if they had this
@@ -564,7 +569,8 @@ template <bool kIsColumn>
 __global__ void __launch_bounds__(kBlock, 1) sum_squares(Matrix x, double* __restrict__ sums) {
     const int64_t num_lines = kIsColumn ? x.cols : x.rows, size = kIsColumn ? x.rows : x.cols;
     const int64_t step = kIsColumn ? 1 : kLanes, num_workers = kIsColumn ? num_threads() : num_threads() / kLanes;
-    for (int64_t line = kIsColumn ? global_thread() : global_warp(); line < x.input.n * num_lines; line += num_workers) {
+    for (int64_t line = kIsColumn ? global_thread() : global_warp(); line < x.input.n * num_lines;
+         line += num_workers) {
         const int64_t tensor = line / num_lines, idx = line % num_lines;
         double sum = 0.0;
         for (int64_t i = kIsColumn ? 0 : lane_idx(); i < size; i += step) {
@@ -595,7 +601,7 @@ __global__ void __launch_bounds__(kBlock)
     }
 }
 
-// --- State -----------------------------------------------------------------------------------------------------------
+// --- State ----------------------------------------------------------------------------------------------------------
 
 // to [n, size] = from [n, size], or from [size] for every tensor where kIsShared; not where flags, if given, are set.
 template <bool kIsShared>
@@ -613,7 +619,8 @@ __global__ void clear_rest(Payloads payloads, int64_t n, int64_t used) {
     for (int64_t byte = used; byte < payloads.bytes; ++byte) payloads.data[tensor * payloads.stride + byte] = 0;
 }
 
-FactorPlace place_of(const Payloads& payloads, int64_t offset, int64_t n, int64_t rank, int64_t length, Factor factor) {
+FactorPlace place_of(const Payloads& payloads, int64_t offset, int64_t n, int64_t rank, int64_t length,
+                     Factor factor) {
     return {payloads.data + offset, payloads.stride, factor_bytes(length, factor), n, rank, length, factor};
 }
 
@@ -654,8 +661,8 @@ void low_rank_encode(const Input& input, const LowRank& shape, const float* star
         launch(plain(n * cols, stream), sum_squares<true>, x, squares.get() + n * rows);
         launch({.grid = n, .block = kBlock, .stream = stream}, update_rms, squares.get(), state.row_rms, rows, cols,
                flags.get(), next_rms.get(), weights.get());
-        launch({.grid = n, .block = kBlock, .stream = stream}, update_rms, squares.get() + n * rows, state.col_rms, cols,
-               rows, flags.get(), next_rms.get() + n * rows, weights.get() + n * rows);
+        launch({.grid = n, .block = kBlock, .stream = stream}, update_rms, squares.get() + n * rows, state.col_rms,
+               cols, rows, flags.get(), next_rms.get() + n * rows, weights.get() + n * rows);
         row_weight = x.row_weight = weights.get();
         col_weight = x.col_weight = weights.get() + n * rows;
     }

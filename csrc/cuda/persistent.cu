@@ -23,10 +23,10 @@ int require_sms(int num_sms) {
     return (all - blockIdx.x + gridDim.x - 1) / gridDim.x;
 }
 
-// --- Dispatch --------------------------------------------------------------------------------------------------------
+// --- Dispatch -------------------------------------------------------------------------------------------------------
 //
-// One warp.  A stage holds a piece of a token; lane k stores it to the row of slot k.  A stage may be loaded again when
-// all lanes' stores have read it, which is looked at kLag tasks later.
+// One warp.  A stage holds a piece of a token; lane k stores it to the row of slot k.  A stage may be loaded again
+// when all lanes' stores have read it, which is looked at kLag tasks later.
 
 constexpr int kStageBytes = 16 * 1024;
 [[maybe_unused]] constexpr int kLag = 2;
@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kLanes)
     const auto start_load = [&](int64_t i) {
         const int stage = static_cast<int>(i % num_stages);
         barrier_arrive(is_full + stage, bytes_of(i));
-        bulk_load(stages + stage * kStageBytes, x + token_of(i) * row_bytes + begin_of(i), bytes_of(i), is_full + stage);
+        bulk_load(stages + stage * kStageBytes, x + token_of(i) * row_bytes + begin_of(i), bytes_of(i),
+                  is_full + stage);
     };
     const auto own_row = [&](int64_t i) -> int64_t {
         return i < num_tasks && lane < top_k ? slot_to_row[token_of(i) * top_k + lane] : -1;
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kLanes)
 #endif
 }
 
-// --- Combine ---------------------------------------------------------------------------------------------------------
+// --- Combine --------------------------------------------------------------------------------------------------------
 //
 // The first warp loads, the others sum.  A stage holds a piece of each of a token's rows, their weights, and which of
 // its slots have a row.
@@ -230,15 +231,15 @@ int64_t combine_rows_on(int num_sms, const void* rows, Type rows_type, const int
                         .block = kLanes + kSummers,
                         .stream = stream,
                         .shared_bytes = static_cast<size_t>(num_stages * stage_bytes)},
-                       combine_in_bulk<Rows, Out>, from, slot_to_row, weights, sizes, static_cast<int>(num_stages), to);
+                       combine_in_bulk<Rows, Out>, from, slot_to_row, weights, sizes, static_cast<int>(num_stages),
+                       to);
                 return;
             }
         }
         const int64_t num_pieces = blocks_for(sizes.hidden / Rows::kWidth, kLoopBlock);
-        launch({.grid = std::min<int64_t>(num_sms, sizes.num_tokens * num_pieces),
-                .block = kLoopBlock,
-                .stream = stream},
-               combine_tokens<kLoopBlock, Rows, Out>, from, slot_to_row, weights, sizes, to);
+        launch(
+            {.grid = std::min<int64_t>(num_sms, sizes.num_tokens * num_pieces), .block = kLoopBlock, .stream = stream},
+            combine_tokens<kLoopBlock, Rows, Out>, from, slot_to_row, weights, sizes, to);
     });
     return kAllInRange;
 }

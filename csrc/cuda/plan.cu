@@ -158,8 +158,8 @@ void plan_routes(const Routes& routes, Stream stream, void* scratch, int64_t* co
     launch({.grid = routes.num_destinations, .block = kPlanBlock, .stream = stream}, count_rows, parts, counts);
     launch({.grid = 1, .block = kPlanBlock, .stream = stream}, start_destinations, counts, routes.num_destinations,
            parts.destination_start);
-    launch({.grid = blocks_for(num_slots, kPlanBlock), .block = kPlanBlock, .stream = stream}, fill_plan, routes, parts,
-           row_to_token, row_topk_idx, slot_to_row, first_slot_to_row);
+    launch({.grid = blocks_for(num_slots, kPlanBlock), .block = kPlanBlock, .stream = stream}, fill_plan, routes,
+           parts, row_to_token, row_topk_idx, slot_to_row, first_slot_to_row);
 }
 
 }  // namespace hybridep

@@ -35,15 +35,15 @@ int64_t scatter_rows(const void* x, const int64_t* slot_to_row, int64_t num_toke
         launch({.grid = std::min(blocks_for(num_tasks * kLanes, kRowBlock), kMaxGrid),
                 .block = kRowBlock,
                 .stream = stream},
-               scatter_tokens<Unit, kRowBlock>, static_cast<const Unit*>(x), slot_to_row, num_tokens, top_k, num_rows, num_units,
-               static_cast<Unit*>(out));
+               scatter_tokens<Unit, kRowBlock>, static_cast<const Unit*>(x), slot_to_row, num_tokens, top_k, num_rows,
+               num_units, static_cast<Unit*>(out));
     });
     return kAllInRange;
 }
 
 namespace {
 
-// --- Backward of combine: a row's slots lie between its first and its last, for most rows in one token ---------------
+// --- Backward of combine: a row's slots lie between its first and its last, for most rows in one token --------------
 
 // A thread per slot.
 __global__ void find_slots(const int64_t* __restrict__ slot_to_row, CombineSizes sizes, int64_t* first_slot,
@@ -157,11 +157,10 @@ int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows
                    launch({.grid = blocks_for(num_slots * kLanes, kRowBlock), .block = kRowBlock, .stream = stream},
                           combine_backward_by_slot<Rows, Grad>, grad_view, row_view, slot_to_row, weights, sizes,
                           last_slot, first_slot, result, grad_weights);
-                   launch({.grid = blocks_for(sizes.num_rows * kLanes, kRowBlock),
-                           .block = kRowBlock,
-                           .stream = stream},
-                          combine_backward_by_row<Rows, Grad>, grad_view, slot_to_row, weights, sizes, first_slot,
-                          last_slot, result);
+                   launch(
+                       {.grid = blocks_for(sizes.num_rows * kLanes, kRowBlock), .block = kRowBlock, .stream = stream},
+                       combine_backward_by_row<Rows, Grad>, grad_view, slot_to_row, weights, sizes, first_slot,
+                       last_slot, result);
                });
     return kAllInRange;
 }

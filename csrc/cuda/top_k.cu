@@ -15,7 +15,7 @@ constexpr float kLow = 0.75f, kHigh = 1.5f, kBetween = 1.125f;
 struct Kept {
     int64_t length;
     int64_t num_blocks;
-    int64_t count;  // kept elements of one tensor
+    int64_t count;      // kept elements of one tensor
     int64_t num_heads;  // scales, or values in bf16
     int64_t code_bytes;
     int block;
@@ -38,7 +38,7 @@ Kept kept_of(int64_t length, int64_t block, int64_t k, int value_bits) {
     return kept;
 }
 
-// --- 1. The kept elements of every block -----------------------------------------------------------------------------
+// --- 1. The kept elements of every block ----------------------------------------------------------------------------
 
 // Number of keys in the warp that are `lowest` or more.
 template <int kSegments>
@@ -132,8 +132,7 @@ __global__ void __launch_bounds__(kCodecBlock)
             const Places equals = places_of(is_equal);
 #pragma unroll
             for (int j = 0; j < kVector; ++j) {
-                is_chosen[j] = keys[s][j] > lowest ||
-                               (is_equal[j] && num_equal + equals.before[j] < num_equal_wanted);
+                is_chosen[j] = keys[s][j] > lowest || (is_equal[j] && num_equal + equals.before[j] < num_equal_wanted);
             }
             const Places chosen = places_of(is_chosen);
 #pragma unroll
@@ -149,7 +148,7 @@ __global__ void __launch_bounds__(kCodecBlock)
     }
 }
 
-// --- 2. Payloads ------------------------------------------------------------------------------------------------------
+// --- 2. Payloads ----------------------------------------------------------------------------------------------------
 
 // A block of threads per run of 256 kept elements, one thread each: their codes fill whole bytes.
 __global__ void __launch_bounds__(kRun)
@@ -179,12 +178,14 @@ __global__ void __launch_bounds__(kRun)
         for (int half = kRun / 2; half > 0; half /= 2) {
             if (static_cast<int>(threadIdx.x) < half) {
                 const float upper = sizes[threadIdx.x + half];
-                sizes[threadIdx.x] = kept.value_bits == 4 ? fmaxf(sizes[threadIdx.x], upper) : sizes[threadIdx.x] + upper;
+                sizes[threadIdx.x] =
+                    kept.value_bits == 4 ? fmaxf(sizes[threadIdx.x], upper) : sizes[threadIdx.x] + upper;
             }
             __syncthreads();
         }
         const float size = kept.value_bits == 4 ? sizes[0] : sizes[0] / static_cast<float>(count);
-        const uint16_t scale = scale_from(size, kept.value_bits == 2 ? 1 : kept.value_bits);  // 2 bits: the mean itself
+        const uint16_t scale =
+            scale_from(size, kept.value_bits == 2 ? 1 : kept.value_bits);  // 2 bits: the mean itself
         if (threadIdx.x == 0) {
             heads[run] = scale;
             if (!is_scale_finite(scale)) atomicOr(flags + tensor, kOverflow);
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(kRun)
     }
 }
 
-// --- 3. Values of payloads, in place ---------------------------------------------------------------------------------
+// --- 3. Values of payloads, in place --------------------------------------------------------------------------------
 
 enum class Apply {
     kAssign,    // out  = values

@@ -3,8 +3,8 @@
 // Bulk copies between global and shared memory, and the barriers that tell when they are done: compute capability 9.0
 // and later, one thread starts a copy of up to a megabyte.  For .cu files only.
 //
-// Addresses and sizes of copies are multiples of 16 bytes.  A barrier counts arrivals and bytes; when the arrivals of a
-// phase and all bytes that they announced are there, the phase ends.  Phases are numbered 0, 1, 0, 1, ...
+// Addresses and sizes of copies are multiples of 16 bytes.  A barrier counts arrivals and bytes; when the arrivals of
+// a phase and all bytes that they announced are there, the phase ends.  Phases are numbered 0, 1, 0, 1, ...
 
 #pragma once
 
@@ -42,7 +42,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 // By one thread, before barrier_publish and a barrier of the block.
 __device__ __forceinline__ void barrier_init(Barrier* barrier, int num_arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals)
+                 : "memory");
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -51,7 +52,8 @@ __device__ __forceinline__ void barrier_publish() { asm volatile("fence.proxy.as
 
 // One arrival, which announces that num_bytes will come.
 __device__ __forceinline__ void barrier_arrive(Barrier* barrier, int num_bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_bytes)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+                 "r"(num_bytes)
                  : "memory");
 }
 

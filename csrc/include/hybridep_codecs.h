@@ -70,16 +70,16 @@ struct LowRank {
     int iterations;
 };
 
-// What an encoder remembers: q [n, rank, cols], and for weighting the root mean squares of rows [n, rows] and of columns
-// [n, cols], both null without.
+// What an encoder remembers: q [n, rank, cols], and for weighting the root mean squares of rows [n, rows] and of
+// columns [n, cols], both null without.
 struct LowRankState {
     float* q;
     float* row_rms;
     float* col_rms;
 };
 
-// One step of power iteration from state.q, or for every tensor from `start` [rank, cols] where it is given: P and Q as
-// written, and the next step's state, which a bad tensor leaves alone.  As blockwise_encode otherwise.
+// One step of power iteration from state.q, or for every tensor from `start` [rank, cols] where it is given: P and Q
+// as written, and the next step's state, which a bad tensor leaves alone.  As blockwise_encode otherwise.
 void low_rank_encode(const Input& input, const LowRank& shape, const float* start, int num_threads,
                      const LowRankState& state, const Payloads& payloads, uint8_t* is_bad);
 
@@ -100,9 +100,10 @@ void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, co
 // All flags of n packets together; -1 where one does not begin with the three bytes `start` or has another stamp.
 int check_headers(const Payloads& packets, int64_t n, uint32_t start, uint32_t stamp);
 
-// --- On CUDA devices, see hybridep_stream.h --------------------------------------------------------------------------
-// Payloads start at even addresses and are an even number of bytes apart.  What else is needed of memory comes from a
-// pool of CUDA's, in the order of the stream.
+// --- On CUDA devices, see hybridep_stream.h
+// -------------------------------------------------------------------------- Payloads start at even addresses and are
+// an even number of bytes apart.  What else is needed of memory comes from a pool of CUDA's, in the order of the
+// stream.
 
 void prepare(const Input& input, Stream stream, float* x, uint8_t* is_bad);
 

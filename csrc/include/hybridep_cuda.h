@@ -3,8 +3,8 @@
 // What all CUDA sources share: checked calls and launches, vectors of 16 bytes, sums over warps and blocks.  For .cu
 // files only.
 //
-// The sources are compiled with -fmad=false, so products and sums round apart as on the CPU; where that does not matter
-// they say fmaf.  With HYBRIDEP_EMULATION they compile as C++ and run on the CPU, in tests.
+// The sources are compiled with -fmad=false, so products and sums round apart as on the CPU; where that does not
+// matter they say fmaf.  With HYBRIDEP_EMULATION they compile as C++ and run on the CPU, in tests.
 
 #pragma once
 
@@ -33,7 +33,7 @@ namespace hybridep {
 inline constexpr int kLanes = 32;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 
-// --- The host's side -------------------------------------------------------------------------------------------------
+// --- The host's side ------------------------------------------------------------------------------------------------
 
 inline void check(cudaError_t error, std::source_location where = std::source_location::current()) {
     if (error == cudaSuccess) return;
@@ -145,7 +145,7 @@ bool is_aligned(size_t bytes, Pointers... pointers) {
     return ((reinterpret_cast<uintptr_t>(pointers) % bytes == 0) && ...);
 }
 
-// --- The device's side -----------------------------------------------------------------------------------------------
+// --- The device's side ----------------------------------------------------------------------------------------------
 
 // Ends the kernel, and with it all work of the process on this device.
 __device__ __noinline__ inline void fail_index(const char* name, int64_t index, int64_t size, const char* of_what) {
@@ -172,7 +172,9 @@ __device__ __forceinline__ T* dynamic_shared() {
 
 __device__ __forceinline__ int lane_idx() { return static_cast<int>(threadIdx.x) % kLanes; }
 __device__ __forceinline__ int warp_idx() { return static_cast<int>(threadIdx.x) / kLanes; }
-__device__ __forceinline__ int64_t global_thread() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ int64_t global_thread() {
+    return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
 __device__ __forceinline__ int64_t global_warp() { return global_thread() / kLanes; }
 __device__ __forceinline__ int64_t num_threads() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
 

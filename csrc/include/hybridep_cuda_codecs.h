@@ -72,7 +72,8 @@ static __global__ void finish_flags(const uint32_t* __restrict__ flags, int64_t 
 
 // is_bad [n] from flags [n].
 inline void finish(const uint32_t* flags, int64_t n, Stream stream, uint8_t* is_bad) {
-    launch({.grid = blocks_for(n, kCodecBlock), .block = kCodecBlock, .stream = stream}, finish_flags, flags, n, is_bad);
+    launch({.grid = blocks_for(n, kCodecBlock), .block = kCodecBlock, .stream = stream}, finish_flags, flags, n,
+           is_bad);
 }
 
 }  // namespace hybridep

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Kernels that move and sum rows, and the ways to look at rows, which the launchers for whole devices (rows.cu) and for
-// a few multiprocessors (persistent.cu) share.  For .cu files only.
+// Kernels that move and sum rows, and the ways to look at rows, which the launchers for whole devices (rows.cu) and
+// for a few multiprocessors (persistent.cu) share.  For .cu files only.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace hybridep {
 
-// --- Dispatch --------------------------------------------------------------------------------------------------------
+// --- Dispatch -------------------------------------------------------------------------------------------------------
 
 inline constexpr int kInFlight = 4;  // loads of a thread before their first use
 
@@ -73,7 +73,7 @@ void with_unit(const void* x, const void* out, int64_t row_bytes, Body&& body) {
     body(uint8_t{});
 }
 
-// --- Combine ---------------------------------------------------------------------------------------------------------
+// --- Combine --------------------------------------------------------------------------------------------------------
 
 // A tensor read and written kWide elements at a time.
 template <typename T, int kWide>

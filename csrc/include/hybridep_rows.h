@@ -64,9 +64,9 @@ int64_t first_not_below(const int32_t* values, int64_t count, int64_t limit);
 int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
                       int64_t row_bytes, int num_threads, void* out);
 
-// out [R, row_bytes] = the row of x [T, row_bytes] whose slots name it; rows that no slot names stay as they were.  What
-// dispatch_rows does with row_to_token, by token: each row of x is read once.  slot_to_row [T, K] names a row for one
-// token only, and is first_slot_to_row of a plan (with slot_to_row rows are written as often as they are named).
+// out [R, row_bytes] = the row of x [T, row_bytes] whose slots name it; rows that no slot names stay as they were.
+// What dispatch_rows does with row_to_token, by token: each row of x is read once.  slot_to_row [T, K] names a row for
+// one token only, and is first_slot_to_row of a plan (with slot_to_row rows are written as often as they are named).
 //   x = {aa, bb}, slot_to_row = {2, 0,  -1, 1}  ->  out = {aa, bb, aa}
 int64_t scatter_rows(const void* x, const int64_t* slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
                      int64_t row_bytes, int num_threads, void* out);
@@ -98,7 +98,7 @@ int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows
                               const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
                               int num_threads, int64_t* scratch, void* grad_rows, float* grad_weights);
 
-// --- On CUDA devices, see hybridep_stream.h --------------------------------------------------------------------------
+// --- On CUDA devices, see hybridep_stream.h -------------------------------------------------------------------------
 
 // A plan whose sizes are not known on the host: the outputs have room for T * min(K, N) rows, of which the first R are
 // written.

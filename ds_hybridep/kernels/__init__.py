@@ -4,8 +4,10 @@
     interface.py  what each operation computes: RoutePlan, the protocol Kernels, the rules its arguments obey
     reference.py  the definition of each operation in plain PyTorch, for every device and dtype
     compiled.py   the same from csrc/, for the CPU
-    codecs.py     kernels of codecs, for the CPU; their definition is in ds_hybridep.codecs
-    build.py      load_kernels, load_codec_kernels: which of the two a process gets, and why
+    cuda.py       the same from csrc/, for CUDA devices
+    codecs.py     kernels of codecs, for both; their definition is in ds_hybridep.codecs
+    lanes.py      where a call of compiled kernels runs: on how many threads, or in which stream
+    build.py      load_kernels, load_codec_kernels: which of them a process gets, and why
 
 One step uses them twice: experts are mapped to domains to dispatch tokens, and to local indices to sort the rows that
 arrived by expert.  Legend: T tokens, K top_k, D hidden, R rows, N destinations, E experts.

@@ -2,8 +2,8 @@
 //
 // As much of CUDA as the kernels of csrc/cuda use, on the CPU and for tests only: the same sources compile with a C++
 // compiler and -DHYBRIDEP_EMULATION.  Every CUDA thread is a fiber; a fiber runs until it reaches a barrier or a warp
-// operation, and who runs next is drawn anew each time, with one warp far behind the others, so a missing barrier shows
-// as a wrong result sooner or later.
+// operation, and who runs next is drawn anew each time, with one warp far behind the others, so a missing barrier
+// shows as a wrong result sooner or later.
 //
 // Bulk copies are made as late as the barriers allow, so shared memory that is used again too early shows as well.
 //
@@ -39,10 +39,18 @@
 #define __noinline__
 #define __launch_bounds__(...)
 
-struct alignas(8) uint2 { uint32_t x, y; };
-struct alignas(16) uint4 { uint32_t x, y, z, w; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct dim3 { unsigned x = 1, y = 1, z = 1; };
+struct alignas(8) uint2 {
+    uint32_t x, y;
+};
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct dim3 {
+    unsigned x = 1, y = 1, z = 1;
+};
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
@@ -71,10 +79,10 @@ struct Fiber {
     std::unique_ptr<char[]> stack;
     bool is_started = false;
     State state = State::kDone;
-    unsigned mask = 0;   // of the warp operation it waits in
-    int operation = 0;   // which one
-    uint64_t given = 0;  // what it gave to it
-    uint64_t taken[32];  // what all lanes gave to it
+    unsigned mask = 0;                         // of the warp operation it waits in
+    int operation = 0;                         // which one
+    uint64_t given = 0;                        // what it gave to it
+    uint64_t taken[32];                        // what all lanes gave to it
     std::vector<std::vector<Copy>> stores{1};  // groups of bulk stores that were not made yet, the last one open
 };
 
@@ -182,7 +190,8 @@ class Machine {
     }
 
     void require_16_bytes(const Copy& copy) {
-        if ((reinterpret_cast<uintptr_t>(copy.to) | reinterpret_cast<uintptr_t>(copy.from) | copy.num_bytes) % 16 != 0) {
+        if ((reinterpret_cast<uintptr_t>(copy.to) | reinterpret_cast<uintptr_t>(copy.from) | copy.num_bytes) % 16 !=
+            0) {
             fail<std::logic_error>("emulation: a bulk copy is not of whole pieces of 16 bytes");
         }
     }
@@ -328,7 +337,7 @@ enum Operation { kShuffle, kVote, kSync, kReduce };
 
 }  // namespace emulation
 
-// --- Barriers and warp operations -------------------------------------------------------------------------------------
+// --- Barriers and warp operations -----------------------------------------------------------------------------------
 
 inline void __syncthreads() { emulation::Machine::get().block_barrier(); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { emulation::Machine::get().exchange(mask, emulation::kSync, 0); }
@@ -381,7 +390,7 @@ inline int __syncthreads_or(int is_true) {
     return result;
 }
 
-// --- Arithmetic and atomics: fibers run one at a time, so plain operations are atomic ----------------------------------
+// --- Arithmetic and atomics: fibers run one at a time, so plain operations are atomic -------------------------------
 
 using std::max;
 using std::min;
@@ -408,7 +417,7 @@ T atomicMax(T* at, U value) {
     return std::exchange(*at, std::max(*at, static_cast<T>(value)));
 }
 
-// --- The host's side ---------------------------------------------------------------------------------------------------
+// --- The host's side ------------------------------------------------------------------------------------------------
 
 enum cudaError_t { cudaSuccess = 0 };
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
