@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import parity
 import pytest
 import torch
 from deepspeed import comm as dist
@@ -68,6 +69,17 @@ def test_shared_experts_and_limited_groups(pool4: ProcessPool) -> None:
 
 def test_bf16(pool4: ProcessPool) -> None:
     assert_parity(pool4, [case4("qwen3_moe", 2, 1, dtype="bf16", zero_stage=1, toy=BY_TOKEN)])
+
+
+def test_bf16_tells_a_wrong_gradient_from_another_order_of_sums(pool4: ProcessPool) -> None:
+    case = case4("qwen3_moe", 1, 1, dtype="bf16", zero_stage=1, toy=BY_TOKEN)
+    results = pool4.run(parity.run_other_layout, case=case, ep_size=2)
+    assert results[0].distance > 0.0
+    assert parity.numeric_problems(case, results) == []
+    for where in (3, "layers.1.self_attn.q_norm"):
+        results = pool4.run(parity.run_with_fault, case=case, gradient_factor=1.5, where=where)
+        tolerances = parity.tolerances_of(pool4, case, results, timeout_s=60.0)
+        assert any("parameters differ; worst" in line for line in parity.numeric_problems(case, results, tolerances))
 
 
 def test_zero_3(pool4: ProcessPool) -> None:

@@ -246,7 +246,7 @@ def test_another_order_of_sums_stays_inside_the_tolerance(pool4: ProcessPool, ca
 @pytest.mark.parametrize("case", TOLERANCE_CASES, ids=lambda case: case.id)
 def test_a_wrong_expert_gradient_is_outside_the_tolerance(pool4: ProcessPool, case: Case) -> None:
     for factor in (0.5, 2.0) if case.dtype == "bf16" else (0.999, 1.001):
-        results = pool4.run(parity.run_with_fault, case=case, gradient_factor=factor, global_expert=3)
+        results = pool4.run(parity.run_with_fault, case=case, gradient_factor=factor, where=3)
         assert parity.numeric_problems(case, results) != []
 
 

@@ -16,7 +16,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
-from parity import Case, CaseResult, Run, compare, levels_of, numeric_problems, use_expert_groups_of
+from parity import Case, CaseResult, Run, compare, levels_of, numeric_problems, snapshot, use_expert_groups_of
 from process_pool import ProcessPool, RemoteError
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -82,6 +82,9 @@ class Trainer:
     is_hybrid: bool
     losses: list[float] = field(default_factory=list)
     sent: list[tuple[str, Bytes]] = field(default_factory=list)  # (after what, bytes so far)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return snapshot(self.case, self.engine.module)
 
     def batch(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
         sizes, rank = self.case.batch_sizes, dist.get_rank()
@@ -178,20 +181,16 @@ def trainer_of(rule: Rule, *, with_block: bool, **ds_config: Any) -> Iterator[Tr
         gc.collect()
 
 
-def snapshot(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
-    return {name: parameter.detach().float().clone() for name, parameter in engine.module.named_parameters()}
-
-
 def follow(rule: Rule, *, with_block: bool) -> tuple[Run, list[tuple[str, Bytes]]]:
     """Trains by the script; what `compare` needs, and the bytes after every forward and backward."""
     with trainer_of(rule, with_block=with_block) as trainer:
-        start = snapshot(trainer.engine)
+        start = trainer.snapshot()
         rule.script(trainer)
         run = Run(
             losses=tuple(trainer.losses),
             eval_losses=(),
             start=start,
-            parameters=snapshot(trainer.engine),
+            parameters=trainer.snapshot(),
             stats=ds_hybridep.stats(trainer.engine) if with_block else None,
             seconds=0.0,
         )
@@ -397,11 +396,11 @@ def run_with_skipped_step(rule: Rule) -> tuple[bool, list[dict[str, Any]]]:
         with trainer_of(rule, with_block=with_block) as trainer:
             records = []
             for step in range(3):
-                before = snapshot(trainer.engine)
+                before = trainer.snapshot()
                 loss = trainer.forward(step)
                 trainer.backward(loss * float("inf") if step == 1 and dist.get_rank() == 1 else loss)
                 trainer.engine.step()
-                after = snapshot(trainer.engine)
+                after = trainer.snapshot()
                 records.append(
                     {
                         "applied": trainer.engine.was_step_applied(),
@@ -409,7 +408,7 @@ def run_with_skipped_step(rule: Rule) -> tuple[bool, list[dict[str, Any]]]:
                     }
                 )
             trainer.evaluate(3)
-            parameters.append(snapshot(trainer.engine))
+            parameters.append(trainer.snapshot())
             forwards = [kinds["expert_weights"] for what, kinds in trainer.sent if what == "forward"]
     for record, sent in zip(records, forwards[1:], strict=True):
         record["sent"] = sent
@@ -469,10 +468,10 @@ def run_with_layer_missing_at_boundary(rule: Rule) -> tuple[str, bool, int]:
     with trainer_of(rule, with_block=True) as trainer:
         trainer.micro_step(0, 0)
         trainer.backward(trainer.forward(0, 1, regions=((0,), (2,))))
-        before = snapshot(trainer.engine)
+        before = trainer.snapshot()
         with pytest.raises(GradientNotReturnedError) as caught:
             trainer.engine.step()
-        is_unchanged = all(torch.equal(before[name], value) for name, value in snapshot(trainer.engine).items())
+        is_unchanged = all(torch.equal(before[name], value) for name, value in trainer.snapshot().items())
         trainer.engine.zero_grad()
         trainer.micro_step(0, 1)
         return str(caught.value), is_unchanged, trainer.engine.global_steps
