@@ -8,17 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+from deepspeed.moe.ep_repack import repack_expert_requires_grad_flags
 from deepspeed.moe.layer import MoE
 from torch import nn
 
+from ds_hybridep.autoep_layer import is_autoep_layer
 from ds_hybridep.config import AUTO_CODEC, IDENTITY, HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.runtime.assembly import encoding_of
 from ds_hybridep.runtime.memory import MemoryNeeds, memory_of_layer, most_at_once, without_memory
+from ds_hybridep.runtime.partitioned import full_shape
 
 DomainSizes = tuple[int, ...]
-Layers = Iterable[tuple[nn.Module, int, int]]  # an expert without memory, experts of a rank, ranks of the group
+Layer = tuple[nn.Module, int, int]  # an expert without memory, experts of a rank, ranks of the group
 
 
 def estimate_hybridep_mem_needs_all_live(
@@ -28,6 +33,7 @@ def estimate_hybridep_mem_needs_all_live(
     *,
     dtype: torch.dtype | None = None,
     accumulation: int = 1,
+    expert_parallel: Mapping[str, Any] | None = None,
 ) -> dict[DomainSizes, MemoryNeeds]:
     """Print what each rank needs for replicas of the model's experts, for all domain sizes.
 
@@ -36,11 +42,13 @@ def estimate_hybridep_mem_needs_all_live(
     is allocated, and no process group is needed.
 
     Args:
-        model: with `deepspeed.moe.layer.MoE` layers; frozen parameters count as such.
+        model: with `deepspeed.moe.layer.MoE` layers or those that AutoEP has made; with `expert_parallel` one of
+            Hugging Face, without adapters of experts.  Frozen parameters count as such.
         block: content of the "hybridep" block; its domain sizes are marked with `*` where they are given.
         world_size: ranks of the job.
         dtype: in which DeepSpeed will train; by default parameters stay as they are.
         accumulation: gradient_accumulation_steps, which matter where the block's replicas are transient.
+        expert_parallel: content of the "expert_parallel" block, for a model that AutoEP has yet to change.
 
     Returns:
         Bytes by domain sizes, one for each level.
@@ -48,17 +56,15 @@ def estimate_hybridep_mem_needs_all_live(
     Raises:
         ConfigError, PlanError: the block is wrong or does not fit the model.
     """
-    moes = [module for module in model.modules() if isinstance(module, MoE)]
-    if not moes:
-        raise ConfigError("the model has no deepspeed.moe.layer.MoE layer, so there are no replicas to estimate")
-    layers = [
-        (
-            without_memory(moe.deepspeed_moe.experts.deepspeed_experts[0]).to(dtype=dtype),
-            moe.num_local_experts,
-            moe.ep_size,
+    if expert_parallel is None:
+        layers = [layer for module in model.modules() for layer in _layers_of(module, dtype)]
+    else:
+        layers = _future_layers(model, expert_parallel, dtype)
+    if not layers:
+        raise ConfigError(
+            "the model has no deepspeed.moe.layer.MoE layer and none of AutoEP, so there are no replicas to estimate; "
+            "for a Hugging Face model give expert_parallel, the content of that block of its ds_config"
         )
-        for moe in moes
-    ]
     return _print_needs(layers, block, world_size, accumulation)
 
 
@@ -72,29 +78,71 @@ def estimate_hybridep_mem_needs_all_cold(
     *,
     dtype: torch.dtype = torch.bfloat16,
     accumulation: int = 1,
+    frozen_shapes: Sequence[Sequence[int]] = (),
 ) -> dict[DomainSizes, MemoryNeeds]:
     """As `estimate_hybridep_mem_needs_all_live`, without a model.
 
     Args:
-        expert_shapes: of the parameters of one expert, for example [(11008, 4096), (4096, 11008)]; all are trained.
+        expert_shapes: of the parameters of one expert that are trained, for example [(11008, 4096), (4096, 11008)].
         num_experts: of a layer.
         ep_size: ranks of an expert-parallel group.
         num_layers: Mixture-of-Experts layers.
+        frozen_shapes: of those that are not trained.
         block, world_size, dtype, accumulation, returns and raises: likewise.
     """
     if num_experts % ep_size:
         raise ConfigError(f"{num_experts} experts cannot be shared evenly by ep_size {ep_size}; choose a divisor")
-    with torch.device("meta"):
-        expert = nn.ParameterList([nn.Parameter(torch.empty(*shape, dtype=dtype)) for shape in expert_shapes])
+    expert = _shell(
+        [(shape, dtype, True) for shape in expert_shapes] + [(shape, dtype, False) for shape in frozen_shapes]
+    )
     return _print_needs([(expert, num_experts // ep_size, ep_size)] * num_layers, block, world_size, accumulation)
 
 
+def _layers_of(module: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
+    """The module as a layer, if it is one of DeepSpeed's."""
+    if isinstance(module, MoE):
+        expert = without_memory(module.deepspeed_moe.experts.deepspeed_experts[0]).to(dtype=dtype)
+        return [(expert, module.num_local_experts, module.ep_size)]
+    if not is_autoep_layer(module):
+        return []
+    grouped = module.experts.parameters()
+    expert = _shell([(full_shape(p)[1:], dtype or p.dtype, p.requires_grad) for p in grouped])
+    return [(expert, module.num_local_experts, module.ep_size)]
+
+
+def _future_layers(model: nn.Module, expert_parallel: Mapping[str, Any], dtype: torch.dtype | None) -> list[Layer]:
+    """The layers that AutoEP will make of the model, which stays as it is."""
+    settings, layers = parse_autoep_config(dict(expert_parallel)), []
+    for spec in AutoEP(model, settings).ep_parser():
+        if spec.num_experts % settings.autoep_size:
+            raise ConfigError(
+                f"{spec.moe_module_name}: {spec.num_experts} experts cannot be shared evenly by autoep_size "
+                f"{settings.autoep_size}; choose a divisor"
+            )
+        hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+        source = model.get_submodule(spec.moe_module_name).get_submodule(spec.experts_name)
+        num_local = spec.num_experts // settings.autoep_size
+        is_trained = repack_expert_requires_grad_flags(source, spec, 0, settings.autoep_size)
+        kept_in = dtype or next(source.parameters()).dtype
+        shapes = (ffn, hidden), (hidden, ffn), (ffn, hidden)  # w1, w2, w3
+        expert = _shell([(shape, kept_in, flag) for shape, flag in zip(shapes, is_trained, strict=True)])
+        layers.append((expert, num_local, settings.autoep_size))
+    return layers
+
+
+def _shell(parameters: Iterable[tuple[Sequence[int], torch.dtype, bool]]) -> nn.ParameterList:
+    """An expert without memory, of parameters of that shape, type and trainability."""
+    return nn.ParameterList(
+        nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=is_trained)
+        for shape, dtype, is_trained in parameters
+    )
+
+
 def _print_needs(
-    layers: Layers, block: Mapping[str, Any], world_size: int, accumulation: int
+    layers: Sequence[Layer], block: Mapping[str, Any], world_size: int, accumulation: int
 ) -> dict[DomainSizes, MemoryNeeds]:
     config = _exact_where_planned(parse_config(block, world_size=world_size))
     cluster, encoding = config.cluster(), encoding_of(config)
-    layers = list(layers)
     alone = (1,) * len(cluster.levels)
     spans = [Partition.build(cluster, range(ep), alone).spans for _, _, ep in layers]
     common = [math.gcd(*level_spans) for level_spans in zip(*spans, strict=True)]
