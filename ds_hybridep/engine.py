@@ -419,8 +419,13 @@ class Attachment:
         with announcing_failure() if self.runtime.migration is not None else nullcontext():
             call = inspect.signature(original).bind(*args, **kwargs)
             call.apply_defaults()
-            loaded = original(*args, **kwargs)
             adapted = expert_adapters.adapted_layers(self.layers)
+            if adapted and self.engine.load_universal_checkpoint():
+                raise UnsupportedError(
+                    "checkpoint.load_universal is set, but universal checkpoints hold no adapters of experts; load "
+                    "the checkpoint that was converted"
+                )
+            loaded = original(*args, **kwargs)
             if loaded[0] is not None and adapted:
                 expert_adapters.load(adapted, Path(loaded[0]).parent)
                 if call.arguments["load_module_only"] and hasattr(self.engine.optimizer, "refresh_fp32_params"):

@@ -150,6 +150,57 @@ def load_module_only(case: Case, folder: str) -> float:
     return max(float((factors[name] - one).norm() / one.norm()) for name, one in saved.items())
 
 
+def held_and_estimated(case: Case) -> tuple[int, int, int]:
+    """Bytes that this rank holds for replicas after a step, and what the estimators say."""
+    block, toy, sizes = case.ds_config(with_block=True)["hybridep"], case.toy, tuple(size for *_, size in case.levels)
+    factors = (RANK, toy.hidden), (2 * toy.ffn, RANK), (RANK, toy.ffn), (toy.hidden, RANK)
+    frozen = (toy.ffn, toy.hidden), (toy.hidden, toy.ffn), (toy.ffn, toy.hidden)
+    cold = ds_hybridep.estimate_hybridep_mem_needs_all_cold(
+        factors, toy.num_experts, toy.ep_size, toy.num_layers, block, 4, dtype=torch.float32, frozen_shapes=frozen
+    )
+    with engine_of(case, BOTH, with_block=True) as engine:
+        live = ds_hybridep.estimate_hybridep_mem_needs_all_live(engine.module, block, 4)
+        train(engine, case, 0, 1)
+        return ds_hybridep.stats(engine)["replica_bytes"], live[sizes].total, cold[sizes].total
+
+
+def errors_of_saves(case: Case, folder: str) -> list[str]:
+    """Of adapters with the block, and of unmodified AutoEP with frozen experts."""
+    messages = []
+    with engine_of(case, BOTH, with_block=True) as engine:
+        messages.append(error_of_save(engine, folder))
+    use_expert_groups_of(case)
+    model = model_of(case, seed=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." not in name)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = case.ds_config(with_block=False)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
+    messages.append(error_of_save(engine, folder))
+    engine.destroy()
+    del engine, model, trainable
+    gc.collect()
+    return messages
+
+
+def error_of_save(engine: Any, folder: str) -> str:
+    try:
+        engine.save_checkpoint(folder)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def error_of_universal_load(case: Case, folder: str) -> str:
+    with engine_of(case, BOTH, with_block=True) as engine:
+        engine._config.load_universal_checkpoint = True  # "checkpoint": {"load_universal": true}
+        try:
+            engine.load_checkpoint(folder, tag="any")
+        except UnsupportedError as error:
+            return str(error)
+    return ""
+
+
 def error_of(case: Case, targets: tuple[str, ...], pattern: str) -> str:
     use_expert_groups_of(case)
     config = case.ds_config(with_block=True)
@@ -194,6 +245,11 @@ def test_only_factors_migrate_and_learn_the_same(
         assert later == [expected] * 3
 
 
+def test_memory_is_what_is_estimated(pool4: ProcessPool) -> None:
+    for held, live, cold in pool4.run(held_and_estimated, case=case4("qwen3_moe", 2, 1, zero_stage=1)):
+        assert held == live == cold > 0
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_resume_is_bit_equal(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage)
@@ -201,6 +257,20 @@ def test_resume_is_bit_equal(pool4: ProcessPool, tmp_path: Path, zero_stage: int
         straight, resumed = found["losses"]
         assert resumed == straight
         assert found["different"] == []
+
+
+def test_zero_3_saves_no_frozen_experts_with_the_block_or_without(pool4: ProcessPool, tmp_path: Path) -> None:
+    case = case4("qwen3_moe", 2, 1, zero_stage=3)
+    for messages in pool4.run(errors_of_saves, case=case, folder=str(tmp_path)):
+        for message in messages:
+            assert "AutoEP with ZeRO Stage 3 checkpointing does not support frozen expert parameters" in message
+
+
+def test_universal_checkpoints_hold_no_adapters_of_experts(pool4: ProcessPool, tmp_path: Path) -> None:
+    case = case4("qwen3_moe", 2, 1, zero_stage=1)
+    for message in pool4.run(error_of_universal_load, case=case, folder=str(tmp_path)):
+        assert "checkpoint.load_universal" in message
+        assert "no adapters of experts" in message
 
 
 def test_a_load_of_the_module_only_is_what_training_goes_on_from(pool4: ProcessPool, tmp_path: Path) -> None:

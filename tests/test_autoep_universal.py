@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's universal checkpoints of AutoEP models, written and read with the "hybridep" block and without."""
+
+import gc
+import importlib.util
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.checkpoint import ds_to_universal
+from parity import FP32_TOLERANCE, Case, model_of, snapshot, use_expert_groups_of
+from process_pool import ProcessPool
+from test_autoep import case4
+from test_checkpoint import train
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"),
+]
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def engine_of(case: Case, *, with_block: bool, is_universal: bool, seed: int, **block: Any) -> Iterator[Any]:
+    use_expert_groups_of(case)
+    model = model_of(case, seed=seed)
+    config = case.ds_config(with_block=with_block) | {"checkpoint": {"load_universal": is_universal}}
+    if with_block:
+        config["hybridep"] |= block
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+        del engine, model
+        gc.collect()
+
+
+def write(case: Case, folder: Path, *, with_block: bool, **block: Any) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights that a universal checkpoint is made of, and losses of going on without it."""
+    with engine_of(case, with_block=with_block, is_universal=False, seed=1, **block) as engine:
+        train(engine, case, 0, 2)
+        engine.save_checkpoint(str(folder), tag="two")
+        saved = snapshot(case, engine.module)
+        losses = train(engine, case, 2, 2)
+    if dist.get_rank() == 0:
+        convert(folder / "two", folder / "two_universal")
+    dist.barrier()
+    return saved, losses
+
+
+def convert(source: Path, target: Path) -> None:
+    """What the program ds_to_universal does."""
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1}
+    options = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False, **workers}
+    ds_to_universal.main(Namespace(input_folder=str(source), output_folder=str(target), **options))
+
+
+def read(case: Case, folder: Path, *, with_block: bool, **block: Any) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights that a model with others has after loading, and losses of going on."""
+    with engine_of(case, with_block=with_block, is_universal=True, seed=2, **block) as engine:
+        path, _ = engine.load_checkpoint(str(folder))
+        assert path is not None
+        return snapshot(case, engine.module), train(engine, case, 2, 2)
+
+
+def write_and_read(case: Case, other: Case, folder: str) -> dict[str, Any]:
+    """Losses by (written with the block, read with the block), and by reader those of another layout.
+
+    Weights that changed on the way are named.
+    """
+    losses: dict[Any, list[float]] = {}
+    changed = []
+    for writes in (False, True):
+        path = Path(folder) / str(writes)
+        saved, losses[writes, "kept"] = write(case, path, with_block=writes)
+        for reads in (False, True):
+            loaded, losses[writes, reads] = read(case, path, with_block=reads)
+            changed += [name for name, value in saved.items() if not torch.equal(value, loaded[name])]
+    others = {reads: read(other, path, with_block=reads) for reads in (False, True)}
+    changed += [name for name, value in others[False][0].items() if not torch.equal(value, others[True][0][name])]
+    return {"losses": losses, "others": {reads: found for reads, (_, found) in others.items()}, "changed": changed}
+
+
+def go_on_with_codecs(case: Case, folder: str) -> dict[str, Any]:
+    """Losses of lossy training that goes on, and of the same from universal checkpoints with and without our files."""
+    levels = case.ds_config(with_block=True)["hybridep"]["levels"]
+    levels[0] |= {"weight_codec": "int8", "gradient_codec": {"type": "low_rank", "rank": 2}}
+    path = Path(folder)
+    _, straight = write(case, path, with_block=True, levels=levels)
+    _, without = read(case, path, with_block=True, levels=levels)
+    if dist.get_rank() == 0:
+        for file in (path / "two").glob("hybridep_*"):
+            shutil.copy(file, path / "two_universal")
+    dist.barrier()
+    _, with_files = read(case, path, with_block=True, levels=levels)
+    return {"straight": straight, "without": without, "with": with_files}
+
+
+# -- tests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_the_block_changes_nothing(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
+    case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage)
+    other = replace(case, levels=(("dc", 2, 1), ("gpu", 2, 2)), toy=replace(case.toy, ep_size=2))
+    for found in pool4.run(write_and_read, case=case, other=other, folder=str(tmp_path), timeout_s=200.0):
+        assert found["changed"] == []
+        losses = found["losses"]
+        # Under ZeRO-3 DeepSpeed gives all parameters one count of steps, which then counts each of them.
+        expected = losses[False, False] if zero_stage == 3 else losses[False, "kept"]
+        for key in ((False, False), (False, True), (True, False), (True, True)):
+            assert losses[key] == pytest.approx(expected, rel=FP32_TOLERANCE, abs=0.0), key
+        assert found["others"][True] == pytest.approx(found["others"][False], rel=FP32_TOLERANCE, abs=0.0)
+
+
+def test_our_files_beside_it_keep_what_codecs_have(pool4: ProcessPool, tmp_path: Path) -> None:
+    case = case4("qwen3_moe", 2, 1, zero_stage=1)
+    for found in pool4.run(go_on_with_codecs, case=case, folder=str(tmp_path), timeout_s=120.0):
+        assert found["with"] == found["straight"]
+        assert found["without"] != found["straight"]
+        assert found["without"] == pytest.approx(found["straight"], rel=1e-2)
