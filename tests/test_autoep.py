@@ -171,8 +171,9 @@ def compare_attention_adapters(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: '.[hf]'")
-def test_adapters_of_attention_leave_experts_where_they_are(pool4: ProcessPool) -> None:
-    for found in pool4.run(compare_attention_adapters, case=case4("qwen3_moe", 2, 1)):
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
+def test_adapters_of_attention_leave_experts_where_they_are(pool4: ProcessPool, sizes: tuple[int, int]) -> None:
+    for found in pool4.run(compare_attention_adapters, case=case4("qwen3_moe", *sizes)):
         plain, hybrid = found["losses"]
         assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE)
         assert found["distance"] < FP32_TOLERANCE
@@ -181,6 +182,7 @@ def test_adapters_of_attention_leave_experts_where_they_are(pool4: ProcessPool) 
         for sent in others:  # frozen experts were copied once
             assert sent["expert_weights"] == first["expert_weights"]
             assert sent["expert_gradients"] == 0
+            assert sent["tokens"] == 0
 
 
 # -- the layer alone --------------------------------------------------------------------------------------------
