@@ -526,16 +526,17 @@ def tolerances_of(pool: ProcessPool, case: Case, results: Sequence[CaseResult], 
     usual = usual_tolerances(case)
     differences = [(name, value) for result in results for name, value in result.change_difference.items()]
     far = {name for name, value in differences if not value <= usual.parameter}
-    is_far = any(not result.loss_difference <= usual.loss for result in results)
-    if case.dtype != "bf16" or not (far or is_far):
+    are_losses_far = any(not result.loss_difference <= usual.loss for result in results)
+    if case.dtype != "bf16" or not (far or are_losses_far):
         return usual
     sizes = [size for size in (1, 2, 4, 8) if size != case.toy.ep_size and case.world_size % size == 0]
     others = [
         result for size in sizes for result in pool.run(run_other_layout, case=case, ep_size=size, timeout_s=timeout_s)
     ]
+    own_loss = max(result.loss_difference for result in others)
     own = {name: max(result.change_difference.get(name, 0.0) for result in others) for name in far}
     return Tolerances(
-        loss=max(usual.loss, OWN_FACTOR * max(result.loss_difference for result in others)),
+        loss=max(usual.loss, OWN_FACTOR * own_loss) if are_losses_far else usual.loss,
         parameter=usual.parameter,
         by_name={name: OWN_FACTOR * one for name, one in own.items() if usual.parameter < OWN_FACTOR * one < math.inf},
     )
