@@ -38,8 +38,8 @@ FP32_TOLERANCE = 1e-5
 # do not tell a fault.
 BF16_CHANGE_TOLERANCE = 0.25  # ||hybrid - plain|| / ||plain - start||, each tensor
 # The same for fp32 masters of Hugging Face models. Plain DeepSpeed against itself makes 0.02 (DeepSeek-V3 under ZeRO 1
-# and 2) and 0.09 (Qwen3.5-MoE under ZeRO-3, but for the decay rates of its linear attention, 0.30), one expert's gradient
-# 1.5 times too large 0.21 (DeepSeek-V3 under ZeRO-1).
+# and 2) and 0.09 (Qwen3.5-MoE under ZeRO-3, but for the decay rates of its linear attention, 0.30), one expert's
+# gradient 1.5 times too large 0.21 (DeepSeek-V3 under ZeRO-1).
 BF16_MASTER_TOLERANCE = 0.15
 # Plain DeepSpeed against itself stays below this in most cases, and reaches 8e-3 in one (k=1 without drops, ZeRO-1,
 # EP 4 against EP 1).
