@@ -323,7 +323,7 @@ def plot(points: Sequence[Point], errors: Errors, path: Path, title: str) -> Non
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(6.5, 6))
     for kind, marker in ((EVEN, "o"), (COUNTED, "."), (NAIVE, "x")):
@@ -334,6 +334,7 @@ def plot(points: Sequence[Point], errors: Errors, path: Path, title: str) -> Non
     for factor, style in ((1.0, "-"), (1.2, "--"), (0.8, "--")):
         axes.plot(ends, [factor * end for end in ends], style, color="grey", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="measured seconds per step", ylabel="predicted", title=title)
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())  # they would overlap
     axes.legend()
     axes.grid(which="both", alpha=0.3)
     figure.tight_layout()
