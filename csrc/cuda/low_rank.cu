@@ -470,7 +470,7 @@ __global__ void __launch_bounds__(kBlock)
 #pragma unroll
         for (int j = 0; j < kPerLane; ++j) {
             if (begin + j >= place.length) continue;
-            is_finite &= magnitude_bits(decoded[j]) < kInfinity;
+            is_finite &= magnitude_bits(values[j]) < kInfinity && magnitude_bits(decoded[j]) < kInfinity;
             read[line * place.length + begin + j] = decoded[j];
             if (balanced != nullptr) balanced[line * place.length + begin + j] = decoded[j] / weights[j];
         }

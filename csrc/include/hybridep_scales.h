@@ -22,23 +22,29 @@ HYBRIDEP_BOTH uint32_t magnitude_bits(float value) { return std::bit_cast<uint32
 // --- Scales ---------------------------------------------------------------------------------------------------------
 // A scale is the upper half of an fp32 number that is not negative.
 
+inline constexpr uint16_t kScaleNan = 0x7fc0;  // of any nan: to round the one that GPUs make, 0x7fffffff, would give 0
+
+HYBRIDEP_BOTH bool is_nan(float value) { return magnitude_bits(value) > kInfinity; }
+
 HYBRIDEP_BOTH float scale_value(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
 HYBRIDEP_BOTH uint16_t drop_subnormal(uint16_t bits) { return scale_value(bits) < kSmallestNormal ? 0 : bits; }
 
 HYBRIDEP_BOTH uint16_t round_scale(float value) {
+    if (is_nan(value)) return kScaleNan;
     const uint32_t bits = std::bit_cast<uint32_t>(value);
-    if (bits > kInfinity) return 0x7fc0;  // nan
     return drop_subnormal(static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16));
 }
 
 HYBRIDEP_BOTH uint16_t round_scale_up(float value) {
+    if (is_nan(value)) return kScaleNan;
     return drop_subnormal(static_cast<uint16_t>((std::bit_cast<uint32_t>(value) + 0xffffu) >> 16));
 }
 
 HYBRIDEP_BOTH bool is_scale_finite(uint16_t bits) { return (bits & 0x7f80u) != 0x7f80u; }
 
 HYBRIDEP_BOTH uint16_t round_value(float value) {
+    if (is_nan(value)) return kScaleNan;
     const uint32_t bits = std::bit_cast<uint32_t>(value);
     return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
