@@ -100,7 +100,8 @@ __global__ void __launch_bounds__(kCodecBlock)
         const float* a = input.a + tensor * kept.length;
         const float* other = input.other + tensor * kept.length;
 
-        // Keys are magnitudes plus 1, and 0 for what is not of this block.
+        // Keys are magnitudes plus 1, and 0 for what is not of this block.  All nans count as infinity: the largest one,
+        // 0x7fffffff, which GPUs make, plus 1 would be beyond the bits that are searched.
         float values[kSegments][kVector];
         uint32_t keys[kSegments][kVector];
         uint32_t largest = 0;
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kCodecBlock)
 #pragma unroll
             for (int j = 0; j < kVector; ++j) {
                 values[s][j] = encoded(input.source, values[s][j], others[j]);
-                const uint32_t bits = offset + j < kept.block ? magnitude_bits(values[s][j]) : 0;
+                const uint32_t bits = offset + j < kept.block ? min(magnitude_bits(values[s][j]), kInfinity) : 0;
                 largest = max(largest, bits);
                 keys[s][j] = offset + j < kept.block ? bits + 1 : 0;
             }

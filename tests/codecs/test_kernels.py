@@ -13,7 +13,7 @@ from kernels.on_device import on_cuda
 
 from ds_hybridep.codecs import interface, make_codec, non_finite
 from ds_hybridep.codecs.low_rank import divide_by_gram, orthonormal
-from ds_hybridep.kernels import build
+from ds_hybridep.kernels import Source, build
 from ds_hybridep.runtime.expert_gather import _bit_sums
 
 pytestmark = pytest.mark.timeout(300)
@@ -86,6 +86,52 @@ def test_encoding_of_odd_numbers_equals_the_definition(name, value):
     x = normal(3, 20, 50)
     x[1] = value
     assert_same_encoding(SAME_BYTES[name], x, normal(3, 20, 50, seed=1))
+
+
+NANS_OF_GPUS = [0x7FFFFFFF, -1]  # as int32: all that a GPU's arithmetic makes, and the same with a sign
+
+
+@pytest.mark.parametrize("name", SAME_BYTES)
+@pytest.mark.parametrize("bits", NANS_OF_GPUS)
+def test_encoding_of_the_largest_nan_equals_the_definition(name, bits):
+    """Rounded to 16 bits as a number it would become 0."""
+    x = normal(5, 20, 50)
+    x.view(torch.int32)[[0, 2]] = bits
+    x.view(torch.int32)[3, 7, 11] = bits
+    assert_same_encoding(SAME_BYTES[name], x, normal(5, 20, 50, seed=1))
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("bits", NANS_OF_GPUS)
+def test_a_tensor_of_the_largest_nan_is_flagged(name, bits):
+    codec = make_codec(SPECS[name], kernels="compiled")
+    x = normal(3, 20, 50)
+    x.view(torch.int32)[1] = bits
+    for method in ("encode", "encode_update", "encode_with_residual"):
+        arguments = (x,) if method == "encode" else (x, torch.zeros(3, 20, 50))
+        packets = getattr(codec, method)(*arguments, codec.new_state(3, 20, 50))
+        assert non_finite(packets).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("source", Source)
+@pytest.mark.parametrize("bits", NANS_OF_GPUS)
+def test_top_k_of_the_largest_nan_keeps_to_its_places(compiled_codecs, source, bits):
+    """More than k elements kept would lie in the places of the tensor behind, which is a good one."""
+    n, length, payload_bytes, guard = 9, 2 * 64, 8, 0xAB
+    x = normal(n, 1, length)
+    for seed in range(5):  # threads run in another order each time
+        spoilt, other = x.clone(), normal(n, 1, length, seed=seed)
+        spoilt.view(torch.int32)[1::2] = bits
+        payloads = []
+        for a in (x, spoilt):
+            payload = torch.full((n + 4, payload_bytes), guard, dtype=torch.uint8)
+            is_bad = compiled_codecs.top_k_encode(source, a, other.clone(), payload[2:-2], block=64, k=1, value_bits=4)
+            assert (payload[:2] == guard).all()
+            assert (payload[-2:] == guard).all()
+            payloads.append(payload[2:-2])
+        assert is_bad.tolist() == [tensor % 2 for tensor in range(n)]
+        assert torch.equal(payloads[1][::2], payloads[0][::2])
+        assert (payloads[1][1::2, :2] == 0).all()  # the scale
 
 
 @pytest.mark.parametrize(
