@@ -83,6 +83,8 @@ __global__ void __launch_bounds__(kLanes)
         __syncwarp();
     }
     bulk_wait_read<0>();
+#else
+    __trap();
 #endif
 }
 
@@ -170,6 +172,8 @@ __global__ void __launch_bounds__(kLanes + kSummers)
             if (lane_idx() == 0) barrier_arrive(&info.is_empty, 0);
         }
     }
+#else
+    __trap();
 #endif
 }
 
@@ -190,7 +194,7 @@ int64_t dispatch_rows_on(int num_sms, const void* x, const int64_t* row_to_token
 int64_t scatter_rows_on(int num_sms, const void* x, const int64_t* slot_to_row, int64_t num_tokens, int64_t top_k,
                         int64_t num_rows, int64_t row_bytes, Stream stream, void* out) {
     require_sms(num_sms);
-    if (row_bytes > 0 && row_bytes % 16 == 0 && is_aligned(16, x, out) && has_bulk_copies()) {
+    if (row_bytes > 0 && row_bytes % 16 == 0 && is_aligned(16, x, out) && has_bulk_copies(scatter_in_bulk)) {
         const int64_t stage_bytes = kStageBytes + static_cast<int64_t>(sizeof(Barrier));
         const int64_t num_stages = std::min<int64_t>(max_shared_bytes() / stage_bytes, kMaxStages);
         const int64_t num_tasks = num_tokens * blocks_for(row_bytes, kStageBytes);
@@ -220,12 +224,12 @@ int64_t combine_rows_on(int num_sms, const void* rows, Type rows_type, const int
     require_sms(num_sms);
     const int64_t stage_bytes = sizes.top_k * kPieceBytes + static_cast<int64_t>(sizeof(StageInfo));
     const int64_t num_stages = std::min<int64_t>(max_shared_bytes() / stage_bytes, kMaxStages);
-    const bool is_bulk = has_bulk_copies() && num_stages >= 2 && sizes.top_k <= kMaxSlots;
+    const bool has_room = num_stages >= 2 && sizes.top_k <= kMaxSlots;
     with_views(const_cast<void*>(rows), rows_type, out, out_type, sizes.hidden, [&](auto from, auto to) {
         using Rows = decltype(from);
         using Out = decltype(to);
         if constexpr (Rows::kWidth > 1) {
-            if (is_bulk) {
+            if (has_room && has_bulk_copies(combine_in_bulk<Rows, Out>)) {
                 const int64_t num_pieces = blocks_for(sizes.hidden / Rows::kWidth, kSummers);
                 launch({.grid = std::min<int64_t>(num_sms, sizes.num_tokens * num_pieces),
                         .block = kLanes + kSummers,

@@ -102,15 +102,20 @@ __device__ __forceinline__ void bulk_wait_read() {
 #define HYBRIDEP_HAS_BULK 1
 #endif
 
-// Whether the current device has bulk copies, and the shared memory that a block can have there.
-inline bool has_bulk_copies() {
+// Whether the code of `kernel` that the current device runs has bulk copies.  The device alone does not tell: code for
+// an earlier one, kept as PTX, runs on it too.
+template <typename... Wanted>
+bool has_bulk_copies([[maybe_unused]] void (*kernel)(Wanted...)) {
 #ifdef HYBRIDEP_EMULATION
     return true;
 #else
-    return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel));
+    return attributes.ptxVersion >= 90;
 #endif
 }
 
+// What a block can have on the current device.
 inline int64_t max_shared_bytes() {
 #ifdef HYBRIDEP_EMULATION
     return 64 * 1024;
