@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The codec kernels of csrc/ on CPU and on CUDA tensors.  Their definitions are in `ds_hybridep.codecs`.
 
-Callers have checked shapes: payloads are [n, bytes] uint8 with dense rows, all else is contiguous fp32.
+Callers have checked shapes: payloads are [n, bytes] uint8 with dense rows, all else is contiguous fp32.  Tensors of a
+call on more than one device are a ValueError.
 """
 
 from enum import IntEnum
@@ -36,8 +37,9 @@ class CompiledCodecs:
 
     def prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
         """What is encoded, shaped as a [n, ...] and all zeros in tensors with inf or nan; and [n] bool, which have."""
+        device = _one_device(a=a, other=other)
         x, is_bad = torch.empty_like(a), _flags(a)
-        with self._lane(a.device) as lane:
+        with self._lane(device) as lane:
             self._extension.prepare(*_input(source, a, other), lane, x.data_ptr(), is_bad.data_ptr())
         return x, is_bad.bool()
 
@@ -45,8 +47,9 @@ class CompiledCodecs:
         self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor, *, bits: int, block: int
     ) -> Tensor:
         """Quantise a [n, ...] into payload [n, bytes].  Returns [n] uint8: 1 for inf, nan or an overflow, else 0."""
+        device = _one_device(a=a, other=other, payload=payload)
         is_bad = _flags(a)
-        with self._lane(a.device) as lane:
+        with self._lane(device) as lane:
             self._extension.blockwise_encode(
                 *_input(source, a, other), bits, block, lane, *_place(payload), is_bad.data_ptr()
             )
@@ -54,15 +57,16 @@ class CompiledCodecs:
 
     def blockwise_decode(self, payload: Tensor, out: Tensor, *, bits: int, block: int, is_add: bool) -> None:
         """Assign or add the values of payload [n, bytes] to out [n, ...]."""
-        with self._lane(out.device) as lane:
+        with self._lane(_one_device(out=out, payload=payload)) as lane:
             self._extension.blockwise_decode(*_place(payload), *_size(out), bits, block, is_add, lane, out.data_ptr())
 
     def top_k_encode(
         self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor, *, block: int, k: int, value_bits: int
     ) -> Tensor:
         """As `blockwise_encode`, the k largest of each block."""
+        device = _one_device(a=a, other=other, payload=payload)
         is_bad = _flags(a)
-        with self._lane(a.device) as lane:
+        with self._lane(device) as lane:
             self._extension.top_k_encode(
                 *_input(source, a, other), block, k, value_bits, lane, *_place(payload), is_bad.data_ptr()
             )
@@ -70,7 +74,7 @@ class CompiledCodecs:
 
     def top_k_decode(self, payload: Tensor, out: Tensor, *, block: int, k: int, value_bits: int, is_add: bool) -> None:
         """Assign or add the values of payload [n, bytes] to out [n, ...]."""
-        with self._lane(out.device) as lane:
+        with self._lane(_one_device(out=out, payload=payload)) as lane:
             self._extension.top_k_decode(
                 *_place(payload), *_size(out), block, k, value_bits, is_add, lane, out.data_ptr()
             )
@@ -95,8 +99,9 @@ class CompiledCodecs:
         start [rank, cols]: where iterations begin instead of in q.
         factor: `enum class Factor` in csrc/include/hybridep_codecs.h.
         """
+        device = _one_device(a=a, other=other, payload=payload, q=q, row_rms=row_rms, col_rms=col_rms, start=start)
         is_bad = _flags(a)
-        with self._lane(a.device) as lane:
+        with self._lane(device) as lane:
             self._extension.low_rank_encode(
                 *_input(source, a, other),
                 *(q.shape[1], a.shape[1], a.shape[2], factor, iterations),
@@ -111,7 +116,7 @@ class CompiledCodecs:
     def low_rank_decode(self, payload: Tensor, out: Tensor, *, rank: int, factor: int, is_add: bool) -> None:
         """Assign or add the products of factors, over rank in order, to out [n, rows, cols]."""
         sizes = (len(out), rank, out.shape[1], out.shape[2])
-        with self._lane(out.device) as lane:
+        with self._lane(_one_device(out=out, payload=payload)) as lane:
             self._extension.low_rank_decode(*_place(payload), *sizes, factor, is_add, lane, out.data_ptr())
 
     def orthonormalise(self, p: Tensor) -> None:
@@ -121,7 +126,7 @@ class CompiledCodecs:
 
     def divide_by_gram(self, p: Tensor, q: Tensor) -> None:
         """q [n, rank, cols] = (P P^T)^-1 q, in place, for p [n, rank, rows]; finite for dependent rows too."""
-        with self._lane(p.device) as lane:
+        with self._lane(_one_device(p=p, q=q)) as lane:
             self._extension.divide_by_gram(p.data_ptr(), q.data_ptr(), *p.shape, q.shape[2], lane)
 
     def write_headers(
@@ -129,7 +134,7 @@ class CompiledCodecs:
     ) -> None:
         """As `codecs.packet.write_headers`; `start` is the first three bytes as a number."""
         place = (packets.data_ptr(), packets.stride(0), packets.shape[0])
-        with self._lane(packets.device) as lane:
+        with self._lane(_one_device(packets=packets, is_bad=is_bad)) as lane:
             self._extension.write_headers(*place, start, number, sequence, stamp, is_bad.data_ptr(), lane)
 
     def check_headers(self, packets: Tensor, *, start: int, stamp: int) -> int:
@@ -161,6 +166,18 @@ class CudaCodecs(CompiledCodecs):
         with self._lane(tensor.device) as lane:
             self._extension.checksum(tensor.data_ptr(), num_words, word_bytes, lane, sums.data_ptr())
         return sums
+
+
+def _one_device(**tensors: Tensor | None) -> torch.device:
+    """The device of all tensors, of which the first is not None.
+
+    Raises ValueError where one is elsewhere: kernels get addresses, which do not tell.
+    """
+    (first, tensor), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    for name, other in others:
+        if other.device != tensor.device:
+            raise ValueError(f"{name}: on device {other.device}, wanted {tensor.device}, where {first} is")
+    return tensor.device
 
 
 def _flags(a: Tensor) -> Tensor:

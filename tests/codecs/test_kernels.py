@@ -214,6 +214,36 @@ def test_packets_do_not_depend_on_threads(name):
         assert torch.equal(one, other)
 
 
+def test_tensors_on_two_devices_are_refused(compiled_codecs):
+    if hasattr(compiled_codecs, "_kernels"):
+        pytest.skip("on_cuda moves all tensors to one device")
+    codecs, x, payload = compiled_codecs, normal(2, 4, 8), torch.zeros(2, 64, dtype=torch.uint8)
+    far = {name: tensor.to("meta") for name, tensor in (("x", x), ("payload", payload))}
+    flags = torch.zeros(2, dtype=torch.uint8, device="meta")
+    low_rank = {"q": x, "row_rms": None, "col_rms": None, "start": None, "factor": 0, "iterations": 1}
+    for name, call in {
+        "other": lambda: codecs.prepare(Source.UPDATE, x, far["x"]),
+        "payload": lambda: codecs.blockwise_encode(Source.ENCODE, x, None, far["payload"], bits=4, block=32),
+        "q": lambda: codecs.divide_by_gram(x, far["x"]),
+        "is_bad": lambda: codecs.write_headers(payload, start=0, number=0, sequence=0, stamp=0, is_bad=flags),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}: on device meta, wanted cpu, where"):
+            call()
+    for wrong in ("q", "row_rms", "col_rms", "start"):
+        with pytest.raises(ValueError, match=f"{wrong}: on device meta, wanted cpu, where a is"):
+            codecs.low_rank_encode(Source.ENCODE, x, None, payload, **{**low_rank, wrong: far["x"]})
+    decoders = [
+        lambda: codecs.blockwise_decode(far["payload"], x, bits=4, block=32, is_add=True),
+        lambda: codecs.top_k_decode(far["payload"], x, block=32, k=1, value_bits=4, is_add=True),
+        lambda: codecs.low_rank_decode(far["payload"], x, rank=1, factor=0, is_add=True),
+    ]
+    for call in decoders:
+        with pytest.raises(ValueError, match="payload: on device meta, wanted cpu, where out is"):
+            call()
+    with pytest.raises(ValueError, match="payload: on device meta, wanted cpu, where a is"):
+        codecs.top_k_encode(Source.ENCODE, x, None, far["payload"], block=32, k=1, value_bits=4)
+
+
 LOW_RANKS = [
     {"type": "low_rank", "rank": rank, "factors": factors, "iterations": iterations, "fallback": "int2"}
     for rank, factors, iterations in [(1, "fp32", 1), (5, "int8", 1), (7, "int4", 2), (13, "bf16", 3), (35, "fp32", 2)]
