@@ -44,6 +44,7 @@ def kernels_ahead_of_time() -> dict[str, object]:
     reason = cuda.why_not(ahead_of_time=True)
     if reason is None:
         extensions.append(cuda.builder())
+        os.environ.update(cuda.environment())
     else:
         warnings.warn(f"ds_hybridep: kernels for the CPU only: {reason}", stacklevel=1)
     for extension in extensions:  # setuptools takes relative paths only

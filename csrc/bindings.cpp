@@ -320,6 +320,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     using release_gil = py::call_guard<py::gil_scoped_release>;
     module.doc() = "Token routing and codecs on raw addresses; use it through ds_hybridep.kernels.";
 #ifdef HYBRIDEP_CUDA
+    module.def("code_error", &hybridep::code_error);
     module.def("plan_scratch_bytes", &hybridep::plan_scratch_bytes);
     module.def("plan_routes", &plan_routes, release_gil());
     module.def("dispatch_rows_on", &dispatch_rows_on, release_gil());

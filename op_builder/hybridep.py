@@ -14,11 +14,12 @@ import importlib
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ from torch.utils import cpp_extension
 LOCK_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.1
 
+MIN_CAPABILITY = (8, 0)
+NAMES_BELOW = ("Kepler", "Maxwell", "Pascal", "Volta", "Turing")  # torch's, for capabilities below MIN_CAPABILITY
+ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
+
 
 class BuildLockTimeout(RuntimeError):
     """Another process has held the build lock for longer than any build takes."""
@@ -37,6 +42,8 @@ class BuildLockTimeout(RuntimeError):
 
 class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no types
     """Compiles and loads the kernels for tensors of one type of device.
+
+    CUDA's need compute capability 8.0 or later; what TORCH_CUDA_ARCH_LIST has below it is not built for.
 
     The module's name ends in a digest of all that decides what is built: sources, flags, compilers, Python, torch, GPU
     architectures, and for `-march=native` the processor.  A changed source therefore has another name, and a home
@@ -61,8 +68,14 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         self.name: str = f"{base}_{self.digest()}"
 
     def absolute_name(self) -> str:
-        """Where the module is if it was compiled ahead of time."""
-        return f"ds_hybridep.{self.name}"
+        """Where the module is if it was compiled ahead of time: without nvcc in the digest, which need not be here."""
+        if not self.is_cuda:
+            return f"ds_hybridep.{self.name}"
+        return f"ds_hybridep.{self.CUDA_NAME}_{self.digest(with_nvcc=False)}"
+
+    def is_ahead_of_time(self) -> bool:
+        """Whether the module was compiled ahead of time from these very sources and flags."""
+        return importlib.util.find_spec(self.absolute_name()) is not None
 
     def why_not(self, ahead_of_time: bool = False) -> str | None:
         """Why the kernels cannot be built here; None where nothing is known against it.
@@ -73,11 +86,42 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
             return None
         if torch.version.cuda is None:
             return f"torch {torch.__version__} is a build without CUDA; install one with it"
-        if not torch.cuda.is_available() and not (ahead_of_time and os.environ.get("TORCH_CUDA_ARCH_LIST")):
-            return "torch finds no CUDA device"
+        if not (ahead_of_time and _listed()):
+            if not torch.cuda.is_available():
+                return "torch finds no CUDA device"
+            capability = torch.cuda.get_device_capability()
+            if capability < MIN_CAPABILITY:
+                found = ".".join(map(str, capability))
+                return f"{torch.cuda.get_device_name()} has compute capability {found}; the kernels need 8.0 or later"
+        if not ahead_of_time and self.is_ahead_of_time():
+            return None
+        if not _architectures():
+            return f"{ARCH_LIST}={os.environ[ARCH_LIST]!r} names nothing of compute capability 8.0 or later, as needed"
         if cpp_extension.CUDA_HOME is None or not self.nvcc().exists():
             return "nvcc was not found; install the CUDA toolkit of torch's version and set CUDA_HOME to its folder"
+        version = re.search(r"release (\d+)\.\d+", _version_of(self.nvcc()))
+        if version is not None and version[1] != torch.version.cuda.split(".")[0]:
+            return (
+                f"{self.nvcc()} is of CUDA {version[1]}, torch of CUDA {torch.version.cuda}; "
+                "set CUDA_HOME to the folder of a toolkit of torch's version"
+            )
         return None
+
+    def why_unusable(self, module: Any) -> str | None:
+        """Why the current device cannot run the loaded `module`; None where it can."""
+        error = module.code_error() if self.is_cuda else ""
+        if not error:
+            return None
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        return (
+            f"{self.name} has no code that {torch.cuda.get_device_name()} can run: {error}; "
+            f"add its compute capability, {capability}, to {ARCH_LIST}, or unset that, and build again"
+        )
+
+    def environment(self) -> dict[str, str]:
+        """What to set for a build: TORCH_CUDA_ARCH_LIST, where torch by itself would build for too old devices too."""
+        kept = _architectures() if self.is_cuda else []
+        return {ARCH_LIST: ";".join(kept)} if self.is_cuda and kept != (_listed() or _of_devices()) else {}
 
     def nvcc(self) -> Path:
         """The compiler that torch uses for .cu files."""
@@ -116,13 +160,16 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         """The flag to compile for this very processor.  DeepSpeed's own takes a second to arrive at the same."""
         return "-mcpu=native" if platform.machine().startswith("ppc") else "-march=native"
 
-    def digest(self) -> str:
-        """First 12 hex digits of a digest of all that decides what is built."""
+    def digest(self, with_nvcc: bool = True) -> str:
+        """First 12 hex digits of a digest of all that decides what is built; nvcc's version can be left out."""
         sha = hashlib.sha256()
         suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
         compiler = os.environ.get("CXX", "")
         parts = [*self.cxx_args(), *self.nvcc_args(), sys.version, suffix, torch.__version__, compiler]
-        parts += [_version_of(self.nvcc()), *_architectures()] if self.is_cuda else [_processor()]
+        if self.is_cuda:
+            parts += [_version_of(self.nvcc()) if with_nvcc else "", *_architectures()]
+        else:
+            parts.append(_processor())
         for part in parts:
             sha.update(part.encode() + b"\0")
         headers = [path for folder in self.include_paths() for path in sorted(Path(folder).glob("*.h"))]
@@ -137,13 +184,11 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
 
     def is_built(self) -> bool:
         """Whether loading would compile nothing."""
-        if importlib.util.find_spec(self.absolute_name()) is not None:
-            return True
-        return (self.build_directory() / f"{self.name}.so").exists()
+        return self.is_ahead_of_time() or (self.build_directory() / f"{self.name}.so").exists()
 
     def load(self, verbose: bool = True) -> Any:
         """The module that was compiled ahead of time from these very sources and flags, else as `jit_load`."""
-        if self.name not in self._loaded_ops and importlib.util.find_spec(self.absolute_name()) is not None:
+        if self.name not in self._loaded_ops and self.is_ahead_of_time():
             self._loaded_ops[self.name] = importlib.import_module(self.absolute_name())
         return self._loaded_ops.get(self.name) or self.jit_load(verbose)
 
@@ -161,24 +206,35 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         """The compiled module, built now unless that was done before.  `load` also remembers it in this process.
 
         Raises:
-            RuntimeError: the compiler or ninja failed; the message ends with what the compiler said.
+            RuntimeError: the compiler or ninja failed; the message ends with what the compiler said.  Or torch does
+                not know an architecture that is listed.
             ImportError: the module was built but cannot be loaded.
             OSError: the build folder cannot be written or locked.
             BuildLockTimeout: another process holds the lock and does not let go.
         """
         directory = self.build_directory()
         directory.mkdir(parents=True, exist_ok=True)
-        with _ninja_on_path(), _exclusive(directory.parent / f"{self.name}.flock"):
+        with (
+            _ninja_on_path(),
+            _changed_environment(self.environment()),
+            _exclusive(directory.parent / f"{self.name}.flock"),
+        ):
             (directory / "lock").unlink(missing_ok=True)  # torch's, left by a build that was killed
-            module = cpp_extension.load(
-                name=self.name,
-                sources=self.sources(),
-                extra_include_paths=self.include_paths(),
-                extra_cflags=self.cxx_args(),
-                extra_cuda_cflags=self.nvcc_args(),
-                build_directory=str(directory),
-                verbose=verbose,
-            )
+            try:
+                module = cpp_extension.load(
+                    name=self.name,
+                    sources=self.sources(),
+                    extra_include_paths=self.include_paths(),
+                    extra_cflags=self.cxx_args(),
+                    extra_cuda_cflags=self.nvcc_args(),
+                    build_directory=str(directory),
+                    verbose=verbose,
+                )
+            except ValueError as error:
+                listed = os.environ.get(ARCH_LIST)
+                raise RuntimeError(
+                    f"{error}; {ARCH_LIST} is {listed!r}: set it to what torch and nvcc know"
+                ) from error
         self._loaded_ops[self.name] = module
         return module
 
@@ -214,20 +270,46 @@ def _ninja_on_path() -> Iterator[None]:
         yield
         return
     before = os.environ.get("PATH", os.defpath)
-    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), before])
+    with _changed_environment({"PATH": os.pathsep.join([sysconfig.get_path("scripts"), before])}):
+        yield
+
+
+@contextmanager
+def _changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """With these variables set in the environment."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     try:
         yield
     finally:
-        os.environ["PATH"] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _architectures() -> list[str]:
-    """What GPU code is built for: TORCH_CUDA_ARCH_LIST, or the compute capabilities of the devices."""
-    listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
-    if listed:
-        return [listed]
+    """What GPU code is built for: what is listed, or the devices' own, from MIN_CAPABILITY on."""
+    return [arch for arch in _listed() or _of_devices() if not _is_below(arch)]
+
+
+def _listed() -> list[str]:
+    """The entries of TORCH_CUDA_ARCH_LIST; none where it leaves them to the devices."""
+    listed = os.environ.get(ARCH_LIST, "")
+    return [] if listed == "native" else listed.replace(";", " ").split()
+
+
+def _of_devices() -> list[str]:
+    """The compute capabilities of the devices."""
     found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
     return [f"{major}.{minor}" for major, minor in sorted(found)]
+
+
+def _is_below(arch: str) -> bool:
+    """Whether an entry of TORCH_CUDA_ARCH_LIST, a number or a name, is below MIN_CAPABILITY."""
+    number = re.match(r"(\d+)\.(\d+)", arch)
+    return arch.startswith(NAMES_BELOW) if number is None else (int(number[1]), int(number[2])) < MIN_CAPABILITY
 
 
 def _version_of(nvcc: Path) -> str:

@@ -138,6 +138,18 @@ __global__ void fill_plan(Routes routes, PlanScratch scratch, int64_t* row_to_to
 
 }  // namespace
 
+std::string code_error() {
+#ifdef HYBRIDEP_EMULATION
+    return "";
+#else
+    cudaFuncAttributes attributes{};
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, fill_plan);
+    if (error == cudaSuccess) return "";
+    cudaGetLastError();  // or the next launch would report it
+    return cudaGetErrorString(error);
+#endif
+}
+
 int64_t plan_scratch_bytes(int64_t num_tokens, int64_t num_destinations) {
     const int64_t num_words = num_destinations * blocks_for(num_tokens, 32);
     return num_words * static_cast<int64_t>(sizeof(int64_t) + sizeof(uint32_t)) +

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "hybridep_stream.h"
 
@@ -99,6 +100,9 @@ int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows
                               int num_threads, int64_t* scratch, void* grad_rows, float* grad_weights);
 
 // --- On CUDA devices, see hybridep_stream.h -------------------------------------------------------------------------
+
+// Why the current device has no code of this module to run, in CUDA's words; empty where it has.
+std::string code_error();
 
 // A plan whose sizes are not known on the host: the outputs have room for T * min(K, N) rows, of which the first R are
 // written.

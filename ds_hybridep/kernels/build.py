@@ -86,6 +86,9 @@ def _compiled_or_reason(device_type: str) -> Kernels | str:
         if reason is not None:
             return reason
         extension = builder.load(verbose=False)
+        reason = builder.why_unusable(extension)
+        if reason is not None:
+            return reason
     except BUILD_ERRORS as error:
         return _describe(error)
     from ds_hybridep.kernels.compiled import CompiledKernels

@@ -118,6 +118,98 @@ def test_what_stands_in_the_way_of_cuda_kernels_is_named(monkeypatch, tmp_path):
     assert HybridEPBuilder("cpu").why_not() is None
 
 
+@pytest.fixture
+def cuda_machine(monkeypatch, tmp_path):
+    """As if there were a GPU and nvcc: returns what can be changed of them."""
+    machine = types.SimpleNamespace(capabilities=[(9, 0)], nvcc="Cuda compilation tools, release 13.0, V13.0.48")
+    monkeypatch.setattr(builder_module.torch.version, "cuda", "13.0")
+    cuda = builder_module.torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: bool(machine.capabilities))
+    monkeypatch.setattr(cuda, "device_count", lambda: len(machine.capabilities))
+    monkeypatch.setattr(cuda, "get_device_capability", lambda device=0: machine.capabilities[device])
+    monkeypatch.setattr(cuda, "get_device_name", lambda device=0: "Some GPU")
+    monkeypatch.setattr(builder_module.cpp_extension, "CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(builder_module, "_version_of", lambda nvcc: machine.nvcc)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    return machine
+
+
+def test_devices_and_toolkits_that_do_not_fit_are_named(cuda_machine, monkeypatch):
+    builder = HybridEPBuilder("cuda")
+    assert builder.why_not() is None
+    cuda_machine.capabilities[:] = [(7, 5)]
+    assert builder.why_not() == "Some GPU has compute capability 7.5; the kernels need 8.0 or later"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.5;8.0")
+    assert builder.why_not(ahead_of_time=True) is None  # for another machine
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0 Turing")
+    assert "TORCH_CUDA_ARCH_LIST='7.0 Turing' names nothing of" in builder.why_not(ahead_of_time=True)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    cuda_machine.nvcc = "Cuda compilation tools, release 12.8, V12.8.61"
+    assert "nvcc is of CUDA 12, torch of CUDA 13.0; set CUDA_HOME" in builder.why_not(ahead_of_time=True)
+
+
+def test_a_module_built_ahead_of_time_needs_no_nvcc(cuda_machine, monkeypatch):
+    name = HybridEPBuilder("cuda").absolute_name()
+    monkeypatch.setattr(builder_module.cpp_extension, "CUDA_HOME", None)
+    cuda_machine.nvcc = ""
+    assert "nvcc was not found" in HybridEPBuilder("cuda").why_not()
+    monkeypatch.setattr(builder_module.importlib.util, "find_spec", lambda wanted: wanted == name or None)
+    assert HybridEPBuilder("cuda").why_not() is None
+
+
+@pytest.mark.parametrize(
+    ("listed", "built"),
+    [
+        (None, None),
+        ("native", None),
+        ("8.0;9.0+PTX", None),
+        ("7.5;8.0 10.0a", "8.0;10.0a"),
+        ("Volta;Turing;Kepler+Tesla;Ampere", "Ampere"),
+    ],
+)
+def test_nothing_is_built_for_devices_that_are_too_old(cuda_machine, fake_compiler, monkeypatch, listed, built):
+    if listed is not None:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    found = []
+    monkeypatch.setattr(
+        builder_module.cpp_extension, "load", lambda **_: found.append(os.environ.get("TORCH_CUDA_ARCH_LIST"))
+    )
+    HybridEPBuilder("cuda").jit_load()
+    assert found == [built or listed]
+    assert os.environ.get("TORCH_CUDA_ARCH_LIST") == listed
+
+
+def test_old_devices_beside_new_ones_are_left_out(cuda_machine):
+    cuda_machine.capabilities[:] = [(9, 0), (7, 5), (8, 6)]
+    assert HybridEPBuilder("cuda").environment() == {"TORCH_CUDA_ARCH_LIST": "8.6;9.0"}
+    assert HybridEPBuilder("cpu").environment() == {}
+
+
+def test_an_unknown_architecture_is_a_failed_build(cuda_machine, fake_compiler, forget_builds, monkeypatch, caplog):
+    def load(**arguments):
+        builder_module.cpp_extension._get_cuda_arch_flags()
+
+    monkeypatch.setattr(builder_module.cpp_extension, "load", load)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "99.0")
+    with pytest.raises(KernelBuildError, match=r"Unknown CUDA arch \(99.0\).*TORCH_CUDA_ARCH_LIST is '99.0': set it"):
+        load_kernels("compiled", "cuda")
+    with caplog.at_level(logging.WARNING, logger="ds_hybridep"):
+        assert load_kernels("auto", "cuda").name == "reference"
+    assert "Unknown CUDA arch (99.0)" in caplog.text
+
+
+def test_a_module_without_code_for_the_device_is_refused(cuda_machine, forget_builds, monkeypatch):
+    module = types.SimpleNamespace(code_error=lambda: "no kernel image is available for execution on the device")
+    monkeypatch.setattr(HybridEPBuilder, "load", lambda self, verbose: module)
+    wanted = (
+        "no code that Some GPU can run: no kernel image .*; add its compute capability, 9.0, to TORCH_CUDA_ARCH_LIST"
+    )
+    with pytest.raises(KernelBuildError, match=wanted):
+        load_kernels("compiled", "cuda")
+
+
 def test_mistakes_of_ours_are_not_taken_for_failed_builds(forget_builds, monkeypatch):
     def load(self, verbose):
         raise AttributeError("a mistake")
