@@ -343,7 +343,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("top_k_decode", &top_k_decode, release_gil());
     module.def("low_rank_encode", &low_rank_encode, release_gil());
     module.def("low_rank_decode", &low_rank_decode, release_gil());
-    module.def("write_headers", &write_headers);
+    module.def("write_headers", &write_headers, release_gil());
 #ifdef HYBRIDEP_CUDA
     module.def("checksum", &checksum, release_gil());
 #else

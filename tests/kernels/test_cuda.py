@@ -95,14 +95,20 @@ def on_gpu(*tensors):
 def test_work_is_queued_on_the_current_stream(cuda):
     """Inputs are written late on the same stream, so kernels on another one would read what was there before."""
     topk_idx, destinations, num_destinations = on_gpu(*large_routes())
-    x = torch.zeros(6000, 512, device="cuda")
+    x, late = torch.zeros(6000, 512, device="cuda"), payload(6000, 512).cuda()
     stream = torch.cuda.Stream()
+
+    def plan_and_scatter():
+        started = cuda.start_plan(topk_idx, destinations, num_destinations)
+        return started, cuda.scatter_rows(x, started.padded.first_slot_to_row, len(started.padded.row_to_token))
+
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        plan_and_scatter()  # code is loaded and memory allocated, which waits for the device
+        torch.cuda.synchronize()
         torch.cuda._sleep(50_000_000)
-        x.copy_(payload(6000, 512).cuda())
-        started = cuda.start_plan(topk_idx, destinations, num_destinations)
-        rows = cuda.scatter_rows(x, started.padded.first_slot_to_row, len(started.padded.row_to_token))
+        x.copy_(late)
+        started, rows = plan_and_scatter()
         assert not stream.query()  # nothing has waited
         plan = started.plan()
     torch.cuda.synchronize()
