@@ -91,7 +91,9 @@ inline void fill_bytes(void* at, int value, int64_t bytes, Stream stream,
 }
 
 #ifndef HYBRIDEP_EMULATION
-// The current device's pool for scratch, which keeps what it was given back.
+inline constexpr uint64_t kKeptScratchBytes = 64 << 20;
+
+// The current device's pool for scratch, which keeps up to kKeptScratchBytes of what it was given back.
 inline cudaMemPool_t scratch_pool() {
     static std::mutex mutex;
     static std::map<int, cudaMemPool_t> pools;
@@ -105,8 +107,8 @@ inline cudaMemPool_t scratch_pool() {
     properties.location = {cudaMemLocationTypeDevice, device};
     cudaMemPool_t pool;
     check(cudaMemPoolCreate(&pool, &properties));
-    uint64_t all = UINT64_MAX;
-    check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &all));
+    uint64_t kept = kKeptScratchBytes;
+    check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &kept));
     return pools[device] = pool;
 }
 #endif
