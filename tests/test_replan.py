@@ -575,7 +575,8 @@ def test_memory_left_is_read_from_the_host_and_the_container(tmp_path):
     assert working_bytes >= 0
     assert planning._left_in_container(tmp_path) == math.inf
     (tmp_path / "memory.current").write_text("700\n")
-    for limit, left in (("1000\n", 300.0), ("max\n", math.inf)):
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 50\n")
+    for limit, left in (("1000\n", 350.0), ("max\n", math.inf)):
         (tmp_path / "memory.max").write_text(limit)
         assert planning._left_in_container(tmp_path) == left
 

@@ -174,10 +174,8 @@ class JobPlanner:
         self._cluster = self._first_links()
         self._model = _model_of(specs, facts)
         self._param_bytes, self._device = spec.sample.element_size(), spec.sample.device
-        self._free_bytes, self._working_bytes = (
-            math.inf,
-            0.0,
-        )  # of the fullest rank; what a step takes of it for a while
+        self._free_bytes = math.inf  # of the fullest rank
+        self._working_bytes = 0.0  # what a step takes of it for a while
         self._trainable_params = expert_params(spec, trainable_only=True)
         self._rates = measure_experts(spec, self._probe, self._cluster)
         self._codecs = {
@@ -705,11 +703,14 @@ def _free_and_working_bytes(device: torch.device, num_neighbours: int) -> tuple[
 
 
 def _left_in_container(folder: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes below this process's memory limit; infinite where it has none."""
+    """Bytes below this process's memory limit, files read long ago not counted; infinite where there is no limit."""
     try:
         limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return math.inf if limit == "max" else float(int(limit) - int(used))
-    except (OSError, ValueError):
+        if limit == "max":
+            return math.inf
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return float(int(limit) - int(used) + int(counts["inactive_file"]))
+    except (OSError, ValueError, KeyError):
         return math.inf
 
 
