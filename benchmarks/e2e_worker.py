@@ -77,6 +77,7 @@ class Measured:
     step_s: list[float] = field(default_factory=list)
     wan_bytes: list[float] = field(default_factory=list)  # per step, all DC uplinks, one direction, headers included
     counted: list[dict[str, float]] = field(default_factory=list)  # per step, level 0, by kind, this rank
+    probe_s: list[float] = field(default_factory=list)  # of `compute_probe_s`, right before each block
 
 
 class Driver:
@@ -217,6 +218,19 @@ def train(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int, num_ste
         run.loss = loss.item()
 
 
+def compute_probe_s(num_products: int = 400) -> float:
+    """Seconds that the slowest rank takes for the same small matrix products, all ranks at once: this machine's speed
+    drifts by more than plans differ, and a prediction has to know today's."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(128, 64), torch.randn(64, 256)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(num_products):
+        torch.relu(x @ weight) @ weight.T
+    dist.barrier()
+    return time.perf_counter() - start
+
+
 def level_0_bytes(run: Run) -> dict[str, int]:
     if run.plan.domain_sizes is None:
         return {}
@@ -295,6 +309,7 @@ def phase(runs: list[Run], driver: Driver, corpus: Tensor, args: argparse.Namesp
     by_name = {run.plan.name: run for run in runs}
     for order in bench.interleaved(list(by_name), args.rounds):
         for name in order:
+            measured[name].probe_s.append(compute_probe_s())
             step_s, wan_bytes, counted = run_block(by_name[name], driver, corpus, args, rows, steps)
             measured[name].step_s.append(step_s)
             measured[name].wan_bytes.append(wan_bytes)
@@ -362,6 +377,7 @@ def main() -> None:
                                 "adapters": run.plan.adapters,
                             },
                             "step_s": one.step_s,
+                            "probe_s": one.probe_s,
                             "wan_bytes_per_step": statistics.median(one.wan_bytes),
                             "counted_bytes_per_step": sum_over_ranks(one.counted),
                             "loss": run.loss,

@@ -7,9 +7,12 @@
 What depends on this machine is fitted on a third of the grid of rates x batches of the first file, the one that
 benchmarks/predict.py fits on: seconds per token, layer, expert call, round of messages and step, the rate left to
 transfers while ranks compute, the time of each lossy codec, and from the interface counters the bytes of DeepSpeed's
-own synchronisation. All other points, and all of the other files, are simulated without having been seen. Beside them
-stands the naive line, which is told more: the same plan's measured step without a limit at that very batch, plus its
-measured bytes over the bandwidth. The last line is one JSON document.
+own synchronisation. Where the records say how fast the machine was at each point of the grid (`probe_s`), its times
+are scaled by that, as a job's own probe would have it. All other points, and the other files, are simulated without
+having been seen; but where there are more than two DCs one number more is fitted, on one batch of their file: by how
+much an exchange between them takes longer than its bytes on the busiest link, as flows that share links at both ends
+do not end together. Beside them stands the naive line, which is told more: the same plan's measured step without a
+limit at that very batch, plus its measured bytes over the bandwidth. The last line is one JSON document.
 """
 
 import argparse
@@ -41,12 +44,15 @@ OTHERS = ("auto", "recommended codecs")  # are several plans, or have other code
 Record = Mapping[str, Any]
 Fitted = dict[str, float]
 
-# Decoding takes this share of the time of encoding, as codecs were when the records were taken (docs/benchmarks.md).
-DECODE_SHARE = {"int8": 1.0, "low rank 7 int4": 0.3}
+# Decoding takes this share of the time of encoding (results/codecs-time.jsonl).
+DECODE_SHARE = {"int8": 0.56, "low rank 7 int4": 0.25}
 
-# Free parameters, and where the search begins.  codec_s: of encoding one rank's experts of a layer.
+# Free parameters, and where the search begins.  codec_s: of encoding one rank's experts of a layer; token_s: of what a
+# layer does for each token where the rest is slept; flops_per_s: where nothing is; crowding: what exchanges between
+# more than two DCs take over the time of their bytes.
 START: Fitted = {
     "flops_per_s": 1e10,
+    "token_s": 1e-6,
     "layer_s": 1e-3,
     "expert_call_s": 3e-4,
     "message_s": 5e-4,
@@ -54,8 +60,10 @@ START: Fitted = {
     "overlap": 0.5,
     "int8_s": 1e-3,
     "low rank 7 int4_s": 1e-3,
+    "crowding": 1.0,
 }
-SLEEP_PARAMETERS = ("layer_s", "expert_call_s", "message_s", "step_s", "overlap", "int8_s", "low rank 7 int4_s")
+COMPUTE_PARAMETERS = tuple(name for name in START if name not in ("token_s", "crowding"))
+SLEEP_PARAMETERS = tuple(name for name in START if name not in ("flops_per_s", "crowding"))
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Point:
     codec: of expert weights and gradients between DCs, by name.
     ratio: its bytes as counted, `identity` over it.
     wan_bytes, counted: of all DC uplinks together, one direction, on the wire and by kind.
+    probe_s: of the same computation, in the minutes in which this place of the grid was measured; 0 where not known.
     """
 
     plan: str
@@ -80,6 +89,7 @@ class Point:
     step_s: float
     wan_bytes: float
     counted: Mapping[str, float]
+    probe_s: float = 0.0
 
     @property
     def batch(self) -> tuple[int, int]:
@@ -96,7 +106,13 @@ def read_points(records: Sequence[Record]) -> list[Point]:
         params = {**record["params"], "plan": record["params"]["plan"].replace(AGAIN, FLAT)}
         key = (record["delay"], *sorted((name, str(value)) for name, value in params.items()))
         grouped.setdefault(key, []).append({**record, "params": params})
-    return [_point(group) for group in grouped.values()]
+    points = [_point(group) for group in grouped.values()]
+    probes: dict[tuple[Any, ...], list[float]] = {}
+    for point, group in zip(points, grouped.values(), strict=True):
+        probes.setdefault((point.rate, point.batch), []).extend(
+            seconds for record in group for seconds in record.get("probe_s", ())
+        )
+    return [replace(point, probe_s=statistics.median(probes[point.rate, point.batch] or [0.0])) for point in points]
 
 
 def _point(group: Sequence[Record]) -> Point:
@@ -162,6 +178,7 @@ def scenario_of(point: Point, fitted: Fitted, *, row_scale: float = 1.0) -> Scen
     levels = [Level("dc", point.sizes[0], Link(wan, point.delay_s))]
     levels += [Level(f"level{i}", size, Link(LOOPBACK_BYTES_PER_S, 0.0)) for i, size in enumerate(point.sizes[1:], 1)]
     workload = replace(point.workload, row_scale=row_scale)
+    fitted = slowed(fitted, point)
     codec = IDENTITY
     if point.codec != EXACT:
         own_bytes = experts_per_rank(point.layout, workload) * workload.expert_travel_bytes
@@ -169,9 +186,11 @@ def scenario_of(point: Point, fitted: Fitted, *, row_scale: float = 1.0) -> Scen
         decode_speed = speed / DECODE_SHARE[point.codec]
         codec = Codec(point.codec, point.ratio, encode_bytes_per_s=speed, decode_bytes_per_s=decode_speed)
     codecs = (LevelCodecs(weight=codec, gradient=codec), *point.layout.codecs[1:])
+    crowding = fitted["crowding"] if point.sizes[0] > 2 else 1.0
     flops_per_s, expert_flops_per_s = fitted["flops_per_s"], None
     if point.slept is not None:
-        flops_per_s = workload.pre_expert_flops / point.slept[0]
+        dense_s = point.slept[0] + fitted["token_s"] * workload.tokens_per_rank
+        flops_per_s = workload.pre_expert_flops / dense_s
         expert_flops_per_s = workload.expert_flops_per_row / point.slept[1]
     return Scenario(
         cluster=Cluster(tuple(levels)),
@@ -187,13 +206,20 @@ def scenario_of(point: Point, fitted: Fitted, *, row_scale: float = 1.0) -> Scen
             packet_s=fitted["message_s"],
             step_s=fitted["step_s"],
             overlap=max(fitted["overlap"], 1e-3),
-            wire_factor=WIRE_FACTOR,
+            wire_factor=WIRE_FACTOR * crowding,
         ),
-        # Level by level a sum takes one pass: each block goes to the rank that needs it.
+        # Level by level a sum takes one pass: each block goes to the rank that needs it.  Rings are no exchange.
         sync=SyncModel(algorithm="hierarchical", reduce_passes=1.0)
         if point.algorithm == "hierarchical"
-        else SyncModel(factor=fitted.get("sync_factor", 1.0)),
+        else SyncModel(factor=fitted.get("sync_factor", 1.0) / crowding),
     )
+
+
+def slowed(fitted: Fitted, point: Point) -> Fitted:
+    """The machine's times as the probe says they were when the point was measured."""
+    factor = point.probe_s / fitted["probe_s"] if point.probe_s and fitted.get("probe_s") else 1.0
+    scaled = {name: value * factor for name, value in fitted.items() if name.endswith("_s")}
+    return {**fitted, **scaled, "flops_per_s": fitted["flops_per_s"] / factor}
 
 
 StepOf = Callable[[Point, Fitted, float], float]  # seconds, given a factor of the token rows
@@ -229,7 +255,12 @@ def sync_factor_of(points: Sequence[Point]) -> float:
 
 def fit(points: Sequence[Point], names: Sequence[str], step_of: StepOf) -> Fitted:
     """Parameters `names` of least squared logarithmic error on `points`, first by the stream model, which is quick."""
-    near = search(points, names, {**START, "sync_factor": sync_factor_of(points)}, predicted_s, step=2.0)
+    start = {
+        **START,
+        "sync_factor": sync_factor_of(points),
+        "probe_s": statistics.median(point.probe_s for point in points),
+    }
+    near = search(points, names, start, predicted_s, step=2.0)
     return near if step_of is predicted_s else search(points, names, near, step_of, step=1.3)
 
 
@@ -269,6 +300,12 @@ def is_fitted(point: Point, points: Sequence[Point], third: int) -> bool:
     rates = sorted({other.rate for other in points}, key=predict._rate_order)
     batches = sorted({other.batch for other in points})
     return (rates.index(point.rate) + batches.index(point.batch)) % 3 == third
+
+
+def is_of_batch(point: Point, points: Sequence[Point], index: int) -> bool:
+    """True for the points of one batch, at all rates."""
+    batches = sorted({other.batch for other in points})
+    return point.batch == batches[index % len(batches)]
 
 
 Errors = Mapping[str, Sequence[float | None]]
@@ -350,7 +387,7 @@ def read_file(path: Path) -> list[Point]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, help="a third of it is fitted on")
-    parser.add_argument("others", type=Path, nargs="*", help="not fitted on at all")
+    parser.add_argument("others", type=Path, nargs="*", help="not fitted on, but see above")
     parser.add_argument("--third", type=int, choices=(0, 1, 2), default=0, help="which third of the grid is fitted on")
     parser.add_argument(
         "--plot", type=Path, help="PNG of predicted against measured seconds of the first file's points"
@@ -363,7 +400,7 @@ def main() -> None:
     unknown = [point for point in points if not is_fitted(point, points, args.third)]
     if not known or not unknown:
         parser.error("the records hold too few points to fit on some and to simulate others")
-    names = SLEEP_PARAMETERS if known[0].slept is not None else tuple(START)
+    names = SLEEP_PARAMETERS if known[0].slept is not None else COMPUTE_PARAMETERS
     fitted = fit(known, names, step_of)
     print(f"Fitted on {len(known)} of {len(points)} step times: ", end="")
     print(", ".join(f"{name} {fitted[name]:.3g}" for name in (*names, "sync_factor")) + "\n")
@@ -375,8 +412,15 @@ def main() -> None:
         "fitted": fitted,
         "points": [],
     }
-    others = [(path, other, other) for path in args.others for other in [read_file(path)]]
-    for path, held_out, everything in ((args.records, unknown, points), *others):
+    scored = [(args.records, unknown, points)]
+    for path in args.others:
+        others = read_file(path)
+        crowded = [point for point in others if point.sizes[0] > 2 and is_of_batch(point, others, args.third)]
+        if crowded:
+            fitted = search(crowded, ("crowding",), fitted, step_of, step=1.3)
+            print(f"Fitted on {len(crowded)} of {len(others)} of {path.name}: crowding {fitted['crowding']:.3g}\n")
+        scored.append((path, [point for point in others if point not in crowded], others))
+    for path, held_out, everything in scored:
         errors = errors_of(held_out, everything, fitted, step_of)
         print("\n".join(table(held_out, errors, path.stem)))
         if args.plot is not None and held_out is unknown:
