@@ -17,7 +17,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -247,26 +247,63 @@ def sweeps() -> Iterator[Record]:
             for gbps in GBPS:
                 sizes = {"flat": 1, "fixed size": 4, "fixed share": num_dcs // 2}
                 seconds = {name: sweep_s(num_dcs, size, gbps, packet_mb) for name, size in sizes.items()}
-                yield {"part": "sweep", "packet_mb": packet_mb, "dcs": num_dcs, "gbps": gbps, "step_s": seconds}
+                yield {
+                    "part": "sweep", "packet_mb": packet_mb, "dcs": num_dcs, "gbps": gbps, "step_s": seconds,
+                    "ours": sweep_choices(num_dcs, gbps, packet_mb),
+                }  # fmt: skip
+
+
+def sweep_question(num_dcs: int, gbps: float, packet_mb: float, memory_bytes: float | None = None) -> Question:
+    """One point of a sweep."""
+    return Question(
+        cluster=Cluster((Level("dc", num_dcs, Link(gbps * GIGA_BIT, 0.0)),)),
+        workload=Workload(model=model_of(num_dcs), tokens_per_rank=round(96 * MEGA / ROW_BYTES), zero_stage=0),
+        rates=Rates(flops_per_s=A800_FLOPS_PER_S),
+        codecs=(packets_of(packet_mb * MEGA),),
+        memory_bytes=memory_bytes,
+    )
 
 
 def sweep_s(num_dcs: int, domain_size: int, gbps: float, packet_mb: float) -> float:
     """Simulated seconds of one point of a sweep."""
-    scenario = Scenario(
-        cluster=Cluster((Level("dc", num_dcs, Link(gbps * GIGA_BIT, 0.0)),)),
-        layout=Layout(spans=(num_dcs,), domain_sizes=(domain_size,), codecs=(packets_of(packet_mb * MEGA),)),
-        workload=Workload(model=model_of(num_dcs), tokens_per_rank=round(96 * MEGA / ROW_BYTES), zero_stage=0),
-        rates=Rates(flops_per_s=A800_FLOPS_PER_S),
+    question = sweep_question(num_dcs, gbps, packet_mb)
+    return step_s_of(
+        question, Layout(spans=(num_dcs,), domain_sizes=(domain_size,), codecs=(packets_of(packet_mb * MEGA),))
     )
-    return simulate(scenario).step_s
+
+
+def sweep_choices(num_dcs: int, gbps: float, packet_mb: float) -> Record:
+    """The planner's own choice at a point of a sweep, with the paper's packets, by memory in GB."""
+    found = {}
+    for memory_bytes in (None, 80e9):
+        question = sweep_question(num_dcs, gbps, packet_mb, memory_bytes)
+        plan = make_plan(question)
+        best = fastest_simulated(question, [plan.best, *plan.others[:3]])
+        name = "unlimited" if memory_bytes is None else f"{memory_bytes / 1e9:g}"
+        found[name] = {"plan": best.label, "step_s": step_s_of(question, best.layout)}
+    return found
 
 
 def paper_range() -> Iterator[Record]:
-    """For domains of a share of 1000 DCs: at which bandwidth the speed-up is 1.45, and where it has fallen to 1.05."""
+    """For domains of a share of 1000 DCs: at which bandwidth the speed-up is 1.45, and where it has fallen to 1.05.
+
+    "ours": the planner's choice at these bandwidths, and its speed-up there.
+    """
     for domain_size in (125, 250, 500):
         for packet_mb in SWEEP_PACKET_MB:
             found = {f"{wanted:g}": gbps_of(domain_size, packet_mb, wanted) for wanted in (1.45, 1.05)}
-            yield {"part": "range", "dcs": 1000, "domain_size": domain_size, "packet_mb": packet_mb, "gbps": found}
+            ours = {}
+            for wanted, gbps in found.items():
+                if gbps is not None:
+                    flat_s = sweep_s(1000, 1, gbps, packet_mb)
+                    ours[wanted] = {
+                        memory: {"plan": one["plan"], "speed_up": flat_s / one["step_s"]}
+                        for memory, one in sweep_choices(1000, gbps, packet_mb).items()
+                    }
+            yield {
+                "part": "range", "dcs": 1000, "domain_size": domain_size, "packet_mb": packet_mb, "gbps": found,
+                "ours": ours,
+            }  # fmt: skip
 
 
 def gbps_of(domain_size: int, packet_mb: float, wanted: float) -> float | None:
@@ -284,10 +321,18 @@ def gbps_of(domain_size: int, packet_mb: float, wanted: float) -> float | None:
     return low
 
 
+SWEEPS: dict[str, Callable[[Record], float]] = {
+    "fixed size": lambda one: one["step_s"]["fixed size"],
+    "fixed share": lambda one: one["step_s"]["fixed share"],
+    "the planner's choice": lambda one: one["ours"]["unlimited"]["step_s"],
+    "the planner's choice in 80 GB": lambda one: one["ours"]["80"]["step_s"],
+}
+
+
 def describe_sweeps(records: Sequence[Record]) -> str:
     """Markdown: speed-ups by number of DCs and bandwidth."""
     lines = []
-    for name in ("fixed size", "fixed share"):
+    for name, seconds_of in SWEEPS.items():
         for packet_mb in dict.fromkeys(one["packet_mb"] for one in records):
             lines += ["", f"Speed-up over flat EP, {name}, packets of {packet_mb} MB:", ""]
             lines += [
@@ -296,7 +341,7 @@ def describe_sweeps(records: Sequence[Record]) -> str:
             ]
             for num_dcs in SWEEP_DCS:
                 row = [one for one in records if one["dcs"] == num_dcs and one["packet_mb"] == packet_mb]
-                cells = " | ".join(f"{one['step_s']['flat'] / one['step_s'][name]:.2f}" for one in row)
+                cells = " | ".join(f"{one['step_s']['flat'] / seconds_of(one):.2f}" for one in row)
                 lines.append(f"| {num_dcs} | {cells} |")
     return "\n".join(lines)
 
@@ -450,16 +495,21 @@ def plot_sweeps(records: Sequence[Record], path: Path) -> None:
     from matplotlib import pyplot
 
     packets = list(dict.fromkeys(one["packet_mb"] for one in records))
-    figure, grid = pyplot.subplots(len(packets), 2, figsize=(10, 4 * len(packets)), squeeze=False)
+    size = (5 * len(SWEEPS), 4 * len(packets))
+    figure, grid = pyplot.subplots(len(packets), len(SWEEPS), figsize=size, squeeze=False, sharey="row")
     for row, packet_mb in zip(grid, packets, strict=True):
-        for axes, name in zip(row, ("fixed size", "fixed share"), strict=True):
+        for axes, (name, seconds_of) in zip(row, SWEEPS.items(), strict=True):
             for gbps in GBPS:
                 chosen = [one for one in records if one["gbps"] == gbps and one["packet_mb"] == packet_mb]
-                ratios = [one["step_s"]["flat"] / one["step_s"][name] for one in chosen]
+                ratios = [one["step_s"]["flat"] / seconds_of(one) for one in chosen]
                 axes.plot([one["dcs"] for one in chosen], ratios, "o-", label=f"{gbps:g} Gbit/s")
             axes.axhline(1.0, color="grey", linestyle=":")
             axes.set(
-                xscale="log", xlabel="datacentres", ylabel="speed-up over flat EP", title=f"{name}, {packet_mb} MB"
+                xscale="log",
+                yscale="log",
+                xlabel="datacentres",
+                ylabel="speed-up over flat EP",
+                title=f"{name}, {packet_mb} MB",
             )
             axes.grid(which="both", alpha=0.3)
     grid[0][0].legend(fontsize=8)
