@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the test of the counters runs on each rank: MoE layers over 2x2 ranks, and nothing else that communicates.
 
-    moe_script.py DC_DOMAIN_SIZE STEPS
+    moe_script.py STEPS DC_DOMAIN_SIZE ...
 
-Prints what this rank counted as one JSON document.
+Prints what this rank counted as one JSON document: for each domain size its levels.
 """
 
 import json
@@ -21,8 +21,12 @@ HIDDEN, TOKENS = 256, 1024
 
 
 def main():
-    domain_size, num_steps = (int(text) for text in sys.argv[1:])
+    num_steps, *domain_sizes = (int(text) for text in sys.argv[1:])
     deepspeed.init_distributed("gloo")
+    print(json.dumps([levels_after(num_steps, domain_size) for domain_size in domain_sizes]))
+
+
+def levels_after(num_steps, domain_size):
     torch.manual_seed(dist.get_rank())
     expert = nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(), nn.Linear(2 * HIDDEN, HIDDEN))
     layers = [MoE(HIDDEN, expert, num_experts=4, ep_size=4, k=2, use_rts=False) for _ in range(2)]
@@ -41,7 +45,7 @@ def main():
         optimizer.step()
         ds_hybridep.refresh(model)
     dist.barrier()
-    print(json.dumps(ds_hybridep.stats(model)["levels"]))
+    return ds_hybridep.stats(model)["levels"]
 
 
 if __name__ == "__main__":

@@ -35,14 +35,18 @@ def bytes_of(way, log_dir):
     return [uplink.out_bytes for uplink in result.uplinks], counted
 
 
-def test_interfaces_see_what_is_counted_and_a_third_less_than_a_ring_sends(permitted, tmp_path):
-    seen, counted = bytes_of("levels", tmp_path / "levels")
+def test_interfaces_see_what_is_counted(permitted, tmp_path):
+    seen, counted = bytes_of("levels", tmp_path)
     # Half of the vector of a sum, and half of what is gathered, from each of the two ranks of a datacentre.
     assert counted == [VECTORS_BYTES // 2] * 4
     for out_bytes in seen:
         # Headers of full segments, acknowledgements of what comes in (at most one of 66 bytes for each segment), and
         # less than 3% for the start of the job.
         assert 1.0 < out_bytes * SEGMENT_PAYLOAD_BYTES / SEGMENT_FRAME_BYTES / VECTORS_BYTES < 1.08
-    ring, nothing = bytes_of("torch", tmp_path / "torch")
+
+
+@pytest.mark.slow
+def test_a_ring_sends_half_as_much_again(permitted, tmp_path):
+    seen, nothing = bytes_of("torch", tmp_path)
     assert nothing == [0] * 4
-    assert sum(seen) < 0.75 * sum(ring)
+    assert sum(seen) * SEGMENT_PAYLOAD_BYTES / SEGMENT_FRAME_BYTES > 1.45 * len(seen) * VECTORS_BYTES
