@@ -384,6 +384,10 @@ def read_file(path: Path) -> list[Point]:
     return read_points([json.loads(line) for line in path.read_text().splitlines()])
 
 
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, help="a third of it is fitted on")
@@ -426,7 +430,7 @@ def main() -> None:
         if args.plot is not None and held_out is unknown:
             plot(held_out, errors, args.plot, f"{path.stem}, held-out points, {args.by.replace('_', ' ')}")
         for index, point in enumerate(held_out):
-            one = {kind: values[index] for kind, values in errors.items()}
+            one = {kind: _rounded(values[index]) for kind, values in errors.items()}
             where = {"file": path.name, "plan": point.plan, "rate": point.rate, "batch": point.batch}
             document["points"].append({**where, "measured_s": point.step_s, "errors": one})
     print(json.dumps(document))
