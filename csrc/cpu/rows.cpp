@@ -10,7 +10,9 @@
 #include <limits>
 #include <utility>
 
+#include "hybridep_blocks.h"
 #include "hybridep_elements.h"
+#include "hybridep_scales.h"
 
 namespace hybridep {
 namespace {
@@ -21,7 +23,7 @@ constexpr int64_t kTile = 512;
 // A thread is woken for this many bytes at least; less is done sooner than the wake-up.
 constexpr int64_t kBytesPerThread = 64 * 1024;
 
-int threads_for(int64_t num_bytes, int num_threads) {
+int threads_for_bytes(int64_t num_bytes, int num_threads) {
     return static_cast<int>(std::clamp<int64_t>(num_bytes / kBytesPerThread, 1, std::max(num_threads, 1)));
 }
 
@@ -72,7 +74,7 @@ int64_t first_not_below(const int32_t* values, int64_t count, int64_t limit) {
 
 int64_t plan_chunks(int64_t num_tokens, int64_t top_k, int num_threads) {
     // A slot costs about as much as 16 bytes of copying.
-    return threads_for(num_tokens * top_k * 16, num_threads);
+    return threads_for_bytes(num_tokens * top_k * 16, num_threads);
 }
 
 int64_t plan_count(const Routes& routes, int64_t num_chunks, int64_t* chunk_rows, int64_t* rows_per_destination) {
@@ -148,7 +150,7 @@ int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_to
     if (wrong != kAllInRange || row_bytes == 0) return wrong;
     const char* source = static_cast<const char*>(x);
     char* target = static_cast<char*>(out);
-    const int threads = threads_for(num_rows * row_bytes, num_threads);
+    const int threads = threads_for_bytes(num_rows * row_bytes, num_threads);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < num_rows; ++row) {
         std::memcpy(target + row * row_bytes, source + row_to_token[row] * row_bytes, row_bytes);
@@ -162,7 +164,7 @@ int64_t scatter_rows(const void* x, const int64_t* slot_to_row, int64_t num_toke
     if (wrong != kAllInRange || row_bytes == 0) return wrong;
     const char* source = static_cast<const char*>(x);
     char* target = static_cast<char*>(out);
-    const int threads = threads_for(num_rows * row_bytes, num_threads);
+    const int threads = threads_for_bytes(num_rows * row_bytes, num_threads);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t token = 0; token < num_tokens; ++token) {
         for (int64_t slot = token * top_k; slot < (token + 1) * top_k; ++slot) {
@@ -171,6 +173,73 @@ int64_t scatter_rows(const void* x, const int64_t* slot_to_row, int64_t num_toke
         }
     }
     return kAllInRange;
+}
+
+// --- Rows of one byte an element ------------------------------------------------------------------------------------
+
+namespace {
+
+template <typename Code, typename T>
+void quantise_row(const T* row, int64_t hidden, uint8_t* record) {
+    const int64_t num_blocks = num_scales(hidden);
+    for (int64_t block = 0; block < num_blocks; ++block) {
+        const int64_t begin = block * kScaleBlock, count = std::min(kScaleBlock, hidden - begin);
+        alignas(64) float values[kScaleBlock];
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) values[i] = to_float(row[begin + i]);
+        const uint8_t exponent = exponent_of<Code>(largest_magnitude_bits(values, count));
+        const float inverse = inverse_scale(exponent);
+        const bool is_finite = exponent != kNotFinite;
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) record[begin + i] = row_code<Code>(values[i], inverse, is_finite);
+        record[hidden + block] = exponent;
+    }
+    std::fill(record + hidden + num_blocks, record + record_bytes(hidden), uint8_t{0});
+}
+
+template <typename Code, typename T>
+void dequantise_row(const uint8_t* record, int64_t hidden, T* row) {
+    for (int64_t begin = 0; begin < hidden; begin += kScaleBlock) {
+        const int64_t end = std::min(begin + kScaleBlock, hidden);
+        const float scale = scale_of_exponent(record[hidden + begin / kScaleBlock]);
+#pragma omp simd
+        for (int64_t i = begin; i < end; ++i) row[i] = from_float<T>(row_value<Code>(record[i], scale, kLargestFinite<T>));
+    }
+}
+
+}  // namespace
+
+int64_t quantise_rows(const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes, RowFormat format,
+                      int num_threads, uint8_t* records) {
+    const int64_t wrong = first_outside(row_to_token, sizes.num_rows, 0, sizes.num_tokens);
+    if (wrong != kAllInRange) return wrong;
+    const int threads = threads_for(sizes.num_rows * sizes.hidden, num_threads);
+    with_code(format, [&](auto code) {
+        with_type(x_type, [&](auto element) {
+            const auto* source = static_cast<const decltype(element)*>(x);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+            for (int64_t row = 0; row < sizes.num_rows; ++row) {
+                quantise_row<decltype(code)>(source + row_to_token[row] * sizes.hidden, sizes.hidden,
+                                             records + row * record_bytes(sizes.hidden));
+            }
+        });
+    });
+    return kAllInRange;
+}
+
+void dequantise_rows(const uint8_t* records, const RowSizes& sizes, RowFormat format, int num_threads, void* out,
+                     Type out_type) {
+    const int threads = threads_for(sizes.num_rows * sizes.hidden, num_threads);
+    with_code(format, [&](auto code) {
+        with_type(out_type, [&](auto element) {
+            auto* target = static_cast<decltype(element)*>(out);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+            for (int64_t row = 0; row < sizes.num_rows; ++row) {
+                dequantise_row<decltype(code)>(records + row * record_bytes(sizes.hidden), sizes.hidden,
+                                               target + row * sizes.hidden);
+            }
+        });
+    });
 }
 
 // --- Combine --------------------------------------------------------------------------------------------------------
@@ -248,7 +317,7 @@ int64_t combine_rows(const void* rows, Type rows_type, const int64_t* slot_to_ro
     const int64_t num_slots = sizes.num_tokens * sizes.top_k;
     const int64_t wrong = first_outside(slot_to_row, num_slots, kAnyNegative, sizes.num_rows);
     if (wrong != kAllInRange) return wrong;
-    const int threads = threads_for((num_slots + sizes.num_tokens) * sizes.hidden * 2, num_threads);
+    const int threads = threads_for_bytes((num_slots + sizes.num_tokens) * sizes.hidden * 2, num_threads);
     with_type(rows_type, [&](auto row) {
         with_type(out_type, [&](auto result) {
             combine_tokens(static_cast<const decltype(row)*>(rows), slot_to_row, weights, sizes, threads,
@@ -268,7 +337,7 @@ int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows
     int64_t* next = scratch + sizes.num_rows;
     list_slots(slot_to_row, sizes, head, next);
     std::fill_n(grad_weights, num_slots, 0.0f);
-    const int threads = threads_for((num_slots + 2 * sizes.num_rows) * sizes.hidden * 2, num_threads);
+    const int threads = threads_for_bytes((num_slots + 2 * sizes.num_rows) * sizes.hidden * 2, num_threads);
     with_type(grad_type, [&](auto gradient) {
         with_type(rows_type, [&](auto row) {
             combine_backward_by_row(static_cast<const decltype(gradient)*>(grad),

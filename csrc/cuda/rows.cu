@@ -6,6 +6,7 @@
 // Rows whose bytes are a multiple of 16 are moved in pieces of 16 bytes, others element by element.
 
 #include "hybridep_cuda_rows.h"
+#include "hybridep_scales.h"
 
 namespace hybridep {
 namespace {
@@ -39,6 +40,127 @@ int64_t scatter_rows(const void* x, const int64_t* slot_to_row, int64_t num_toke
                num_units, static_cast<Unit*>(out));
     });
     return kAllInRange;
+}
+
+// --- Rows of one byte an element ------------------------------------------------------------------------------------
+
+namespace {
+
+// A warp per row, several blocks of it at a time: kLanesEach lanes hold a block, kVectors vectors in each.
+template <typename Code, typename Rows>
+__global__ void __launch_bounds__(kRowBlock)
+    quantise_tokens(Rows x, const int64_t* __restrict__ row_to_token, RowSizes sizes, int64_t length,
+                    uint8_t* __restrict__ records) {
+    constexpr int kWidth = Rows::kWidth;
+    constexpr int kLanesEach = kScaleBlock / kWidth < kLanes ? kScaleBlock / kWidth : kLanes;
+    constexpr int kVectors = kScaleBlock / kWidth / kLanesEach;
+    constexpr int kTogether = kLanes / kLanesEach;
+    const int64_t num_blocks = ceil_div(sizes.hidden, kScaleBlock);
+    const int lane = lane_idx() % kLanesEach;
+    for (int64_t row = global_warp(); row < sizes.num_rows; row += num_threads() / kLanes) {
+        const int64_t token = row_to_token[row];
+        if (token < 0 || token >= sizes.num_tokens) fail_index("row_to_token", token, sizes.num_tokens, "tokens");
+        uint8_t* record = records + row * length;
+        for (int64_t begin = 0; begin < num_blocks; begin += kInFlight * kTogether) {
+            const int64_t first = begin + lane_idx() / kLanesEach;
+            typename Rows::Raw raw[kInFlight][kVectors] = {};
+            const auto column_of = [&](int i, int v) {
+                return (first + i * kTogether) * kScaleBlock + (v * kLanesEach + lane) * kWidth;
+            };
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+#pragma unroll
+                for (int v = 0; v < kVectors; ++v) {
+                    if (column_of(i, v) < sizes.hidden) raw[i][v] = x.load(token * sizes.hidden + column_of(i, v));
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) {
+                uint32_t largest = 0;
+#pragma unroll
+                for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+                    for (int j = 0; j < kWidth; ++j) largest = max(largest, magnitude_bits(x.widen(raw[i][v], j)));
+                }
+#pragma unroll
+                for (int bits = kLanesEach / 2; bits > 0; bits /= 2) {
+                    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, bits));
+                }
+                const uint8_t exponent = exponent_of<Code>(largest);
+                const float inverse = inverse_scale(exponent);
+#pragma unroll
+                for (int v = 0; v < kVectors; ++v) {
+                    Pack<uint8_t, kWidth> codes;
+#pragma unroll
+                    for (int j = 0; j < kWidth; ++j) {
+                        codes.values[j] = row_code<Code>(x.widen(raw[i][v], j), inverse, exponent != kNotFinite);
+                    }
+                    if (column_of(i, v) < sizes.hidden) store_pack(record + column_of(i, v), codes);
+                }
+                const int64_t block = first + i * kTogether;
+                if (lane == 0 && block < num_blocks) record[sizes.hidden + block] = exponent;
+            }
+        }
+        for (int64_t byte = sizes.hidden + num_blocks + lane_idx(); byte < length; byte += kLanes) record[byte] = 0;
+    }
+}
+
+// A thread per vector of a row, grid-stride.
+template <typename Code, typename Rows>
+__global__ void __launch_bounds__(kRowBlock)
+    dequantise_records(const uint8_t* __restrict__ records, RowSizes sizes, int64_t length, Rows out) {
+    constexpr int kWidth = Rows::kWidth;
+    const int64_t num_vectors = sizes.hidden / kWidth;
+    for (int64_t task = global_thread(); task < sizes.num_rows * num_vectors; task += num_threads()) {
+        const int64_t row = task / num_vectors, column = task % num_vectors * kWidth;
+        const uint8_t* record = records + row * length;
+        const auto codes = load_pack<kWidth>(record + column);
+        const float scale = scale_of_exponent(record[sizes.hidden + column / kScaleBlock]);
+        float values[kWidth];
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) values[j] = row_value<Code>(codes.values[j], scale, out.largest());
+        out.store(row * sizes.hidden + column, values);
+    }
+}
+
+// Calls body(rows) with a tensor [_, hidden] as Vectors of 16 bytes, or as Scalars.
+template <typename Body>
+void with_view(void* rows, Type type, const void* records, int64_t hidden, Body&& body) {
+    if (hidden % (type == Type::kFloat32 ? 4 : 8) != 0 || !is_aligned(16, rows, records)) {
+        return body(Scalars{rows, type});
+    }
+    with_type(type, [&](auto element) {
+        using Element = decltype(element);
+        body(Vectors<Element, 16 / sizeof(Element)>{static_cast<Element*>(rows)});
+    });
+}
+
+}  // namespace
+
+int64_t quantise_rows(const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes, RowFormat format,
+                      Stream stream, uint8_t* records) {
+    with_code(format, [&](auto code) {
+        with_view(const_cast<void*>(x), x_type, records, sizes.hidden, [&](auto rows) {
+            launch({.grid = blocks_for(sizes.num_rows * kLanes, kRowBlock), .block = kRowBlock, .stream = stream},
+                   quantise_tokens<decltype(code), decltype(rows)>, rows, row_to_token, sizes,
+                   record_bytes(sizes.hidden), records);
+        });
+    });
+    return kAllInRange;
+}
+
+void dequantise_rows(const uint8_t* records, const RowSizes& sizes, RowFormat format, Stream stream, void* out,
+                     Type out_type) {
+    with_code(format, [&](auto code) {
+        with_view(out, out_type, records, sizes.hidden, [&](auto rows) {
+            const int64_t num_vectors = sizes.num_rows * (sizes.hidden / rows.kWidth);
+            launch({.grid = std::min(blocks_for(num_vectors, kRowBlock), kMaxGrid),
+                    .block = kRowBlock,
+                    .stream = stream},
+                   dequantise_records<decltype(code), decltype(rows)>, records, sizes, record_bytes(sizes.hidden),
+                   rows);
+        });
+    });
 }
 
 namespace {

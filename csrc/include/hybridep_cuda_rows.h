@@ -84,6 +84,7 @@ struct Vectors {
 
     __device__ __forceinline__ Raw load(int64_t at) const { return load_pack<kWide>(data + at); }
     __device__ __forceinline__ float widen(const Raw& raw, int i) const { return to_float(raw.values[i]); }
+    __device__ __forceinline__ float largest() const { return kLargestFinite<T>; }
     __device__ __forceinline__ void store(int64_t at, const float (&values)[kWide]) const {
         Raw raw;
 #pragma unroll
@@ -105,6 +106,11 @@ struct Scalars {
         return static_cast<const float*>(data)[at];
     }
     __device__ __forceinline__ float widen(float raw, int) const { return raw; }
+    __device__ __forceinline__ float largest() const {
+        if (type == Type::kBFloat16) return kLargestFinite<BFloat16>;
+        if (type == Type::kFloat16) return kLargestFinite<Float16>;
+        return kLargestFinite<float>;
+    }
     __device__ __forceinline__ void store(int64_t at, const float (&values)[1]) const {
         if (type == Type::kBFloat16) {
             static_cast<BFloat16*>(data)[at] = from_float<BFloat16>(values[0]);

@@ -18,17 +18,23 @@ from ds_hybridep.kernels.interface import (
     RoutePlan,
     backward_sizes,
     combine_sizes,
+    dequantise_sizes,
     dispatch_sizes,
     plan_sizes,
+    quantise_sizes,
     scatter_sizes,
 )
 from ds_hybridep.kernels.lanes import Lane, threads_of
+from ds_hybridep.plan.row_format import RowFormat, record_bytes
 
-# As `enum class Type` in csrc/include/hybridep_rows.h.
+# As `enum class Type` and `enum class RowFormat` in csrc/include/hybridep_rows.h.
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FORMAT_CODES: dict[RowFormat, int] = {"int8": 0, "fp8": 1}
 
 SCHEMAS = (
     "dispatch_rows(Tensor x, Tensor row_to_token) -> Tensor",
+    "quantise_rows(Tensor x, Tensor row_to_token, str row_format) -> Tensor",
+    "dequantise_rows(Tensor records, int hidden, str row_format, ScalarType dtype) -> Tensor",
     "scatter_rows(Tensor x, Tensor slot_to_row, int num_rows) -> Tensor",
     "combine_rows(Tensor rows, Tensor slot_to_row, Tensor? weights=None, *, ScalarType? out_dtype=None) -> Tensor",
     "combine_rows_backward(Tensor grad, Tensor rows, Tensor slot_to_row, Tensor weights) -> (Tensor, Tensor)",
@@ -107,6 +113,38 @@ class CompiledKernels:
                 hidden * x.element_size(),
                 lane,
                 out.data_ptr(),
+            )
+        return out
+
+    def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
+        """See `Kernels.quantise_rows`."""
+        num_tokens, hidden, num_rows = quantise_sizes(x, row_to_token, row_format)
+        x_type = _type_code("x", x.dtype)
+        device = self._device_of(x=x, row_to_token=row_to_token)
+        records = torch.empty((num_rows, record_bytes(hidden)), dtype=torch.uint8, device=device)
+        with self._lane(device) as lane:
+            self._extension.quantise_rows(
+                x.data_ptr(),
+                x_type,
+                row_to_token.data_ptr(),
+                num_tokens,
+                num_rows,
+                hidden,
+                FORMAT_CODES[row_format],
+                lane,
+                records.data_ptr(),
+            )
+        return records
+
+    def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
+        """See `Kernels.dequantise_rows`."""
+        num_rows = dequantise_sizes(records, hidden, row_format, dtype)
+        out_type = _type_code("dtype", dtype)
+        device = self._device_of(records=records)
+        out = torch.empty((num_rows, hidden), dtype=dtype, device=device)
+        with self._lane(device) as lane:
+            self._extension.dequantise_rows(
+                records.data_ptr(), num_rows, hidden, FORMAT_CODES[row_format], lane, out.data_ptr(), out_type
             )
         return out
 
@@ -225,6 +263,16 @@ def _dispatch_shape(x: Tensor, row_to_token: Tensor) -> Tensor:
     return x.new_empty((num_rows, hidden))
 
 
+def _quantise_shape(x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
+    _, hidden, num_rows = quantise_sizes(x, row_to_token, row_format)
+    return x.new_empty((num_rows, record_bytes(hidden)), dtype=torch.uint8)
+
+
+def _dequantise_shape(records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
+    num_rows = dequantise_sizes(records, hidden, row_format, dtype)
+    return records.new_empty((num_rows, hidden), dtype=dtype)
+
+
 def _scatter_shape(x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
     _, _, hidden = scatter_sizes(x, slot_to_row, num_rows)
     return x.new_empty((num_rows, hidden))
@@ -244,6 +292,8 @@ def _combine_backward_shape(grad: Tensor, rows: Tensor, slot_to_row: Tensor, wei
 
 SHAPES: dict[str, Callable[..., Any]] = {
     "dispatch_rows": _dispatch_shape,
+    "quantise_rows": _quantise_shape,
+    "dequantise_rows": _dequantise_shape,
     "scatter_rows": _scatter_shape,
     "combine_rows": _combine_shape,
     "combine_rows_backward": _combine_backward_shape,

@@ -10,13 +10,18 @@ The operations come in adjoint pairs, so a backward pass needs no kernel of its 
     combine_rows(rows, slot_to_row, weights)         combine_rows_backward(grad, rows, slot_to_row, weights)
 
 None of them records an autograd graph: callers wrap the pairs in `torch.autograd.Function`.
+
+`quantise_rows` is dispatch_rows to rows of one byte an element, `dequantise_rows` its inverse.  The pair has no
+gradient: a caller who wants one takes that of dispatch_rows, as if nothing had been rounded.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, get_args
 
 import torch
 from torch import Tensor
+
+from ds_hybridep.plan.row_format import RowFormat, record_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,45 @@ class Kernels(Protocol):
         Raises:
             IndexError: an entry of row_to_token is outside 0..T-1.
             TypeError, ValueError: a dtype or a shape is wrong.
+        """
+
+    def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
+        """Records of the rows x[row_to_token], [R, record_bytes(D)] uint8, laid out as in `plan.row_format`.
+
+        With the largest magnitude a of a block of 128 elements, and its scale s = 2^(exponent byte - 127):
+
+            row_format  codes                                 s, a power of two, at least 2^-110
+            int8        round(element / s), two's complement  the least with a <= 127 s
+            fp8         element / s as float8_e4m3fn          the least with a <= 464 s, which rounds to 448 s
+
+        Halves round to even.  Powers of two divide and multiply exactly, so an element is off by half a step at most
+        (of s; of e4m3 times s), the dtype of x holds what comes of it without another rounding, and rows that were
+        quantised before give the same records again.  A block with inf or nan has the exponent byte 255 and codes of
+        0: all of it becomes nan, and the other blocks stay.
+
+        Args:
+            x: [T, D] floating point.  Elements beyond the range of fp32 count as inf.
+            row_to_token: [R] int64 in 0..T-1.
+            row_format: "int8" or "fp8".
+
+        Raises:
+            IndexError: an entry of row_to_token is outside 0..T-1.
+            TypeError, ValueError: a dtype, a shape or the format is wrong.
+        """
+
+    def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
+        """Rows of records, [R, D] in `dtype`: code times scale, at most the largest finite number of `dtype`.
+
+        The bound keeps finite what was: an element that is nearly the largest of its dtype may round beyond it.
+
+        Args:
+            records: [R, record_bytes(D)] uint8, made by `quantise_rows`.
+            hidden: D.
+            row_format: of the records.
+            dtype: of the rows, floating point.
+
+        Raises:
+            TypeError, ValueError: a dtype, a shape or the format is wrong.
         """
 
     def scatter_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
@@ -152,6 +196,27 @@ def dispatch_sizes(x: Tensor, row_to_token: Tensor) -> tuple[int, int, int]:
     return num_tokens, hidden, row_to_token.shape[0]
 
 
+def quantise_sizes(x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> tuple[int, int, int]:
+    """T, D and R of a call of quantise_rows.  Raises ValueError or TypeError where arguments are wrong."""
+    sizes = dispatch_sizes(x, row_to_token)
+    _require_floating("x", x.dtype)
+    _require_format(row_format)
+    return sizes
+
+
+def dequantise_sizes(records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> int:
+    """R of a call of dequantise_rows.  Raises ValueError or TypeError where arguments are wrong."""
+    if hidden < 0:
+        raise ValueError(f"hidden: got {hidden}, wanted 0 or more")
+    if records.dim() != 2 or records.shape[1] != record_bytes(hidden):
+        wanted = record_bytes(hidden)
+        raise ValueError(f"records: got shape {tuple(records.shape)}, wanted [R, {wanted}] for rows of {hidden}")
+    require_dtype("records", records, torch.uint8)
+    _require_floating("dtype", dtype)
+    _require_format(row_format)
+    return records.shape[0]
+
+
 def scatter_sizes(x: Tensor, slot_to_row: Tensor, num_rows: int) -> tuple[int, int, int]:
     """T, K and D of a call of scatter_rows.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
     if x.dim() != 2:
@@ -171,8 +236,7 @@ def combine_sizes(rows: Tensor, slot_to_row: Tensor, weights: Tensor | None) -> 
         raise ValueError(f"rows: got shape {tuple(rows.shape)}, wanted [R, D]")
     if slot_to_row.dim() != 2:
         raise ValueError(f"slot_to_row: got shape {tuple(slot_to_row.shape)}, wanted [T, K]")
-    if not rows.is_floating_point():
-        raise TypeError(f"rows: got {rows.dtype}, wanted a floating point dtype")
+    _require_floating("rows", rows.dtype)
     require_dtype("slot_to_row", slot_to_row, torch.int64)
     if weights is not None:
         require_dtype("weights", weights, torch.float32)
@@ -190,8 +254,7 @@ def backward_sizes(grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Ten
     num_tokens, top_k, num_rows, hidden = combine_sizes(rows, slot_to_row, weights)
     if grad.shape != (num_tokens, hidden):
         raise ValueError(f"grad: got shape {tuple(grad.shape)}, wanted [T, D] = {(num_tokens, hidden)}")
-    if not grad.is_floating_point():
-        raise TypeError(f"grad: got {grad.dtype}, wanted a floating point dtype")
+    _require_floating("grad", grad.dtype)
     return num_tokens, top_k, num_rows, hidden
 
 
@@ -199,3 +262,13 @@ def require_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     """Raise TypeError unless `tensor` has `dtype`."""
     if tensor.dtype != dtype:
         raise TypeError(f"{name}: got {tensor.dtype}, wanted {dtype}; convert it with {name}.to({dtype})")
+
+
+def _require_floating(name: str, dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise TypeError(f"{name}: got {dtype}, wanted a floating point dtype")
+
+
+def _require_format(row_format: str) -> None:
+    if row_format not in get_args(RowFormat):
+        raise ValueError(f"row_format: got {row_format!r}, wanted one of {', '.join(get_args(RowFormat))}")

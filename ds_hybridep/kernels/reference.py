@@ -8,10 +8,17 @@ from ds_hybridep.kernels.interface import (
     RoutePlan,
     backward_sizes,
     combine_sizes,
+    dequantise_sizes,
     dispatch_sizes,
     plan_sizes,
+    quantise_sizes,
     scatter_sizes,
 )
+from ds_hybridep.plan.row_format import SCALE_BLOCK, RowFormat, record_bytes
+
+FP32_BIAS, FP32_INFINITY, NOT_FINITE = 127, 0x7F800000, 255
+SMALLEST_EXPONENT = 17  # scale 2^-110: no step of a format is then a subnormal number, which processors may flush
+LARGEST_SCALED = {"int8": 127.0, "fp8": 464.0}  # 464 is the largest that rounds to 448, which is fp8's largest
 
 
 class ReferenceKernels:
@@ -67,6 +74,31 @@ class ReferenceKernels:
         _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
         return x.index_select(0, row_to_token)
 
+    def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
+        """See `Kernels.quantise_rows`."""
+        num_tokens, hidden, num_rows = quantise_sizes(x, row_to_token, row_format)
+        _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
+        padded = torch.nn.functional.pad(x.index_select(0, row_to_token).float(), (0, -hidden % SCALE_BLOCK))
+        blocks = padded.view(num_rows, (hidden + SCALE_BLOCK - 1) // SCALE_BLOCK, SCALE_BLOCK)
+        exponents = _exponents_of(blocks, LARGEST_SCALED[row_format])
+        is_finite = (exponents != NOT_FINITE).unsqueeze(-1)
+        scaled = torch.where(is_finite, blocks, 0.0) / torch.where(is_finite, _scales_of(exponents), 1.0)
+        codes = scaled.to(torch.float8_e4m3fn) if row_format == "fp8" else scaled.round().to(torch.int8)
+        records = torch.zeros((num_rows, record_bytes(hidden)), dtype=torch.uint8, device=x.device)
+        records[:, :hidden] = codes.view(torch.uint8).flatten(1)[:, :hidden]
+        records[:, hidden : hidden + exponents.shape[1]] = exponents
+        return records
+
+    def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
+        """See `Kernels.dequantise_rows`."""
+        dequantise_sizes(records, hidden, row_format, dtype)
+        code_dtype = torch.float8_e4m3fn if row_format == "fp8" else torch.int8
+        codes = records[:, :hidden].contiguous().view(code_dtype).to(torch.promote_types(dtype, torch.float32))
+        exponents = records[:, hidden : hidden + (hidden + SCALE_BLOCK - 1) // SCALE_BLOCK]
+        values = codes * _scales_of(exponents).expand(-1, -1, SCALE_BLOCK).flatten(1)[:, :hidden]
+        largest = torch.finfo(dtype).max
+        return values.clamp(-largest, largest).to(dtype)
+
     def scatter_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
         """See `Kernels.scatter_rows`."""
         _, top_k, hidden = scatter_sizes(x, slot_to_row, num_rows)
@@ -110,6 +142,20 @@ class ReferenceKernels:
             dot = (wide_grad * rows.index_select(0, row.clamp(min=0))).sum(dim=1)
             grad_weights[:, k] = torch.where(is_missing, 0.0, dot)
         return grad_rows[:num_rows].to(rows.dtype), grad_weights
+
+
+def _exponents_of(blocks: Tensor, largest_scaled: float) -> Tensor:
+    """Exponent bytes of fp32 blocks [R, N, 128], [R, N] int32."""
+    # Magnitudes of fp32 are ordered as their bits are, and an exponent more is 2^23 more.
+    largest = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(dim=2)
+    scaled_bits = int(torch.tensor(largest_scaled).view(torch.int32))
+    exponents = ((largest - scaled_bits + (1 << 23) - 1) >> 23) + FP32_BIAS
+    return torch.where(largest < FP32_INFINITY, exponents.clamp(min=SMALLEST_EXPONENT), NOT_FINITE)
+
+
+def _scales_of(exponents: Tensor) -> Tensor:
+    """Scales of exponent bytes [R, N], [R, N, 1] fp32: powers of two, and inf for 255."""
+    return (exponents.to(torch.int32) << 23).view(torch.float32).unsqueeze(-1)
 
 
 def _sum_dtype(rows: Tensor) -> torch.dtype:

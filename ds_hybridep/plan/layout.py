@@ -38,7 +38,7 @@ IDENTITY = Codec("identity", is_lossy=False)
 
 @dataclass(frozen=True)
 class LevelCodecs:
-    """Encodings of what crosses one level."""
+    """Encodings of what crosses one level; `token` is that of rows on their way to experts, and of no other rows."""
 
     weight: Codec = IDENTITY
     gradient: Codec = IDENTITY

@@ -12,7 +12,7 @@ import torch
 from cuda_emulation import load_emulated
 from hypothesis import given, settings
 from kernels.on_device import on_cuda
-from kernels.refs import assert_same_plan, combines, large_routes, payload, routes
+from kernels.refs import assert_same_plan, combines, large_routes, payload, routes, token_rows
 
 from ds_hybridep.kernels import load_kernels
 
@@ -20,6 +20,7 @@ from ds_hybridep.kernels import load_kernels
 pytestmark = pytest.mark.timeout(300)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROW_FORMATS = ["int8", "fp8"]
 
 reference = load_kernels("reference")
 
@@ -82,6 +83,45 @@ def test_dispatch_equals_the_reference(compiled, arguments):
     for dtype in (*DTYPES, torch.float64, torch.int32, torch.uint8):
         x = (payload(arguments[0].shape[0], 7) * 100).abs().to(dtype)
         assert_identical(compiled.dispatch_rows(x, row_to_token), reference.dispatch_rows(x, row_to_token))
+
+
+@settings(deadline=None)
+@given(arguments=token_rows())
+def test_records_and_their_rows_equal_the_reference(compiled, arguments):
+    x, row_to_token = arguments
+    for row_format in ROW_FORMATS:
+        records = compiled.quantise_rows(x, row_to_token, row_format)
+        assert_identical(records, reference.quantise_rows(x, row_to_token, row_format))
+        for dtype in DTYPES:
+            rows = compiled.dequantise_rows(records, x.shape[1], row_format, dtype)
+            assert_identical(rows, reference.dequantise_rows(records, x.shape[1], row_format, dtype))
+
+
+@pytest.mark.parametrize("hidden", [7, 512, 1104])
+def test_records_of_many_rows_equal_the_reference(compiled, hidden):
+    row_to_token = reference.plan_routes(*large_routes(num_tokens=300)).row_to_token
+    for dtype in DTYPES:
+        x = payload(300, hidden, dtype)
+        for row_format in ROW_FORMATS:
+            records = compiled.quantise_rows(x, row_to_token, row_format)
+            assert_identical(records, reference.quantise_rows(x, row_to_token, row_format))
+            rows = compiled.dequantise_rows(records, hidden, row_format, dtype)
+            assert_identical(rows, reference.dequantise_rows(records, hidden, row_format, dtype))
+
+
+def test_rounding_to_fp8_is_that_of_torch(compiled):
+    """fp32 patterns around every step and every halfway case, subnormals and what rounds to 0 included."""
+    steps = torch.arange(0x3A000000, 0x43E80000, 1 << 19)  # 2^-11 to 464
+    near = torch.tensor([0, 1, 0x3FFFF, 0x40000, 0x40001, 0x7FFFF])
+    values = (steps[:, None] + near).flatten().to(torch.int32).view(torch.float32)
+    values = torch.cat([values, -values, torch.tensor([0.0, -0.0, 464.0, -464.0, 1e-30])])
+    values = torch.nn.functional.pad(values, (0, -len(values) % 127)).view(-1, 127)
+    x = torch.cat([torch.full((len(values), 1), 448.0), values], dim=1)  # a block with a scale of 1
+    records = compiled.quantise_rows(x, torch.arange(len(x)), "fp8")
+    assert records[:, 128].eq(127).all()
+    assert_identical(records[:, :128], x.to(torch.float8_e4m3fn).view(torch.uint8))
+    rows = compiled.dequantise_rows(records, 128, "fp8", torch.float32)
+    assert_identical(rows, x.to(torch.float8_e4m3fn).float())
 
 
 @settings(deadline=None)
@@ -225,6 +265,8 @@ def test_ops_pass_opcheck(for_the_cpu, num_rows):
     rows, grad, weights = payload(num_rows, 4), payload(2, 4), torch.ones(2, 2)
     ops = torch.ops.ds_hybridep
     opcheck(ops.dispatch_rows.default, (grad, torch.zeros(num_rows, dtype=torch.int64)))
+    opcheck(ops.quantise_rows.default, (grad, torch.zeros(num_rows, dtype=torch.int64), "fp8"))
+    opcheck(ops.dequantise_rows.default, (torch.ones(num_rows, 16, dtype=torch.uint8), 4, "int8", torch.bfloat16))
     opcheck(ops.scatter_rows.default, (grad, slot_to_row, num_rows))
     opcheck(ops.combine_rows.default, (rows, slot_to_row))
     opcheck(ops.combine_rows.default, (rows, slot_to_row, weights), {"out_dtype": torch.bfloat16})
@@ -248,6 +290,7 @@ def test_registering_twice_is_no_error(for_the_cpu):
 TOPK_IDX = torch.tensor([[0, 1]], dtype=torch.int32)
 DESTINATIONS = torch.tensor([0, 1], dtype=torch.int32)
 ROWS, SLOTS, WEIGHTS = torch.ones(3, 4), torch.tensor([[0, 2]]), torch.ones(1, 2)
+RECORDS = torch.zeros(2, 16, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -316,6 +359,42 @@ ROWS, SLOTS, WEIGHTS = torch.ones(3, 4), torch.tensor([[0, 2]]), torch.ones(1, 2
         ),
         (
             IndexError,
+            "row_to_token: holds 3, but there are 3 tokens",
+            lambda k: k.quantise_rows(ROWS, torch.tensor([0, 3]), "int8"),
+        ),
+        (
+            TypeError,
+            "x: got torch.int64, wanted a floating point",
+            lambda k: k.quantise_rows(ROWS.long(), torch.tensor([0]), "int8"),
+        ),
+        (
+            ValueError,
+            "row_format: got 'int4', wanted one of int8, fp8",
+            lambda k: k.quantise_rows(ROWS, torch.tensor([0]), "int4"),
+        ),
+        (
+            ValueError,
+            "records: got shape (2, 16), wanted [R, 32] for rows of 16",
+            lambda k: k.dequantise_rows(RECORDS, 16, "int8", torch.float32),
+        ),
+        (ValueError, "hidden: got -1", lambda k: k.dequantise_rows(RECORDS, -1, "int8", torch.float32)),
+        (
+            TypeError,
+            "records: got torch.int8, wanted torch.uint8",
+            lambda k: k.dequantise_rows(RECORDS.to(torch.int8), 4, "int8", torch.float32),
+        ),
+        (
+            TypeError,
+            "dtype: got torch.int32, wanted a floating point",
+            lambda k: k.dequantise_rows(RECORDS, 4, "int8", torch.int32),
+        ),
+        (
+            ValueError,
+            "row_format: got 'int4', wanted one of int8, fp8",
+            lambda k: k.dequantise_rows(RECORDS, 4, "int4", torch.float32),
+        ),
+        (
+            IndexError,
             "slot_to_row: holds 3, but there are 3 rows",
             lambda k: k.scatter_rows(ROWS[:1], torch.tensor([[0, 3]]), 3),
         ),
@@ -373,6 +452,21 @@ def test_wrong_arguments(kernels, error, message, call):
         ),
         (
             TypeError,
+            "x: got torch.float64, wanted one of torch.float32, torch.bfloat16, torch.float16",
+            lambda k: k.quantise_rows(ROWS.double(), torch.tensor([0]), "fp8"),
+        ),
+        (
+            TypeError,
+            "dtype: got torch.float64",
+            lambda k: k.dequantise_rows(RECORDS, 4, "fp8", torch.float64),
+        ),
+        (
+            ValueError,
+            "records: strides (32, 1) are not contiguous",
+            lambda k: k.dequantise_rows(torch.zeros(2, 32, dtype=torch.uint8)[:, :16], 4, "fp8", torch.float32),
+        ),
+        (
+            TypeError,
             "out_dtype: got torch.float64",
             lambda k: k.combine_rows(ROWS, SLOTS, out_dtype=torch.float64),
         ),
@@ -418,5 +512,7 @@ def test_extension_refuses_unknown_type_codes_and_negative_sizes(for_the_cpu):
     for extension in (for_the_cpu._extension, load_emulated()._extension):
         with pytest.raises(ValueError, match="type code: got 3, wanted 0"):
             extension.combine_rows(0, 3, 0, 0, 0, 1, 0, 0, 1, 0, 0)
+        with pytest.raises(ValueError, match="row format: got 2, wanted 0"):
+            extension.dequantise_rows(0, 0, 0, 2, 1, 0, 0)
         with pytest.raises(ValueError, match="size: got -1, wanted 0 or more"):
             extension.dispatch_rows(0, 0, 0, -1, 0, 1, 0)

@@ -61,6 +61,11 @@ def test_addresses_between_the_pieces_of_16_bytes():
             assert torch.equal(kernels.dispatch_rows(x, row_to_token), x[row_to_token])
             assert torch.equal(kernels.scatter_rows(x, slot_to_row, 4), x[row_to_token])
             assert torch.equal(kernels.combine_rows(x, slot_to_row), reference.combine_rows(x, slot_to_row))
+            records = kernels.quantise_rows(x, row_to_token, "int8")
+            assert torch.equal(records, reference.quantise_rows(x, row_to_token, "int8"))
+            moved = torch.cat([records.new_zeros(1), records.flatten()])[1:].view(records.shape)
+            rows = kernels.dequantise_rows(moved, 16, "int8", dtype)
+            assert torch.equal(rows, reference.dequantise_rows(records, 16, "int8", dtype))
 
 
 def test_more_slots_than_a_warp_has_lanes():
@@ -165,6 +170,8 @@ def test_ops_on_the_gpu_pass_opcheck(cuda):
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for op, arguments in (
         (ops.dispatch_rows.default, (grad, torch.zeros(3, dtype=torch.int64, device="cuda"))),
+        (ops.quantise_rows.default, (grad, torch.zeros(3, dtype=torch.int64, device="cuda"), "fp8")),
+        (ops.dequantise_rows.default, (rows.new_zeros(3, 16).byte(), 4, "fp8", torch.float32)),
         (ops.scatter_rows.default, (grad, slot_to_row, 3)),
         (ops.combine_rows.default, (rows, slot_to_row, weights)),
         (ops.combine_rows_backward.default, (grad, rows, slot_to_row, weights)),

@@ -19,6 +19,8 @@ pytestmark = [
 VECTORS = {
     "gather_rowsI5uint4": "load store",
     "scatter_tokensI5uint4": "load store",
+    "quantise_tokensI": "load",
+    "dequantise_recordsI": "store",
     "combine_tokensILi128ENS_7VectorsI": "load",
     "combine_backward_by_slotINS": "load",
     "encode_blocksILi1ELb1E": "load store",

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token rows of one byte an element, as records: one for each row, a multiple of 16 bytes long.
+
+    codes of D elements | exponents of ceil(D / 128) blocks, a byte each | zeros
+
+Example, D = 200: 200 codes, 2 exponents, 6 zeros, 208 bytes; the same row in bf16 has 400.
+"""
+
+from typing import Literal
+
+from ds_hybridep.plan.layout import IDENTITY, Codec
+
+RowFormat = Literal["int8", "fp8"]
+
+SCALE_BLOCK = 128  # consecutive elements that share a scale; the last block of a row may be short
+RECORD_ALIGNMENT = 16
+
+
+def record_bytes(hidden: int) -> int:
+    """Bytes of the record of a row of `hidden` elements, in both formats."""
+    num_bytes = hidden + -(-hidden // SCALE_BLOCK)
+    return -(-num_bytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+
+
+def token_codec(row_format: RowFormat | None, hidden: int, element_bytes: int) -> Codec:
+    """What a format makes of rows of `hidden` elements, as the stream model takes it; None: nothing."""
+    if row_format is None:
+        return IDENTITY
+    return Codec(row_format, ratio=hidden * element_bytes / record_bytes(hidden))
