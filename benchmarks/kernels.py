@@ -2,7 +2,7 @@
 """Time of each CUDA kernel beside what the memory allows, and beside DeepSpeed, AutoEP and plain torch.
 
     python benchmarks/kernels.py [--out benchmarks/results/kernels.jsonl] [--tokens 4096] [--top-k 8] [--experts 128]
-                                 [--hidden 7168] [--dtype bfloat16] [--sms 8] [--only plan rows codecs]
+                                 [--hidden 7168] [--dtype bfloat16] [--sms 8] [--only plan rows records codecs]
 
 One JSON line per case and variant, then a table.  `min_bytes` counts each input and each output of the operation once;
 `of_copy` is the rate at which they moved, relative to a large device-to-device copy measured in the same run (bytes
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from ds_hybridep.bench import versions
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import KernelBuildError
 from ds_hybridep.kernels import RoutePlan, load_kernels
+from ds_hybridep.plan.row_format import RowFormat, record_bytes
 
 COPY_BYTES = 2**31  # read, and as many written
 WARM_UP, CALLS = 5, 30
@@ -221,6 +222,45 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     )
 
 
+def record_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
+    """Dispatch to rows of one byte an element, and back to whole ones."""
+    dtype, hidden = getattr(torch, options.dtype), options.hidden
+    reference = load_kernels("reference")
+    row_to_token = kernels.plan_routes(*make_routes(options, 0)).row_to_token
+    num_rows, row_bytes = len(row_to_token), hidden * dtype.itemsize
+    turns = num_turns(options.tokens * row_bytes)
+    x = [torch.randn(options.tokens, hidden, device="cuda").to(dtype) for _ in range(turns)]
+    for row_format in get_args(RowFormat):
+        records = kernels.quantise_rows(x[0], row_to_token, row_format)
+        rows = kernels.dequantise_rows(records, hidden, row_format, dtype)
+        assert torch.equal(records, reference.quantise_rows(x[0], row_to_token, row_format)), "records differ"
+        assert torch.equal(rows, reference.dequantise_rows(records, hidden, row_format, dtype)), "rows differ"
+        del rows
+        many = [records.clone() for _ in range(num_turns(records.numel()))]
+        yield Case(
+            name=f"dispatch to {row_format}",
+            variants={
+                name: lambda turn, one=one, row_format=row_format: one.quantise_rows(x[turn], row_to_token, row_format)
+                for name, one in (("ours", kernels), ("torch", reference))
+            },
+            turns=turns,
+            min_bytes=options.tokens * row_bytes + num_rows * (record_bytes(hidden) + 8),
+            params=row_params(options),
+        )
+        yield Case(
+            name=f"rows from {row_format}",
+            variants={
+                name: lambda turn, one=one, row_format=row_format, many=many: one.dequantise_rows(
+                    many[turn], hidden, row_format, dtype
+                )
+                for name, one in (("ours", kernels), ("torch", reference))
+            },
+            turns=len(many),
+            min_bytes=num_rows * (record_bytes(hidden) + row_bytes),
+            params=row_params(options),
+        )
+
+
 def codec_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     """Encoding with the mirror's update, and decoding onto a replica, of 16 experts of 2048 x 1536."""
     n, rows, cols = shape = (16, 2048, 1536)
@@ -253,7 +293,7 @@ def codec_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
             )
 
 
-CASES = {"plan": plan_cases, "rows": row_cases, "codecs": codec_cases}
+CASES = {"plan": plan_cases, "rows": row_cases, "records": record_cases, "codecs": codec_cases}
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ time in which the bytes that the operation must read and write could be copied, 
 
 DeepSpeed's `_sparse_encode` and `_sparse_decode` are given the same routes with capacity for all of them.  They work
 on slot numbers that the gate has made, so `plan` has no counterpart there, and on the backward pass they run autograd.
+Rows of one byte an element have none either.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ import deepspeed
 from deepspeed.moe.sharded_moe import _sparse_decode, _sparse_encode
 
 from ds_hybridep.kernels import Kernels, RoutePlan, load_kernels
+from ds_hybridep.plan.row_format import RowFormat, record_bytes
 from ds_hybridep.version import __version__
 
 BLOCK_S = 0.01  # long beside the clock, short beside the noise of the machine
@@ -123,6 +126,20 @@ def cases(num_tokens: int, top_k: int, num_experts: int, hidden: int, dtype: tor
         | {"deepspeed": lambda: _sparse_encode(x, slots, num_experts, capacity)},
         min_bytes=(num_tokens + num_rows) * row_bytes + num_rows * 8,
     )
+    for row_format in get_args(RowFormat):
+        records = compiled.quantise_rows(x, plan.row_to_token, row_format)
+        yield Case(
+            name=f"dispatch to {row_format}",
+            dtype=dtype,
+            variants=both(lambda k, f=row_format: k.quantise_rows(x, plan.row_to_token, f)),
+            min_bytes=num_tokens * row_bytes + num_rows * (record_bytes(hidden) + 8),
+        )
+        yield Case(
+            name=f"rows from {row_format}",
+            dtype=dtype,
+            variants=both(lambda k, f=row_format, of=records: k.dequantise_rows(of, hidden, f, dtype)),
+            min_bytes=num_rows * (record_bytes(hidden) + row_bytes),
+        )
     yield Case(
         name="dispatch backward",
         dtype=dtype,
