@@ -11,15 +11,16 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
+from ds_hybridep.plan.row_format import RowFormat
 
 Reader = Callable[[object, str], object]
 
 EXPERT_CODECS = ("identity", "int8", "int4", "int2", "sign", "top_k", "low_rank", "sum", "warm_up")
-TOKEN_CODECS = ("identity",)
+TOKEN_CODECS = ("identity", *get_args(RowFormat))
 FUTURE_CODECS = ("fp8",)
 AUTO = "auto"
 
@@ -129,6 +130,16 @@ def _codec(available: Sequence[str]) -> Reader:
     return read
 
 
+def _token_codec(value: object, where: str) -> "CodecConfig":
+    codec: CodecConfig = _codec(TOKEN_CODECS)(value, where)  # type: ignore[assignment]
+    options = json.loads(codec.options)
+    if options:
+        raise ConfigError(
+            f"{where}.{next(iter(options))} is not a known option; token codecs have none, write {shown(codec.type)}"
+        )
+    return codec
+
+
 def _codec_list(value: object, where: str) -> tuple["CodecConfig", ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise refused(where, value, "a list of codecs", 'for example ["int8"]')
@@ -198,7 +209,8 @@ class LevelConfig:
     bandwidth_gbps: Gbit/s of one child's uplink in each direction, shared by the ranks below; None: not known yet.
     latency_ms: milliseconds one way; None: not known yet.
     domain_size: neighbouring children that form one domain; divides `size`. "auto": planned while the job runs.
-    weight_codec, gradient_codec, token_codec: encoding of what crosses this level; of the first two "auto" is planned.
+    weight_codec, gradient_codec: encoding of what crosses this level; "auto" is planned.
+    token_codec: encoding of token rows that cross this level on their way to experts.
     """
 
     name: str = field(metadata=_read_by(_text(advice='give each level its own name, for example "dc"')))
@@ -208,7 +220,12 @@ class LevelConfig:
     domain_size: int | Literal["auto"] = field(default=1, metadata=_read_by(_read_domain_size))
     weight_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec((*EXPERT_CODECS, AUTO))))
     gradient_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec((*EXPERT_CODECS, AUTO))))
-    token_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec(TOKEN_CODECS)))
+    token_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_token_codec))
+
+    @property
+    def row_format(self) -> RowFormat | None:
+        """Of token rows on their way to experts across this level; None: as they are."""
+        return next((name for name in get_args(RowFormat) if name == self.token_codec.type), None)
 
     def link(self) -> Link:
         """The level's link in bytes per second and seconds."""
@@ -402,6 +419,12 @@ def _check_world_size(levels: Sequence[LevelConfig], where: str, world_size: int
 
 def _check_token_exchange(token_exchange: object, levels: Sequence[LevelConfig]) -> None:
     for index, level in enumerate(levels):
+        if token_exchange == "deepspeed" and level.row_format is not None:
+            raise ConfigError(
+                f'hybridep.token_exchange is "deepspeed", but hybridep.levels[{index}].token_codec is '
+                f"{shown(level.token_codec.type)}: DeepSpeed's own all-to-alls know no codecs; set the token_codec to "
+                f'"identity", or token_exchange to "auto"'
+            )
         if token_exchange == "deepspeed" and level.domain_size != 1:
             raise ConfigError(
                 f'hybridep.token_exchange is "deepspeed", but hybridep.levels[{index}].domain_size is '

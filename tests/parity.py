@@ -81,6 +81,7 @@ class Case:
     kernels: str | None = None
     dense_sync: str | None = None
     replicas: str | None = None
+    token_codec: str | None = None  # over the first level
 
     @property
     def world_size(self) -> int:
@@ -111,6 +112,7 @@ class Case:
             kernels=None,
             dense_sync=None,
             replicas=None,
+            token_codec=None,
         )
 
     def ds_config(self, *, with_block: bool) -> dict[str, Any]:
@@ -159,6 +161,8 @@ class Case:
             }
             for index, (name, size, domain_size) in enumerate(self.levels)
         ]
+        if self.token_codec is not None:
+            levels[0]["token_codec"] = self.token_codec
         asked = {
             "prefetch_depth": self.prefetch_depth,
             "token_exchange": self.token_exchange,

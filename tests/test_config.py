@@ -295,7 +295,7 @@ def test_long_values_are_cut():
 # ---- codecs ----
 
 CODEC_KEYS = ["weight_codec", "gradient_codec", "token_codec"]
-FUTURE = [(key, "fp8") for key in CODEC_KEYS] + [("token_codec", name) for name in ("int8", "auto")]
+FUTURE = [(key, "fp8") for key in CODEC_KEYS[:2]] + [("token_codec", name) for name in ("int4", "auto")]
 
 
 @pytest.mark.parametrize(("key", "name"), FUTURE)
@@ -305,6 +305,16 @@ def test_future_codecs_are_refused_as_not_available_yet(key, name):
     # Their options are not read: which ones there will be is not settled.
     message = refusal(with_level_setting(key, {"type": name, "block": 4}))
     assert_says(message, f'hybridep.levels[1].{key}.type is "{name}"', "not available yet", '"identity"')
+
+
+def test_tokens_have_codecs_of_one_byte_without_options():
+    config = parse_config(with_level_setting("token_codec", {"type": "fp8"}), world_size=8)
+    assert [level.row_format for level in config.levels] == [None, "fp8"]
+    message = refusal(with_level_setting("token_codec", {"type": "int8", "block": 64}))
+    assert_says(message, "hybridep.levels[1].token_codec.block is not a known option", 'write "int8"')
+    levels = [{**DC, "domain_size": 1, "token_codec": "int8"}, GPU]
+    message = refusal({"levels": levels, "token_exchange": "deepspeed"})
+    assert_says(message, 'hybridep.token_exchange is "deepspeed"', 'hybridep.levels[0].token_codec is "int8"')
 
 
 def test_a_codec_keeps_its_options():

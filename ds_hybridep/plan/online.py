@@ -155,13 +155,17 @@ def open_sizes(span: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What an option is priced for; links and workload as measured last."""
+    """What an option is priced for; links and workload as measured last.
+
+    token_codecs: of each level; without effect where tokens are left to DeepSpeed.
+    """
 
     cluster: Cluster
     spans: tuple[int, ...]
     workload: Workload
     rates: Rates
     prefetch_depth: int
+    token_codecs: tuple[Codec, ...]
     is_transient: bool = False
 
     def predict(self, option: Option) -> StepPrediction:
@@ -205,7 +209,10 @@ class Job:
         return memory_of(self.cluster, self._layout(option), self.workload).replica_bytes
 
     def _layout(self, option: Option) -> Layout:
-        return replace(option.layout(self.spans, self.prefetch_depth), is_transient=self.is_transient)
+        layout = option.layout(self.spans, self.prefetch_depth)
+        pairs = zip(layout.codecs, self.token_codecs, strict=True)
+        codecs = tuple(replace(of_level, token=token) for of_level, token in pairs)
+        return replace(layout, codecs=codecs, is_transient=self.is_transient)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -304,7 +304,8 @@ class _Builder:
         header = COUNT_BYTES if extra == "dispatch" and not layout.is_padded else 0
 
         def row_bytes(level: int) -> float:
-            return workload.row_bytes / layout.codecs[level].token.ratio + beside
+            ratio = layout.codecs[level].token.ratio if extra == "dispatch" else 1.0
+            return workload.row_bytes / ratio + beside
 
         if layout.is_padded:
             rows = workload.expert_capacity * workload.model.num_experts / layout.group_size

@@ -168,8 +168,8 @@ def _costs(cluster: Cluster, layout: Layout, workload: Workload, rates: Rates, l
     rows = row_counts(layout, workload)
     below = ranks_below(cluster)
 
-    def stages(extra_bytes: float, *, counts: bool = False) -> tuple[Stage, ...]:
-        return _stages(layout, workload, rows, below, latencies, extra_bytes=extra_bytes, counts=counts)
+    def stages(extra_bytes: float, *, is_dispatch: bool = False) -> tuple[Stage, ...]:
+        return _stages(layout, workload, rows, below, latencies, extra_bytes=extra_bytes, is_dispatch=is_dispatch)
 
     extra = 0 if layout.is_padded else 1
     return _Costs(
@@ -177,7 +177,7 @@ def _costs(cluster: Cluster, layout: Layout, workload: Workload, rates: Rates, l
         experts_s=experts_s(layout, workload, rates),
         calls_s=rates.layer_s + expert_calls_s(layout, workload, rates),
         round_s=rates.all_to_all_s if layout.is_padded else rates.exchange_s,
-        dispatch=stages(extra * workload.dispatch_extra_bytes, counts=not layout.is_padded),
+        dispatch=stages(extra * workload.dispatch_extra_bytes, is_dispatch=True),
         combine=stages(0.0),
         output_gradients=stages(0.0),
         input_gradients=stages(extra * workload.return_extra_bytes),
@@ -195,9 +195,9 @@ def _stages(
     latencies: Sequence[float],
     *,
     extra_bytes: float,
-    counts: bool,
+    is_dispatch: bool,
 ) -> tuple[Stage, ...]:
-    """Rounds of messages of one exchange: its rows, and the row counts with them if they are not known.
+    """Rounds of messages of one exchange: its rows, in our own dispatch encoded and with their counts.
 
     Direct exchanges wait for the slowest level once; level by level each level is waited for in turn. A rank's
     messages leave one after the other, so the levels' seconds add up.
@@ -208,22 +208,20 @@ def _stages(
     else:
         groups = [[level] for level in used]
 
+    is_encoded = is_dispatch and not layout.is_padded
+
     def header(level: int) -> float:
-        return COUNT_BYTES * _peers(layout, level) if counts else 0.0
+        return COUNT_BYTES * _peers(layout, level) if is_encoded else 0.0
+
+    def row_bytes(level: int) -> float:
+        return workload.row_bytes / (layout.codecs[level].token.ratio if is_encoded else 1.0) + extra_bytes
 
     stages = []
     for group in groups:
         latency_s = max(latencies[level] for level in group)
-        level_bytes = tuple(
-            (i, below[i] * (rows[i] * (workload.row_bytes / _token_ratio(layout, i) + extra_bytes) + header(i)))
-            for i in group
-        )
+        level_bytes = tuple((i, below[i] * (rows[i] * row_bytes(i) + header(i))) for i in group)
         stages.append(Stage(level_bytes, latency_s))
     return tuple(stages)
-
-
-def _token_ratio(layout: Layout, level: int) -> float:
-    return 1.0 if layout.is_padded else layout.codecs[level].token.ratio
 
 
 def _peers(layout: Layout, level: int) -> int:

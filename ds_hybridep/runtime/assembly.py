@@ -164,7 +164,10 @@ class HybridRuntime:
         """Exchanges of a layer and the position of its store (-1 where every domain is one rank)."""
         spec, partition, rank = layer.spec, layer.partition, self.transport.rank
         stages = build_route(partition, rank, spec.num_experts, exchange)
-        exchanges = build_exchanges(stages, self.transport, spec.group, self.kernels, spec.name, spec.sample.device)
+        exchanges = build_exchanges(
+            stages, self.transport, spec.group, self.kernels, spec.name, spec.sample.device,
+            level_formats=[level.row_format for level in self.config.levels],
+        )  # fmt: skip
         if partition.domain_size == 1:
             return exchanges, -1
         levels = build_gather_levels(partition, self.transport, spec.group)
@@ -337,6 +340,12 @@ class HybridRuntime:
             for level in self.config.levels
             for kind, key in (("weights", "weight_codec"), ("gradients", "gradient_codec"))
             if getattr(level, key) != IDENTITY
+        ]
+        codecs += [
+            f", dispatched tokens {level.token_codec.type} over {level.name}"
+            + ("" if first.exchange and count > 1 else " (no effect: no tokens of ours cross it)")
+            for level, count in zip(self.config.levels, first.partition.domain_counts, strict=True)
+            if level.row_format is not None
         ]
         dense = ", dense gradients and parameters by level" if self.dense is not None else ""
         memory = "no replicas" if self.migration is None else self.migration.describe_memory()

@@ -47,6 +47,7 @@ from ds_hybridep.plan.online import (
     prediction_json,
 )
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.row_format import token_codec
 from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import MoEModel, Workload
 from ds_hybridep.runtime import link_cache
@@ -540,6 +541,9 @@ class JobPlanner:
             workload=workload,
             rates=self._rates,
             prefetch_depth=self._config.prefetch_depth,
+            token_codecs=tuple(
+                token_codec(level.row_format, self._model.hidden, self._param_bytes) for level in self._config.levels
+            ),
             is_transient=self._config.replicas == "transient",
         )
 
@@ -659,7 +663,7 @@ def _same_settings(ours: HybridEPConfig, theirs: HybridEPConfig) -> bool:
             (level.domain_size, *((level.weight_codec, level.gradient_codec) if level.domain_size != 1 else ()))
             for level in config.levels
         ]
-        return levels, config.token_exchange, config.dense_sync
+        return levels, [level.row_format for level in config.levels], config.token_exchange, config.dense_sync
 
     return settings(ours) == settings(theirs)
 

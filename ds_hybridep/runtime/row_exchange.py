@@ -8,6 +8,9 @@ receiver has made room for, which both ends derive from the dispatch before; onl
     second    expert ids and gate weights of the others, the others
 
 All later transfers of the layer move as many rows, there or back.
+
+Where the level between two ranks has a token codec, rows of a dispatch travel as records of one byte an element; the
+receiver goes on with what they say. All other transfers are exact.
 """
 
 from collections.abc import Sequence
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.kernels import Kernels, RoutePlan
+from ds_hybridep.plan.row_format import RowFormat
 from ds_hybridep.plan.token_route import Stage
 from ds_hybridep.runtime.comm import Channel, Purpose, Transport, profiler_range
 
@@ -49,6 +53,7 @@ class Exchange:
     channel: Channel
     kernels: Kernels
     room: RoomForRows
+    row_formats: tuple[RowFormat | None, ...]  # of rows to and from each destination; None: as they are
 
     @cached_property
     def peers(self) -> tuple[tuple[int, int], ...]:
@@ -66,9 +71,23 @@ class Arrival:
 
 
 def build_exchanges(
-    stages: Sequence[Stage], transport: Transport, group: str, kernels: Kernels, layer: str, device: torch.device
+    stages: Sequence[Stage],
+    transport: Transport,
+    group: str,
+    kernels: Kernels,
+    layer: str,
+    device: torch.device,
+    *,
+    level_formats: Sequence[RowFormat | None] = (),
 ) -> tuple[Exchange, ...]:
-    """The exchanges of one layer's route; makes the channels, so all ranks of the group call in the same order."""
+    """The exchanges of one layer's route; makes the channels, so all ranks of the group call in the same order.
+
+    level_formats: of dispatched rows that cross each level; none: rows travel as they are.
+    """
+
+    def format_to(rank: int) -> RowFormat | None:
+        return level_formats[transport.level_to(rank)] if level_formats and rank != transport.rank else None
+
     return tuple(
         Exchange(
             layer=layer,
@@ -80,6 +99,7 @@ def build_exchanges(
             ),
             kernels=kernels,
             room=RoomForRows([0] * len(stage.ranks), [0] * len(stage.ranks)),
+            row_formats=tuple(map(format_to, stage.ranks)),
         )
         for stage in stages
     )
@@ -99,35 +119,42 @@ def dispatch_rows(
     """
     purpose, room = Purpose("tokens", "dispatch of rows", exchange.layer), exchange.room
     with profiler_range(purpose.operation, exchange.layer):
-        rows = exchange.kernels.dispatch_rows(x.contiguous(), plan.row_to_token)
+        row_parts = _outgoing(exchange, plan, send_splits, x.contiguous())
         weights = topk_weights.index_select(0, plan.row_to_token)
         metadata = torch.cat([plan.row_topk_idx, weights.view(torch.int32)], dim=1)
-        row_parts, metadata_parts = rows.split_with_sizes(send_splits), metadata.split_with_sizes(send_splits)
+        metadata_parts = metadata.split_with_sizes(send_splits)
 
         # 1. First messages.  They may be shorter than the room that their receiver has made.
-        layout = MessageLayout(metadata.shape[1], rows.shape[1], rows.dtype)
+        layouts = [MessageLayout(metadata.shape[1], part.shape[1], part.dtype) for part in row_parts]
         headers = torch.tensor(send_splits, dtype=torch.int64).view(-1, 1).view(torch.uint8)
         sends = [
-            (rank, layout.message(headers[i], metadata_parts[i][: room.sent[i]], row_parts[i][: room.sent[i]]))
+            (rank, layouts[i].message(headers[i], metadata_parts[i][: room.sent[i]], row_parts[i][: room.sent[i]]))
             for i, rank in exchange.peers
         ]
-        messages = {i: layout.empty_message(room.received[i]) for i, _ in exchange.peers}
+        messages = {i: layouts[i].empty_message(room.received[i]) for i, _ in exchange.peers}
         receives = [(rank, messages[i]) for i, rank in exchange.peers]
         exchange.channel.start(sends, receives, purpose, counts_receives=False).wait()
 
         # 2. What came goes to its place.
         splits = list(send_splits)
         for i, message in messages.items():
-            splits[i] = layout.count_of(message)
-        all_metadata, all_rows = (part.new_empty(sum(splits), part.shape[1]) for part in (metadata, rows))
-        places = list(zip(all_metadata.split_with_sizes(splits), all_rows.split_with_sizes(splits), strict=True))
+            splits[i] = layouts[i].count_of(message)
+        all_metadata = metadata.new_empty(sum(splits), metadata.shape[1])
+        all_rows = x.new_empty(sum(splits), x.shape[1])
+        rows_of = all_rows.split_with_sizes(splits)
+        # Records have a place of their own until all of them are there.
+        arriving = [
+            rows if row_format is None else part.new_empty(len(rows), part.shape[1])
+            for rows, part, row_format in zip(rows_of, row_parts, exchange.row_formats, strict=True)
+        ]
+        places = list(zip(all_metadata.split_with_sizes(splits), arriving, strict=True))
         places[exchange.self_index][0].copy_(metadata_parts[exchange.self_index])
         places[exchange.self_index][1].copy_(row_parts[exchange.self_index])
         for i, rank in exchange.peers:
             num_rows = min(splits[i], room.received[i])
-            for place, part in zip(places[i], layout.parts(messages[i], num_rows), strict=True):
+            for place, part in zip(places[i], layouts[i].parts(messages[i], num_rows), strict=True):
                 place[:num_rows].copy_(part)
-            exchange.channel.transport.count_received(rank, layout.num_bytes(num_rows), purpose.kind)
+            exchange.channel.transport.count_received(rank, layouts[i].num_bytes(num_rows), purpose.kind)
 
         # 3. The surplus.
         late_sends = [
@@ -144,8 +171,24 @@ def dispatch_rows(
         ]
         if late_sends or late_receives:
             exchange.channel.start(late_sends, late_receives, purpose).wait()
+        for rows, records, row_format in zip(rows_of, arriving, exchange.row_formats, strict=True):
+            if row_format is not None:
+                rows.copy_(exchange.kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype))
         room.follow(send_splits, splits)
         return Arrival(tuple(splits), all_metadata, all_rows)
+
+
+def _outgoing(exchange: Exchange, plan: RoutePlan, send_splits: Sequence[int], x: Tensor) -> list[Tensor]:
+    """Rows for each destination: [m, D], or [m, record_bytes(D)] uint8 where they have a format."""
+    kernels = exchange.kernels
+    if not any(exchange.row_formats):
+        return list(kernels.dispatch_rows(x, plan.row_to_token).split_with_sizes(send_splits))
+    return [
+        kernels.dispatch_rows(x, tokens) if row_format is None else kernels.quantise_rows(x, tokens, row_format)
+        for tokens, row_format in zip(
+            plan.row_to_token.split_with_sizes(send_splits), exchange.row_formats, strict=True
+        )
+    ]
 
 
 def swap(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.plan.layout import IDENTITY, Codec, LevelCodecs, Rates
 from ds_hybridep.plan.online import (
     DOUBT,
@@ -37,12 +38,15 @@ RATES = Rates(flops_per_s=1e10, exchange_s=1e-3, all_to_all_s=1e-3)
 INT8 = Codec("int8", ratio=4.0)
 
 
-def job(mbit=100.0, tokens=1024, zero_stage=1):
+def job(mbit=100.0, tokens=1024, zero_stage=1, token_codec=IDENTITY):
     levels = (Level("dc", 2, Link(mbit * 1e6 / 8, 0.0)), Level("gpu", 2, Link(1e10, 0.0)))
     workload = Workload(
         model=MODEL, tokens_per_rank=tokens, param_bytes=4, zero_stage=zero_stage, capacity_factor=1.25
     )
-    return Job(cluster=Cluster(levels), spans=(2, 2), workload=workload, rates=RATES, prefetch_depth=2)
+    return Job(
+        cluster=Cluster(levels), spans=(2, 2), workload=workload, rates=RATES, prefetch_depth=2,
+        token_codecs=(token_codec, IDENTITY),
+    )  # fmt: skip
 
 
 def room(**changes):
@@ -80,6 +84,15 @@ def test_a_job_with_transient_replicas_is_priced_as_such():
     layers = MODEL.num_moe_layers
     assert weights[1] / weights[0] == pytest.approx((2 * layers - 1) / layers)
     assert transient.predict(plain()) == kept.predict(plain())
+
+
+def test_a_token_codec_is_reckoned_with_where_tokens_are_not_left_to_deepspeed():
+    exact, halved = job(), job(token_codec=Codec("half", ratio=2.0))
+    for exchange, share in (("direct", 0.5), ("hierarchical", 0.5), ("deepspeed", 0.0)):
+        option = plain(exchange=exchange)
+        tokens = [one.predict(option).uplink_bytes[0]["tokens"] for one in (exact, halved)]
+        rows = sum(row_counts(option.layout((2, 2), 2), exact.workload)[:1]) * 2 * MODEL.num_moe_layers
+        assert tokens[0] - tokens[1] == pytest.approx(share * rows * exact.workload.row_bytes)
 
 
 def test_a_fixed_setting_is_a_choice_of_one():
