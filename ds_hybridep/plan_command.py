@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError, PlanError
@@ -23,6 +23,7 @@ from ds_hybridep.plan.planner import (
     reigns,
     step_times,
 )
+from ds_hybridep.plan.row_format import RowFormat, token_codec
 from ds_hybridep.plan.summary import Extras, describe, ds_config_block, reigns_json, uses_codecs, verdict
 from ds_hybridep.plan.workload import DTYPE_BYTES, MoEModel, Workload, model_from_mapping
 
@@ -101,6 +102,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="NAME=RATIO",
         help="also try expert weights and gradients made RATIO times smaller, at no cost of computation",
     )
+    machine.add_argument(
+        "--token-codec", choices=get_args(RowFormat), help="of token rows on their way to experts over the slow level"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--price-per-gb", type=float, metavar="PRICE", help="of what leaves a datacentre")
     output.add_argument("--json", action="store_true", help="print JSON")
@@ -178,6 +182,7 @@ class DsConfig:
     dtype: str | None = None
     is_strided: bool = False
     domain_sizes: tuple[int, ...] = ()
+    row_formats: tuple[RowFormat | None, ...] = ()  # of token rows over each level
     is_transient: bool = False
 
 
@@ -192,13 +197,18 @@ def read_question(args: argparse.Namespace) -> Question:
     if args.strided and args.ep_size is None:
         raise ConfigError("--strided: needs --ep-size; without it both kinds of groups are tried")
     is_strided = args.strided or config.is_strided
+    cluster = read_cluster(args, config)
     return Question(
-        cluster=read_cluster(args, config),
+        cluster=cluster,
         workload=workload,
         rates=Rates(flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap),
         sync=SyncModel(algorithm=args.sync),
         groups=() if args.ep_size is None else (ExpertGroup(args.ep_size, is_strided),),
         codecs=(LevelCodecs(), *(read_codec(text) for text in args.what_if_codec)),
+        token_codecs=tuple(
+            token_codec(row_format, model.hidden, workload.param_bytes)
+            for row_format in read_row_formats(args, config, cluster)
+        ),
         memory_bytes=None if args.memory is None else args.memory * GIGA,
         is_transient=config.is_transient,
     )
@@ -230,6 +240,14 @@ def read_cluster(args: argparse.Namespace, config: DsConfig) -> Cluster:
         )
     cluster = _with_link(cluster, 0, args.wan, args.delay, ("--wan", "--delay"))
     return _with_link(cluster, len(cluster.levels) - 1, args.lan, args.lan_delay, ("--lan", "--lan-delay"))
+
+
+def read_row_formats(args: argparse.Namespace, config: DsConfig, cluster: Cluster) -> tuple[RowFormat | None, ...]:
+    """Of token rows over each level: --token-codec over the slow one, else as in the ds_config."""
+    if args.token_codec is not None:
+        return (args.token_codec, *[None] * (len(cluster.levels) - 1))
+    is_given = len(config.row_formats) == len(cluster.levels)
+    return config.row_formats if is_given else (None,) * len(cluster.levels)
 
 
 def _with_link(cluster: Cluster, index: int, rate: str | None, delay: str | None, names: tuple[str, str]) -> Cluster:
@@ -312,12 +330,14 @@ def read_ds_config(path: Path) -> DsConfig:
         raise ConfigError(f"--ds-config: {path} holds a {type(content).__name__}, wanted an object")
     cluster: Cluster | None = None
     domain_sizes: tuple[int, ...] = ()
+    row_formats: tuple[RowFormat | None, ...] = ()
     is_transient = False
     if "hybridep" in content:
         # Switched off, its sizes need not fit a world size.
         block = {**content["hybridep"], "enabled": False}
         config = parse_config(block, world_size=0, base_dir=path.parent)
         is_transient = config.replicas == "transient"
+        row_formats = tuple(level.row_format for level in config.levels)
         if config.levels:
             cluster, domain_sizes = config.cluster(), () if config.is_planned else config.domain_sizes
     zero = content.get("zero_optimization")
@@ -330,6 +350,7 @@ def read_ds_config(path: Path) -> DsConfig:
         dtype=dtypes[0] if dtypes else "fp32",
         is_strided=bool(content.get("use_data_before_expert_parallelism", False)),
         domain_sizes=domain_sizes,
+        row_formats=row_formats,
         is_transient=is_transient,
     )
 

@@ -246,7 +246,7 @@ def read_domains(text: str, question: Question, group: ExpertGroup) -> Layout:
         raise ConfigError(f"--domains: got '{text}', wanted a size for each level, as in 2,1") from error
     if len(sizes) != len(question.cluster.levels):
         raise ConfigError(f"--domains: got '{text}', wanted a size for each of the levels {question.cluster}")
-    codecs = (LevelCodecs(),) * len(sizes)
+    codecs = question.with_tokens((LevelCodecs(),) * len(sizes))
     layout = Layout(spans=group.spans(question.cluster), domain_sizes=sizes, codecs=codecs)
     is_hierarchical = sum(count > 1 for count in layout.domain_counts) > 1
     return replace(layout, exchange="hierarchical") if is_hierarchical else layout

@@ -17,7 +17,7 @@ from typing import Any
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, divisors
 from ds_hybridep.plan.costs import Memory, memory_of, ranks_below
-from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.layout import IDENTITY, Codec, ExpertGroup, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.stream_model import StepPrediction, predict, with_bandwidth
 from ds_hybridep.plan.token_route import known_or_assumed_bandwidths
 from ds_hybridep.plan.workload import Workload
@@ -48,6 +48,7 @@ class Question:
     cluster, workload, rates, sync: as `predict` takes them.
     groups: expert-parallel groups to consider; empty: `candidate_groups`.
     codecs: encodings to consider at each level where experts travel; one choice, identity, loses nothing.
+    token_codecs: of rows on their way to experts, one for each level; empty: none. What is compared with has none.
     depths: prefetch depths to consider.
     domain_sizes: for each level a size, or None to search.
     memory_bytes: of one rank, without activations; None: not limited.
@@ -60,10 +61,16 @@ class Question:
     sync: SyncModel = SyncModel()
     groups: tuple[ExpertGroup, ...] = ()
     codecs: tuple[LevelCodecs, ...] = (LevelCodecs(),)
+    token_codecs: tuple[Codec, ...] = ()
     depths: tuple[int, ...] = DEFAULT_DEPTHS
     domain_sizes: tuple[int | None, ...] | None = None
     memory_bytes: float | None = None
     is_transient: bool = False
+
+    def with_tokens(self, codecs: Sequence[LevelCodecs]) -> tuple[LevelCodecs, ...]:
+        """Encodings of experts at each level, with those of tokens."""
+        tokens = self.token_codecs or (IDENTITY,) * len(codecs)
+        return tuple(replace(of_level, token=token) for of_level, token in zip(codecs, tokens, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +100,8 @@ class Candidate:
         text = "[" + ",".join(map(str, self.layout.domain_sizes)) + "]"
         if self.layout.is_transient:
             text += " transient"
-        names = [codecs_label(codecs) for codecs in self.layout.codecs if codecs != LevelCodecs()]
+        exact = codecs_label(LevelCodecs())
+        names = [label for label in map(codecs_label, self.layout.codecs) if label != exact]
         if names:
             text += " " + " ".join(dict.fromkeys(names))
         return text + f" ep {self.group.ep_size}{' strided' if self.group.is_strided else ''}"
@@ -259,7 +267,7 @@ def price_all(question: Question) -> Iterator[Candidate]:
         spans = group.spans(question.cluster)
         for domain_sizes in _domain_sizes(question, spans):
             for codecs in _codec_choices(question.codecs, domain_sizes):
-                layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=codecs)
+                layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=question.with_tokens(codecs))
                 can_be_transient = layout.domain_size > 1 and not layout.is_lossy
                 if not (question.is_transient and can_be_transient):
                     candidate = _price(question, group, layout)

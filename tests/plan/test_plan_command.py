@@ -123,6 +123,24 @@ def test_what_if_codecs_are_tried_and_not_pasted(capsys):
     assert "For ds_config.json" not in out
 
 
+def test_token_codecs_of_arguments_and_of_a_ds_config_make_dispatches_smaller(capsys, tmp_path):
+    levels = [{"name": "dc", "size": 2, "token_codec": "fp8"}, {"name": "gpu", "size": 8}]
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"hybridep": {"levels": levels}, "bf16": {"enabled": True}}))
+    tokens = []
+    for arguments in ([], ["--token-codec", "int8"], ["--ds-config", str(path)]):
+        base = ["plan", "--model", "Qwen3-30B-A3B", "--tokens", "16384", "--wan", "10gbps", "--lan", "800gbps"]
+        cluster = [] if "--ds-config" in arguments else ["--dcs", "2x8"]
+        _, out, _ = run(capsys, *base, *cluster, *arguments, "--ep-size", "16", "--json")
+        answer = json.loads(out)
+        flat = next(one for one in answer["others"] if one["domain_sizes"] == [1, 1])
+        assert flat["token_codecs"] == [{0: "identity", 1: "int8", 2: "fp8"}[len(tokens)], "identity"]
+        tokens.append(flat["uplink_bytes"][0]["tokens"])
+    assert tokens[1] == tokens[2]
+    # Of four passes of 4096 B a row one has 2064 B; ids, weights and counts beside the rows stay.
+    assert 1 - (4096 - 2064) / (4 * 4096) < tokens[1] / tokens[0] < 0.88
+
+
 def test_a_plot_is_drawn(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
