@@ -53,6 +53,7 @@ class Plan:
     dense_sync: str = "deepspeed"
     codec: Any = "identity"  # of weights and gradients between the DCs; a pair where they differ
     token_exchange: str = "auto"
+    token_codec: str = "identity"  # between the DCs; others run where --plans names them
     auto_codecs: tuple[Any, ...] = ()
     adapters: str = ""  # what has some, "attention" or "attention and experts"; else everything is trained
 
@@ -114,6 +115,10 @@ def plans_of(sizes: tuple[int, ...]) -> list[Plan]:
         Plan("hybridep [1,1], hierarchical dense", dcs * gpus, (1, 1), "hierarchical"),
         Plan("hybridep, hierarchical dense only", dcs * gpus, (1, 1), "hierarchical", token_exchange="deepspeed"),
     ]
+    by_level = plans[3]
+    plans += [
+        replace(by_level, name=f"{by_level.name}, tokens {codec}", token_codec=codec) for codec in ("int8", "fp8")
+    ]
     plans += [Plan(f"hybridep [{size},1]", dcs * gpus, (size, 1)) for size in range(2, dcs + 1) if dcs % size == 0]
     for codec, spec in CODECS.items():
         name = f"hybridep [{dcs},1]{codec}, hierarchical dense"
@@ -167,7 +172,7 @@ def block_of(args: argparse.Namespace, plan: Plan, sizes: tuple[int, ...]) -> di
         for name, size, domain_size in zip(("dc", "gpu"), sizes, domain_sizes, strict=True)
     ]
     weight_codec, gradient_codec = plan.codec if isinstance(plan.codec, tuple) else (plan.codec, plan.codec)
-    levels[0].update(weight_codec=weight_codec, gradient_codec=gradient_codec)
+    levels[0].update(weight_codec=weight_codec, gradient_codec=gradient_codec, token_codec=plan.token_codec)
     return {
         "levels": levels,
         "report_interval": 0,
@@ -344,14 +349,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="most steps of one block")
     parser.add_argument("--block-s", type=float, default=2.0, help="seconds of one block to aim at")
-    parser.add_argument("--plans", nargs="+", default=[], help="names of the plans to run; by default all")
+    parser.add_argument(
+        "--plans", nargs="+", default=[], help="names of the plans to run; by default all with exact tokens"
+    )
     parser.add_argument("--local_rank", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     sizes = tuple(int(size) for size in args.dcs.split("x"))
     known = plans_of(sizes) if args.model == "bytes" else plans_of_hf(sizes)
-    plans = [plan for plan in known if not args.plans or plan.name in args.plans]
+    plans = [plan for plan in known if (plan.name in args.plans if args.plans else plan.token_codec == "identity")]
     driver = Driver(args.control)
     driver.ask(command="rate", rate="none")
     runs = {
