@@ -138,9 +138,9 @@ void dispatch_rows(Address x, Address row_to_token, int64_t num_tokens, int64_t 
 void quantise_rows(Address x, int x_type, Address row_to_token, int64_t num_tokens, int64_t num_rows, int64_t hidden,
                    int format, Lane lane, Address records) {
     require_sizes({num_tokens, num_rows, hidden});
-    const int64_t wrong =
-        hybridep::quantise_rows(at<const void>(x), to_type(x_type), at<const int64_t>(row_to_token),
-                                {num_tokens, num_rows, hidden}, to_row_format(format), to_lane(lane), at<uint8_t>(records));
+    const int64_t wrong = hybridep::quantise_rows(at<const void>(x), to_type(x_type), at<const int64_t>(row_to_token),
+                                                  {num_tokens, num_rows, hidden}, to_row_format(format), to_lane(lane),
+                                                  at<uint8_t>(records));
     require_in_range("row_to_token", row_to_token, wrong, num_tokens, "tokens");
 }
 

@@ -203,7 +203,9 @@ void dequantise_row(const uint8_t* record, int64_t hidden, T* row) {
         const int64_t end = std::min(begin + kScaleBlock, hidden);
         const float scale = scale_of_exponent(record[hidden + begin / kScaleBlock]);
 #pragma omp simd
-        for (int64_t i = begin; i < end; ++i) row[i] = from_float<T>(row_value<Code>(record[i], scale, kLargestFinite<T>));
+        for (int64_t i = begin; i < end; ++i) {
+            row[i] = from_float<T>(row_value<Code>(record[i], scale, kLargestFinite<T>));
+        }
     }
 }
 

@@ -77,8 +77,8 @@ int64_t scatter_rows(const void* x, const int64_t* slot_to_row, int64_t num_toke
 
 // --- Rows of one byte an element ------------------------------------------------------------------------------------
 //
-// A row of D elements is a record of record_bytes(D): its codes, an exponent for each kScaleBlock elements, zeros.  The
-// arithmetic is that of interface.py (Kernels.quantise_rows) and hybridep_scales.h.
+// A row of D elements is a record of record_bytes(D): its codes, an exponent for each kScaleBlock elements, zeros.
+// The arithmetic is that of interface.py (Kernels.quantise_rows) and hybridep_scales.h.
 
 inline constexpr int64_t kScaleBlock = 128;
 

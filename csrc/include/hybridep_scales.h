@@ -87,7 +87,7 @@ HYBRIDEP_BOTH uint16_t scale_from(float size, int bits) {
     return round_scale(bits == 2 ? size * 1.25f : size);
 }
 
-// --- Rows of one byte an element -------------------------------------------------------------------------------------
+// --- Rows of one byte an element ------------------------------------------------------------------------------------
 // The scale of a block is a power of two, given by a byte: its exponent as fp32 has it.  An element is divided by
 // multiplying with the inverse, which is exact.
 
