@@ -387,6 +387,29 @@ def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
         planning._free_and_working_bytes = measure
 
 
+def token_codecs_of(case: Case) -> list[str]:
+    """What the log says of tokens: as set, after plans by hand, and of a planned job; and what that reckons with."""
+
+    def described(engine: Engine) -> str:
+        train(engine, case, 0, 1)
+        return attachment_of(engine).runtime.describe()
+
+    def levels(token_codec: str, *sizes: Any) -> dict[str, Any]:
+        block = block_of_sizes(case, sizes)
+        block["levels"][0]["token_codec"] = token_codec
+        return block
+
+    with engine_of(case, with_block=True, hybridep=levels("int8", 1, 1)) as engine:
+        found = [described(engine)]
+        for block in (levels("fp8", 1, 1), levels("fp8", 2, 1)):
+            ds_hybridep.replan(engine, block_of(case, **block))
+            found.append(described(engine))
+    with engine_of(case, with_block=True, hybridep=levels("int8", "auto", 1) | {"token_exchange": "direct"}) as engine:
+        found.append(described(engine))
+        found += [codec.name for codec in attachment_of(engine).planner._job().token_codecs]
+    return found
+
+
 def errors_of_replan(case: Case) -> list[tuple[str, str]]:
     with engine_of(case, with_block=True) as engine:
         dist.barrier()  # nobody leaves while others still connect
@@ -561,6 +584,15 @@ def test_replan_refuses_what_it_cannot_do(pool4: ProcessPool):
         assert errors[0][0] == errors[1][0] == "ConfigError"
         assert 'without "auto"' in errors[0][1]
         assert "same levels as before" in errors[1][1]
+
+
+def test_token_codecs_stay_as_they_are_set(pool4: ProcessPool):
+    for first, by_hand, without_tokens, planned, *priced in pool4.run(token_codecs_of, case=world4(1, 1)):
+        assert first.endswith("dispatched tokens int8 over dc")
+        assert by_hand.endswith("dispatched tokens fp8 over dc")
+        assert without_tokens.endswith("dispatched tokens fp8 over dc (no effect: no tokens of ours cross it)")
+        assert "dispatched tokens int8 over dc" in planned
+        assert priced == ["int8", "identity"]
 
 
 def test_plans_have_the_memory_that_is_free(pool2: ProcessPool):
