@@ -402,12 +402,12 @@ def token_of(rank: int, token: int, dtype: torch.dtype) -> torch.Tensor:
 
 def carry_records(exchange: TokenExchange, row_format: RowFormat, dtype: torch.dtype) -> dict[str, Any]:
     """Four ranks in two datacentres send each other a token; twice, so that rows also travel in first messages."""
-    rank = dist.get_rank()
+    rank, kernels = dist.get_rank(), load_kernels("auto", "cpu")  # may compile, which is no wait for other ranks
     transport = open_transport(Cluster((Level("dc", 2), Level("gpu", 2))), timeout_s=30)
     partition = Partition.build(transport.cluster, range(4), (1, 1))
     exchanges = build_exchanges(
-        build_route(partition, rank, 4, exchange), transport, "ep", load_kernels("auto", "cpu"), "layer 0",
-        torch.device("cpu"), level_formats=(row_format, None),
+        build_route(partition, rank, 4, exchange), transport, "ep", kernels, "layer 0", torch.device("cpu"),
+        level_formats=(row_format, None),
     )  # fmt: skip
     x = torch.stack([token_of(rank, token, dtype) for token in range(4)]).requires_grad_()
     topk_idx, weights = torch.arange(4, dtype=torch.int32)[:, None], 1.0 + 4 * rank + torch.arange(4.0)[:, None]
