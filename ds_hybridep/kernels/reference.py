@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The definition of each routing kernel in plain PyTorch.  Runs on every device and for every floating point dtype."""
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -148,7 +150,7 @@ def _exponents_of(blocks: Tensor, largest_scaled: float) -> Tensor:
     """Exponent bytes of fp32 blocks [R, N, 128], [R, N] int32."""
     # Magnitudes of fp32 are ordered as their bits are, and an exponent more is 2^23 more.
     largest = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(dim=2)
-    scaled_bits = int(torch.tensor(largest_scaled).view(torch.int32))
+    scaled_bits = int.from_bytes(struct.pack("<f", largest_scaled), "little")
     exponents = ((largest - scaled_bits + (1 << 23) - 1) >> 23) + FP32_BIAS
     return torch.where(largest < FP32_INFINITY, exponents.clamp(min=SMALLEST_EXPONENT), NOT_FINITE)
 
