@@ -277,7 +277,9 @@ class Codec(ABC):
             value = torch.empty_like(x)
             codec.decode_payload(payload, value)
             x = x - value
-            other.copy_(torch.where(is_bad[:, None, None], other, x) if bool(is_bad.any()) else x)
+            # On an accelerator without a look, which would be a device-to-host sync.
+            keeps = a.device.type != "cpu" or bool(is_bad.any())
+            other.copy_(torch.where(is_bad[:, None, None], other, x) if keeps else x)
         return packets
 
     def _prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:

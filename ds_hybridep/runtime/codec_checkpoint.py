@@ -78,7 +78,7 @@ def undelivered(layers: Sequence[OwnedExperts], files: Sequence[Path], step: int
     """
     found: dict[str, list[Tensor]] = {}
     for path in files:
-        saved = torch.load(path, weights_only=True)
+        saved = torch.load(path, weights_only=True, map_location="cpu")
         if saved["step"] != step:
             continue  # of an earlier checkpoint in this folder
         for layer in layers:
@@ -91,7 +91,8 @@ def undelivered(layers: Sequence[OwnedExperts], files: Sequence[Path], step: int
                         found[layer.name] = [torch.zeros(shape, device=layer.device) for shape in layer.shapes]
                     saved_idx = record["experts"].index(expert)
                     for total, part in zip(found[layer.name], record["residuals"], strict=True):
-                        total[own_idx].add_(part[saved_idx].view(total.shape[1:]), alpha=layer.share)
+                        share = part[saved_idx].to(total.device)
+                        total[own_idx].add_(share.view(total.shape[1:]), alpha=layer.share)
     return found
 
 
