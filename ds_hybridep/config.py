@@ -211,6 +211,7 @@ class LevelConfig:
     domain_size: neighbouring children that form one domain; divides `size`. "auto": planned while the job runs.
     weight_codec, gradient_codec: encoding of what crosses this level; "auto" is planned.
     token_codec: encoding of token rows that cross this level on their way to experts.
+    backend: over what tensors of a GPU cross this level: "auto" is what the job has, "gloo" goes through host memory.
     """
 
     name: str = field(metadata=_read_by(_text(advice='give each level its own name, for example "dc"')))
@@ -221,6 +222,7 @@ class LevelConfig:
     weight_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec((*EXPERT_CODECS, AUTO))))
     gradient_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec((*EXPERT_CODECS, AUTO))))
     token_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_token_codec))
+    backend: Literal["auto", "gloo", "nccl"] = field(default="auto", metadata=_read_by(_choice(AUTO, "gloo", "nccl")))
 
     @property
     def row_format(self) -> RowFormat | None:

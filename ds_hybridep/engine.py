@@ -8,10 +8,11 @@ the engine are overridden on the instance, and `detach` removes exactly those.
 
 import inspect
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -631,13 +632,25 @@ def _refuse_unknown_scale(engine: Any, config: HybridEPConfig) -> None:
 
 def _refuse_devices(specs: Sequence[LayerSpec]) -> None:
     """Raise UnsupportedError for what the transport does not carry."""
-    devices = sorted({spec.sample.device.type for spec in specs})
-    if devices != ["cpu"] or "gloo" not in backend_name():
+    devices, backend = sorted({spec.sample.device.type for spec in specs}), backend_name()
+    if devices == ["cuda"] and ("gloo" in backend or "nccl" in backend):
+        _warn_of_gpus()
+    elif devices != ["cpu"] or "gloo" not in backend:
         raise UnsupportedError(
-            f"this version moves tensors in host memory over gloo; the model is on {devices} and the job's backend is "
-            f"{backend_name()!r}: train on the CPU (DS_ACCELERATOR=cpu) over gloo, or set "
-            f'"hybridep": {{"enabled": false}}'
+            f"hybridep moves a CPU's tensors over gloo, and a CUDA device's over gloo or NCCL; the model is on "
+            f"{devices} and the job's backend is {backend!r}: train on one of these devices over one of its backends, "
+            f'or set "hybridep": {{"enabled": false}}'
         )
+
+
+@cache  # once in a process
+def _warn_of_gpus() -> None:
+    log_dist(
+        "hybridep: training on GPUs was written without one: it has been checked on CPUs only and never run on a GPU "
+        "by its authors; compare a few steps with the block disabled before you rely on it (docs/kernels.md)",
+        ranks=[0],
+        level=logging.WARNING,
+    )
 
 
 def _find_layers(model: nn.Module) -> dict[str, nn.Module]:

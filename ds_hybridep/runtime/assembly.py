@@ -19,7 +19,7 @@ from ds_hybridep.kernels import Kernels, load_kernels
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
 from ds_hybridep.runtime import codec_checkpoint
-from ds_hybridep.runtime.comm import Transport, agree, announcing_failure
+from ds_hybridep.runtime.comm import Transport, agree, announcing_failure, backend_for
 from ds_hybridep.runtime.expert_gather import (
     Encoding,
     ReplicaStore,
@@ -261,7 +261,7 @@ class HybridRuntime:
         if self.migration is not None and self.migration.has_codecs:
             with announcing_failure():
                 path = codec_checkpoint.file_of(folder, self.transport.rank)
-                saved = torch.load(path, weights_only=True) if path in files else None
+                saved = torch.load(path, weights_only=True, map_location="cpu") if path in files else None
             is_same = saved is not None and saved["plan"] == self.plan and saved["step"] == step
             try:
                 agree({f"state of lossy codecs in {folder.name}": is_same}, self.config.timeout_s)
@@ -350,9 +350,10 @@ class HybridRuntime:
         dense = ", dense gradients and parameters by level" if self.dense is not None else ""
         memory = "no replicas" if self.migration is None else self.migration.describe_memory()
         tokens = first.exchange or "deepspeed"
+        over = f", over {', '.join(self.transport.backends)}" if first.spec.sample.is_cuda else ""
         return (
             f"hybridep: {len(self._planned)} MoE layers, domain sizes {domains}, tokens {tokens}, "
-            f"{self.kernels.name} kernels, {memory}{dense}" + "".join(codecs)
+            f"{self.kernels.name} kernels, {memory}{over}{dense}" + "".join(codecs)
         )
 
     def before_step(self) -> None:
@@ -494,17 +495,32 @@ def prepare_runtime(
     with announcing_failure():
         planned = [_plan_layer(config, spec) for spec in specs]
         encoding = replace(encoding_of(config), master_of=master_of, loss_scale=loss_scale)
-        kernels = load_kernels(config.kernels, specs[0].sample.device.type)
+        device = specs[0].sample.device
+        kernels = load_kernels(config.kernels, device.type)
+        backends = backends_of(config, device)
         payload = {
             "version": __version__,
             "torch": torch.__version__,
             "kernels": kernels.name,
+            "backends": list(backends),
             "config": config.canonical(),
             "layers": [layer.canonical() for layer in planned],
         }
     generation = agree(payload, config.timeout_s)
-    transport = Transport(config.cluster(), config.timeout_s, generation)
+    transport = Transport(config.cluster(), config.timeout_s, generation, backends)
     return partial(HybridRuntime, config, transport, kernels, planned, encoding, is_boundary)
+
+
+def backends_of(config: HybridEPConfig, device: torch.device) -> tuple[str, ...]:
+    """Over what tensors of the model's device cross each level.
+
+    Raises:
+        UnsupportedError: a level asks for what cannot be had.
+    """
+    return tuple(
+        backend_for(level.backend, device, f"hybridep.levels[{index}].backend")
+        for index, level in enumerate(config.levels)
+    )
 
 
 def encoding_of(config: HybridEPConfig) -> Encoding:

@@ -16,18 +16,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hybridep.errors import AgreementError, CommunicationError
+from ds_hybridep.errors import AgreementError, CommunicationError, UnsupportedError
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.runtime.staging import Staging
+from ds_hybridep.runtime.streams import DeviceStreams, Mark, streams_of
 
 _NO_RANGE = contextlib.nullcontext()
 
+NCCL_LOOK_S = 2e-4  # between two looks at a batch under way
 EXIT_LIMIT_S = 60.0  # how long a process that ends waits for transfers under way
 
 Part = tuple[int, Tensor]  # (global rank, contiguous tensor that goes there or comes from there)
@@ -69,7 +71,10 @@ class TransferRecord:
 
 
 class Transfer:
-    """Handle of a started batch of sends and receives.  `wait` returns when all have finished."""
+    """Handle of a started batch of sends and receives.  `wait` returns when all have finished.
+
+    Of tensors on a device `wait` returns when the current stream will go on behind what arrived.
+    """
 
     def __init__(self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part]) -> None:
         self.channel = channel
@@ -77,6 +82,7 @@ class Transfer:
         self.start_ns = time.perf_counter_ns()
         self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
         self.works: list[Any] = []
+        self.staging: Staging | _InNccl | None = None  # of tensors on a device
         self._destinations = [rank for rank, _ in sends]
         self._sources = [rank for rank, _ in receives]
         # Foreground transfers finish in `wait` or not at all; the event is for the thread of a background channel.
@@ -104,6 +110,9 @@ class Transfer:
                     self._failure = f"passed the time limit of {transport.timeout_s:g} s"
         if self._failure is not None:
             raise CommunicationError(self.describe(self._failure))
+        if self.staging is not None:
+            self.staging.deliver()
+            self.staging = None
 
     def finish(self) -> None:
         """Wait in the calling thread and mark the transfer finished; a failure is kept for `wait`."""
@@ -112,10 +121,17 @@ class Transfer:
             for work in self.works:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
-            self._failure = f"failed: {str(error).splitlines()[0]}"
+            self.fail(error)
         self.works = []
+        if self.staging is not None:
+            self.staging.forget_sends()
         if self._finished is not None:
             self._finished.set()
+
+    def fail(self, error: RuntimeError) -> None:
+        """Keep the first failure for `wait`."""
+        if self._failure is None:
+            self._failure = _failed(error)
 
     def describe(self, failure: str) -> str:
         """One sentence: who moved what over which level, what went wrong, and what to do."""
@@ -132,7 +148,9 @@ class Channel:
     """Connections of its own between `ranks`, for transfers of one purpose.
 
     A background channel has a thread that waits for transfers (it starts none): gloo reports the completion of a
-    send or receive only to a waiter, and `is_done` and traces need the moment of completion.
+    send or receive only to a waiter, and `is_done` and traces need the moment of completion.  Where it carries tensors
+    of a device it has a second one, which starts sends as they come to the host, in the order of `start`; receives are
+    started by the caller.
     """
 
     def __init__(self, transport: "Transport", name: str, ranks: Sequence[int], level: int, background: bool) -> None:
@@ -143,9 +161,15 @@ class Channel:
         self.is_background = background
         self._index_of_rank = {rank: index for index, rank in enumerate(self.ranks)}
         self._group: Any = _connect(name, self.ranks, transport)
-        self._pending: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._at_exit: Callable[[], None] | None = None
+        self._nccl: _NcclGroup | None = None  # made by the first transfer that needs it
+        self._failure: str | None = None  # after which nothing is sent any more: messages match by their order
+        self._under_way = _Line(f"hybridep-{name}", self._finish)
+        self._departing: _Line | None = None
+
+    @property
+    def has_equal_lengths(self) -> bool:
+        """True where a message must be as long as the room that its receiver has made for it."""
+        return self.transport.backends[self.level] == "nccl"
 
     def start(
         self,
@@ -157,9 +181,12 @@ class Channel:
     ) -> Transfer:
         """Start sending and receiving; the tensors must stay untouched until the transfer has finished.
 
+        Tensors of a device are sent as the current stream will have made them.
+
         Args:
             sends: (global rank, contiguous tensor); empty tensors are skipped on both ends.
-            receives: (global rank, contiguous tensor that is filled; a shorter message fills its beginning).
+            receives: (global rank, contiguous tensor that is filled; a shorter message fills its beginning, but see
+                `has_equal_lengths`).
             purpose: kind, operation and layer, for counters and errors.
             counts_receives: False where messages may be shorter; the caller counts them by `count_received`.
         """
@@ -167,15 +194,15 @@ class Channel:
         sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
         receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
         transfer = Transfer(self, purpose, sends, receives)
+        streams = streams_of((sends or receives)[0][1].device) if sends or receives else None
         try:
-            with _without_profiling():
-                # Receives first: a posted receive lets the peer's data flow at once.
-                for rank, tensor in receives:
-                    transfer.works.append(self._group.recv([tensor], self._index_of_rank[rank], 0))
-                for rank, tensor in sends:
-                    transfer.works.append(self._group.send([tensor], self._index_of_rank[rank], 0))
+            if isinstance(streams, DeviceStreams):
+                start = self._start_in_nccl if self.has_equal_lengths else self._start_staged
+                start(transfer, streams, sends, receives)
+            else:
+                self._post(transfer, sends, receives)
         except RuntimeError as error:
-            raise CommunicationError(transfer.describe(f"failed: {str(error).splitlines()[0]}")) from error
+            raise CommunicationError(transfer.describe(_failed(error))) from error
         self.transport.count_sent(sends, purpose.kind)
         if counts_receives:
             for rank, tensor in receives:
@@ -184,35 +211,166 @@ class Channel:
             self._watch(transfer)
         return transfer
 
+    def _post(self, transfer: Transfer, sends: Sequence[Part], receives: Sequence[Part]) -> None:
+        """Hand tensors of the host to gloo."""
+        if self._group is None:
+            raise RuntimeError("the channel was closed")
+        with _without_profiling():
+            # Receives first: a posted receive lets the peer's data flow at once.
+            for rank, tensor in receives:
+                transfer.works.append(self._group.recv([tensor], self._index_of_rank[rank], 0))
+            for rank, tensor in sends:
+                transfer.works.append(self._group.send([tensor], self._index_of_rank[rank], 0))
+
+    def _start_staged(
+        self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
+    ) -> None:
+        """Queue the copies of what is sent; receives start now, sends when the host has them."""
+        transfer.staging = staging = Staging(streams, sends, receives, is_awaited=self.is_background)
+        self._post(transfer, (), staging.receives)
+        if self.is_background:
+            if self._departing is None:
+                self._departing = _Line(f"hybridep-{self.name}-departures", self._depart)
+                self._departing.begin()
+            return
+        # A foreground transfer is waited for right away, and its peers have to do this first as well.
+        with self.transport.exposed(transfer.purpose):
+            staging.await_sends()
+        self._post(transfer, staging.sends, ())
+
+    def _start_in_nccl(
+        self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
+    ) -> None:
+        if self._nccl is None:
+            self._nccl = _NcclGroup(self.name, self.ranks, self.transport, streams)
+        transfer.staging = self._nccl.start(sends, receives)
+        if self.is_background:
+            transfer.works.append(transfer.staging)
+
     def _watch(self, transfer: Transfer) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._wait_for_transfers, name=f"hybridep-{self.name}", daemon=True)
-            self._thread = thread
+        if not self._under_way.is_running:
             # A script may end with its last step, whose weights still travel.  A thread that came back from gloo after
             # the interpreter has begun to go would abort the process.
-            self._at_exit = partial(_end_thread, thread, self._pending, min(self.transport.timeout_s, EXIT_LIMIT_S))
-            atexit.register(self._at_exit)
-            thread.start()
-        self._pending.put(transfer)
+            atexit.register(self._end_threads)
+            self._under_way.begin()
+        (self._departing or self._under_way).put(transfer)
 
-    def _wait_for_transfers(self) -> None:
-        while (transfer := self._pending.get()) is not None:
-            transfer.finish()
-            self.transport.note_finished(transfer)
-        if self._at_exit is not None:
-            atexit.unregister(self._at_exit)  # here and not in `close`, after which a transfer may still be waited for
+    def _depart(self, transfer: Transfer | None) -> None:
+        if transfer is None:
+            self._under_way.end()
+            return
+        if isinstance(transfer.staging, Staging):
+            try:
+                if self._failure is not None:
+                    raise RuntimeError(self._failure)
+                transfer.staging.await_sends()
+                self._post(transfer, transfer.staging.sends, ())
+            except RuntimeError as error:
+                self._failure = str(error)
+                transfer.fail(error)
+        self._under_way.put(transfer)
+
+    def _finish(self, transfer: Transfer | None) -> None:
+        if transfer is None:
+            atexit.unregister(self._end_threads)  # here and not in `close`, after which one may still be waited for
+            return
+        transfer.finish()
+        self.transport.note_finished(transfer)
+
+    def _end_threads(self) -> None:
+        for line in (self._departing, self._under_way):
+            if line is not None:
+                line.end()
+                line.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
 
     def close(self) -> None:
-        """Let the waiting thread end and drop the connections.  Waits for nothing."""
+        """Let the threads end and drop the connections.  Waits for nothing."""
+        (self._departing or self._under_way).end()
+        self._group = self._nccl = None
+
+
+class _InNccl:
+    """One batch under way over NCCL; in the place of `Staging`, and of a work for the thread that waits for it."""
+
+    def __init__(self, streams: DeviceStreams, arrived: Mark, tensors: Sequence[Tensor]) -> None:
+        self._streams, self._arrived, self._tensors = streams, arrived, tensors
+
+    def wait(self, limit: timedelta) -> None:
+        """Block until the batch is over.  Looks now and then: a wait for the device itself has no time limit."""
+        deadline = time.monotonic() + limit.total_seconds()
+        while not self._arrived.query():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"passed the time limit of {limit.total_seconds():g} s")
+            time.sleep(NCCL_LOOK_S)
+
+    def forget_sends(self) -> None:
+        """The batch is over: its tensors may be freed."""
+        self._tensors = ()
+
+    def deliver(self) -> None:
+        """The current stream goes on behind the batch."""
+        self._streams.follow(self._arrived)
+
+
+class _NcclGroup:
+    """Sends and receives between devices over NCCL, a batch at a time.  Written without a GPU, and never run.
+
+    NCCL starts a batch behind what the current stream was given so far, and runs it in a stream of its own.
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, ...], transport: "Transport", streams: DeviceStreams) -> None:
+        self._streams, self._device = streams, streams.device
+        self._index_of_rank = {rank: index for index, rank in enumerate(ranks)}
+        self._watching = streams.another()
+        self._group = _connect_nccl(name, ranks, transport, streams.device)
+
+    def start(self, sends: Sequence[Part], receives: Sequence[Part]) -> _InNccl:
+        """One batch.  Other ranks must start theirs with this one in the same order."""
+        self._group._start_coalescing(self._device)
+        for rank, tensor in receives:
+            self._group.recv([tensor], self._index_of_rank[rank], 0)
+        for rank, tensor in sends:
+            self._group.send([tensor], self._index_of_rank[rank], 0)
+        work = self._group._end_coalescing(self._device)
+        with self._streams.within(self._watching):
+            work.wait()  # of this stream, not of the host
+            arrived = self._streams.mark()
+        return _InNccl(self._streams, arrived, [tensor for _, tensor in (*sends, *receives)])
+
+
+class _Line:
+    """A thread that takes one transfer after the other, and None when no more will come."""
+
+    def __init__(self, name: str, take: Callable[[Transfer | None], None]) -> None:
+        self._name, self._take = name, take
+        self._waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """True from `begin` on."""
+        return self._thread is not None
+
+    def begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def put(self, transfer: Transfer) -> None:
+        self._waiting.put(transfer)
+
+    def end(self) -> None:
+        """Stop behind what was put.  Waits for nothing."""
         if self._thread is not None:
-            self._pending.put(None)
-            self._thread = None
-        self._group = None
+            self._waiting.put(None)
 
+    def join(self, limit_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(limit_s)
 
-def _end_thread(thread: threading.Thread, pending: "queue.SimpleQueue[Transfer | None]", limit_s: float) -> None:
-    pending.put(None)
-    thread.join(limit_s)
+    def _run(self) -> None:
+        while (transfer := self._waiting.get()) is not None:
+            self._take(transfer)
+        self._take(None)
 
 
 class Transport:
@@ -222,10 +380,13 @@ class Transport:
         cluster: levels, for counting and errors.
         timeout_s: the longest wait.
         generation: from `agree`.
+        backends: "gloo" or "nccl" for each level, by which tensors of a device travel; others go over gloo.  All gloo
+            where nothing is given.
     """
 
-    def __init__(self, cluster: Cluster, timeout_s: float, generation: int) -> None:
+    def __init__(self, cluster: Cluster, timeout_s: float, generation: int, backends: Sequence[str] = ()) -> None:
         self.cluster = cluster
+        self.backends = tuple(backends) or ("gloo",) * len(cluster.levels)
         self.timeout_s = timeout_s
         self.generation = generation  # of the start-up that all ranks agreed on: names of channels are unique by it
         self.rank = dist.get_rank()
@@ -314,6 +475,10 @@ class Transport:
         self._stand_ins.clear()
 
 
+def _failed(error: RuntimeError) -> str:
+    return f"failed: {str(error).splitlines()[0]}"
+
+
 # Collectives of a process group under all names that torch has had for them since 2.5, but for the two taken over.
 _FORWARDED = (
     "_reduce_scatter_base", "all_gather_single_coalesced", "all_to_all_single", "allgather", "allgather_coalesced",
@@ -334,7 +499,7 @@ class StandInGroup(dist.ProcessGroup):  # type: ignore[misc]
     lock and wait for the interpreter's to free a tensor, and both wait for ever.
 
     Args:
-        group: over gloo.
+        group: over gloo, or on GPUs over NCCL.
         all_reduce: replaces a contiguous tensor by its sum over the ranks.
         all_gather: (output, own) fills `output` with the tensors `own` of all ranks, in rank order.
     """
@@ -343,9 +508,10 @@ class StandInGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, group: Any, all_reduce: Callable[[Tensor], None], all_gather: Callable[[Tensor, Tensor], None]
     ) -> None:
         super().__init__(group.rank(), group.size())
-        cpu, kind = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
-        self._register_backend(cpu, kind, group._get_backend(cpu))
-        self._set_default_backend(kind)
+        for device_type, name in _backends_of(group).items():
+            device, kind = torch.device(device_type), getattr(dist.ProcessGroup.BackendType, name.upper())
+            self._register_backend(device, kind, group._get_backend(device))
+            self._set_default_backend(kind)
         self._original = group
         self.__dict__.update({name: getattr(group, name) for name in _FORWARDED if hasattr(group, name)})
         self._all_reduce = all_reduce
@@ -377,8 +543,15 @@ class StandInGroup(dist.ProcessGroup):  # type: ignore[misc]
     _allgather_base = all_gather_single  # its name before torch 2.13
 
 
+def _backends_of(group: Any) -> dict[str, str]:
+    """The backend of a process group for each type of device that is there."""
+    pairs = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
+    return {device: name for device, name in pairs.items() if device == "cpu" or torch.cuda.is_available()}
+
+
 def _finished_work(result: list[Tensor]) -> Any:
-    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    devices = sorted({str(tensor.device) for tensor in result if tensor.is_cuda})
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)
 
@@ -422,6 +595,25 @@ def leave_job() -> None:
 def backend_name() -> str:
     """Backend of the job's process group, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     return str(dist.get_backend_config())
+
+
+def backend_for(wanted: str, device: torch.device, where: str) -> str:
+    """Over what tensors of `device` travel: "gloo" or "nccl".
+
+    Args:
+        wanted: "auto" for what the job has, or one of the two.
+        device: of the model.
+        where: key path of `wanted`.
+
+    Raises:
+        UnsupportedError: NCCL cannot be had.
+    """
+    if wanted == "auto":
+        return "nccl" if device.type == "cuda" and "nccl" in backend_name() else "gloo"
+    if wanted == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        reason = "this build of torch has none" if device.type == "cuda" else f"the model is on {device.type!r}"
+        raise UnsupportedError(f'{where} is "nccl", but {reason}; set it to "auto" or "gloo"')
+    return wanted
 
 
 def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
@@ -569,6 +761,24 @@ def _connect(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
             f"{transport.timeout_s:g} s: {str(error).splitlines()[0]}; look at the log of those ranks for the first "
             f"error, and at GLOO_SOCKET_IFNAME if they cannot reach each other"
         ) from error
+
+
+def _connect_nccl(name: str, ranks: tuple[int, ...], transport: "Transport", device: torch.device) -> Any:
+    """An NCCL process group over `ranks`, connected by all of its members together."""
+    members = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
+    path = f"ds_hybridep/{transport.generation}/nccl/{name}/{members}"
+    store = dist.PrefixStore(path, dist.distributed_c10d._get_default_store())
+    index, kind = ranks.index(transport.rank), dist.ProcessGroup.BackendType.NCCL
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=transport.timeout_s)
+    options.global_ranks_in_group, options.group_name = list(ranks), path
+    backend = dist.ProcessGroupNCCL(store, index, len(ranks), options)
+    group = dist.ProcessGroup(store, index, len(ranks))
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cuda"), kind, backend)
+    # Else the first batch would have to be one in which all members take part.
+    backend.eager_connect_single_device(device)
+    return group
 
 
 def profiler_range(*words: str) -> contextlib.AbstractContextManager[Any]:

@@ -42,6 +42,7 @@ from ds_hybridep.runtime.lossy import (
     Undelivered,
 )
 from ds_hybridep.runtime.partitioned import full_shape, gathered, is_partitioned, parameters_of
+from ds_hybridep.runtime.streams import Mark, streams_of
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ class ReplicaStore:
         self.own_index = partition.offset_index(rank)
         self.blocks = lay_out(experts[0], is_grouped=is_grouped)
         device = next(experts[0].parameters()).device
+        self.streams = streams_of(device)
         num_slots, num_local = len(self.domain_ranks), self.num_local
         new = torch.empty if is_transient else torch.zeros
         self.weights = [
@@ -405,7 +407,7 @@ class ReplicaStore:
                 [torch.zeros(part.num_experts, *part.shape, device=device) for part in self.parts]
             )
         for part, residual in zip(self.lossy.undelivered.parts, residuals, strict=True):
-            part[local_idx].add_(residual.view(part.shape[1:]))
+            part[local_idx].add_(residual.to(part.device).view(part.shape[1:]))
         return sum(float(residual.double().square().sum()) for residual in residuals)
 
     def take_undelivered(self) -> None:
@@ -487,6 +489,12 @@ class ReplicaStore:
         layout = self.gradient_layouts.get(level)
         return None if layout is None else self.lossy.encoder(level, slot, layout, self.weights[0].device)
 
+    def make_encoders(self) -> None:
+        """Have the senders of all gradients that leave here; otherwise each is made when it is first asked for."""
+        for position, level in enumerate(self.levels):
+            for _, slot in self.returning_slots(position):
+                self.gradient_encoder(level.level, slot)
+
     def slots_at(self, level_position: int, own: Mapping[int, int] | None = None) -> list[int]:
         """Slots held before gather stage `level_position`: any offset at slower levels, the own one elsewhere.
 
@@ -504,7 +512,10 @@ class ReplicaStore:
 
 
 class StagedOperation(ABC):
-    """A transfer in stages, one per level; `advance` starts the next stage when the previous one has arrived."""
+    """A transfer in stages, one per level; `advance` starts the next stage when the previous one has arrived.
+
+    What it does on a device it does aside; `join` is for those who use what it brought.
+    """
 
     def __init__(self, store: ReplicaStore, purpose: Purpose) -> None:
         self.store = store
@@ -512,6 +523,7 @@ class StagedOperation(ABC):
         self.stages_started = 0
         self.is_complete = False
         self._transfer: Transfer | None = None
+        self._completed: Mark = None
         self.advance()
 
     def can_advance(self) -> bool:
@@ -524,15 +536,21 @@ class StagedOperation(ABC):
         Raises:
             CommunicationError: the stage under way failed or passed the time limit.
         """
-        if self._transfer is not None:
-            self._transfer.wait()
-            self._take_in()
-        if self.stages_started == len(self.store.levels):
-            self._transfer = None
-            self.is_complete = True
-            return
-        self._transfer = self._start_stage(self.stages_started)
-        self.stages_started += 1
+        with self.store.streams.aside():
+            if self._transfer is not None:
+                self._transfer.wait()
+                self._take_in()
+            if self.stages_started == len(self.store.levels):
+                self._transfer = None
+                self.is_complete = True
+                self._completed = self.store.streams.mark()
+                return
+            self._transfer = self._start_stage(self.stages_started)
+            self.stages_started += 1
+
+    def join(self) -> None:
+        """The current stream goes on behind the completed operation."""
+        self.store.streams.follow(self._completed)
 
     def describe_stall(self, timeout_s: float) -> str:
         """For the error when nothing finished within the time limit."""
@@ -566,9 +584,10 @@ class WeightGather(StagedOperation):
         self._messages: dict[str, Tensor] = {}  # by codec: what the own experts' mirrors lack
         self._arrived: dict[int, Tensor] = {}  # messages by slot, kept until they were forwarded
         self._fresh: list[int] = []  # slots whose messages the stage under way brings
+        # Not aside: under ZeRO-3 DeepSpeed gathers parameters, for the current stream.
         store.load_own_weights(trainable_only=not is_exact)
         if store.lossy.mirrors:
-            with store.lossy.counters.timing("encode_s"):
+            with store.streams.aside(), store.lossy.counters.timing("encode_s"):
                 sources = store.weight_parts[store.own_index] if is_exact else store.source_weights()
                 for name, mirror in store.lossy.mirrors.items():
                     if is_exact:
@@ -622,6 +641,10 @@ class WeightGather(StagedOperation):
 
     def apply(self) -> None:
         """Exact weights arrived in their slots; packets are added to their replicas."""
+        with self.store.streams.aside():
+            self._apply()
+
+    def _apply(self) -> None:
         store = self.store
         for slot, staged in self._staged.items():
             for i, tensor in zip(self._blocks, staged, strict=True):
@@ -654,6 +677,7 @@ class GradientReturn(StagedOperation):
         self._arrivals: list[Callable[[], Any]] = []  # what adds each message received to its sum
         self._sent: list[Tensor] = []  # keeps messages alive until they have been sent
         self._scale = store.encoding.loss_scale()
+        store.make_encoders()  # not aside: what they hold stays, and belongs to the stream that frees it
         super().__init__(store, Purpose("expert_gradients", "return of expert gradients", store.layer))
 
     def _start_stage(self, stage: int) -> Transfer:

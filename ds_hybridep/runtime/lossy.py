@@ -314,7 +314,8 @@ class Undelivered:
 class CodecCounters:
     """What codecs of one layer did on this rank under one plan; sums, so that those of all ranks add up.
 
-    Bytes are of encoded messages as they were sent, beside the fp32 bytes of what these held.
+    Bytes are of encoded messages as they were sent, beside the fp32 bytes of what these held.  Seconds are the host's:
+    on a device, where work is only queued, they say what queueing takes, and what was waited for.
     """
 
     weight_bytes: float = 0.0

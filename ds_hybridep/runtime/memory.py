@@ -77,9 +77,7 @@ def memory_of_layer(
         return MemoryNeeds()
     rank = partition.group_ranks[0]
     store = ReplicaStore("", experts, partition, gather_levels(partition, rank), rank, encoding)
-    for position in range(len(store.levels)):
-        for _, slot in store.returning_slots(position):
-            store.gradient_encoder(store.levels[position].level, slot)
+    store.make_encoders()
     replicas = sum(weights.nbytes for weights in store.weights)
     sums = sum(sums.nbytes for sums in store.sums if sums is not None)
     codecs = store.replica_bytes - replicas - sums

@@ -59,7 +59,7 @@ class StagePipeline:
             self._operations.popleft()
 
     def wait(self, operation: StagedOperation) -> None:
-        """Block until `operation` is complete, moving the others on meanwhile.
+        """Block until `operation` is complete, moving the others on meanwhile; what it brought can be used then.
 
         Raises:
             CommunicationError: nothing finished within the time limit, or a transfer failed.
@@ -69,6 +69,7 @@ class StagePipeline:
                 seen = self._transport.num_finished
                 self.progress()
                 if operation.is_complete:
+                    operation.join()
                     return
                 if not self._transport.wait_for_more_than(seen):
                     raise CommunicationError(operation.describe_stall(self._transport.timeout_s))
@@ -176,6 +177,7 @@ class MigrationManager:
                 layer.weights.wait(layer.gather)
                 if layer.gather.is_deferred:
                     layer.gather.apply()
+                    layer.store.streams.join()
             layer.gather = None
 
     def _take_prefetched(self, position: int) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
@@ -313,6 +315,7 @@ class MigrationManager:
         """Free replicas and sums: a graph of an earlier forward, which a layer may keep, keeps this manager."""
         for layer in self._layers:
             layer.gather = layer.return_in_flight = layer.prefetched = None
+            layer.store.streams.join()  # what is freed must not be in use aside
             layer.store.release()
 
     def drop_prefetched(self) -> None:
@@ -423,6 +426,7 @@ class MigrationManager:
     def codec_sums(self, position: int) -> CodecSums | None:
         """What lossy codecs do in one layer; None where it has none.  Reads all owned weights."""
         store = self._layers[position].store
+        store.streams.join()  # the next weights may be encoded already, which changes mirrors
         return store.lossy.sums(store.source_weights()) if store.is_lossy else None
 
     def describe_memory(self) -> str:

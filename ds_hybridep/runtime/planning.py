@@ -51,12 +51,13 @@ from ds_hybridep.plan.row_format import token_codec
 from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import MoEModel, Workload
 from ds_hybridep.runtime import link_cache
-from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, check_experts
+from ds_hybridep.runtime.assembly import HybridRuntime, LayerSpec, backends_of, check_experts
 from ds_hybridep.runtime.comm import Transport, agree, announcing_failure
 from ds_hybridep.runtime.migration import is_in_backward
 from ds_hybridep.runtime.probe import LinkProbe
 from ds_hybridep.runtime.pulse import Pulse, StepWatch
 from ds_hybridep.runtime.rates import expert_params, measure_codec, measure_experts
+from ds_hybridep.runtime.streams import streams_of
 from ds_hybridep.version import __version__
 
 log = logging.getLogger(__name__)
@@ -167,11 +168,12 @@ class JobPlanner:
             if any((span if level.domain_size == AUTO else level.domain_size) != 1 for level, span in spans):
                 for one in specs:
                     check_experts(one)
+            backends = backends_of(config, spec.sample.device)
             # Where all experts are frozen nothing travels encoded, and everything is as good as exact.
             codec_configs = _codecs_to_try(config) if expert_params(spec, trainable_only=True) else {}
         generation = agree({"version": __version__, "planned": config.canonical()}, config.timeout_s)
-        self._transport = Transport(config.cluster(), config.timeout_s, generation)
-        self._probe = LinkProbe(self._transport)
+        self._transport = Transport(config.cluster(), config.timeout_s, generation, backends)
+        self._probe = LinkProbe(self._transport, spec.sample.device)
         self._cluster = self._first_links()
         self._model = _model_of(specs, facts)
         self._param_bytes, self._device = spec.sample.element_size(), spec.sample.device
@@ -353,6 +355,7 @@ class JobPlanner:
 
     def after_step(self) -> None:
         """Call right after the optimizer step, before anything is changed."""
+        streams_of(self._device).synchronize()
         self._after_s = time.perf_counter()
         step_s = self._after_s - self._begin_s - self._paused_s
         has_changed = False

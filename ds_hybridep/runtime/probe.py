@@ -24,6 +24,7 @@ from torch import Tensor
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.runtime.comm import Channel, Purpose, Transport
 from ds_hybridep.runtime.level_collectives import LevelCollectives
+from ds_hybridep.runtime.streams import streams_of
 
 WIRE_FACTOR = 1514 / 1448
 NUM_FLOWS = 4
@@ -34,6 +35,7 @@ MOST_BYTES = 1 << 27
 LONG_ENOUGH_S = 0.4  # of a long transfer
 SHORT_SHARE = 4  # a short one is as many times smaller
 REPETITIONS = 5
+CPU = torch.device("cpu")
 PROBE = Purpose("control", "probe of a link")
 
 Place = tuple[int, ...]  # of a child: coordinates down to its level
@@ -91,10 +93,11 @@ class LinkProbe:
 
     Args:
         transport: of the job; its levels say who talks to whom.
+        device: of what is sent; copies to and from the host are timed with it.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, device: torch.device = CPU) -> None:
+        self._transport, self._device = transport, device
         self._cluster: Cluster = transport.cluster
         self._place = self._cluster.place_of(transport.rank)
         self._collectives = LevelCollectives(transport)
@@ -245,12 +248,13 @@ class LinkProbe:
             transfers.append(channel.start(sends, receives, PROBE))
         for transfer in transfers:
             transfer.wait()
+        streams_of(self._device).synchronize()
         return is_sender or is_receiver
 
     def _buffer(self, way: str, flow: int, num_bytes: int) -> Tensor:
         """Memory that is there when the clock runs, but for the first transfer of that size."""
         if (way, flow) not in self._buffers or self._buffers[way, flow].numel() < num_bytes:
-            self._buffers[way, flow] = torch.zeros(num_bytes, dtype=torch.uint8)
+            self._buffers[way, flow] = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
         return self._buffers[way, flow][:num_bytes]
 
     def _channel(self, level: int, flow: int) -> tuple[Channel, tuple[int, ...]]:

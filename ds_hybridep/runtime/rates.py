@@ -14,6 +14,7 @@ from ds_hybridep.runtime.assembly import LayerSpec
 from ds_hybridep.runtime.expert_gather import lay_out
 from ds_hybridep.runtime.lossy import MessageLayout, Mirror, PacketPart, Replica
 from ds_hybridep.runtime.probe import WIRE_FACTOR, LinkProbe
+from ds_hybridep.runtime.streams import streams_of
 
 EXPERT_ROWS = (16, 256)
 TIMINGS = 3
@@ -60,12 +61,15 @@ def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkPr
     weights = [torch.randn(p.num_experts, *p.shape, generator=generator).to(device) for p in parts]
     mirror, replica = Mirror(layout, device), Replica(layout, layout.new_values(device))
     probe.table([0.0])
-    encode_s, decode_s = [], []
+    encode_s, decode_s, streams = [], [], streams_of(device)
+    streams.synchronize()
     for _ in range(TIMINGS + 1):
         begin_s = time.perf_counter()
         message = mirror.encode(weights)
+        streams.synchronize()
         middle_s = time.perf_counter()
         replica.apply(message)
+        streams.synchronize()
         encode_s.append(middle_s - begin_s)
         decode_s.append(time.perf_counter() - middle_s)
     num_elements = sum(weight.numel() for weight in weights)
@@ -87,14 +91,16 @@ def _expert_s(spec: LayerSpec, rows: int) -> float:
     num_experts = spec.num_local if spec.is_grouped else 1  # in one call
     values = torch.randn(num_experts * rows, spec.hidden, generator=generator).to(sample)
     parameters = [parameter for parameter in expert.parameters() if parameter.requires_grad]
-    timings = []
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    timings, streams = [], streams_of(sample.device)
+    with torch.random.fork_rng(devices=[sample.device] if sample.is_cuda else []), torch.enable_grad():
         for _ in range(TIMINGS + 1):
+            streams.synchronize()
             begin_s = time.perf_counter()
             x = values.clone().requires_grad_()
             output = spec.call(expert, {}, x, [rows] * num_experts)
             # autograd.grad: no hook of DeepSpeed on a parameter's gradient may run.
             torch.autograd.grad(output.sum(), [x, *parameters], allow_unused=True)
+            streams.synchronize()
             timings.append(time.perf_counter() - begin_s)
     return statistics.median(timings[1:]) / num_experts
 

@@ -19,6 +19,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ds_hybridep.kernels import Kernels, RoutePlan
 from ds_hybridep.plan.row_format import RowFormat
@@ -126,19 +127,22 @@ def dispatch_rows(
 
         # 1. First messages.  They may be shorter than the room that their receiver has made.
         layouts = [MessageLayout(metadata.shape[1], part.shape[1], part.dtype) for part in row_parts]
-        headers = torch.tensor(send_splits, dtype=torch.int64).view(-1, 1).view(torch.uint8)
+        headers = torch.tensor(send_splits, dtype=torch.int64, device=x.device).view(-1, 1).view(torch.uint8)
         sends = [
             (rank, layouts[i].message(headers[i], metadata_parts[i][: room.sent[i]], row_parts[i][: room.sent[i]]))
             for i, rank in exchange.peers
         ]
-        messages = {i: layouts[i].empty_message(room.received[i]) for i, _ in exchange.peers}
+        if exchange.channel.has_equal_lengths:
+            rooms = [layouts[i].num_bytes(room.sent[i]) for i, _ in exchange.peers]
+            sends = [(rank, pad(part, (0, size - len(part)))) for (rank, part), size in zip(sends, rooms, strict=True)]
+        messages = {i: layouts[i].empty_message(room.received[i], x.device) for i, _ in exchange.peers}
         receives = [(rank, messages[i]) for i, rank in exchange.peers]
         exchange.channel.start(sends, receives, purpose, counts_receives=False).wait()
 
         # 2. What came goes to its place.
         splits = list(send_splits)
-        for i, message in messages.items():
-            splits[i] = layouts[i].count_of(message)
+        for i, count in zip(messages, row_counts(list(messages.values())), strict=True):
+            splits[i] = count
         all_metadata = metadata.new_empty(sum(splits), metadata.shape[1])
         all_rows = x.new_empty(sum(splits), x.shape[1])
         rows_of = all_rows.split_with_sizes(splits)
@@ -209,7 +213,8 @@ def swap(
             else:
                 sends += [(rank, part) for part in parts[i]]
             if _are_joined(places[i]):
-                joined.append((torch.empty(_num_bytes(places[i]), dtype=torch.uint8), places[i]))
+                message = torch.empty(_num_bytes(places[i]), dtype=torch.uint8, device=places[i][0].device)
+                joined.append((message, places[i]))
                 receives.append((rank, joined[-1][0]))
             else:
                 receives += [(rank, place) for place in places[i]]
@@ -241,19 +246,24 @@ class MessageLayout:
         """The message of these rows."""
         return torch.cat([header, _bytes_of(metadata), _bytes_of(rows)])
 
-    def empty_message(self, num_rows: int) -> Tensor:
+    def empty_message(self, num_rows: int, device: torch.device) -> Tensor:
         """Room for a message with at most that many rows."""
-        return torch.empty(self.num_bytes(num_rows), dtype=torch.uint8)
-
-    def count_of(self, message: Tensor) -> int:
-        """The row count in a message's header."""
-        return int(message[:HEADER_BYTES].view(torch.int64))
+        return torch.empty(self.num_bytes(num_rows), dtype=torch.uint8, device=device)
 
     def parts(self, message: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Views of the metadata and the rows of a message that has that many."""
         begin, end = HEADER_BYTES + 4 * num_rows * self.metadata_width, self.num_bytes(num_rows)
         metadata = message[HEADER_BYTES:begin].view(torch.int32).view(num_rows, self.metadata_width)
         return metadata, message[begin:end].view(self.dtype).view(num_rows, self.width)
+
+
+def row_counts(messages: Sequence[Tensor]) -> list[int]:
+    """The row counts in the headers of first messages."""
+    if not messages:
+        return []
+    # Device-to-host sync, one for all: tensors of these sizes are made next.
+    counts: list[int] = torch.cat([message[:HEADER_BYTES] for message in messages]).view(torch.int64).tolist()
+    return counts
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

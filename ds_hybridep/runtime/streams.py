@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The streams of a device beside the one that training computes in.
+
+    with streams.aside():            in the side stream, behind all that the current stream was given so far
+        decode(...)
+        done = streams.mark()
+    ...
+    streams.follow(done)             the current stream goes on when the mark was reached; the host does not wait
+    use(...)
+
+Encoding, decoding and sums of migration run aside.  Copies between device and host have two more streams, one for each
+way, so that they hold up neither computation nor each other.
+
+`aside` waits for more than it must: what is queued there begins after whatever the current stream had been given, also
+where that has nothing to do with it.  In return every border between the two is one of the two verbs.
+
+On a CPU there is nothing of this: work runs where it is written.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Mark = Any  # a point in a stream; None on a CPU, where all is done already
+
+_HERE = nullcontext()
+
+
+class HostStreams:
+    """Of a CPU: one line of work, which is done when it was written."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Work inside runs in the side stream, behind what the current stream was given so far."""
+        return _HERE
+
+    def mark(self, *, is_awaited: bool = False) -> Mark:
+        """The point that the current stream has come to.
+
+        is_awaited: a thread will sleep until then, rather than look at it again and again.
+        """
+        return None
+
+    def follow(self, mark: Mark) -> None:
+        """The current stream goes on behind `mark`.  Does not block."""
+
+    def join(self) -> None:
+        """The current stream goes on behind all that the side stream was given so far.  Does not block."""
+
+    def synchronize(self) -> None:
+        """Block until the current stream is empty, before a clock is read."""
+
+
+class DeviceStreams(HostStreams):
+    """Of one CUDA device.
+
+    Tensors that pass from one stream to another are kept by whoever handed them over until the other stream, or the
+    host, has been waited for: memory that is freed goes back to the stream that it was allocated in.
+
+    Args:
+        device: with its index.
+        api: what of torch.cuda is used; tests put another in its place.
+    """
+
+    def __init__(self, device: torch.device, api: Any = torch.cuda) -> None:
+        self.device, self._api = device, api
+        self._side, self._outbound, self._inbound = (api.Stream(device) for _ in range(3))
+
+    def aside(self) -> AbstractContextManager[None]:
+        """See `HostStreams.aside`."""
+        return self._in(self._side, self.mark())
+
+    def outbound(self, after: Mark) -> AbstractContextManager[None]:
+        """Copies inside go from the device to the host, behind `after`."""
+        return self._in(self._outbound, after)
+
+    def inbound(self, after: Mark) -> AbstractContextManager[None]:
+        """Copies inside go from the host to the device, behind `after`."""
+        return self._in(self._inbound, after)
+
+    @contextmanager
+    def _in(self, stream: Any, after: Mark) -> Iterator[None]:
+        stream.wait_event(after)
+        with self._api.stream(stream):
+            yield
+
+    def another(self) -> Any:
+        """One stream more, for `within`."""
+        return self._api.Stream(self.device)
+
+    def within(self, stream: Any) -> AbstractContextManager[None]:
+        """Work inside runs in `stream`, behind nothing but what that was given."""
+        context: AbstractContextManager[None] = self._api.stream(stream)
+        return context
+
+    def mark(self, *, is_awaited: bool = False) -> Mark:
+        """See `HostStreams.mark`."""
+        mark = self._api.Event(blocking=is_awaited)
+        mark.record(self._api.current_stream(self.device))
+        return mark
+
+    def follow(self, mark: Mark) -> None:
+        """See `HostStreams.follow`."""
+        self._api.current_stream(self.device).wait_event(mark)
+
+    def join(self) -> None:
+        """See `HostStreams.join`."""
+        mark = self._api.Event()
+        mark.record(self._side)
+        self.follow(mark)
+
+    def synchronize(self) -> None:
+        """See `HostStreams.synchronize`."""
+        self._api.current_stream(self.device).synchronize()
+
+    def pinned_like(self, tensor: Tensor) -> Tensor:
+        """Host memory of the shape of a contiguous `tensor`, which copies reach without the host's help.
+
+        torch keeps what was freed for the next one, and only gives it out when copies from and to it have ended.
+        """
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+
+_HOST = HostStreams()
+
+
+def streams_of(device: torch.device) -> HostStreams:
+    """The streams that all layers and transfers of this process share on a device."""
+    return _streams_of(device) if device.type == "cuda" else _HOST
+
+
+@functools.cache
+def _streams_of(device: torch.device) -> DeviceStreams:
+    return DeviceStreams(device)
