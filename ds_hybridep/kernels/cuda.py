@@ -94,6 +94,31 @@ class CudaKernels(CompiledKernels):
 
     def start_plan(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> StartedPlan:
         """As `plan_routes`, without a wait.  Nothing but the counts goes to the host, into pinned memory."""
+        padded, counts = self._queue_plan(topk_idx, expert_to_destination, num_destinations)
+        with self._lane(topk_idx.device):
+            host_counts, wait = _to_host(counts)
+        return StartedPlan(
+            padded=padded,
+            counts=host_counts,
+            none_wrong=self._extension.NONE_WRONG,
+            limits=(len(expert_to_destination), num_destinations),
+            wait=wait,
+        )
+
+    def plan_on_device(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
+        """As `plan_routes`, with room for T * min(K, N) rows and counts that stay on the device.
+
+        Sizes follow from those of the arguments, and nothing is waited for, so that a CUDA graph can capture it, with
+        `scatter_rows` by first_slot_to_row, `combine_rows` and `combine_rows_backward` behind it.  What stands past
+        the last row is not defined, so `dispatch_rows` cannot be used.  An id that is out of range is not told, and
+        counts as not routed.
+        """
+        return self._queue_plan(topk_idx, expert_to_destination, num_destinations)[0]
+
+    def _queue_plan(
+        self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int
+    ) -> tuple[RoutePlan, Tensor]:
+        """A plan with room for all rows, and its counts as in `StartedPlan`, both on the device."""
         num_tokens, top_k, num_experts = plan_sizes(topk_idx, expert_to_destination, num_destinations)
         device = self._device_of(topk_idx=topk_idx, expert_to_destination=expert_to_destination)
         room = num_tokens * min(top_k, num_destinations)
@@ -123,14 +148,7 @@ class CudaKernels(CompiledKernels):
                 padded.slot_to_row.data_ptr(),
                 padded.first_slot_to_row.data_ptr(),
             )
-            host_counts, wait = _to_host(counts)
-        return StartedPlan(
-            padded=padded,
-            counts=host_counts,
-            none_wrong=self._extension.NONE_WRONG,
-            limits=(num_experts, num_destinations),
-            wait=wait,
-        )
+        return padded, counts
 
 
 class _OnSms:

@@ -38,6 +38,50 @@ def test_rows_can_be_scattered_before_their_number_is_known():
     assert torch.equal(rows[: len(plan.row_to_token)], x[plan.row_to_token])
 
 
+def static_layer(kernels, topk_idx, destinations, num_destinations, x, weights, grad):
+    """Rows to their places, doubled there, and back; then their gradients.  Its sizes follow from those given."""
+    plan = kernels.plan_on_device(topk_idx, destinations, num_destinations)
+    rows = kernels.scatter_rows(x, plan.first_slot_to_row, len(plan.row_to_token)) * 2
+    output = kernels.combine_rows(rows, plan.slot_to_row, weights)
+    grad_rows, grad_weights = kernels.combine_rows_backward(grad, rows, plan.slot_to_row, weights)
+    return plan.rows_per_destination, output, kernels.combine_rows(grad_rows, plan.first_slot_to_row), grad_weights
+
+
+def by_definition(topk_idx, destinations, num_destinations, x, weights, grad):
+    plan = reference.plan_routes(topk_idx, destinations, num_destinations)
+    rows = reference.dispatch_rows(x, plan.row_to_token) * 2
+    output = reference.combine_rows(rows, plan.slot_to_row, weights)
+    grad_rows, grad_weights = reference.combine_rows_backward(grad, rows, plan.slot_to_row, weights)
+    return plan.rows_per_destination, output, reference.combine_rows(grad_rows, plan.first_slot_to_row), grad_weights
+
+
+def assert_same_layer(found, wanted):
+    *exact, grad_weights = found
+    for one, other in zip(exact, wanted, strict=False):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(grad_weights, wanted[-1], rtol=1e-5, atol=1e-5)  # dot products, in another order
+
+
+def layer_inputs(num_tokens, hidden, salt=0):
+    topk_idx, destinations, num_destinations = large_routes(num_tokens=num_tokens)
+    topk_idx = topk_idx.roll(salt, dims=0)
+    inputs = (payload(num_tokens, hidden, salt=salt), payload(num_tokens, 4, salt=salt + 1))
+    return topk_idx, destinations, num_destinations, *inputs, payload(num_tokens, hidden, salt=salt + 2)
+
+
+def test_a_layer_of_static_sizes_needs_nothing_from_the_host():
+    inputs = layer_inputs(100, 24)
+    for kernels in (load_emulated(), load_emulated().on_sms(2)):
+        assert_same_layer(static_layer(kernels, *inputs), by_definition(*inputs))
+
+
+def test_a_plan_on_the_device_takes_a_wrong_id_as_not_routed():
+    topk_idx = torch.tensor([[0, 5], [1, -1]], dtype=torch.int32)
+    plan = load_emulated().plan_on_device(topk_idx, torch.zeros(2, dtype=torch.int32), 1)
+    assert plan.rows_per_destination.tolist() == [2]
+    assert plan.slot_to_row.tolist() == [[0, -1], [1, -1]]
+
+
 def test_a_wrong_id_is_named_when_the_splits_are_asked_for():
     topk_idx = torch.tensor([[0, 5], [9, -1]], dtype=torch.int32)
     started = load_emulated().start_plan(topk_idx, torch.zeros(2, dtype=torch.int32), 1)
@@ -121,6 +165,30 @@ def test_work_is_queued_on_the_current_stream(cuda):
     wanted = reference.plan_routes(topk_idx, destinations, num_destinations)
     for field in PLAN_FIELDS:
         assert torch.equal(getattr(plan, field), getattr(wanted, field)), field
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_sms", [None, 8])
+def test_a_captured_layer_follows_its_inputs(cuda, num_sms):
+    """A CUDA graph of a whole layer, with other tokens and other routes put into its inputs."""
+    kernels = cuda if num_sms is None else cuda.on_sms(num_sms)
+    inputs = on_gpu(*layer_inputs(3000, 512))
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):  # code is loaded
+        static_layer(kernels, *inputs)
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = static_layer(kernels, *inputs)
+    for salt in (0, 7):
+        others = layer_inputs(3000, 512, salt=salt)
+        for place, other in zip(inputs, others, strict=True):
+            if isinstance(place, torch.Tensor):
+                place.copy_(other)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_layer([output.cpu() for output in outputs], by_definition(*others))
 
 
 @pytest.mark.gpu
