@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Code that only handles tensors, run with all of them on another device than the CPU: nothing may mix the two.
+
+The other device is "meta", which computes nothing and needs no driver.  FakeTensorMode with "cuda" would say more, but
+a build of torch without CUDA refuses to index such tensors.
+"""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from moe_refs import Expert
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ds_hybridep import engine
+from ds_hybridep.codecs import make_codec
+from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.kernels import RoutePlan, load_kernels
+from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.partition import Partition
+from ds_hybridep.runtime import comm, row_exchange
+from ds_hybridep.runtime.comm import Traffic
+from ds_hybridep.runtime.dispatch import (
+    DispatchState,
+    _Dispatch,
+    combine,
+    permute_to_experts,
+    weigh_rows,
+    weighted_sum,
+)
+from ds_hybridep.runtime.expert_gather import Encoding, GradientReturn, ReplicaStore, WeightGather, gather_levels
+from ds_hybridep.runtime.level_collectives import LevelCollectives
+from ds_hybridep.runtime.row_exchange import Exchange, MessageLayout, RoomForRows, dispatch_rows, swap
+
+DEVICE = torch.device("meta")
+CODECS: tuple[Any, ...] = (
+    "identity",
+    "int8",
+    "int2",
+    "sign",
+    {"type": "top_k", "k": 5, "block": 64, "value_bits": 4},
+    {"type": "low_rank", "rank": 2},
+    {"type": "low_rank", "rank": 2, "weighting": "rms", "factors": "log4", "iterations": 2},
+    {"type": "sum", "parts": ["low_rank", "int4"]},
+    {"type": "warm_up", "steps": 1, "first": "int4", "then": "top_k"},
+)
+
+
+class OneDevice(TorchDispatchMode):
+    """Raises where an operation takes tensors of the CPU and of the device, or brings the device's to the CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        devices = {tensor.device.type for tensor in given if tensor.dim()}  # scalars of the CPU may join in
+        is_copy = func._schema.name in ("aten::copy_", "aten::_to_copy")
+        assert len(devices) <= 1 or is_copy, f"{func} on {devices}"
+        return func(*args, **kwargs)
+
+
+class NoChannel:
+    """In the place of a channel: notes where the tensors are that it is given."""
+
+    def __init__(self) -> None:
+        self.transport, self.has_equal_lengths = mock.Mock(traffic=Traffic(), timeout_s=1.0), False
+        self.num_bytes: list[tuple[int, int]] = []
+
+    def start(self, sends: Any, receives: Any, purpose: Any, **_: Any) -> Any:
+        assert all(tensor.device == DEVICE and tensor.is_contiguous() for _, tensor in (*sends, *receives))
+        self.num_bytes.append((sum(t.nbytes for _, t in sends), sum(t.nbytes for _, t in receives)))
+        return mock.Mock(is_done=lambda: True)
+
+
+@pytest.mark.parametrize("spec", CODECS, ids=str)
+def test_a_codec_stays_on_the_device(spec: Any) -> None:
+    codec = make_codec(spec, kernels="reference")
+    for rows, cols in ((48, 40), (1, 40)):
+        with OneDevice():
+            weights, mirror = (torch.empty(2, rows, cols, device=DEVICE) for _ in range(2))
+            state = codec.new_state(2, rows, cols, device=DEVICE)
+            for _ in range(2):
+                packets = codec.encode_update(weights, mirror, state)
+                assert packets.device == codec.decode_add(packets, mirror).device == DEVICE
+                packets = codec.encode_with_residual(weights, mirror, state)
+                assert codec.decode(packets, mirror).device == DEVICE
+        assert all(tensor.device == DEVICE for tensor in state.all_tensors())
+
+
+@pytest.mark.parametrize("weights_codec", ["identity", "int8"])
+@pytest.mark.parametrize("gradient_codec", ["identity", "low_rank"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_migration_of_a_layer_stays_on_the_device(weights_codec: str, gradient_codec: str, dtype: str) -> None:
+    experts = [Expert(0, index, dtype=dtype).to(DEVICE) for index in range(2)]
+    partition = Partition.build(Cluster((Level("dc", 2), Level("gpu", 2))), tuple(range(4)), (2, 2))
+    codecs = [
+        None if name == "identity" else make_codec(name, kernels="reference")
+        for name in (weights_codec, gradient_codec)
+    ]
+    encoding = Encoding(weight_codecs=(codecs[0],) * 2, gradient_codecs=(codecs[1],) * 2, loss_scale=lambda: 8.0)
+    channel = NoChannel()
+    levels = tuple(
+        level.__class__(level.level, level.ranks, level.own_offset, channel, channel)
+        for level in gather_levels(partition, 1)
+    )
+    with OneDevice():
+        store = ReplicaStore("layer", experts, partition, levels, 1, encoding)
+        for is_exact in (True, False, False):
+            for operation in (WeightGather(store, is_exact=is_exact), GradientReturn(store)):
+                while not operation.is_complete:
+                    operation.advance()
+            store.add_replica_gradients(
+                torch.empty_like(view)
+                for slot in store.replica_slots()
+                for index in range(len(experts))
+                for view in store.expert_weights(slot, index).values()
+            )
+            store.take_undelivered()
+            store.lossy.restore()
+    assert all(sent == received for sent, received in channel.num_bytes)
+
+
+def test_the_way_of_a_token_stays_on_the_device() -> None:
+    num_tokens, hidden, top_k, send_splits, recv_splits = 6, 8, 2, (4, 5), (4, 7)
+    kernels, channel = load_kernels("reference"), NoChannel()
+    places = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    exchange = Exchange("layer", (0, 1), 0, places, channel, kernels, RoomForRows([0, 3], [0, 4]), (None,) * 2)
+    x = torch.empty(num_tokens, hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.empty(num_tokens, top_k, device=DEVICE, requires_grad=True)
+    plan = RoutePlan(
+        rows_per_destination=torch.empty(2, dtype=torch.int64, device=DEVICE),
+        row_to_token=torch.empty(sum(send_splits), dtype=torch.int64, device=DEVICE),
+        row_topk_idx=torch.empty(sum(send_splits), top_k, dtype=torch.int32, device=DEVICE),
+        slot_to_row=torch.empty(num_tokens, top_k, dtype=torch.int64, device=DEVICE),
+        first_slot_to_row=torch.empty(num_tokens, top_k, dtype=torch.int64, device=DEVICE),
+    )
+    with OneDevice(), mock.patch.object(row_exchange, "row_counts", return_value=[7]):  # the one wait for the device
+        with torch.no_grad():
+            arrival = dispatch_rows(exchange, plan, send_splits, x, weights)
+        assert arrival.splits == recv_splits
+        state = DispatchState(exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=recv_splits)
+        rows, row_weights, _ = _Dispatch.apply(x, weights, arrival, state)
+        local = RoutePlan(
+            rows_per_destination=plan.rows_per_destination,
+            row_to_token=torch.empty(9, dtype=torch.int64, device=DEVICE),
+            row_topk_idx=torch.empty(9, top_k, dtype=torch.int32, device=DEVICE),
+            slot_to_row=torch.empty(11, top_k, dtype=torch.int64, device=DEVICE),
+            first_slot_to_row=torch.empty(11, top_k, dtype=torch.int64, device=DEVICE),
+        )
+        expert_rows = weigh_rows(permute_to_experts(rows, local, kernels), row_weights, local)
+        output = combine(weighted_sum(expert_rows, row_weights, local, kernels), state)
+        output.sum().backward()
+    assert output.shape == x.shape
+    assert x.grad.device == weights.grad.device == DEVICE
+    with OneDevice(), torch.no_grad():
+        assert swap(exchange, [rows], recv_splits, send_splits, "rows")[0].shape == (9, hidden)
+
+
+def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
+    channel, peers = NoChannel(), [0, 5]
+    channel.has_equal_lengths = True
+    places = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    exchange = Exchange(
+        "layer", (0, 1), 0, places, channel, load_kernels("reference"), RoomForRows(peers, peers), (None,) * 2
+    )
+    plan = mock.Mock(
+        row_to_token=torch.empty(4, dtype=torch.int64, device=DEVICE),
+        row_topk_idx=torch.empty(4, 2, dtype=torch.int32, device=DEVICE),
+    )
+    with mock.patch.object(row_exchange, "row_counts", return_value=[1]):
+        dispatch_rows(exchange, plan, (1, 3), torch.empty(4, 8, device=DEVICE), torch.empty(4, 2, device=DEVICE))
+    room_bytes = MessageLayout(4, 8, torch.float32).num_bytes(5)
+    assert channel.num_bytes == [(room_bytes, room_bytes)]
+
+
+def test_sums_by_level_stay_on_the_device() -> None:
+    channel = NoChannel()
+    transport = mock.Mock(rank=1, world_size=4, cluster=Cluster((Level("dc", 2), Level("gpu", 2))))
+    transport.channel.return_value = channel
+    collectives = LevelCollectives(transport)
+    with OneDevice():
+        collectives.all_reduce(torch.empty(10, device=DEVICE, dtype=torch.bfloat16))
+        collectives.reduce_slices(torch.empty(9, device=DEVICE), [(0, 4), (1, 3), (3, 2)])
+        collectives.all_gather(torch.empty(8, device=DEVICE), torch.empty(2, device=DEVICE))
+    assert len(channel.num_bytes) == 8
+
+
+# -- what is taken, and what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "job", "backend"),
+    [
+        ("auto", "cpu", "gloo", "gloo"),
+        ("auto", "cuda", "gloo", "gloo"),
+        ("auto", "cuda", "cpu:gloo,cuda:nccl", "nccl"),
+        ("gloo", "cuda", "nccl", "gloo"),
+        ("nccl", "cuda", "gloo", "nccl"),
+    ],
+)
+def test_a_level_has_the_backend_of_the_job_or_its_own(wanted: str, device: str, job: str, backend: str) -> None:
+    with mock.patch.object(comm, "backend_name", return_value=job):
+        with mock.patch.object(comm.dist, "is_nccl_available", return_value=True):
+            assert comm.backend_for(wanted, torch.device(device), "hybridep.levels[0].backend") == backend
+
+
+@pytest.mark.parametrize(("device", "reason"), [("cpu", "the model is on 'cpu'"), ("cuda", "this build of torch")])
+def test_nccl_that_cannot_be_had_is_refused(device: str, reason: str) -> None:
+    with mock.patch.object(comm.dist, "is_nccl_available", return_value=False):
+        with pytest.raises(UnsupportedError, match=rf'hybridep.levels\[1\].backend is "nccl", but {reason}'):
+            comm.backend_for("nccl", torch.device(device), "hybridep.levels[1].backend")
+
+
+def test_other_devices_are_refused_and_gpus_are_warned_of() -> None:
+    def refuse(device: str, job: str) -> None:
+        with mock.patch.object(engine, "backend_name", return_value=job):
+            engine._refuse_devices([mock.Mock(sample=mock.Mock(device=torch.device(device)))])
+
+    for device, job in (("xpu", "xccl"), ("cuda", "mpi"), ("cpu", "mpi")):
+        with pytest.raises(
+            UnsupportedError, match=rf"the model is on \['{device}'\] and the job's backend is '{job}'"
+        ):
+            refuse(device, job)
+    refuse("cpu", "gloo")
+    engine._warn_of_gpus.cache_clear()
+    with mock.patch.object(engine, "log_dist") as log:
+        for job in ("gloo", "nccl"):
+            refuse("cuda", job)
+    ((message,), _) = log.call_args
+    assert log.call_count == 1
+    assert "never run on a GPU" in message

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams and staging without a GPU: training over fake streams has no race, and every wait that is left out is found.
+
+See `stream_checker`: operations compute on the CPU, so that losses must be those of a CPU to the last bit.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from moe_refs import open_transport
+from parity import Case, levels_of
+from process_pool import ProcessPool
+from stream_checker import FakeCuda, StreamChecker, fake_device, fake_nccl
+from test_engine import _batch, engine_of, evaluate, train
+from test_lossy import block_with
+from torch import distributed as dist
+from toy_model import ToyConfig
+
+import ds_hybridep
+from ds_hybridep.errors import CommunicationError
+from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.runtime.comm import Purpose, _InNccl
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+EXACT, LOSSY = ("identity", "identity"), ("int8", "int8")
+CASE = Case(levels=levels_of((2,), (2,)), toy=ToyConfig(ep_size=2, num_experts=4), accumulation=2, zero_stage=1)
+
+
+@pytest.fixture
+def own_pool2() -> Iterator[ProcessPool]:
+    """Two ranks of one test: what a failed transfer leaves behind must not reach others."""
+    with ProcessPool(2) as pool:
+        yield pool
+
+
+# All memory is kept track of byte by byte.
+SMALL_BUCKETS = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000}}
+
+
+def train_over_fake_streams(
+    case: Case,
+    codecs: tuple[Any, Any],
+    dropped: tuple[str, ...] = (),
+    num_steps: int = 2,
+    evaluates: bool = False,
+    is_nccl: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Losses, and the races that were found on this rank.
+
+    evaluates: between backward and step, too.
+    is_nccl: over what stands in for NCCL, rather than through host memory.
+    """
+    cuda = FakeCuda(*dropped)
+    checker = StreamChecker(cuda)
+    settings = {"kernels": "reference", "report_interval": 1, **settings}
+    block = block_with(case, [codecs] * len(case.levels), **settings)
+    nccl = fake_nccl(cuda, checker) if is_nccl else nullcontext()
+    with fake_device(cuda, checker), nccl, engine_of(case, with_block=True, hybridep=block, **SMALL_BUCKETS) as engine:
+        with checker:
+            losses = train(engine, case, 0, num_steps)
+            if evaluates:
+                engine.backward(engine(*_batch(case, num_steps)))
+                evaluate(engine, case)
+                engine.step()
+            if settings["report_interval"]:
+                ds_hybridep.stats(engine)
+            engine.destroy()  # while weights are on their way
+            torch.zeros(1)
+    return {"losses": losses, "races": sorted(set(checker.races)), "dropped": cuda.num_dropped}
+
+
+def train_on_the_cpu(
+    case: Case, codecs: tuple[Any, Any], num_steps: int = 2, is_nccl: bool = False, **settings: Any
+) -> list[float]:
+    settings = {"kernels": "reference", "report_interval": 1, **settings}
+    block = block_with(case, [codecs] * len(case.levels), **settings)
+    with engine_of(case, with_block=True, hybridep=block, **SMALL_BUCKETS) as engine:
+        return train(engine, case, 0, num_steps)
+
+
+WAYS = {
+    "exact": (CASE, EXACT, {}),
+    "lossy": (CASE, LOSSY, {}),
+    "bf16": (replace(CASE, dtype="bf16", accumulation=1), LOSSY, {}),
+    "stale": (replace(CASE, accumulation=1), LOSSY, {"max_staleness": 1, "num_steps": 3}),
+    "stale exact": (CASE, EXACT, {"max_staleness": 1, "num_steps": 3}),
+    "transient": (CASE, ("identity", "int8"), {"replicas": "transient"}),
+    "without reports": (CASE, LOSSY, {"report_interval": 0}),
+    "nccl": (CASE, LOSSY, {"is_nccl": True}),
+    "nccl tokens": (Case(levels=levels_of((2,), (1,)), toy=CASE.toy), EXACT, {"is_nccl": True}),
+    "tokens": (Case(levels=levels_of((2,), (1,)), toy=CASE.toy), EXACT, {}),
+}
+
+
+FAST = "lossy"  # the others take long together
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == FAST else pytest.mark.slow) for way in WAYS])
+def test_training_over_streams_has_no_race_and_the_losses_of_a_cpu(pool2: ProcessPool, way: str) -> None:
+    case, codecs, settings = WAYS[way]
+    found = pool2.run(train_over_fake_streams, case=case, codecs=codecs, **settings)
+    assert [one["races"] for one in found] == [[], []]
+    assert [one["losses"] for one in found] == pool2.run(train_on_the_cpu, case=case, codecs=codecs, **settings)
+
+
+WAITS = {
+    "encode behind the copy of the weights": ("lossy", "WeightGather.__init__"),
+    "send behind what made it": ("exact", "StagedOperation.advance", "DeviceStreams._in", "!Staging"),
+    "decode behind what read the replicas": ("stale", "WeightGather.apply", "DeviceStreams._in"),
+    "forward behind the decoding": ("lossy", "StagedOperation.join"),
+    "forward behind late decoding": ("stale", "MigrationManager._finish_gather", "DeviceStreams.join"),
+    "report behind encoding": ("lossy", "MigrationManager.codec_sums"),
+    "release behind encoding": ("without reports", "MigrationManager.release"),
+    "copy to the host behind what is sent": ("exact", "Staging.__init__"),
+    "send behind the copy to the host": ("exact", "Staging.await_sends"),
+    "end of a batch behind nccl": ("nccl", "_NcclGroup.start", "FakeNccl.wait"),
+    "use behind a batch": ("nccl", "_InNccl.deliver"),
+    "use behind the copy to the device": ("tokens", "Staging.deliver", "DeviceStreams.follow"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_that_is_left_out_is_found(pool2: ProcessPool, wait: str) -> None:
+    way, *dropped = WAITS[wait]
+    case, codecs, settings = WAYS[way]
+    settings = {**settings, "evaluates": way == "stale"}
+    found = pool2.run(train_over_fake_streams, case=case, codecs=codecs, dropped=tuple(dropped), **settings)
+    assert all(one["dropped"] for one in found)
+    assert any(one["races"] for one in found)
+
+
+# -- one transfer -----------------------------------------------------------------------------------------------
+
+TWO_DCS = Cluster((Level("dc", 2),))
+ROWS = Purpose("tokens", "dispatch of rows", "blocks.3.moe")
+
+
+def receive_where_something_was_read(is_background: bool, dropped: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    """Rank 0 fills memory that it has just computed with; nothing that it sends makes the host wait for that."""
+    cuda = FakeCuda(*dropped)
+    checker = StreamChecker(cuda)
+    with fake_device(cuda, checker):
+        channel = open_transport(TWO_DCS, 10.0).channel("rows", (0, 1), background=is_background)
+        with checker:
+            rows = torch.zeros(64)
+            sums = rows.sum()
+            if dist.get_rank() == 1:
+                rows = sums + torch.arange(64.0)
+            parts = [(1 - dist.get_rank(), rows)]
+            channel.start(*((parts, []) if dist.get_rank() == 1 else ([], parts)), ROWS).wait()
+            is_there = torch.equal(rows, torch.arange(64.0))
+        channel.transport.close()
+    return sorted(set(checker.races)), is_there
+
+
+@pytest.mark.parametrize("is_background", [False, True], ids=["foreground", "background"])
+def test_a_copy_to_the_device_waits_for_earlier_uses_of_its_memory(pool2: ProcessPool, is_background: bool) -> None:
+    assert pool2.run(receive_where_something_was_read, is_background=is_background) == [([], True), ([], True)]
+    dropped = ("Staging.deliver", "DeviceStreams._in")
+    (races, _), _ = pool2.run(receive_where_something_was_read, is_background=is_background, dropped=dropped)
+    assert "aten::copy_ in inbound writes what was read by compute" in races
+
+
+class SlowCuda(FakeCuda):
+    """Copies to the host come late, the first ones latest; one of them never, if so wanted."""
+
+    def __init__(self, failing: int | None = None) -> None:
+        super().__init__()
+        self.failing, self.num_slept = failing, 0
+
+    def on_sleep(self) -> None:
+        self.num_slept += 1
+        if self.num_slept == self.failing:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        time.sleep(0.2 / self.num_slept)
+
+
+def test_a_batch_in_nccl_that_does_not_end_passes_the_time_limit() -> None:
+    looks = iter(range(10_000_000))
+    batch = _InNccl(mock.Mock(), mock.Mock(query=lambda: next(looks) < 0), [])
+    with pytest.raises(RuntimeError, match="passed the time limit of 0.05 s"):
+        batch.wait(timedelta(seconds=0.05))
+    assert next(looks) > 1
+
+
+def start_many(num_transfers: int, failing: int | None = None) -> dict[str, Any]:
+    """Background transfers that are all started before the first can leave."""
+    rank = dist.get_rank()
+    cuda = SlowCuda(failing if rank == 0 else None)
+    with fake_device(cuda):
+        channel = open_transport(TWO_DCS, 1.0).channel("rows", (0, 1), background=True)
+        places = [torch.full((5,), -1.0) for _ in range(num_transfers)]
+        begin_s = time.monotonic()
+        transfers = [
+            channel.start([(1 - rank, torch.full((5,), 10.0 * rank + index))], [(1 - rank, place)], ROWS)
+            for index, place in enumerate(places)
+        ]
+        started_s, before = time.monotonic() - begin_s, [transfer.is_done() for transfer in transfers]
+        failures = []
+        for transfer in transfers:
+            try:
+                transfer.wait()
+            except CommunicationError as error:
+                failures.append(str(error))
+        channel.transport.close()
+    return {
+        "values": [place[0].item() for place in places],
+        "started_s": started_s,
+        "before": any(before),
+        "failures": failures,
+    }
+
+
+def test_background_transfers_start_at_once_and_leave_in_order(pool2: ProcessPool) -> None:
+    for rank, found in enumerate(pool2.run(start_many, num_transfers=4)):
+        assert found["values"] == [10.0 * (1 - rank) + index for index in range(4)]
+        assert found["started_s"] < 0.1  # the first copy alone takes twice as long
+        assert not found["before"]
+        assert found["failures"] == []
+
+
+def test_a_device_that_fails_under_a_transfer_is_told_by_the_wait_for_it(own_pool2: ProcessPool) -> None:
+    ours, theirs = own_pool2.run(start_many, num_transfers=3, failing=2)
+    # The third is not sent either: it would arrive in the place of the second.
+    assert len(ours["failures"]) == len(theirs["failures"]) == 2
+    for message in ours["failures"]:
+        assert message.startswith("rank 0: dispatch of rows of blocks.3.moe over level 'dc' (40 bytes, ")
+        assert "failed: CUDA error: an illegal memory access was encountered" in message
+    assert theirs["values"] == [0.0, -1.0, -1.0]
