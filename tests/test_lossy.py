@@ -295,7 +295,16 @@ def wrong_codec(case: Case, codecs: Codecs) -> tuple[str, str]:
 # -- the tests --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "zero_stage"), [("fp32", 0), ("bf16", 0), ("bf16", 1), ("fp32", 2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "zero_stage"),
+    [
+        ("bf16", 1),
+        ("fp32", 2),
+        pytest.param("fp32", 0, marks=pytest.mark.slow),
+        pytest.param("bf16", 0, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("domain_sizes", "codecs"),
     [

@@ -31,6 +31,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 NUM_SEQUENCES = 3
 EXPERT_KINDS = ("expert_weights", "expert_gradients")
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # like its neighbours, for `make test-slow`
+
 Regions = tuple[tuple[int, ...], ...]
 Bytes = dict[str, tuple[int, ...]]  # kind -> bytes that this rank sent over each level since attach
 
@@ -280,8 +282,7 @@ def accumulate(trainer: Trainer) -> None:
             trainer.micro_step(step, micro_step)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize(("zero_stage", "accumulation"), [(0, 3), (1, 3), (2, 3), (2, 1), slow(0, 1), slow(1, 1)])
 def test_experts_travel_once_per_optimizer_step(pool4: ProcessPool, zero_stage: int, accumulation: int) -> None:
     cases = [world4(*sizes, zero_stage=zero_stage, accumulation=accumulation) for sizes in ((2, 1), (2, 2))]
     sent = assert_rules(pool4, [Rule(case=case, script=accumulate) for case in cases])
@@ -362,7 +363,7 @@ def zero_grad_after_first_micro_step(trainer: Trainer) -> None:
                 trainer.engine.zero_grad()
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [slow(0), slow(1), 2])
 def test_zero_grad_of_the_engine_in_the_middle_of_an_accumulation(pool4: ProcessPool, zero_stage: int) -> None:
     case = world4(2, 1, zero_stage=zero_stage, accumulation=3)
     assert_rules(pool4, [Rule(case=case, script=zero_grad_after_first_micro_step)])
@@ -376,7 +377,7 @@ def optimizer_zero_grad_after_first_micro_step(trainer: Trainer) -> None:
                 trainer.engine.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [slow(0), 1, slow(2)])
 def test_zero_grad_of_the_optimizer_in_the_middle_of_an_accumulation(pool4: ProcessPool, zero_stage: int) -> None:
     case = world4(2, 1, zero_stage=zero_stage, accumulation=3)
     assert_rules(pool4, [Rule(case=case, script=optimizer_zero_grad_after_first_micro_step)])
@@ -419,8 +420,9 @@ def run_with_skipped_step(rule: Rule) -> tuple[bool, list[dict[str, Any]]]:
     return is_close, records
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2])
-@pytest.mark.parametrize("domain_sizes", [(2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("zero_stage", "domain_sizes"), [(1, (2, 2)), (2, (2, 1)), slow(1, (2, 1)), slow(2, (2, 2))], ids=str
+)
 def test_an_overflow_on_one_rank_skips_the_step_everywhere(
     pool4: ProcessPool, zero_stage: int, domain_sizes: tuple[int, int]
 ) -> None:
@@ -592,7 +594,7 @@ def test_layers_that_run_in_reverse_of_module_order(pool4: ProcessPool) -> None:
     assert_rules(pool4, rules)
 
 
-@pytest.mark.parametrize("checkpointing", ["reentrant", "nonreentrant", "deepspeed"])
+@pytest.mark.parametrize("checkpointing", [slow("reentrant"), slow("nonreentrant"), "deepspeed"])
 def test_checkpointing_with_two_layers_in_one_region(pool4: ProcessPool, checkpointing: str) -> None:
     toy = ToyConfig(num_layers=3)
     settings = [  # prefetch depth, domain sizes, ZeRO stage, accumulation, regions
