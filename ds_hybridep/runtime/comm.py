@@ -163,7 +163,8 @@ class Channel:
         self._group: Any = _connect(name, self.ranks, transport)
         self._nccl: _NcclGroup | None = None  # made by the first transfer that needs it
         self._failure: str | None = None  # after which nothing is sent any more: messages match by their order
-        self._under_way = _Line(f"hybridep-{name}", self._finish)
+        # Made when they are needed: they refer to the channel, which otherwise is freed with its last user.
+        self._under_way: _Line | None = None
         self._departing: _Line | None = None
 
     @property
@@ -231,7 +232,6 @@ class Channel:
         if self.is_background:
             if self._departing is None:
                 self._departing = _Line(f"hybridep-{self.name}-departures", self._depart)
-                self._departing.begin()
             return
         # A foreground transfer is waited for right away, and its peers have to do this first as well.
         with self.transport.exposed(transfer.purpose):
@@ -248,14 +248,15 @@ class Channel:
             transfer.works.append(transfer.staging)
 
     def _watch(self, transfer: Transfer) -> None:
-        if not self._under_way.is_running:
+        if self._under_way is None:
             # A script may end with its last step, whose weights still travel.  A thread that came back from gloo after
             # the interpreter has begun to go would abort the process.
             atexit.register(self._end_threads)
-            self._under_way.begin()
+            self._under_way = _Line(f"hybridep-{self.name}", self._finish)
         (self._departing or self._under_way).put(transfer)
 
     def _depart(self, transfer: Transfer | None) -> None:
+        assert self._under_way is not None, f"channel {self.name}: nobody waits for what departs"
         if transfer is None:
             self._under_way.end()
             return
@@ -285,7 +286,8 @@ class Channel:
 
     def close(self) -> None:
         """Let the threads end and drop the connections.  Waits for nothing."""
-        (self._departing or self._under_way).end()
+        if (line := self._departing or self._under_way) is not None:
+            line.end()
         self._group = self._nccl = None
 
 
@@ -342,17 +344,9 @@ class _Line:
     """A thread that takes one transfer after the other, and None when no more will come."""
 
     def __init__(self, name: str, take: Callable[[Transfer | None], None]) -> None:
-        self._name, self._take = name, take
+        self._take = take
         self._waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """True from `begin` on."""
-        return self._thread is not None
-
-    def begin(self) -> None:
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, transfer: Transfer) -> None:
@@ -360,12 +354,10 @@ class _Line:
 
     def end(self) -> None:
         """Stop behind what was put.  Waits for nothing."""
-        if self._thread is not None:
-            self._waiting.put(None)
+        self._waiting.put(None)
 
     def join(self, limit_s: float) -> None:
-        if self._thread is not None:
-            self._thread.join(limit_s)
+        self._thread.join(limit_s)
 
     def _run(self) -> None:
         while (transfer := self._waiting.get()) is not None:
