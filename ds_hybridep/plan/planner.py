@@ -496,9 +496,8 @@ def break_even_tokens(question: Question, *, is_deduplicated: bool) -> float | N
     levels = len(spans)
     # Many tokens, so that the capacity's rounding does not show.
     many = replace(workload, tokens_per_rank=1_000_000)
-    plain = Layout(
-        spans=spans, domain_sizes=(1,) * levels, codecs=(question.codecs[0],) * levels, exchange="hierarchical"
-    )
+    codecs = question.with_tokens((question.codecs[0],) * levels)
+    plain = Layout(spans=spans, domain_sizes=(1,) * levels, codecs=codecs, exchange="hierarchical")
     exchanged = replace(plain, is_padded=not is_deduplicated)
     gathered = replace(plain, domain_sizes=(spans[0], *(1,) * (levels - 1)))
     rates = Rates(flops_per_s=1.0)
