@@ -147,6 +147,8 @@ def _describe_question(question: Question) -> str:
         details.append("activation checkpointing")
     if workload.trainable_expert_params is not None:
         details.append(f"{workload.trainable_expert_params} trained parameters per expert")
+    tokens = zip(question.token_codecs, question.cluster.levels, strict=False)
+    details += [f"dispatched tokens {codec.name} over {level.name}" for codec, level in tokens if codec != IDENTITY]
     return "\n".join(
         [
             f"{model.name}: {model.num_params / GIGA:.1f} B parameters; {model.num_moe_layers} MoE layers of "

@@ -141,6 +141,15 @@ def test_token_codecs_of_arguments_and_of_a_ds_config_make_dispatches_smaller(ca
     assert 1 - (4096 - 2064) / (4 * 4096) < tokens[1] / tokens[0] < 0.88
 
 
+def test_the_text_says_which_token_codec_it_reckons_with(capsys):
+    arguments = [*QWEN, "--tokens", "2048", "--ep-size", "16"]
+    _, exact, _ = run(capsys, *arguments)
+    _, out, _ = run(capsys, *arguments, "--token-codec", "int8")
+    assert "dispatched tokens" not in exact
+    assert "dispatched tokens int8 over dc" in out
+    assert '"token_codec": "int8"' in out
+
+
 def test_a_plot_is_drawn(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
