@@ -153,7 +153,8 @@ class LowRank(Codec):
         p = self._read(p_payload, rows) / row_weight
 
         # 2. Q for that P.
-        state.tensors["q"] = q = divide_by_gram(_times_rows(x, p), p)
+        q = divide_by_gram(_times_rows(x, p), p)
+        state.tensors["q"].copy_(q)  # in its place: memory of another stream must not be freed in this one
         self._write(q * col_weight, q_payload)
         return ~self._read(q_payload, cols).isfinite().flatten(1).all(dim=1)
 
@@ -167,7 +168,7 @@ class LowRank(Codec):
         weights = []
         for name, dim in (("row_rms", 2), ("col_rms", 1)):
             mean = RMS_DECAY * state.tensors[name].double().square() + (1 - RMS_DECAY) * x.double().square().mean(dim)
-            rms = state.tensors[name] = mean.sqrt().float()
+            rms = state.tensors[name].copy_(mean.sqrt())
             largest = rms.amax(dim=1, keepdim=True)
             weights.append(torch.where(largest > 0, (rms / largest).clamp(min=SMALLEST_RMS), 1.0).unsqueeze(1))
         return weights[0], weights[1]

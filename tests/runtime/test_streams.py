@@ -31,6 +31,7 @@ from ds_hybridep.runtime.comm import Purpose, _InNccl
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 EXACT, LOSSY = ("identity", "identity"), ("int8", "int8")
+LOW_RANK = {"type": "low_rank", "rank": 2, "weighting": "rms"}
 CASE = Case(levels=levels_of((2,), (2,)), toy=ToyConfig(ep_size=2, num_experts=4), accumulation=2, zero_stage=1)
 
 
@@ -94,6 +95,7 @@ WAYS = {
     "stale": (replace(CASE, accumulation=1), LOSSY, {"max_staleness": 1, "num_steps": 3}),
     "stale exact": (CASE, EXACT, {"max_staleness": 1, "num_steps": 3}),
     "transient": (CASE, ("identity", "int8"), {"replicas": "transient"}),
+    "low rank": (CASE, (LOW_RANK, LOW_RANK), {}),
     "without reports": (CASE, LOSSY, {"report_interval": 0}),
     "nccl": (CASE, LOSSY, {"is_nccl": True}),
     "nccl tokens": (Case(levels=levels_of((2,), (1,)), toy=CASE.toy), EXACT, {"is_nccl": True}),
