@@ -170,7 +170,7 @@ class HybridRuntime:
         )  # fmt: skip
         if partition.domain_size == 1:
             return exchanges, -1
-        levels = build_gather_levels(partition, self.transport, spec.group)
+        levels = build_gather_levels(partition, self.transport, spec.group, spec.sample.device)
         store = ReplicaStore(
             spec.name, spec.experts, partition, levels, rank, self._encoding, is_grouped=spec.is_grouped,
             is_transient=self.config.replicas == "transient",

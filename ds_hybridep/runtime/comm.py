@@ -161,7 +161,7 @@ class Channel:
         self.is_background = background
         self._index_of_rank = {rank: index for index, rank in enumerate(self.ranks)}
         self._group: Any = _connect(name, self.ranks, transport)
-        self._nccl: _NcclGroup | None = None  # made by the first transfer that needs it
+        self._nccl: _NcclGroup | None = None  # from `prepare`
         self._failure: str | None = None  # after which nothing is sent any more: messages match by their order
         # Made when they are needed: they refer to the channel, which otherwise is freed with its last user.
         self._under_way: _Line | None = None
@@ -171,6 +171,26 @@ class Channel:
     def has_equal_lengths(self) -> bool:
         """True where a message must be as long as the room that its receiver has made for it."""
         return self.transport.backends[self.level] == "nccl"
+
+    def prepare(self, device: torch.device) -> None:
+        """Connect what tensors of `device` need; all ranks of the channel must call.
+
+        Otherwise their first transfer does, and blocks until all ranks have started one: a background transfer must
+        not, since a rank may only start its own when others have gone on.
+
+        Raises:
+            CommunicationError: not all members came within the time limit.
+        """
+        streams = streams_of(device)
+        if self._nccl is not None or not self.has_equal_lengths or not isinstance(streams, DeviceStreams):
+            return
+        try:
+            self._nccl = _NcclGroup(self.name, self.ranks, self.transport, streams)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.transport.rank}: connecting ranks {list(self.ranks)} for {self.name} over NCCL "
+                f"{_failed(error)}; look at the log of those ranks for the first error, and at NCCL_DEBUG=INFO"
+            ) from error
 
     def start(
         self,
@@ -241,8 +261,8 @@ class Channel:
     def _start_in_nccl(
         self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
     ) -> None:
-        if self._nccl is None:
-            self._nccl = _NcclGroup(self.name, self.ranks, self.transport, streams)
+        self.prepare(streams.device)
+        assert self._nccl is not None
         transfer.staging = self._nccl.start(sends, receives)
         if self.is_background:
             transfer.works.append(transfer.staging)
@@ -325,6 +345,11 @@ class _NcclGroup:
         self._index_of_rank = {rank: index for index, rank in enumerate(ranks)}
         self._watching = streams.another()
         self._group = _connect_nccl(name, ranks, transport, streams.device)
+        # NCCL connects two ranks in the first batch that they share, and the host waits: here, not in a transfer.
+        others = [rank for rank in ranks if rank != transport.rank]
+        there, here = (torch.zeros(len(others), 1, dtype=torch.uint8, device=streams.device) for _ in range(2))
+        greeting = self.start(list(zip(others, there, strict=True)), list(zip(others, here, strict=True)))
+        greeting.wait(timedelta(seconds=transport.timeout_s))
 
     def start(self, sends: Sequence[Part], receives: Sequence[Part]) -> _InNccl:
         """One batch.  Other ranks must start theirs with this one in the same order."""

@@ -109,17 +109,21 @@ def gather_levels(partition: Partition, rank: int) -> tuple[GatherLevel, ...]:
     return tuple(GatherLevel(level, ranks, ranks.index(rank)) for level, ranks in peers.items())
 
 
-def build_gather_levels(partition: Partition, transport: Transport, group: str) -> tuple[GatherLevel, ...]:
-    """The levels with their channels.
+def build_gather_levels(
+    partition: Partition, transport: Transport, group: str, device: torch.device
+) -> tuple[GatherLevel, ...]:
+    """The levels with their channels, ready for tensors of `device`.
 
     Each expert-parallel `group` has channels of its own: operations of groups with other levels would mix on them.
     """
+
+    def channel(name: str, level: GatherLevel) -> Channel:
+        made = transport.channel(f"{group}_{name}_{level.level}", level.ranks, background=True)
+        made.prepare(device)
+        return made
+
     return tuple(
-        replace(
-            level,
-            weights=transport.channel(f"{group}_weights_{level.level}", level.ranks, background=True),
-            gradients=transport.channel(f"{group}_gradients_{level.level}", level.ranks, background=True),
-        )
+        replace(level, weights=channel("weights", level), gradients=channel("gradients", level))
         for level in gather_levels(partition, transport.rank)
     )
 

@@ -260,7 +260,9 @@ class LinkProbe:
     def _channel(self, level: int, flow: int) -> tuple[Channel, tuple[int, ...]]:
         place, size = self._place, self._cluster.sizes[level]
         siblings = tuple(self._cluster.rank_at((*place[:level], at, *place[level + 1 :])) for at in range(size))
-        return self._transport.channel(f"probe_{level}_{flow}", siblings), siblings
+        channel = self._transport.channel(f"probe_{level}_{flow}", siblings)
+        channel.prepare(self._device)  # here, where all siblings are: not all of them send in pairs
+        return channel, siblings
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ from toy_model import ToyConfig
 import ds_hybridep
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.runtime.comm import Purpose, _InNccl
+from ds_hybridep.runtime import comm
+from ds_hybridep.runtime.comm import Purpose, Transport, _InNccl, agree
+from ds_hybridep.runtime.probe import LinkProbe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -171,6 +173,43 @@ def test_a_copy_to_the_device_waits_for_earlier_uses_of_its_memory(pool2: Proces
     dropped = ("Staging.deliver", "DeviceStreams._in")
     (races, _), _ = pool2.run(receive_where_something_was_read, is_background=is_background, dropped=dropped)
     assert "aten::copy_ in inbound writes what was read by compute" in races
+
+
+def connect_for_training(case: Case) -> list[str]:
+    """Channels that NCCL has connected when an engine is there that has not trained yet."""
+    cuda, connected = FakeCuda(), []
+    checker = StreamChecker(cuda)
+    with fake_device(cuda, checker), fake_nccl(cuda, checker):
+        connect = comm._connect_nccl
+
+        def note(name: str, *args: Any) -> Any:
+            connected.append(name)
+            return connect(name, *args)
+
+        with mock.patch.object(comm, "_connect_nccl", note), engine_of(case, with_block=True):
+            return sorted(name.split("_")[-2] for name in connected)
+
+
+def test_nccl_connects_background_channels_before_the_first_step(pool2: ProcessPool) -> None:
+    """A first transfer that waited for the others would hold up a rank for whose tokens they wait."""
+    assert pool2.run(connect_for_training, case=CASE) == [["gradients", "weights"]] * 2
+
+
+def probe_latency_over_nccl() -> float:
+    cuda = FakeCuda()
+    checker = StreamChecker(cuda)
+    with fake_device(cuda, checker), fake_nccl(cuda, checker):
+        transport = Transport(Cluster((Level("dc", 3),)), 10.0, agree({}, 60.0), ("nccl",))
+        latency = LinkProbe(transport).latency(0).median
+        transport.close()
+    return latency
+
+
+def test_a_probe_in_pairs_over_nccl_connects_those_in_no_pair() -> None:
+    with ProcessPool(3) as pool:
+        first, *others = pool.run(probe_latency_over_nccl)
+    assert first > 0
+    assert others == [first, first]
 
 
 class SlowCuda(FakeCuda):
