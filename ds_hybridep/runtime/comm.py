@@ -234,14 +234,15 @@ class Channel:
 
     def _post(self, transfer: Transfer, sends: Sequence[Part], receives: Sequence[Part]) -> None:
         """Hand tensors of the host to gloo."""
-        if self._group is None:
+        group = self._group  # `close` may drop it meanwhile
+        if group is None:
             raise RuntimeError("the channel was closed")
         with _without_profiling():
             # Receives first: a posted receive lets the peer's data flow at once.
             for rank, tensor in receives:
-                transfer.works.append(self._group.recv([tensor], self._index_of_rank[rank], 0))
+                transfer.works.append(group.recv([tensor], self._index_of_rank[rank], 0))
             for rank, tensor in sends:
-                transfer.works.append(self._group.send([tensor], self._index_of_rank[rank], 0))
+                transfer.works.append(group.send([tensor], self._index_of_rank[rank], 0))
 
     def _start_staged(
         self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
