@@ -127,7 +127,8 @@ def dispatch_rows(
 
         # 1. First messages.  They may be shorter than the room that their receiver has made.
         layouts = [MessageLayout(metadata.shape[1], part.shape[1], part.dtype) for part in row_parts]
-        headers = torch.tensor(send_splits, dtype=torch.int64, device=x.device).view(-1, 1).view(torch.uint8)
+        headers = torch.tensor(send_splits, dtype=torch.int64).view(-1, 1).view(torch.uint8)
+        headers = headers.to(x.device, non_blocking=True)  # otherwise the host would wait for the rows made above
         sends = [
             (rank, layouts[i].message(headers[i], metadata_parts[i][: room.sent[i]], row_parts[i][: room.sent[i]]))
             for i, rank in exchange.peers
