@@ -82,6 +82,7 @@ def test_bf16_tells_a_wrong_gradient_from_another_order_of_sums(pool4: ProcessPo
         assert any("parameters differ; worst" in line for line in parity.numeric_problems(case, results, tolerances))
 
 
+@pytest.mark.slow  # test_autoep_zero3.py has the cases that matter most
 def test_zero_3(pool4: ProcessPool) -> None:
     cases = [
         case4("qwen3_moe", 2, 1, zero_stage=3, accumulation=2, evaluate=True),

@@ -281,7 +281,7 @@ def test_other_ways_of_loading_leave_no_stale_replica(
         assert_close(losses[False], losses[True])
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("zeroes_gradients", [True, False], ids=["zero_grad", ""])
 def test_load_in_the_middle_of_an_accumulation(
     pool4: ProcessPool, tmp_path: Path, zero_stage: int, zeroes_gradients: bool

@@ -62,6 +62,7 @@ def test_parity_in_bf16(pool4: ProcessPool) -> None:
     assert_parity(pool4, [world4(2, 1, zero_stage=s, accumulation=2, dtype="bf16", toy=BY_TOKEN) for s in (0, 1, 2)])
 
 
+@pytest.mark.slow
 def test_parity_with_three_levels(pool8: ProcessPool) -> None:
     cases = [world8(2, 1, 1, zero_stage=0), world8(2, 2, 1, zero_stage=1), world8(1, 2, 1, zero_stage=2)]
     assert_parity(pool8, cases)

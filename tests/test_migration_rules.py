@@ -305,11 +305,12 @@ def three_backwards_one_step(trainer: Trainer) -> None:
         trainer.engine.step()
 
 
-def test_unmanaged_accumulation_returns_gradients_in_every_backward(pool4: ProcessPool) -> None:
-    rules = [
-        Rule(case=world4(*sizes, zero_stage=zero, accumulation=3), script=three_backwards_one_step, managed=False)
-        for zero, sizes in ((0, (2, 1)), (1, (2, 2)), (2, (2, 1)))
-    ]
+@pytest.mark.parametrize(("zero_stage", "sizes"), [(2, (2, 1)), slow(0, (2, 1)), slow(1, (2, 2))], ids=str)
+def test_unmanaged_accumulation_returns_gradients_in_every_backward(
+    pool4: ProcessPool, zero_stage: int, sizes: tuple[int, int]
+) -> None:
+    case = world4(*sizes, zero_stage=zero_stage, accumulation=3)
+    rules = [Rule(case=case, script=three_backwards_one_step, managed=False)]
     sent = assert_rules(pool4, rules)
     for rule, by_rank in zip(rules, sent, strict=True):
         once = expert_bytes(rule.case)
@@ -327,11 +328,9 @@ def boundary_set_by_hand(trainer: Trainer) -> None:
         trainer.engine.step()
 
 
-def test_set_gradient_accumulation_boundary(pool4: ProcessPool) -> None:
-    rules = [
-        Rule(case=world4(*sizes, zero_stage=zero, accumulation=3), script=boundary_set_by_hand)
-        for zero, sizes in ((0, (2, 1)), (1, (2, 1)), (2, (2, 2)))
-    ]
+@pytest.mark.parametrize(("zero_stage", "sizes"), [(2, (2, 2)), slow(0, (2, 1)), slow(1, (2, 1))], ids=str)
+def test_set_gradient_accumulation_boundary(pool4: ProcessPool, zero_stage: int, sizes: tuple[int, int]) -> None:
+    rules = [Rule(case=world4(*sizes, zero_stage=zero_stage, accumulation=3), script=boundary_set_by_hand)]
     for rule, by_rank in zip(rules, assert_rules(pool4, rules), strict=True):
         for one in by_rank:
             assert one[-1][1]["expert_gradients"] == times(3, expert_bytes(rule.case))
@@ -445,13 +444,10 @@ def skip_layer_before_boundary(trainer: Trainer) -> None:
             trainer.micro_step(step, micro_step, regions=((0,), (2,)) if micro_step == 1 else None)
 
 
-def test_a_layer_unused_before_the_boundary(pool4: ProcessPool) -> None:
-    toy = ToyConfig(num_layers=3)
-    rules = [
-        Rule(case=world4(*sizes, zero_stage=zero, accumulation=3, toy=toy), script=skip_layer_before_boundary)
-        for zero, sizes in ((0, (2, 1)), (1, (2, 2)), (2, (2, 1)))
-    ]
-    assert_rules(pool4, rules)
+@pytest.mark.parametrize(("zero_stage", "sizes"), [(1, (2, 2)), slow(0, (2, 1)), slow(2, (2, 1))], ids=str)
+def test_a_layer_unused_before_the_boundary(pool4: ProcessPool, zero_stage: int, sizes: tuple[int, int]) -> None:
+    case = world4(*sizes, zero_stage=zero_stage, accumulation=3, toy=ToyConfig(num_layers=3))
+    assert_rules(pool4, [Rule(case=case, script=skip_layer_before_boundary)])
 
 
 def skip_layer_for_a_whole_step(trainer: Trainer) -> None:
@@ -505,6 +501,7 @@ def evaluate_everywhere(trainer: Trainer) -> None:
         trainer.evaluate(step)
 
 
+@pytest.mark.slow  # test_parity.py has evaluation between steps
 def test_evaluation_between_steps_and_between_forward_and_backward(pool4: ProcessPool) -> None:
     cases = [
         world4(2, 1, zero_stage=0, accumulation=2),
@@ -566,10 +563,15 @@ def test_two_backwards_through_one_graph(pool4: ProcessPool) -> None:
 
 
 def test_a_layer_called_twice_in_one_forward(pool4: ProcessPool) -> None:
+    case = world4(2, 1, zero_stage=2, accumulation=2)
+    assert_rules(pool4, [Rule(case=case, script=accumulate, regions=((1,), (0,), (1,)))])
+
+
+@pytest.mark.slow
+def test_a_layer_called_twice_in_other_orders(pool4: ProcessPool) -> None:
     rules = [
         Rule(case=world4(2, 1, accumulation=2), script=accumulate, regions=((0,), (1,), (0,))),
         Rule(case=world4(2, 2, zero_stage=1), script=accumulate, regions=((0,), (0,), (1,))),
-        Rule(case=world4(2, 1, zero_stage=2, accumulation=2), script=accumulate, regions=((1,), (0,), (1,))),
         Rule(case=world4(2, 1), script=accumulate, regions=((0,), (1,), (0,)), checkpointing="nonreentrant"),
     ]
     assert_rules(pool4, rules)
@@ -627,6 +629,7 @@ def test_prefetch_depths(pool2: ProcessPool, prefetch_depth: int) -> None:
 # -- what trains, and on what -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # test_parity.py has clipping
 def test_gradient_clipping(pool4: ProcessPool) -> None:
     # SGD: with Adam a common factor of all gradients would be forgotten.
     rules = [
@@ -661,6 +664,7 @@ def test_experts_of_which_only_some_parameters_train(pool4: ProcessPool) -> None
     assert_rules(pool4, rules)
 
 
+@pytest.mark.slow  # test_parity.py has such ranks
 def test_a_rank_whose_experts_get_no_token(pool4: ProcessPool) -> None:
     toy = ToyConfig(starved_experts=(2, 3))
     rules = [
@@ -670,6 +674,7 @@ def test_a_rank_whose_experts_get_no_token(pool4: ProcessPool) -> None:
     assert_rules(pool4, rules)
 
 
+@pytest.mark.slow  # test_parity.py has empty batches
 def test_a_rank_with_an_empty_batch(pool4: ProcessPool) -> None:
     toy = ToyConfig(drop_tokens=False)
     settings = [  # domain sizes, ZeRO stage, sequences of each rank, checkpointing
