@@ -243,11 +243,19 @@ def read_cluster(args: argparse.Namespace, config: DsConfig) -> Cluster:
 
 
 def read_row_formats(args: argparse.Namespace, config: DsConfig, cluster: Cluster) -> tuple[RowFormat | None, ...]:
-    """Of token rows over each level: --token-codec over the slow one, else as in the ds_config."""
-    if args.token_codec is not None:
-        return (args.token_codec, *[None] * (len(cluster.levels) - 1))
-    is_given = len(config.row_formats) == len(cluster.levels)
-    return config.row_formats if is_given else (None,) * len(cluster.levels)
+    """Of token rows over each level, as in the ds_config; --token-codec says that of the slow one.
+
+    Raises ConfigError where the ds_config has token codecs for another number of levels.
+    """
+    formats = config.row_formats
+    if len(formats) != len(cluster.levels):
+        if any(formats):
+            raise ConfigError(
+                f"hybridep.levels has token codecs for {len(formats)} levels, but the cluster given beside it has "
+                f"{len(cluster.levels)}; give as many levels, or take token_codec out of the ds_config"
+            )
+        formats = (None,) * len(cluster.levels)
+    return formats if args.token_codec is None else (args.token_codec, *formats[1:])
 
 
 def _with_link(cluster: Cluster, index: int, rate: str | None, delay: str | None, names: tuple[str, str]) -> Cluster:

@@ -16,7 +16,7 @@ from ds_hybridep.kernels.interface import (
     quantise_sizes,
     scatter_sizes,
 )
-from ds_hybridep.plan.row_format import SCALE_BLOCK, RowFormat, record_bytes
+from ds_hybridep.plan.row_format import SCALE_BLOCK, RowFormat, num_scales, record_bytes
 
 FP32_BIAS, FP32_INFINITY, NOT_FINITE = 127, 0x7F800000, 255
 SMALLEST_EXPONENT = 17  # scale 2^-110: no step of a format is then a subnormal number, which processors may flush
@@ -81,7 +81,7 @@ class ReferenceKernels:
         num_tokens, hidden, num_rows = quantise_sizes(x, row_to_token, row_format)
         _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
         padded = torch.nn.functional.pad(x.index_select(0, row_to_token).float(), (0, -hidden % SCALE_BLOCK))
-        blocks = padded.view(num_rows, (hidden + SCALE_BLOCK - 1) // SCALE_BLOCK, SCALE_BLOCK)
+        blocks = padded.view(num_rows, num_scales(hidden), SCALE_BLOCK)
         exponents = _exponents_of(blocks, LARGEST_SCALED[row_format])
         is_finite = (exponents != NOT_FINITE).unsqueeze(-1)
         scaled = torch.where(is_finite, blocks, 0.0) / torch.where(is_finite, _scales_of(exponents), 1.0)
@@ -96,7 +96,7 @@ class ReferenceKernels:
         dequantise_sizes(records, hidden, row_format, dtype)
         code_dtype = torch.float8_e4m3fn if row_format == "fp8" else torch.int8
         codes = records[:, :hidden].contiguous().view(code_dtype).to(torch.promote_types(dtype, torch.float32))
-        exponents = records[:, hidden : hidden + (hidden + SCALE_BLOCK - 1) // SCALE_BLOCK]
+        exponents = records[:, hidden : hidden + num_scales(hidden)]
         values = codes * _scales_of(exponents).expand(-1, -1, SCALE_BLOCK).flatten(1)[:, :hidden]
         largest = torch.finfo(dtype).max
         return values.clamp(-largest, largest).to(dtype)

@@ -16,9 +16,14 @@ SCALE_BLOCK = 128  # consecutive elements that share a scale; the last block of 
 RECORD_ALIGNMENT = 16
 
 
+def num_scales(hidden: int) -> int:
+    """Blocks of a row of `hidden` elements, each with a scale."""
+    return -(-hidden // SCALE_BLOCK)
+
+
 def record_bytes(hidden: int) -> int:
     """Bytes of the record of a row of `hidden` elements, in both formats."""
-    num_bytes = hidden + -(-hidden // SCALE_BLOCK)
+    num_bytes = hidden + num_scales(hidden)
     return -(-num_bytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 

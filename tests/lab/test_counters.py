@@ -14,6 +14,7 @@ from ds_hybridep.lab.topology import LinkSpec, Topology
 SCRIPT = str(Path(__file__).with_name("moe_script.py"))
 FRAME_SHARE = 1448 / 1514  # payload of a full Ethernet frame
 MIN_BYTES = 20e6  # of a DC; start-up and acknowledgements must not matter
+SUM_BOUND = 0.02  # of both trainings, of which the smaller has 40% of the bytes: 5% of either would be seen
 KINDS = ({"tokens"}, {"expert_weights", "expert_gradients"})  # of domains of one DC, and of both
 
 
@@ -35,5 +36,5 @@ def test_counted_bytes_over_the_slow_level_are_those_of_the_interfaces(tmp_path)
         sent = [sum(level["sent_bytes"].values()) for level in levels]
         received = sum(sum(level["received_bytes"].values()) for level in levels)
         assert min(sent) > MIN_BYTES / 2
-        assert uplink.out_bytes * FRAME_SHARE == pytest.approx(sum(sent), rel=0.05)
-        assert uplink.in_bytes * FRAME_SHARE == pytest.approx(received, rel=0.05)
+        assert uplink.out_bytes * FRAME_SHARE == pytest.approx(sum(sent), rel=SUM_BOUND)
+        assert uplink.in_bytes * FRAME_SHARE == pytest.approx(received, rel=SUM_BOUND)

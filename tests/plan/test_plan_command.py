@@ -141,6 +141,19 @@ def test_token_codecs_of_arguments_and_of_a_ds_config_make_dispatches_smaller(ca
     assert 1 - (4096 - 2064) / (4 * 4096) < tokens[1] / tokens[0] < 0.88
 
 
+def test_token_codecs_of_inner_levels_stay_and_those_of_other_levels_are_refused(capsys, tmp_path):
+    levels = [{"name": name, "size": 2, "token_codec": "fp8"} for name in ("dc", "node", "gpu")]
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"hybridep": {"levels": levels[:2]}, "bf16": {"enabled": True}}))
+    base = ["plan", "--model", "Qwen3-30B-A3B", "--tokens", "16384", "--wan", "10gbps", "--ds-config", str(path)]
+    _, out, _ = run(capsys, *base, "--token-codec", "int8", "--ep-size", "4", "--json")
+    assert json.loads(out)["plan"]["token_codecs"] == ["int8", "fp8"]
+    path.write_text(json.dumps({"hybridep": {"levels": levels}, "bf16": {"enabled": True}}))
+    code, _, err = run(capsys, *base, "--dcs", "2x8")
+    assert code != 0
+    assert "hybridep.levels has token codecs for 3 levels, but the cluster given beside it has 2" in err
+
+
 def test_the_text_says_which_token_codec_it_reckons_with(capsys):
     arguments = [*QWEN, "--tokens", "2048", "--ep-size", "16"]
     _, exact, _ = run(capsys, *arguments)
