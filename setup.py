@@ -110,7 +110,7 @@ setup(
     },
     entry_points={
         "torch.backends": ["ds_hybridep = ds_hybridep._autoload:install"],
-        "console_scripts": ["ds_hybridep = ds_hybridep.cli:main"],
+        "console_scripts": ["ds_hybridep = ds_hybridep.commands.main:main"],
     },
     **kernels_ahead_of_time(),
 )

@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bench
 import deepspeed
 import torch
 from deepspeed import comm as dist
 
 import ds_hybridep
-from ds_hybridep import bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ds_hybridep.report import format_run_record
+from ds_hybridep.commands.show import format_run_record
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PLAIN = REPOSITORY / "ds_configs" / "plain_ep.json"

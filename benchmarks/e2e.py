@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ds_hybridep import bench
+import bench
+
 from ds_hybridep.lab.launcher import RankProcesses
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate

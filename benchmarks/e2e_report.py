@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_hybridep import bench
+import bench
 
 FLAT, AGAIN, INSIDE = "deepspeed, flat EP", "deepspeed, flat EP again", "deepspeed, EP inside the DC"
 KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")

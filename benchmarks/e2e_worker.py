@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import bench
 import deepspeed
 import torch
 from deepspeed import comm as dist
 from torch import Tensor
 
 import ds_hybridep
-from ds_hybridep import bench, engine
+from ds_hybridep.integration import engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm

@@ -28,10 +28,10 @@ from torch import Tensor
 if not __package__ and str(Path(__file__).resolve().parent.parent) not in sys.path:
     sys.path.append(str(Path(__file__).resolve().parent.parent))  # run from a checkout
 
+from bench import versions
 from deepspeed.moe import ep_kernels
 from deepspeed.moe.sharded_moe import _sparse_decode, _sparse_encode
 
-from ds_hybridep.bench import versions
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import KernelBuildError
 from ds_hybridep.kernels import RoutePlan, load_kernels

@@ -3,7 +3,7 @@
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 benchmarks/loopback.py
 
-All plans live in one process, on the same data; blocks of steps are interleaved (see ds_hybridep/bench.py), and
+All plans live in one process, on the same data; blocks of steps are interleaved (see bench.py), and
 DeepSpeed runs twice, so that the noise of the machine can be read off.  No link is slow here: this shows what the
 runtime itself costs.  Prints one JSON line per plan on rank 0 and closes with a table.
 """
@@ -14,13 +14,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import bench
 import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 
 import ds_hybridep
-from ds_hybridep import bench
 
 PLANS: dict[str, dict[str, Any] | None] = {
     "deepspeed": None,

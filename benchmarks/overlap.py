@@ -25,7 +25,7 @@ import torch
 from deepspeed import comm as dist
 
 import ds_hybridep
-from ds_hybridep.runtime.trace import TRANSFER_CATEGORY
+from ds_hybridep.transport.trace import TRANSFER_CATEGORY
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bench
 from e2e import POLL_S, Requests
 
-from ds_hybridep import bench
 from ds_hybridep.lab.launcher import RankProcesses
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration

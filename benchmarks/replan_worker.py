@@ -20,7 +20,7 @@ from deepspeed import comm as dist
 from e2e_worker import CODECS, Driver, Plan, Run, build, train
 
 import ds_hybridep
-from ds_hybridep import engine
+from ds_hybridep.integration import engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm

@@ -22,12 +22,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ds_hybridep import bench
+import bench
+
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
 from ds_hybridep.plan.layout import Codec, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.planner import Candidate, Question, make_plan
-from ds_hybridep.plan.simulator import Assumptions, Deviation, Scenario, simulate
 from ds_hybridep.plan.workload import MoEModel, Workload
+from ds_hybridep.simulate.simulator import Assumptions, Deviation, Scenario, simulate
 
 GIGA_BIT = 1e9 / 8
 MEGA = 1e6

@@ -33,9 +33,9 @@ from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.costs import experts_per_rank
 from ds_hybridep.plan.layout import IDENTITY, Codec, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.simulator import Scenario, simulate
 from ds_hybridep.plan.token_route import choose_exchange
 from ds_hybridep.plan.workload import MoEModel, Workload
+from ds_hybridep.simulate.simulator import Scenario, simulate
 
 LOSSY = ("int8", "low rank 7 int4")
 EXACT = "identity"

@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ds_hybridep import bench
+import bench
+
 from ds_hybridep.lab.launcher import run_ranks
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, ScheduleEvent, Topology, format_rate, parse_duration, parse_rate

@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, Any
 from ds_hybridep.version import __version__
 
 if TYPE_CHECKING:
-    from ds_hybridep.engine import attach, detach, refresh, replan, stats, trace
-    from ds_hybridep.estimate import estimate_hybridep_mem_needs_all_cold, estimate_hybridep_mem_needs_all_live
+    from ds_hybridep.integration.engine import attach, detach, refresh, replan, stats, trace
+    from ds_hybridep.integration.estimate import (
+        estimate_hybridep_mem_needs_all_cold,
+        estimate_hybridep_mem_needs_all_live,
+    )
 
 __all__ = [
     "__version__",
@@ -43,7 +46,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; its public names are {', '.join(__all__)}"
         )
-    return getattr(import_module(f"ds_hybridep.{'estimate' if name.startswith('estimate') else 'engine'}"), name)
+    module = "estimate" if name.startswith("estimate") else "engine"
+    return getattr(import_module(f"ds_hybridep.integration.{module}"), name)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ every program in the environment.  So this module loads nothing but `sys`, does 
 
     import torch             -> install()            one finder, nothing loaded
     import deepspeed         -> _EngineFinder        the normal loader executes deepspeed.runtime.engine,
-                                                     then ds_hybridep.engine.patch_deepspeed_engine(module)
+                                                     then ds_hybridep.integration.engine.patch_deepspeed_engine(module)
     patching fails           -> _refuse_block        logged once; an engine whose ds_config has the block raises,
                                                      every other engine is untouched
     engine already imported  -> _patch_at_first_use  the same, when the first engine is constructed
@@ -84,7 +84,7 @@ class _PatchingLoader:
 def _patch(module: "ModuleType") -> None:
     """Patch `module` now; where that fails, leave it usable for every ds_config without the block."""
     try:
-        from ds_hybridep.engine import patch_deepspeed_engine
+        from ds_hybridep.integration.engine import patch_deepspeed_engine
 
         patch_deepspeed_engine(module)
     except Exception as reason:  # noqa: BLE001  users of DeepSpeed without the block must not suffer from our failure

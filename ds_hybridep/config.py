@@ -257,7 +257,7 @@ class HybridEPConfig:
     report_file: JSON record of the run, written by rank 0; None: no file.
     token_exchange: how tokens travel between domains, see `plan.token_route`; "auto" takes the cheaper way of the two,
         "deepspeed" leaves tokens to DeepSpeed's own all-to-alls, which know no domains.
-    dense_sync: how gradients and parameters of everything but the experts travel, see `runtime.level_collectives`.
+    dense_sync: how gradients and parameters of everything but the experts travel, see `sync.collectives`.
     auto_codecs: lossy codecs that a codec "auto" may become.
     replan_interval: optimizer steps between two looks at the plan, where something is "auto"; 0: planned once.
     replan_threshold: share of a step that another plan must save.

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ds_hybridep import autoep_layer
 from ds_hybridep.errors import ConfigError, UnsupportedError
+from ds_hybridep.integration import autoep as autoep_layer
 
 PLAIN = {
     "folding_group_handles": None,

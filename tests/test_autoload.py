@@ -42,7 +42,7 @@ def patch_deepspeed_engine(module):
 
 @pytest.fixture
 def run(tmp_path):
-    """run(code, patch=...): stdout and stderr of `code`, with a made-up deepspeed and a made-up ds_hybridep.engine."""
+    """run(code, patch=...): stdout and stderr of `code`, with made-up deepspeed and integration.engine."""
     engine_path = tmp_path / "deepspeed" / "runtime" / "engine.py"
     engine_path.parent.mkdir(parents=True)
     engine_path.write_text(ENGINE_SOURCE)
@@ -52,9 +52,9 @@ def run(tmp_path):
     def run_code(code, *, patch=GOOD_PATCH):
         prologue = f"""
             import sys, types
-            engine = types.ModuleType("ds_hybridep.engine")
+            engine = types.ModuleType("ds_hybridep.integration.engine")
             exec({patch!r}, engine.__dict__)
-            sys.modules["ds_hybridep.engine"] = engine
+            sys.modules["ds_hybridep.integration.engine"] = engine
             from ds_hybridep import _autoload
             """
         program = textwrap.dedent(prologue) + textwrap.dedent(code)
@@ -152,12 +152,12 @@ def test_failed_patch_is_logged_once_and_refuses_only_configs_with_the_block(run
 
 def test_failing_import_of_our_own_engine_counts_as_a_failed_patch(run):
     code = """
-    sys.modules["ds_hybridep.engine"] = None  # importing it raises ImportError
+    sys.modules["ds_hybridep.integration.engine"] = None  # importing it raises ImportError
     _autoload.install()
     from deepspeed.runtime.engine import Config, DeepSpeedEngine
     DeepSpeedEngine(None, "model")
     """
-    assert "ds_hybridep.engine" in run(code).stderr
+    assert "ds_hybridep.integration.engine" in run(code).stderr
 
 
 def test_install_never_raises(run):
@@ -190,7 +190,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 print(DeepSpeedEngine._configure_distributed_model.__code__.co_filename)
 """
     result = run_program(program)
-    assert result.stdout.split()[-1] == str(REPOSITORY / "ds_hybridep" / "engine.py")
+    assert result.stdout.split()[-1] == str(REPOSITORY / "ds_hybridep" / "integration" / "engine.py")
     assert "not active" not in result.stderr
 
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hybridep import chakra
-from ds_hybridep.chakra import COMM_COLL_NODE, COMP_NODE, Node
-from ds_hybridep.cli import main
+from ds_hybridep.commands.main import main
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.layout import Layout, LevelCodecs, Rates, SyncModel
-from ds_hybridep.plan.simulator import Scenario, simulate
 from ds_hybridep.plan.workload import MoEModel, Workload
+from ds_hybridep.simulate import chakra
+from ds_hybridep.simulate.chakra import COMM_COLL_NODE, COMP_NODE, Node
+from ds_hybridep.simulate.simulator import Scenario, simulate
 
 MODEL = MoEModel(
     name="toy", hidden=64, num_experts=8, top_k=2, num_moe_layers=3, expert_params=33088, dense_params=110720,

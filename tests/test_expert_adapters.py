@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from toy_model import batch
 
 import ds_hybridep
-from ds_hybridep import expert_adapters
 from ds_hybridep.errors import ConfigError, UnsupportedError
+from ds_hybridep.integration import adapters as expert_adapters
 
 pytestmark = [
     pytest.mark.dist,

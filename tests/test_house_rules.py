@@ -20,7 +20,9 @@ TEXT_SUFFIXES = {"", ".py", ".md", ".json", ".toml", ".yaml", ".yml", ".cpp", ".
 NOT_OURS = {"build", "dist", "runs", "__pycache__"}  # nor any hidden folder but .ci
 
 
-@pytest.mark.parametrize("module", ["ds_hybridep", "ds_hybridep.plan", "ds_hybridep.config", "ds_hybridep.report"])
+@pytest.mark.parametrize(
+    "module", ["ds_hybridep", "ds_hybridep.plan", "ds_hybridep.config", "ds_hybridep.commands.show"]
+)
 def test_importing_loads_neither_torch_nor_deepspeed(module):
     program = f"import sys, {module}; print(*({{'torch', 'deepspeed'}} & set(sys.modules)))"
     run = subprocess.run(

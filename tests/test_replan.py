@@ -16,8 +16,8 @@ from test_lossy import block_with, migration_of
 from toy_model import ToyConfig
 
 import ds_hybridep
-from ds_hybridep.plan.online import Choice
-from ds_hybridep.runtime import planning
+from ds_hybridep.adaptive import planner as planning
+from ds_hybridep.adaptive.options import Choice
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -160,7 +160,7 @@ def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[
 
 def cached_links(case: Case, path: str) -> tuple[list[dict[str, Any]], int]:
     """Links of a planned job that is told none, and the bytes that its start has sent over the slow level."""
-    from ds_hybridep.runtime import probe
+    from ds_hybridep.adaptive import probe
 
     levels = [{"name": "dc", "size": 2, "domain_size": "auto"}, {"name": "gpu", "size": 2}]
     long_enough_s, probe.LONG_ENOUGH_S = probe.LONG_ENOUGH_S, 0.01

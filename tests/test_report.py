@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from ds_hybridep.report import explain_plan, format_run_record
+from ds_hybridep.commands.show import explain_plan, format_run_record
 
 RECORD = {
     "steps": 10,

@@ -4,8 +4,8 @@
 import importlib
 import json
 
-from ds_hybridep import report_command
-from ds_hybridep.cli import main
+from ds_hybridep.commands import report as report_command
+from ds_hybridep.commands.main import main
 
 builder_module = importlib.import_module("ds_hybridep.op_builder.hybridep")
 

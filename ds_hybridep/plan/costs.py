@@ -56,7 +56,7 @@ def packet_bytes(layout: Layout, workload: Workload, way: Literal["weights", "gr
     slower levels j before it, (S_j - 1) S_(j+1) ... S_(l-1) times as many. The latter go on as they came, in level
     j's codec. Gradients go the opposite way, summed at each level, so a level's own codec holds for all of them.
 
-    Source: runtime/expert_gather.py.
+    Source: experts/replicas.py.
     """
     sizes = layout.domain_sizes
     expert_bytes = workload.expert_travel_bytes

@@ -13,8 +13,8 @@ from kernels.on_device import on_cuda
 
 from ds_hybridep.codecs import interface, make_codec, non_finite
 from ds_hybridep.codecs.low_rank import divide_by_gram, orthonormal
+from ds_hybridep.experts.replicas import _bit_sums
 from ds_hybridep.kernels import Source, build
-from ds_hybridep.runtime.expert_gather import _bit_sums
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.runtime.comm import Transport, agree
-from ds_hybridep.runtime.level_collectives import LevelCollectives
+from ds_hybridep.sync.collectives import LevelCollectives
+from ds_hybridep.transport.agreement import agree
+from ds_hybridep.transport.channels import Transport
 
 
 def main():

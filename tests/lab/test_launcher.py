@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ds_hybridep.cli import main
+from ds_hybridep.commands import lab as lab_command
+from ds_hybridep.commands.main import main
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.lab import command as lab_command
 from ds_hybridep.lab import network
 from ds_hybridep.lab.launcher import RankProcesses, format_result, rank_environment, run_on_loopback, run_ranks
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
@@ -130,7 +130,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(permitted, tmp_path):
         "-c",
         f"echo $$ > {pid_file}; exec sleep 300",
     ]
-    launcher = subprocess.Popen([sys.executable, "-m", "ds_hybridep.cli", *line], cwd=REPOSITORY)
+    launcher = subprocess.Popen([sys.executable, "-m", "ds_hybridep.commands.main", *line], cwd=REPOSITORY)
     deadline_s = time.monotonic() + 30
     while not (pid_file.exists() and pid_file.read_text().strip()):
         assert time.monotonic() < deadline_s
@@ -149,7 +149,7 @@ def test_sigterm_takes_everything_down(permitted, tmp_path):
     line = ["lab", "--dcs", "2x1", "--wan", "1gbit", "--delay", "1ms", "--log-dir", str(tmp_path)]
     line += ["--", "sh", "-c", "echo started; sleep 300"]
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "ds_hybridep.cli", *line], cwd=REPOSITORY, stdout=subprocess.PIPE
+        [sys.executable, "-m", "ds_hybridep.commands.main", *line], cwd=REPOSITORY, stdout=subprocess.PIPE
     )
     assert launcher.stdout.readline() == b"started\n"
     launcher.terminate()

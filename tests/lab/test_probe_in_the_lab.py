@@ -22,7 +22,7 @@ def test_the_rate_is_within_five_percent_of_the_shaped_one(tmp_path, mbit):
     if reason := why_not_permitted(with_delay=True):
         pytest.skip(f"emulated networks are not permitted here: {reason}")
     out = tmp_path / "cluster.json"
-    command = [sys.executable, "-m", "ds_hybridep.cli", "probe", "--levels", "dc=2,gpu=2", "--out", str(out)]
+    command = [sys.executable, "-m", "ds_hybridep.commands.main", "probe", "--levels", "dc=2,gpu=2", "--out", str(out)]
     links = LinkSpec(wan_bits_per_s=mbit * 1e6, wan_delay_s=DELAY_S)
     with EmulatedNetwork(Topology(2, 2), links) as network:
         result = run_ranks(network, command, log_dir=tmp_path, timeout_s=120)

@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.plan.costs import row_counts
-from ds_hybridep.plan.layout import IDENTITY, Codec, LevelCodecs, Rates
-from ds_hybridep.plan.online import (
+from ds_hybridep.adaptive.options import (
     DOUBT,
     EARLY_SHARE,
     ODDS,
@@ -27,6 +24,9 @@ from ds_hybridep.plan.online import (
     Room,
     TrialBudget,
 )
+from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.costs import row_counts
+from ds_hybridep.plan.layout import IDENTITY, Codec, LevelCodecs, Rates
 from ds_hybridep.plan.stream_model import StepPrediction, StepTerms
 from ds_hybridep.plan.workload import MoEModel, Workload
 

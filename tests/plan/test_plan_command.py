@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from ds_hybridep.cli import main
+from ds_hybridep.commands.main import main
+from ds_hybridep.commands.plan import parse_bits_per_s
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan_command import parse_bits_per_s
 
 QWEN = ["plan", "--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "10gbps", "--lan", "800gbps", "--tokens", "16384"]
 
@@ -237,8 +237,8 @@ def test_planning_loads_neither_torch_nor_deepspeed():
     import subprocess
 
     program = (
-        "import sys; from ds_hybridep.cli import main; main(['plan', '--model', 'Qwen3-30B-A3B', '--dcs', '2x2', "
-        "'--wan', '1gbps', '--json']); assert not {'torch', 'deepspeed'} & set(sys.modules)"
+        "import sys; from ds_hybridep.commands.main import main; main(['plan', '--model', 'Qwen3-30B-A3B', "
+        "'--dcs', '2x2', '--wan', '1gbps', '--json']); assert not {'torch', 'deepspeed'} & set(sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
     assert run.returncode == 0, run.stderr

@@ -3,10 +3,10 @@ import json
 
 import pytest
 
-from ds_hybridep.cli import main
+from ds_hybridep.commands.main import main
+from ds_hybridep.commands.simulate import read_deviation
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.simulator import Deviation
-from ds_hybridep.simulate_command import read_deviation
+from ds_hybridep.simulate.simulator import Deviation
 
 MODEL = """\
 layers: 3

@@ -13,12 +13,12 @@ from ds_hybridep.plan.cluster import Cluster, Link
 from ds_hybridep.plan.layout import ExpertGroup, Rates, SyncModel
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.routing import chance_needed
-from ds_hybridep.plan.simulator import Assumptions, Deviation, Scenario, simulate
-from ds_hybridep.plan.simulator_kinds import choose_stand_ins, with_stand_ins
-from ds_hybridep.plan.simulator_schedule import STREAM_MODEL_ASSUMPTIONS
-from ds_hybridep.plan.simulator_traffic import Ranks, Routing
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.token_route import expected_rows_of
+from ds_hybridep.simulate.kinds import choose_stand_ins, with_stand_ins
+from ds_hybridep.simulate.schedule import STREAM_MODEL_ASSUMPTIONS
+from ds_hybridep.simulate.simulator import Assumptions, Deviation, Scenario, simulate
+from ds_hybridep.simulate.traffic import Ranks, Routing
 
 properties = settings(deadline=None, max_examples=40)
 rates_of_toy = Rates(flops_per_s=1e9)

@@ -10,8 +10,8 @@ from test_bytes_against_the_runtime import ACCUMULATION, TOKENS, TOY, counted_in
 
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.layout import Layout, LevelCodecs, Rates
-from ds_hybridep.plan.simulator import Scenario, simulate
 from ds_hybridep.plan.token_route import expected_rows_of
+from ds_hybridep.simulate.simulator import Scenario, simulate
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from ds_hybridep.plan.closed_form import PaperCase, all_gather_s, all_to_all_s
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.simulator_classes import merge_ranks
-from ds_hybridep.plan.simulator_engine import Change, Engine, Flows, Operation, Post, Run, Wait, fair_rates
-from ds_hybridep.plan.simulator_traffic import TrafficMaker
+from ds_hybridep.simulate.classes import merge_ranks
+from ds_hybridep.simulate.events import Change, Engine, Flows, Operation, Post, Run, Wait, fair_rates
+from ds_hybridep.simulate.traffic import TrafficMaker
 
 properties = settings(deadline=None, max_examples=60)
 

@@ -345,7 +345,7 @@ def token_bytes(
 def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambda: True, **options: Any) -> Any:
     """The runtime of `case` on this rank, and its experts by layer.  All ranks must call."""
     from ds_hybridep.config import parse_config
-    from ds_hybridep.runtime.assembly import LayerSpec, build_runtime
+    from ds_hybridep.integration.runtime import LayerSpec, build_runtime
 
     owned = [
         [
@@ -372,7 +372,8 @@ def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambd
 
 def open_transport(cluster: Any, timeout_s: float) -> Any:
     """A transport of its own, after a start-up that all ranks of the pool must join."""
-    from ds_hybridep.runtime.comm import Transport, agree
+    from ds_hybridep.transport.agreement import agree
+    from ds_hybridep.transport.channels import Transport
 
     return Transport(cluster, timeout_s, agree({}, 60.0))
 

@@ -30,8 +30,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_hybridep.runtime import assembly, comm, expert_gather, staging
-from ds_hybridep.runtime.streams import DeviceStreams
+from ds_hybridep.experts import replicas as expert_gather
+from ds_hybridep.transport import channels, job, nccl, staging
+from ds_hybridep.transport.streams import DeviceStreams
 
 Clock = dict[str, int]  # actor (a stream or a thread) -> its time
 
@@ -281,7 +282,7 @@ class FakeNccl:
 
     def __init__(self, cuda: FakeCuda, checker: StreamChecker, name: str, ranks: Any, transport: Any) -> None:
         self._cuda, self._checker = cuda, checker
-        self._group = comm._connect(f"{name}_fake_nccl", ranks, transport)
+        self._group = channels._connect(f"{name}_fake_nccl", ranks, transport)
         self._stream = FakeStream(cuda, f"nccl {name} {ranks}")
         self._batch: list[tuple[bool, Tensor, int]] = []
 
@@ -326,8 +327,8 @@ def fake_nccl(cuda: FakeCuda, checker: StreamChecker) -> Iterator[None]:
     def connect(name: str, ranks: Any, transport: Any, _device: torch.device) -> FakeNccl:
         return FakeNccl(cuda, checker, name, ranks, transport)
 
-    with mock.patch.object(assembly, "backend_for", return_value="nccl"):
-        with mock.patch.object(comm, "_connect_nccl", connect):
+    with mock.patch.object(job, "backend_for", return_value="nccl"):
+        with mock.patch.object(nccl, "_connect_nccl", connect):
             yield
 
 
@@ -337,16 +338,16 @@ def fake_device(cuda: FakeCuda, checker: StreamChecker | None = None) -> Iterato
     streams = FakeStreams(cuda, checker)
     told = _HandOvers(cuda, checker)
     with (
-        mock.patch.object(comm, "streams_of", return_value=streams),
+        mock.patch.object(channels, "streams_of", return_value=streams),
         mock.patch.object(expert_gather, "streams_of", return_value=streams),
-        mock.patch.object(comm._Line, "put", told.wrap(comm._Line.put, told.put)),
-        mock.patch.object(comm.Channel, "_depart", told.wrap(comm.Channel._depart, told.take)),
-        mock.patch.object(comm.Channel, "_finish", told.wrap(comm.Channel._finish, told.take)),
-        mock.patch.object(comm.Channel, "_post", told.wrap(comm.Channel._post, told.post)),
-        mock.patch.object(comm.Transfer, "finish", told.wrap(comm.Transfer.finish, told.finish)),
+        mock.patch.object(channels._Line, "put", told.wrap(channels._Line.put, told.put)),
+        mock.patch.object(channels.Channel, "_depart", told.wrap(channels.Channel._depart, told.take)),
+        mock.patch.object(channels.Channel, "_finish", told.wrap(channels.Channel._finish, told.take)),
+        mock.patch.object(channels.Channel, "_post", told.wrap(channels.Channel._post, told.post)),
+        mock.patch.object(channels.Transfer, "finish", told.wrap(channels.Transfer.finish, told.finish)),
         mock.patch.object(staging.Staging, "await_sends", told.wrap(staging.Staging.await_sends, told.await_sends)),
         mock.patch.object(staging.Staging, "deliver", told.wrap(staging.Staging.deliver, told.deliver)),
-        mock.patch.object(comm._InNccl, "deliver", told.wrap(comm._InNccl.deliver, told.deliver)),
+        mock.patch.object(nccl.BatchInNccl, "deliver", told.wrap(nccl.BatchInNccl.deliver, told.deliver)),
     ):
         yield streams
 

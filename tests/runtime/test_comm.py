@@ -20,7 +20,8 @@ from torch import distributed as dist
 
 from ds_hybridep.errors import AgreementError, CommunicationError, ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.runtime.comm import Purpose, agree, announcing_failure
+from ds_hybridep.transport.agreement import agree, announcing_failure
+from ds_hybridep.transport.channels import Purpose
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -533,7 +534,7 @@ SCRIPT_THAT_ENDS_DURING_A_TRANSFER = """
 import sys, time
 import torch, torch.distributed as dist
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.runtime.comm import Purpose, Transport
+from ds_hybridep.transport.channels import Purpose, Transport
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False)

@@ -15,15 +15,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_hybridep import engine
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.experts.replicas import Encoding, GradientReturn, ReplicaStore, WeightGather, gather_levels
+from ds_hybridep.integration import engine
 from ds_hybridep.kernels import RoutePlan, load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.runtime import comm, row_exchange
-from ds_hybridep.runtime.comm import Traffic
-from ds_hybridep.runtime.dispatch import (
+from ds_hybridep.sync.collectives import LevelCollectives
+from ds_hybridep.tokens import exchange as row_exchange
+from ds_hybridep.tokens.dispatch import (
     DispatchState,
     _Dispatch,
     combine,
@@ -31,9 +32,9 @@ from ds_hybridep.runtime.dispatch import (
     weigh_rows,
     weighted_sum,
 )
-from ds_hybridep.runtime.expert_gather import Encoding, GradientReturn, ReplicaStore, WeightGather, gather_levels
-from ds_hybridep.runtime.level_collectives import LevelCollectives
-from ds_hybridep.runtime.row_exchange import Exchange, MessageLayout, RoomForRows, dispatch_rows, swap
+from ds_hybridep.tokens.exchange import Exchange, MessageLayout, RoomForRows, dispatch_rows, swap
+from ds_hybridep.transport import job as job_module
+from ds_hybridep.transport.channels import Traffic
 
 DEVICE = torch.device("meta")
 CODECS: tuple[Any, ...] = (
@@ -201,16 +202,16 @@ def test_sums_by_level_stay_on_the_device() -> None:
     ],
 )
 def test_a_level_has_the_backend_of_the_job_or_its_own(wanted: str, device: str, job: str, backend: str) -> None:
-    with mock.patch.object(comm, "backend_name", return_value=job):
-        with mock.patch.object(comm.dist, "is_nccl_available", return_value=True):
-            assert comm.backend_for(wanted, torch.device(device), "hybridep.levels[0].backend") == backend
+    with mock.patch.object(job_module, "backend_name", return_value=job):
+        with mock.patch.object(job_module.dist, "is_nccl_available", return_value=True):
+            assert job_module.backend_for(wanted, torch.device(device), "hybridep.levels[0].backend") == backend
 
 
 @pytest.mark.parametrize(("device", "reason"), [("cpu", "the model is on 'cpu'"), ("cuda", "this build of torch")])
 def test_nccl_that_cannot_be_had_is_refused(device: str, reason: str) -> None:
-    with mock.patch.object(comm.dist, "is_nccl_available", return_value=False):
+    with mock.patch.object(job_module.dist, "is_nccl_available", return_value=False):
         with pytest.raises(UnsupportedError, match=rf'hybridep.levels\[1\].backend is "nccl", but {reason}'):
-            comm.backend_for("nccl", torch.device(device), "hybridep.levels[1].backend")
+            job_module.backend_for("nccl", torch.device(device), "hybridep.levels[1].backend")
 
 
 def test_other_devices_are_refused_and_gpus_are_warned_of() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.runtime.level_collectives import LevelCollectives
+from ds_hybridep.sync.collectives import LevelCollectives
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 

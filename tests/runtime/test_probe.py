@@ -9,11 +9,7 @@ import yaml
 from process_pool import ProcessPool
 from torch import distributed as dist
 
-from ds_hybridep.config import parse_config
-from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.probe_command import cluster_file, describe, read_cluster
-from ds_hybridep.runtime.probe import (
+from ds_hybridep.adaptive.probe import (
     WIRE_FACTOR,
     LevelProbe,
     LinkProbe,
@@ -23,6 +19,10 @@ from ds_hybridep.runtime.probe import (
     measured_cluster,
     probe_links,
 )
+from ds_hybridep.commands.probe import cluster_file, describe, read_cluster
+from ds_hybridep.config import parse_config
+from ds_hybridep.errors import ConfigError
+from ds_hybridep.plan.cluster import Cluster, Level
 
 SIZES = [(2, 2), (4, 1), (1, 4), (2, 1, 2)]
 
@@ -38,7 +38,7 @@ def probe_of(sizes: tuple[int, ...], limit_s: float) -> list[tuple]:
     """What every level came out as, and the bytes that were sent over each."""
     from moe_refs import open_transport
 
-    from ds_hybridep.runtime import probe as probe_module
+    from ds_hybridep.adaptive import probe as probe_module
 
     transport = open_transport(cluster_of(sizes), 30.0)
     long_enough_s, probe_module.LONG_ENOUGH_S = probe_module.LONG_ENOUGH_S, 0.01
@@ -53,7 +53,7 @@ def timed_by_the_test(sizes: tuple[int, ...], level: int, slow_rank: int) -> dic
     """Rates of transfers that take 0.01 s on every rank, but 0.04 s on one."""
     from moe_refs import open_transport
 
-    from ds_hybridep.runtime import probe as probe_module
+    from ds_hybridep.adaptive import probe as probe_module
 
     transport = open_transport(cluster_of(sizes), 30.0)
     link_probe = LinkProbe(transport)

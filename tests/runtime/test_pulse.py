@@ -5,8 +5,8 @@ import pytest
 from moe_refs import open_transport
 from process_pool import ProcessPool
 
+from ds_hybridep.adaptive.pulse import FAR, LEAST_STEPS, NEAR, Pulse, StepWatch
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.runtime.pulse import FAR, LEAST_STEPS, NEAR, Pulse, StepWatch
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a job record says in the log and to DeepSpeed's monitor."""
 
-from ds_hybridep.runtime.statistics import monitor_events, summarize
+from ds_hybridep.integration.statistics import monitor_events, summarize
 
 RECORD = {
     "steps": 10,

@@ -24,11 +24,13 @@ from torch import distributed as dist
 from toy_model import ToyConfig
 
 import ds_hybridep
+from ds_hybridep.adaptive.probe import LinkProbe
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.runtime import comm
-from ds_hybridep.runtime.comm import Purpose, Transport, _InNccl, agree
-from ds_hybridep.runtime.probe import LinkProbe
+from ds_hybridep.transport import nccl
+from ds_hybridep.transport.agreement import agree
+from ds_hybridep.transport.channels import Purpose, Transport
+from ds_hybridep.transport.nccl import BatchInNccl
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -126,8 +128,8 @@ WAITS = {
     "release behind encoding": ("without reports", "MigrationManager.release"),
     "copy to the host behind what is sent": ("exact", "Staging.__init__"),
     "send behind the copy to the host": ("exact", "Staging.await_sends"),
-    "end of a batch behind nccl": ("nccl", "_NcclGroup.start", "FakeNccl.wait"),
-    "use behind a batch": ("nccl", "_InNccl.deliver"),
+    "end of a batch behind nccl": ("nccl", "NcclGroup.start", "FakeNccl.wait"),
+    "use behind a batch": ("nccl", "BatchInNccl.deliver"),
     "use behind the copy to the device": ("tokens", "Staging.deliver", "DeviceStreams.follow"),
 }
 
@@ -180,13 +182,13 @@ def connect_for_training(case: Case) -> list[str]:
     cuda, connected = FakeCuda(), []
     checker = StreamChecker(cuda)
     with fake_device(cuda, checker), fake_nccl(cuda, checker):
-        connect = comm._connect_nccl
+        connect = nccl._connect_nccl
 
         def note(name: str, *args: Any) -> Any:
             connected.append(name)
             return connect(name, *args)
 
-        with mock.patch.object(comm, "_connect_nccl", note), engine_of(case, with_block=True):
+        with mock.patch.object(nccl, "_connect_nccl", note), engine_of(case, with_block=True):
             return sorted(name.split("_")[-2] for name in connected)
 
 
@@ -228,7 +230,7 @@ class SlowCuda(FakeCuda):
 
 def test_a_batch_in_nccl_that_does_not_end_passes_the_time_limit() -> None:
     looks = iter(range(10_000_000))
-    batch = _InNccl(mock.Mock(), mock.Mock(query=lambda: next(looks) < 0), [])
+    batch = BatchInNccl(mock.Mock(), mock.Mock(query=lambda: next(looks) < 0), [])
     with pytest.raises(RuntimeError, match="passed the time limit of 0.05 s"):
         batch.wait(timedelta(seconds=0.05))
     assert next(looks) > 1

@@ -31,7 +31,7 @@ from torch import distributed as dist
 from toy_model import ToyConfig
 
 import ds_hybridep
-from ds_hybridep.runtime.moe_layer import HybridMoE
+from ds_hybridep.tokens.layer import HybridMoE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 

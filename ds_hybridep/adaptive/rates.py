@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speeds of a job's experts and codecs, measured at its start while all ranks compute."""
+
+import statistics
+import time
+
+import torch
+
+from ds_hybridep.adaptive.probe import WIRE_FACTOR, LinkProbe
+from ds_hybridep.codecs import make_codec
+from ds_hybridep.config import CodecConfig
+from ds_hybridep.experts.layer_spec import LayerSpec
+from ds_hybridep.experts.replicas import lay_out
+from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.layout import Codec, Rates
+from ds_hybridep.sync.feedback import MessageLayout, Mirror, PacketPart, Replica
+from ds_hybridep.transport.streams import streams_of
+
+EXPERT_ROWS = (16, 256)
+TIMINGS = 3
+
+
+def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rates:
+    """Speed of an expert in FLOP/s, forward and backward, and seconds of a call; the mean over all ranks.
+
+    Messages are taken to cost the host as much as the latency inside a machine. All ranks must call.
+    """
+    probe.table([0.0])
+    few_s, many_s = (_expert_s(spec, rows) for rows in EXPERT_ROWS)
+    few, many = EXPERT_ROWS
+    means = [statistics.fmean(column) for column in zip(*probe.table([few_s, many_s]), strict=True)]
+    row_s = max(means[1] - means[0], 1e-9) / (many - few)
+    call_s = max(means[0] - few * row_s, 0.0) / 3.0  # a backward takes twice as long as a forward
+    latency_s = max((level.link.latency_s or 0.0 for level in cluster.levels[-1:]), default=0.0)
+    return Rates(
+        flops_per_s=6.0 * expert_params(spec) / row_s,
+        expert_call_s=call_s,
+        exchange_s=latency_s,
+        all_to_all_s=latency_s,
+        packet_s=latency_s,
+        wire_factor=WIRE_FACTOR,
+    )
+
+
+def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernels: str) -> Codec:
+    """Ratio and speed, in bytes of the parameters' type per second, of a codec on one layer's experts.
+
+    Speeds are the mean over all ranks, which must all call.
+
+    Raises ConfigError where the codec's settings are no settings.
+    """
+    codec = make_codec(config.spec, where="hybridep.auto_codecs", kernels=kernels)
+    parts = tuple(
+        PacketPart(piece.name, piece.shape, spec.num_local)
+        for block in lay_out(spec.experts[0], is_grouped=spec.is_grouped)
+        if block.is_trainable
+        for piece in block.slices
+    )
+    layout, device = MessageLayout(codec, parts), spec.sample.device
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(p.num_experts, *p.shape, generator=generator).to(device) for p in parts]
+    mirror, replica = Mirror(layout, device), Replica(layout, layout.new_values(device))
+    probe.table([0.0])
+    encode_s, decode_s, streams = [], [], streams_of(device)
+    streams.synchronize()
+    for _ in range(TIMINGS + 1):
+        begin_s = time.perf_counter()
+        message = mirror.encode(weights)
+        streams.synchronize()
+        middle_s = time.perf_counter()
+        replica.apply(message)
+        streams.synchronize()
+        encode_s.append(middle_s - begin_s)
+        decode_s.append(time.perf_counter() - middle_s)
+    num_elements = sum(weight.numel() for weight in weights)
+    own = [statistics.median(encode_s[1:]), statistics.median(decode_s[1:])]
+    means = [statistics.fmean(column) for column in zip(*probe.table(own), strict=True)]
+    travel_bytes = num_elements * spec.sample.element_size()
+    return Codec(
+        name=name,
+        ratio=travel_bytes / message.nbytes,
+        encode_bytes_per_s=travel_bytes / max(means[0], 1e-9),
+        decode_bytes_per_s=travel_bytes / max(means[1], 1e-9),
+    )
+
+
+def _expert_s(spec: LayerSpec, rows: int) -> float:
+    """Seconds of one expert's forward and backward on some rows; leaves gradients and random numbers alone."""
+    expert, sample = spec.experts[0], spec.sample
+    generator = torch.Generator().manual_seed(0)
+    num_experts = spec.num_local if spec.is_grouped else 1  # in one call
+    values = torch.randn(num_experts * rows, spec.hidden, generator=generator).to(sample)
+    parameters = [parameter for parameter in expert.parameters() if parameter.requires_grad]
+    timings, streams = [], streams_of(sample.device)
+    with torch.random.fork_rng(devices=[sample.device] if sample.is_cuda else []), torch.enable_grad():
+        for _ in range(TIMINGS + 1):
+            streams.synchronize()
+            begin_s = time.perf_counter()
+            x = values.clone().requires_grad_()
+            output = spec.call(expert, {}, x, [rows] * num_experts)
+            # autograd.grad: no hook of DeepSpeed on a parameter's gradient may run.
+            torch.autograd.grad(output.sum(), [x, *parameters], allow_unused=True)
+            streams.synchronize()
+            timings.append(time.perf_counter() - begin_s)
+    return statistics.median(timings[1:]) / num_experts
+
+
+def expert_params(spec: LayerSpec, *, trainable_only: bool = False) -> int:
+    """Parameters of one expert."""
+    counted = [p.numel() for p in spec.experts[0].parameters() if p.requires_grad or not trainable_only]
+    return sum(counted) // (spec.num_local if spec.is_grouped else 1)

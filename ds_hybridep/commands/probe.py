@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `probe` subcommand: measures the links between the ranks of a job and writes a cluster file."""
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_hybridep.config import BITS_PER_BYTE, BITS_PER_GBIT, MS_PER_S, parse_config
+from ds_hybridep.errors import ConfigError
+from ds_hybridep.plan.cluster import Cluster, Level
+
+if TYPE_CHECKING:
+    from ds_hybridep.adaptive.probe import LevelProbe, Spread
+
+LIMIT_S = 10.0
+TIMEOUT_S = 120.0
+LEVEL = re.compile(r"(?:([A-Za-z_]\w*)=)?([1-9]\d*)")
+
+DESCRIPTION = """\
+Measures latency and bandwidth of every level, and writes them as a cluster file, which `ds_hybridep plan --cluster`
+and "levels" in the hybridep block read. Start it as a training script is started, one process per rank.
+"""
+EXAMPLE = """\
+examples:
+  deepspeed --hostfile hosts --no_python ds_hybridep probe --levels dc=2,gpu=8 --out cluster.yaml
+  ds_hybridep lab --dcs 2x2 --wan 100mbit -- ds_hybridep probe --levels dc=2,gpu=2 --out cluster.yaml
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `probe` to the subcommands of the program."""
+    parser = subparsers.add_parser(
+        "probe",
+        help="measure the links between ranks and write a cluster file",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    cluster = parser.add_mutually_exclusive_group(required=True)
+    cluster.add_argument("--levels", metavar="NAME=SIZE,...", help="slowest first, such as dc=2,gpu=8")
+    cluster.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster file, whose links are not read")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="written by rank 0; JSON if it ends in .json, or YAML"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="to aim at; default %(default)g"
+    )
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # DeepSpeed's launcher sets it
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the parsed command line.  Returns 0.  Raises ConfigError or CommunicationError."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from ds_hybridep.adaptive.probe import probe_links
+    from ds_hybridep.transport.agreement import agree
+    from ds_hybridep.transport.channels import Transport
+    from ds_hybridep.transport.job import join_job, leave_job
+
+    if not args.limit > 0:
+        raise ConfigError(f"--limit: got {args.limit:g}, wanted more than 0 seconds")
+    cluster = read_cluster(args)
+    join_job(TIMEOUT_S)
+    try:
+        levels = [f"{level.name}={level.size}" for level in cluster.levels]
+        transport = Transport(cluster, TIMEOUT_S, agree({"levels": levels, "limit": args.limit}, TIMEOUT_S))
+        if transport.world_size != cluster.num_ranks:
+            raise ConfigError(
+                f"--levels: {','.join(levels)} make {cluster.num_ranks} ranks, but the job has {transport.world_size}"
+            )
+        probes = probe_links(transport, is_thorough=True, limit_s=args.limit)
+        if transport.rank == 0:
+            print(describe(probes), flush=True)
+            if args.out is not None:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(cluster_file(probes, is_json=args.out.suffix == ".json"), encoding="utf-8")
+        transport.close()
+    finally:
+        leave_job()
+    return 0
+
+
+def read_cluster(args: argparse.Namespace) -> Cluster:
+    """The levels of the job.  Raises ConfigError where they cannot be read."""
+    if args.cluster is not None:
+        # Switched off, its sizes need not fit a world size.
+        cluster = parse_config({"enabled": False, "levels": str(args.cluster)}, world_size=0).cluster()
+        return Cluster(tuple(Level(level.name, level.size) for level in cluster.levels))
+    levels = []
+    for index, part in enumerate(args.levels.split(",")):
+        match = LEVEL.fullmatch(part.strip())
+        if match is None:
+            raise ConfigError(f"--levels: got '{part}', wanted NAME=SIZE, as in dc=2,gpu=8")
+        levels.append(Level(match[1] or f"level{index}", int(match[2])))
+    return Cluster(tuple(levels))
+
+
+def cluster_file(probes: "Sequence[LevelProbe]", *, is_json: bool) -> str:
+    """The file's text: the key `levels` with the links as measured; of a level with one child no link."""
+    levels = []
+    for probe in probes:
+        link, entry = probe.level.link, {"name": probe.name, "size": probe.size}
+        if link.bandwidth_bytes_per_s is not None:
+            entry["bandwidth_gbps"] = _digits(link.bandwidth_bytes_per_s * BITS_PER_BYTE / BITS_PER_GBIT)
+        if link.latency_s is not None:
+            entry["latency_ms"] = _digits(link.latency_s * MS_PER_S)
+        levels.append(entry)
+    if is_json:
+        return json.dumps({"levels": levels}, indent=2) + "\n"
+    # JSON objects are YAML too; the comments keep what has no key.
+    lines = [f"# {line}" for line in describe(probes).splitlines()]
+    return "\n".join([*lines, "levels:", *(f"  - {json.dumps(entry)}" for entry in levels)]) + "\n"
+
+
+def describe(probes: "Sequence[LevelProbe]") -> str:
+    """A table: median, and in brackets the tenth and the ninetieth percentile."""
+    header = ["level", "children", "latency [ms]", "capacity", "all at once", "one pair onward", "backward"]
+    header.append("4 connections")
+    rows = [header]
+    for probe in probes:
+        rates = (
+            probe.together_bytes_per_s,
+            probe.onward_bytes_per_s,
+            probe.backward_bytes_per_s,
+            probe.flows_bytes_per_s,
+        )
+        mbit = BITS_PER_BYTE / 1e6
+        capacity = probe.capacity_bytes_per_s
+        cells = [_spread(probe.latency_s, MS_PER_S), "-" if capacity is None else f"{capacity * mbit:.4g}"]
+        cells += [_spread(rate, mbit) for rate in rates]
+        rows.append([probe.name, str(probe.size), *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(["Mbit/s of one child's uplink in one direction, headers included", *lines])
+
+
+def _spread(spread: "Spread | None", unit: float) -> str:
+    if spread is None:
+        return "-"
+    return f"{spread.median * unit:.4g} [{spread.p10 * unit:.4g}, {spread.p90 * unit:.4g}]"
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")

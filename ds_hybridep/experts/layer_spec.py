@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the package must know of one MoE layer, and which experts can have replicas."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.experts.replicas import lay_out
+
+
+def call_expert(expert: nn.Module, weights: dict[str, Tensor], rows: Tensor, _counts: Sequence[int]) -> Tensor:
+    """The expert's output rows, [n, D] -> [n, D]; `weights` replace the module's own parameters of those names."""
+    # Four dimensions, as DeepSpeed calls its experts ([group, expert, capacity, hidden]).
+    rows_4d = rows[None, None]
+    output = functional_call(expert, weights, (rows_4d,)) if weights else expert(rows_4d)
+    if isinstance(output, tuple):
+        output = output[0]  # DeepSpeed's convention: (output, bias)
+    return output.reshape(rows.shape)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What the runtime must know of one MoE layer, whoever its host is.
+
+    Attributes:
+        name: dotted module name.
+        group: name of its expert-parallel group.
+        group_ranks: global ranks of that group, in group-rank order.
+        num_experts: E.
+        top_k: K.
+        hidden: D.
+        experts: modules with the e experts owned by this rank: one each, or, `is_grouped`, one for all.
+        is_grouped: parameters of the module are [e, *shape].
+        call: runs one of `experts`, as in `HybridMoE`.
+        weighs_inputs: gate weights multiply the experts' inputs; otherwise their outputs.
+    """
+
+    name: str
+    group: str
+    group_ranks: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    hidden: int
+    experts: tuple[nn.Module, ...]
+    is_grouped: bool = False
+    call: Callable[..., Tensor] = call_expert
+    weighs_inputs: bool = False
+
+    @property
+    def num_local(self) -> int:
+        """e."""
+        return self.num_experts // len(self.group_ranks)
+
+    @property
+    def sample(self) -> nn.Parameter:
+        """A parameter that shows dtype and device."""
+        return next(self.experts[0].parameters())
+
+
+def check_experts(spec: LayerSpec) -> None:
+    """Refuse what a copy of an expert's parameters would not carry.
+
+    Raises:
+        UnsupportedError: the expert has buffers or hooks, no parameters, or others than its neighbours.
+    """
+    advice = "or set every hybridep domain_size to 1, which needs no copies of experts"
+    blocks = lay_out(spec.experts[0], is_grouped=spec.is_grouped)
+    if not blocks:
+        raise UnsupportedError(
+            f"{spec.name}: the experts have no parameters to place in domains; build others, {advice}"
+        )
+    for expert_idx, expert in enumerate(spec.experts):
+        where = f"{spec.name}: local expert {expert_idx}"
+        if lay_out(expert, is_grouped=spec.is_grouped) != blocks:
+            raise UnsupportedError(
+                f"{where} has other parameters (name, shape, dtype or requires_grad) than local expert 0; make the "
+                f"experts of one structure, {advice}"
+            )
+        buffers = [name for name, _ in expert.named_buffers()]
+        if buffers:
+            raise UnsupportedError(
+                f"{where} has buffers {buffers}, which replicas do not carry; remove them, {advice}"
+            )
+        hooked = [name or "itself" for name, module in expert.named_modules() if _has_hooks(module)]
+        if hooked:
+            raise UnsupportedError(
+                f"{where} has forward or backward hooks (on {hooked}), which would also run for replicas of other "
+                f"ranks' experts; remove them, {advice}"
+            )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """DeepSpeed's own do not count: ZeRO-3 gathers parameters by them, and experts that it partitions run without."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = [hook for kind in kinds for hook in getattr(module, kind).values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Migration with replicas that are held around their use only: gathered ahead of a forward, and again of a backward.
+
+    forward    acquire(l): gather l+1 .. l+depth    experts of layer l
+    backward   begin_backward(l): gather l-1 .. l-depth, wait for l    experts of layer l    acquire(l)
+
+`ReplicaPool` decides what is gathered and given back.  It follows calls alone, not times, so all ranks start the same
+transfers in the same order.  The optimizer step makes all that is held old; in between weights do not change, and
+what is gathered twice is the same bit for bit.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ds_hybridep.experts.migration import LayerExperts, MigrationManager, is_in_backward, refuse_released
+from ds_hybridep.experts.replicas import WeightGather
+from ds_hybridep.plan.replica_pool import ReplicaPool
+from ds_hybridep.transport.channels import Transport, profiler_range
+
+
+class TransientWeights:
+    """The memory of one layer's replica weights, which comes and goes beneath tensors that stay.
+
+    Graphs save views of these tensors, so memory must come back beneath the same ones.  To autograd weights that are
+    not held were modified: their version is odd, and a backward that would read them raises.  Held ones have the even
+    version of their epoch, so that graphs of before an optimizer step raise likewise.
+
+    Args:
+        tensors: one for each block of a store, each with memory of its own; it is given back at once.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._num_bytes = [tensor.nbytes for tensor in tensors]
+        self._epoch = 0
+        self.give_back()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes while held."""
+        return sum(self._num_bytes)
+
+    def take(self) -> None:
+        """Have memory again; what it holds is undefined."""
+        self._resize(self._num_bytes)
+        self._is_held = True
+
+    def give_back(self) -> None:
+        """Free the memory; nothing may be under way to or from it."""
+        self._resize([0] * len(self._tensors))
+        self._is_held = False
+        self.stamp()
+
+    def renew(self) -> None:
+        """The weights have changed: what graphs have saved is no longer what will be gathered."""
+        self._epoch += 1
+        self.stamp()
+
+    def stamp(self) -> None:
+        """Set the version; call after the last write that autograd sees."""
+        version = 2 * self._epoch + (not self._is_held)
+        torch._C._autograd._unsafe_set_version_counter(self._tensors, (version,) * len(self._tensors))
+
+    def _resize(self, sizes: Sequence[int]) -> None:
+        for tensor, num_bytes in zip(self._tensors, sizes, strict=True):
+            tensor.untyped_storage().resize_(num_bytes)
+
+
+class TransientMigration(MigrationManager):
+    """Holds replica weights of at most `prefetch_depth` + 1 layers.
+
+    Args:
+        transport, layers, is_boundary: as for `MigrationManager`; with transient stores.
+        prefetch_depth: layers that are gathered ahead, too.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layers: Sequence[LayerExperts],
+        prefetch_depth: int,
+        is_boundary: Callable[[], bool],
+    ) -> None:
+        super().__init__(transport, layers, prefetch_depth, is_boundary)
+        self._pool = ReplicaPool(len(layers), prefetch_depth)
+        self._memory = [TransientWeights(layer.store.weights) for layer in layers]
+
+    def acquire(self, position: int) -> list[list[dict[str, Tensor]]]:
+        """As in `MigrationManager`; views of weights can only be made where there is memory for them."""
+        if self._are_replicas_stale and not is_in_backward():
+            self.refresh(wait=False)
+        self._request(position)
+        return super().acquire(position)
+
+    def watch_backward(self, position: int, outputs: Tensor) -> Tensor:
+        """The same outputs of a layer's experts; the backward from them first has the replicas again."""
+        return _WatchBackward.apply(self, position, outputs) if outputs.requires_grad else outputs
+
+    def begin_backward(self, position: int) -> None:
+        """Have a layer's replicas for its experts' backward; called before that."""
+        with profiler_range("gather_for_backward", self._layers[position].store.layer):
+            self.hold(position)
+
+    def hold(self, position: int) -> None:
+        """Have a layer's replicas, from here on until another layer's are asked for."""
+        refuse_released(self._layers[position].store)
+        self._request(position)
+        self.progress()
+        self.wait_for_weights(position)
+
+    def verify(self) -> None:
+        """As in `MigrationManager`; layers that are not held are gathered for it, one after the other."""
+        super().verify()
+        for memory in self._memory:
+            memory.stamp()  # checksums write the owned experts' copy
+
+    def release(self) -> None:
+        """Free all that is held."""
+        self._memory = []
+        super().release()
+
+    def describe_memory(self) -> str:
+        """What replicas take on this rank at most, for the log."""
+        return (
+            f"transient replicas of at most {self._pool.capacity} layers, {self.most_weight_bytes / 2**20:.1f} MiB "
+            f"per rank beside their gradients"
+        )
+
+    @property
+    def most_weight_bytes(self) -> int:
+        """The most that weights of replicas ever take on this rank."""
+        sizes = [memory.num_bytes for memory in self._memory]
+        return max(sum(sizes[first : first + self._pool.capacity]) for first in range(len(sizes)))
+
+    def _request(self, position: int) -> None:
+        given_back, gathered = self._pool.request(position, is_backward=is_in_backward())
+        for other in given_back:
+            self._give_back(other)
+        for other in gathered:
+            self._gather(other)
+
+    def _gather(self, position: int) -> None:
+        layer, memory = self._layers[position], self._memory[position]
+        memory.take()
+        layer.gather = WeightGather(layer.store, is_exact=True)
+        memory.stamp()
+        layer.weights.add(layer.gather)
+
+    def _give_back(self, position: int) -> None:
+        self._finish_gather(self._layers[position])  # one that nobody came to need
+        self._memory[position].give_back()
+
+    def _ship(self, *, is_exact: bool) -> None:
+        """All replicas are old: drop them, and gather those that the next forward needs first.
+
+        Later stages wait for that forward: after the last step of a job others may be gone already.
+        """
+        self.drop_prefetched()
+        for position in self._pool.held:
+            self._give_back(position)
+        self._pool.held = []
+        for memory in self._memory:
+            memory.renew()
+        self._request(0)
+
+
+class _WatchBackward(Function):
+    """Identity on what a layer's experts give; its backward comes before theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, manager: TransientMigration, position: int, outputs: Tensor) -> Tensor:
+        ctx.manager, ctx.position = manager, position
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        ctx.manager.begin_backward(ctx.position)
+        return None, None, gradient

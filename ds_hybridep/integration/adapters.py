@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters that peft has put on the experts of a Hugging Face model, carried over to AutoEP's grouped weights.
+
+peft wraps the module that holds all experts of a layer (`target_parameters`), and AutoEP does not find experts below a
+wrapper.  So the wrappers are taken off before AutoEP works, and each rank gets the factors of the experts that AutoEP
+gave it:
+
+    peft    experts.gate_up_proj [E, 2F, D] + scaling * lora_B [E, 2F, r] @ lora_A [E, r, D]
+    here    experts.w1 | w3      [e, F, D]  + scaling * (upper | lower half of lora_B [e, 2F, r]) @ lora_A [e, r, D]
+
+The base is frozen, so only factors migrate.
+"""
+
+import copy
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.autoep_affine import autoep_experts_for_rank
+from deepspeed.moe.ep_experts import GroupedExperts
+from deepspeed.utils import groups
+from torch import Tensor, nn
+
+from ds_hybridep.errors import ConfigError, UnsupportedError
+from ds_hybridep.experts.partitioned import is_partitioned
+
+# Which of AutoEP's weights are rows of which parameter of Hugging Face's, from first to last.
+PARTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+FILES = "hybridep_expert_adapters_*.pt"
+_MARKS = ("allreduce", "group_name", "ds_zero_placement_family", "ds_zero_partition_group_name")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What peft adds to one parameter of a layer's experts.
+
+    Attributes:
+        parameter: its name.
+        base: [E, rows, cols].
+        factors: the parameters of peft's own modules, lora_A and lora_B.
+        lora_a, lora_b: [E, r, cols] and [E, rows, r].
+        scaling: of their product.
+    """
+
+    parameter: str
+    base: nn.Parameter
+    factors: tuple[nn.Parameter, nn.Parameter]
+    lora_a: Tensor
+    lora_b: Tensor
+    scaling: float
+
+
+class AdaptedExperts(GroupedExperts):
+    """DeepSpeed's grouped experts, computed with base weights plus products of factors.
+
+    For each key of `scalings` the factors are parameters [e, r, cols] and [e, rows, r] named after it.
+    """
+
+    scalings: dict[str, float]
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """Output rows, [T, D] -> [T, D]."""
+        weights = {name: getattr(self, name) for name in ("w1", "w2", "w3")}
+        for parameter, scaling in self.scalings.items():
+            lora_a, lora_b = (getattr(self, name) for name in factor_names(parameter))
+            delta = scaling * (lora_b @ lora_a)
+            for name, part in zip(PARTS[parameter], delta.chunk(len(PARTS[parameter]), dim=1), strict=True):
+                weights[name] = weights[name] + part
+        adapted = copy.copy(self)
+        adapted.__dict__["_parameters"] = weights
+        return GroupedExperts.forward(adapted, x, num_tokens_per_expert)
+
+
+def factor_names(parameter: str) -> tuple[str, str]:
+    """Names of the parameters of `AdaptedExperts` for one of Hugging Face's."""
+    return f"{parameter}_lora_A", f"{parameter}_lora_B"
+
+
+def take_off(model: nn.Module) -> dict[str, list[Adapter]]:
+    """Put the experts back to where peft has wrapped them; by name of the MoE block what the wrappers added.
+
+    Raises:
+        UnsupportedError: adapters that cannot be carried over.
+    """
+    if "peft" not in sys.modules:
+        return {}
+    from peft.tuners.lora.layer import ParamWrapper
+
+    taken: dict[str, list[Adapter]] = {}
+    for name, block in list(model.named_modules()):
+        wrapper = dict(block.named_children()).get("experts")
+        if isinstance(wrapper, ParamWrapper):
+            taken[name] = []
+            while isinstance(wrapper, ParamWrapper):
+                taken[name].append(_adapter_of(f"{name}.experts", wrapper))
+                wrapper = wrapper.base_layer
+            block.experts = wrapper
+    return taken
+
+
+def _adapter_of(name: str, wrapper: Any) -> Adapter:
+    parameter, base = wrapper.parameter_name, wrapper.get_param()
+    reasons = {
+        f"{len(wrapper.lora_A)} adapters at once": len(wrapper.lora_A) != 1,
+        f"target_parameters {parameter!r}, which is none of {sorted(PARTS)}": parameter not in PARTS,
+        "merged adapters": wrapper.merged,
+        "weights that are not fused, [experts, rows, cols]": base.ndim != 3 and not is_partitioned(base),
+        "zero.Init (ZeRO-3 in the ds_config before the model is loaded)": is_partitioned(base),
+    }
+    for feature, is_used in reasons.items():
+        if is_used:
+            raise UnsupportedError(
+                f"{name}: adapters of experts do not work with {feature}; leave target_parameters out of the "
+                f"LoraConfig, or change that"
+            )
+    (adapter,) = wrapper.lora_A
+    lora_b, lora_a, scaling = wrapper.get_delta_factors(adapter)
+    factors = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    return Adapter(parameter, base, factors, lora_a.detach(), lora_b.detach(), float(scaling))
+
+
+def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -> None:
+    """Give the experts that AutoEP has made their factors.
+
+    Args:
+        taken: from `take_off`.
+        sources: DeepSpeed's record of what replaces which parameter, for optimizers that were given the old ones.
+
+    Raises:
+        UnsupportedError: AutoEP left a block as it was, or lays weights out in another way.
+    """
+    for name, adapters in taken.items():
+        layer = model.get_submodule(name)
+        if not getattr(type(layer), "_is_autoep_layer", False):
+            raise UnsupportedError(
+                f"{name}: AutoEP did not take this layer, whose experts have adapters; with peft, "
+                f"expert_parallel.moe_layer_pattern must match {name!r}"
+            )
+        experts, own = layer.experts, list(autoep_experts_for_rank(layer.expert_placement_descriptor, layer.ep_rank))
+        experts.__class__ = AdaptedExperts
+        experts.scalings = {adapter.parameter: adapter.scaling for adapter in adapters}
+        for adapter in adapters:
+            _check_layout(name, experts, adapter, own)
+            pairs = zip(
+                factor_names(adapter.parameter), (adapter.lora_a, adapter.lora_b), adapter.factors, strict=True
+            )
+            for factor_name, factor, old in pairs:
+                parameter = nn.Parameter(factor[own].clone(), requires_grad=old.requires_grad)
+                for mark in _MARKS:
+                    setattr(parameter, mark, getattr(experts.w1, mark))
+                experts.register_parameter(factor_name, parameter)
+                if sources:
+                    sources.sources[id(parameter)] = [old]
+                    sources.discarded.add(id(old))
+
+
+def _check_layout(name: str, experts: nn.Module, adapter: Adapter, own: list[int]) -> None:
+    parts = PARTS[adapter.parameter]
+    for part, rows in zip(parts, adapter.base.detach()[own].chunk(len(parts), dim=1), strict=True):
+        if not torch.equal(experts.get_parameter(part).detach(), rows):
+            raise UnsupportedError(
+                f"{name}: AutoEP lays out {adapter.parameter} in a way that adapters of experts do not know; leave "
+                f"target_parameters out of the LoraConfig"
+            )
+
+
+# -- checkpoints: DeepSpeed's hold, of what a rank alone has, only w1, w2 and w3 ---------------------------------
+
+
+def adapted_layers(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of AutoEP's layers whose experts have adapters."""
+    return {name: layer for name, layer in layers.items() if isinstance(layer.experts, AdaptedExperts)}
+
+
+def save(layers: Mapping[str, nn.Module], folder: Path) -> None:
+    """Write the factors of the experts that this rank owns, once for all ranks that own the same."""
+    if not layers:
+        return
+    first = next(iter(layers.values()))
+    if groups._get_expert_data_parallel_rank(first.ep_group_name) != 0:
+        return
+    record = {
+        name: {
+            "experts": list(autoep_experts_for_rank(layer.expert_placement_descriptor, layer.ep_rank)),
+            "factors": {key: value.detach().clone() for key, value in _factors_of(layer)},
+        }
+        for name, layer in layers.items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / FILES.replace("*", f"{first.ep_rank:05d}")
+    unfinished = path.with_suffix(".partial")
+    torch.save(record, unfinished)
+    os.replace(unfinished, path)
+
+
+def load(layers: Mapping[str, nn.Module], folder: Path) -> None:
+    """Read what `save` of all ranks wrote, with any number of experts on a rank.
+
+    Raises:
+        ConfigError: the factors of an expert are missing.
+    """
+    found: dict[tuple[str, str, int], Tensor] = {}
+    for path in sorted(folder.glob(FILES)) if layers else ():
+        for name, entry in torch.load(path, weights_only=True, map_location="cpu").items():
+            for key, values in entry["factors"].items():
+                found |= {(name, key, expert): value for expert, value in zip(entry["experts"], values, strict=True)}
+    for name, layer in layers.items():
+        own = autoep_experts_for_rank(layer.expert_placement_descriptor, layer.ep_rank)
+        for key, parameter in _factors_of(layer):
+            for place, expert in zip(parameter.detach(), own, strict=True):
+                if (name, key, expert) not in found:
+                    raise ConfigError(
+                        f"{name}: {folder} has no {key} of expert {expert}; it needs the files {FILES} of a "
+                        f"checkpoint of this model with its adapters, on all nodes"
+                    )
+                place.copy_(found[name, key, expert])
+
+
+def _factors_of(layer: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    names = {name for parameter in layer.experts.scalings for name in factor_names(parameter)}
+    return [(name, parameter) for name, parameter in layer.experts.named_parameters() if name in names]

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that DeepSpeed's AutoEP makes of Hugging Face MoE blocks, as hosts of the runtime.
+
+AutoEP's router decides, and AutoEP's tail adds shared experts and router logits; in between, the routed experts run
+over expert domains, with the arithmetic of DeepSpeed's `GroupedExperts`, on its own weights and on those of replicas.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hybridep.errors import ConfigError, UnsupportedError
+from ds_hybridep.experts.layer_spec import LayerSpec
+from ds_hybridep.tokens.layer import HybridMoE
+from ds_hybridep.transport.job import group_ranks
+
+# What AutoEP of DeepSpeed 0.19.8 was tried with; setup.py pins the same in the extra "hf".
+TRANSFORMERS_VERSION = "5.3.0"
+
+
+def is_autoep_layer(module: nn.Module) -> bool:
+    """True for layers of the "expert_parallel" block."""
+    return getattr(type(module), "_is_autoep_layer", False)
+
+
+def check_transformers() -> None:
+    """Raise UnsupportedError where the model comes from a version of transformers that does not fit AutoEP."""
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and transformers.__version__ != TRANSFORMERS_VERSION:
+        raise UnsupportedError(
+            f'transformers {transformers.__version__} was never tried with the "expert_parallel" block and hybridep, '
+            f"and newer versions break DeepSpeed's AutoEP: install transformers=={TRANSFORMERS_VERSION}, which "
+            f"pip install 'ds_hybridep[hf]' does"
+        )
+
+
+def spec_of(name: str, layer: nn.Module) -> LayerSpec:
+    """What the runtime must know of an AutoEP layer.
+
+    Raises:
+        ConfigError: the layer has no expert-parallel group yet.
+        UnsupportedError: the "expert_parallel" block asks for something that hybridep replaces or cannot do.
+    """
+    _refuse_unsupported(name, layer)
+    if layer.ep_group is None:
+        raise ConfigError(f"{name}: the layer has no expert-parallel group yet; attach after deepspeed.initialize")
+    return LayerSpec(
+        name=name,
+        group=layer.ep_group_name,
+        group_ranks=group_ranks(layer.ep_group),
+        num_experts=layer.num_experts,
+        top_k=layer.top_k,
+        hidden=layer.hidden_size,
+        experts=(layer.experts,),
+        is_grouped=True,
+        call=call_grouped,
+        weighs_inputs=layer.score_apply == "pre",
+    )
+
+
+def call_grouped(experts: nn.Module, weights: dict[str, Tensor], rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Output rows of a group of experts, [n, D] -> [n, D], as DeepSpeed computes them.
+
+    Args:
+        experts: `GroupedExperts`.
+        weights: replace all of the module's own parameters; none: the module is called as it is.
+        rows: [n, D], ordered by expert.
+        counts: rows of each expert.
+    """
+    from deepspeed.module_inject.auto_ep_layer import permute_by_local_expert, unpermute_by_local_expert
+
+    # DeepSpeed pads the rows of each expert to the alignment of its grouped products.
+    rows_per_expert = torch.tensor(counts, dtype=torch.int32, device=rows.device)
+    padded, places, padded_counts, num_rows = permute_by_local_expert(rows, rows_per_expert)
+    if weights:
+        # The module's forward without its hooks, by which ZeRO-3 would gather weights that are not used.
+        other = copy.copy(experts)
+        other.__dict__["_parameters"] = dict(weights)
+        outputs = other.forward(padded, padded_counts)
+    else:
+        outputs = experts(padded, padded_counts)
+    return unpermute_by_local_expert(outputs, places, num_rows)
+
+
+def patch_class(layer_class: type[nn.Module]) -> None:
+    """Make AutoEP's layers ask each instance for its hybridep; without one nothing changes.  Idempotent."""
+    original: Callable[..., Any] = layer_class.forward
+    if getattr(original, "is_hybridep", False):
+        return
+
+    @wraps(original)
+    def forward(self: nn.Module, hidden_states: Tensor) -> Any:
+        hybrid = self.__dict__.get("_hybridep")
+        return original(self, hidden_states) if hybrid is None else _forward_layer(self, hybrid, hidden_states)
+
+    forward.is_hybridep = True  # type: ignore[attr-defined]
+    layer_class.forward = forward
+
+
+def _forward_layer(layer: nn.Module, hybrid: HybridMoE, hidden_states: Tensor) -> Any:
+    """AutoEP's router decides; the routed experts run over expert domains; AutoEP's tail does the rest."""
+    hidden = hidden_states.shape[-1]
+    x = hidden_states.reshape(-1, hidden)
+    topk_weights, topk_idx, rows_per_expert = layer.router(x, layer.expert_bias)
+    with torch.no_grad():
+        layer.tokens_per_expert.add_(rows_per_expert)
+    hybrid.count_plain_ep(rows_per_expert.view(-1, layer.num_local_experts).sum(1))
+    output = hybrid.forward(x, topk_idx.int(), topk_weights.float())
+    return layer._finalize_output(output.reshape(hidden_states.shape), x, hidden_states, hidden)
+
+
+def _refuse_unsupported(name: str, layer: nn.Module) -> None:
+    folding = layer.folding_group_handles
+    reasons = {
+        "folded tensor parallelism (tensor_parallel.autotp_size)": folding is not None and folding.spec.tp_size > 1,
+        f'expert_parallel.comm_backend "{layer.comm_backend}"': layer.comm_backend != "comm",
+        f'expert_parallel.combine_impl "{layer.combine_impl}"': layer.combine_impl != "weighted_sum",
+        "expert_parallel.async_split_plan": layer.async_split_plan,
+    }
+    for feature, is_used in reasons.items():
+        if is_used:
+            raise UnsupportedError(
+                f'{name}: {feature} does not work together with the "hybridep" block, which moves tokens itself; '
+                f'leave it out, or set "hybridep": {{"enabled": false}}'
+            )

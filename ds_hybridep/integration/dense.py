@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets DeepSpeed's own sums of dense gradients and gathers of dense parameters travel level by level.
+
+DeepSpeed's code is not replaced: its scaling, data types and buckets stay as they are.  What changes is the process
+group that it calls torch with, on one engine and its optimizer; `remove` puts the old one back.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.sync.collectives import LevelCollectives
+from ds_hybridep.transport.channels import Transport
+from ds_hybridep.transport.job import group_ranks
+
+_REMEDY = 'or set hybridep.dense_sync to "deepspeed"'
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Raise UnsupportedError where a setting makes DeepSpeed reduce dense gradients in a way that is not covered."""
+    zero = engine._config.zero_config
+    is_partitioned = engine.zero_optimization()
+    reasons = {
+        "ZeRO stage 3": (engine.zero_optimization_stage() == 3, "use stage 0, 1 or 2"),
+        "parameters with sparse gradients (torch.nn.Embedding(sparse=True))": (
+            any(getattr(module, "sparse", False) is True for module in engine.module.modules()),
+            "build them with sparse=False",
+        ),
+        "zero_optimization.contiguous_gradients = false": (
+            is_partitioned and not zero.contiguous_gradients,
+            "leave it at true",
+        ),
+        "zero_optimization.reduce_scatter = false": (is_partitioned and not zero.reduce_scatter, "leave it at true"),
+        "zero_optimization.use_multi_rank_bucket_allreduce = false": (
+            is_partitioned and not zero.use_multi_rank_bucket_allreduce,
+            "leave it at true: level by level, each sum goes to its owner alone anyway",
+        ),
+    }
+    for setting, (is_used, remedy) in reasons.items():
+        if is_used:
+            raise UnsupportedError(
+                f'hybridep.dense_sync is "hierarchical", which does not work with {setting}; {remedy}, {_REMEDY}'
+            )
+    ranks = group_ranks(engine.seq_data_parallel_group)
+    if ranks != tuple(range(len(ranks))) or len(ranks) != engine.world_size:
+        raise UnsupportedError(
+            f'hybridep.dense_sync is "hierarchical", which sums over all ranks of the job, but dense parameters are '
+            f"data-parallel over ranks {list(ranks)} of {engine.world_size}; leave out the mpu, {_REMEDY}"
+        )
+
+
+class DenseHooks:
+    """What was changed on one engine and its optimizer, and how to undo it.
+
+    Args:
+        engine: its dense data-parallel group holds all ranks in order, see `refuse_unsupported`.
+        collectives: carry sums and gathers.
+        transport: makes the process group that stands in for DeepSpeed's, and forgets it when closed.
+    """
+
+    def __init__(self, engine: Any, collectives: LevelCollectives, transport: Transport) -> None:
+        self._collectives = collectives
+        self._original = engine.seq_data_parallel_group
+        self._group = transport.stand_in(self._original, self._all_reduce, collectives.all_gather)
+        self._slices: list[tuple[int, int]] | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def allreduce_bucket(self, original: Callable[..., Any], bucket: Any, dp_group: Any, *args: Any) -> Any:
+        """In the place of the engine's method (ZeRO 0)."""
+        return original(bucket, self._group if dp_group is self._original else dp_group, *args)
+
+    def watch(self, optimizer: Any) -> None:
+        """Take over the groups of an optimizer that partitions its state (ZeRO 1 and 2); others have none."""
+        if self._undo or not hasattr(optimizer, "real_dp_process_group"):
+            return
+        before = optimizer.dp_process_group, optimizer.real_dp_process_group
+        optimizer.dp_process_group = self._group
+        optimizer.real_dp_process_group = [
+            self._group if group is self._original else group for group in optimizer.real_dp_process_group
+        ]
+
+        def put_back() -> None:
+            optimizer.dp_process_group, optimizer.real_dp_process_group = before
+
+        self._undo.append(put_back)
+        if hasattr(optimizer, "allreduce_and_copy_with_multiple_ranks"):
+            self._sum_for_owners_only(optimizer)
+
+    def remove(self) -> None:
+        """Give the optimizer its groups and its method back."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def _sum_for_owners_only(self, optimizer: Any) -> None:
+        """ZeRO sums whole buckets over all ranks, and each rank reads its partition of them: sum no more than that."""
+        name = "allreduce_and_copy_with_multiple_ranks"
+        original = getattr(optimizer, name)
+
+        @wraps(original)
+        def call(small_bucket: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("process_group") is self._group:
+                self._slices = _slices_of(small_bucket, kwargs.get("bucket_ranks"))
+            try:
+                return original(small_bucket, *args, **kwargs)
+            finally:
+                self._slices = None
+
+        optimizer.__dict__[name] = call
+        self._undo.append(lambda: optimizer.__dict__.pop(name, None))
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        if self._slices is None:
+            self._collectives.all_reduce(tensor)
+        else:
+            self._collectives.reduce_slices(tensor, self._slices)
+
+
+def _slices_of(bucket: Sequence[Tensor], ranks: Sequence[Any] | None) -> list[tuple[int, int]] | None:
+    """(owner, number of elements) of each tensor in the bucket; None where one is read by several ranks."""
+    owners = [rank if isinstance(rank, frozenset) else frozenset((rank,)) for rank in ranks or ()]
+    if len(owners) != len(bucket) or any(len(some) != 1 for some in owners):
+        return None
+    return [(next(iter(some)), tensor.numel()) for some, tensor in zip(owners, bucket, strict=True)]

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory replicas take, before a job is started: beside DeepSpeed's estimators, in their manner."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+from deepspeed.moe.ep_repack import repack_expert_requires_grad_flags
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+from ds_hybridep.config import AUTO_CODEC, IDENTITY, HybridEPConfig, parse_config
+from ds_hybridep.errors import ConfigError
+from ds_hybridep.experts.memory import MemoryNeeds, memory_of_layer, most_at_once, without_memory
+from ds_hybridep.experts.partitioned import full_shape
+from ds_hybridep.integration.autoep import is_autoep_layer
+from ds_hybridep.integration.runtime import encoding_of
+from ds_hybridep.plan.partition import Partition
+
+DomainSizes = tuple[int, ...]
+Layer = tuple[nn.Module, int, int]  # an expert without memory, experts of a rank, ranks of the group
+
+
+def estimate_hybridep_mem_needs_all_live(
+    model: nn.Module,
+    block: Mapping[str, Any],
+    world_size: int,
+    *,
+    dtype: torch.dtype | None = None,
+    accumulation: int = 1,
+    expert_parallel: Mapping[str, Any] | None = None,
+) -> dict[DomainSizes, MemoryNeeds]:
+    """Print what each rank needs for replicas of the model's experts, for all domain sizes.
+
+    Exact for what stays between steps, with the codecs of the block ("auto" counts as exact); packets and other
+    buffers of the moment come on top.  Expert-parallel groups are taken to be consecutive ranks.  Nothing of that size
+    is allocated, and no process group is needed.
+
+    Args:
+        model: with `deepspeed.moe.layer.MoE` layers or those that AutoEP has made; with `expert_parallel` one of
+            Hugging Face, without adapters of experts.  Frozen parameters count as such.
+        block: content of the "hybridep" block; its domain sizes are marked with `*` where they are given.
+        world_size: ranks of the job.
+        dtype: in which DeepSpeed will train; by default parameters stay as they are.
+        accumulation: gradient_accumulation_steps, which matter where the block's replicas are transient.
+        expert_parallel: content of the "expert_parallel" block, for a model that AutoEP has yet to change.
+
+    Returns:
+        Bytes by domain sizes, one for each level.
+
+    Raises:
+        ConfigError, PlanError: the block is wrong or does not fit the model.
+    """
+    if expert_parallel is None:
+        layers = [layer for module in model.modules() for layer in _layers_of(module, dtype)]
+    else:
+        layers = _future_layers(model, expert_parallel, dtype)
+    if not layers:
+        raise ConfigError(
+            "the model has no deepspeed.moe.layer.MoE layer and none of AutoEP, so there are no replicas to estimate; "
+            "for a Hugging Face model give expert_parallel, the content of that block of its ds_config"
+        )
+    return _print_needs(layers, block, world_size, accumulation)
+
+
+def estimate_hybridep_mem_needs_all_cold(
+    expert_shapes: Sequence[Sequence[int]],
+    num_experts: int,
+    ep_size: int,
+    num_layers: int,
+    block: Mapping[str, Any],
+    world_size: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    accumulation: int = 1,
+    frozen_shapes: Sequence[Sequence[int]] = (),
+) -> dict[DomainSizes, MemoryNeeds]:
+    """As `estimate_hybridep_mem_needs_all_live`, without a model.
+
+    Args:
+        expert_shapes: of the parameters of one expert that are trained, for example [(11008, 4096), (4096, 11008)].
+        num_experts: of a layer.
+        ep_size: ranks of an expert-parallel group.
+        num_layers: Mixture-of-Experts layers.
+        frozen_shapes: of those that are not trained.
+        block, world_size, dtype, accumulation, returns and raises: likewise.
+    """
+    if num_experts % ep_size:
+        raise ConfigError(f"{num_experts} experts cannot be shared evenly by ep_size {ep_size}; choose a divisor")
+    expert = _shell(
+        [(shape, dtype, True) for shape in expert_shapes] + [(shape, dtype, False) for shape in frozen_shapes]
+    )
+    return _print_needs([(expert, num_experts // ep_size, ep_size)] * num_layers, block, world_size, accumulation)
+
+
+def _layers_of(module: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
+    """The module as a layer, if it is one of DeepSpeed's."""
+    if isinstance(module, MoE):
+        expert = without_memory(module.deepspeed_moe.experts.deepspeed_experts[0]).to(dtype=dtype)
+        return [(expert, module.num_local_experts, module.ep_size)]
+    if not is_autoep_layer(module):
+        return []
+    grouped = module.experts.parameters()
+    expert = _shell([(full_shape(p)[1:], dtype or p.dtype, p.requires_grad) for p in grouped])
+    return [(expert, module.num_local_experts, module.ep_size)]
+
+
+def _future_layers(model: nn.Module, expert_parallel: Mapping[str, Any], dtype: torch.dtype | None) -> list[Layer]:
+    """The layers that AutoEP will make of the model, which stays as it is."""
+    settings, layers = parse_autoep_config(dict(expert_parallel)), []
+    for spec in AutoEP(model, settings).ep_parser():
+        if spec.num_experts % settings.autoep_size:
+            raise ConfigError(
+                f"{spec.moe_module_name}: {spec.num_experts} experts cannot be shared evenly by autoep_size "
+                f"{settings.autoep_size}; choose a divisor"
+            )
+        hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+        source = model.get_submodule(spec.moe_module_name).get_submodule(spec.experts_name)
+        num_local = spec.num_experts // settings.autoep_size
+        is_trained = repack_expert_requires_grad_flags(source, spec, 0, settings.autoep_size)
+        kept_in = dtype or next(source.parameters()).dtype
+        shapes = (ffn, hidden), (hidden, ffn), (ffn, hidden)  # w1, w2, w3
+        expert = _shell([(shape, kept_in, flag) for shape, flag in zip(shapes, is_trained, strict=True)])
+        layers.append((expert, num_local, settings.autoep_size))
+    return layers
+
+
+def _shell(parameters: Iterable[tuple[Sequence[int], torch.dtype, bool]]) -> nn.ParameterList:
+    """An expert without memory, of parameters of that shape, type and trainability."""
+    return nn.ParameterList(
+        nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=is_trained)
+        for shape, dtype, is_trained in parameters
+    )
+
+
+def _print_needs(
+    layers: Sequence[Layer], block: Mapping[str, Any], world_size: int, accumulation: int
+) -> dict[DomainSizes, MemoryNeeds]:
+    config = _exact_where_planned(parse_config(block, world_size=world_size))
+    cluster, encoding = config.cluster(), encoding_of(config)
+    alone = (1,) * len(cluster.levels)
+    spans = [Partition.build(cluster, range(ep), alone).spans for _, _, ep in layers]
+    common = [math.gcd(*level_spans) for level_spans in zip(*spans, strict=True)]
+    needs: dict[DomainSizes, MemoryNeeds] = {}
+    for sizes in itertools.product(*(_divisors(span) for span in common)):
+        by_layer = [
+            memory_of_layer(
+                [expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding, config.max_staleness
+            )
+            for expert, num_local, ep in layers
+        ]
+        if config.replicas == "transient":
+            needs[sizes] = most_at_once(by_layer, config.prefetch_depth + 1, accumulates=accumulation > 1)
+        else:
+            needs[sizes] = sum(by_layer, MemoryNeeds())
+    print(
+        f"Memory needed on each rank for replicas of experts, beside what DeepSpeed needs, in MiB:\n"
+        f"{world_size} ranks, {len(layers)} MoE layers, {config.replicas} replicas\n"
+        f"  {'domain sizes':16} {'replicas':>10} {'gradient sums':>14} {'codecs':>10} {'all':>10}"
+    )
+    for sizes, need in needs.items():
+        columns = (need.replicas, need.gradient_sums, need.codecs, need.total)
+        mib = [f"{num_bytes / 2**20:.1f}" for num_bytes in columns]
+        mark = "*" if sizes == config.domain_sizes else " "
+        print(f"{mark} {list(sizes)!s:16} {mib[0]:>10} {mib[1]:>14} {mib[2]:>10} {mib[3]:>10}")
+    return needs
+
+
+def _exact_where_planned(config: HybridEPConfig) -> HybridEPConfig:
+    """A codec that the job is to choose counts as none."""
+    levels = [
+        replace(
+            level,
+            weight_codec=IDENTITY if level.weight_codec == AUTO_CODEC else level.weight_codec,
+            gradient_codec=IDENTITY if level.gradient_codec == AUTO_CODEC else level.gradient_codec,
+        )
+        for level in config.levels
+    ]
+    return replace(config, levels=tuple(levels))
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank and the whole job moved, as plain dicts: for `ds_hybridep.stats`, the monitor and the run record."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.plan.partition import Partition
+from ds_hybridep.sync.feedback import CodecSums
+from ds_hybridep.tokens.layer import HybridMoE
+from ds_hybridep.transport.channels import KINDS, Purpose, Transport
+
+NUM_CODEC_SUMS = len(fields(CodecSums))
+EXPOSED_KINDS = ("tokens", "expert_weights", "expert_gradients", "dense")
+
+
+class Statistics:
+    """Counters of one attached model.
+
+    Args:
+        transport: counts bytes, messages and exposed seconds.
+        layers: with their partition and the bytes of one row (hidden size x element size).
+    """
+
+    def __init__(self, transport: Transport, layers: Sequence[tuple[HybridMoE, Partition, int]]) -> None:
+        self._transport = transport
+        self._layers = list(layers)
+        self.num_steps = 0
+
+    def local(self) -> dict[str, Any]:
+        """This rank's counters since attach; JSON-able.  Bytes and messages are those handed to the communicator."""
+        traffic, cluster = self._transport.traffic, self._transport.cluster
+        plain_ep_bytes = self._plain_ep_bytes()
+        return {
+            "rank": self._transport.rank,
+            "steps": self.num_steps,
+            "levels": [
+                {
+                    "name": level.name,
+                    "sent_bytes": {kind: traffic.sent_bytes.get((index, kind), 0) for kind in KINDS},
+                    "received_bytes": {kind: traffic.received_bytes.get((index, kind), 0) for kind in KINDS},
+                    "sent_messages": {kind: traffic.sent_messages.get((index, kind), 0) for kind in KINDS},
+                    "plain_ep_bytes": plain_ep_bytes[index],
+                }
+                for index, level in enumerate(cluster.levels)
+            ],
+            "exposed_s": {kind: traffic.exposed_s.get(kind, 0.0) for kind in EXPOSED_KINDS},
+            "layers": [
+                {
+                    "name": layer.name,
+                    "calls": layer.stats.calls,
+                    "rows_sent": layer.stats.rows_sent,
+                    "rows_computed": layer.stats.rows_computed,
+                }
+                for layer, _, _ in self._layers
+            ],
+        }
+
+    def codecs(self) -> list[dict[str, float]]:
+        """What lossy codecs do in each layer on this rank; reads all owned weights."""
+        return [sums.record() if (sums := self._codec_sums(layer)) is not None else {} for layer, _, _ in self._layers]
+
+    def _codec_sums(self, layer: HybridMoE) -> CodecSums | None:
+        return layer.migration.codec_sums(layer.position) if layer.migration is not None else None
+
+    def gather_job(self) -> dict[str, Any] | None:
+        """The whole job's counters on rank 0, None elsewhere; all ranks must call at the same step.
+
+        Bytes are sums over ranks, exposed seconds means over ranks, imbalance is max over mean of the rows that a
+        rank's experts computed, per layer; "codecs" of a layer is `CodecSums.record` of the sums over ranks.
+        """
+        transport = self._transport
+        local = self.local()
+        codecs = [astuple(self._codec_sums(layer) or CodecSums()) for layer, _, _ in self._layers]
+        own = torch.tensor([*_flatten_counters(local), *itertools.chain(*codecs)], dtype=torch.float64)
+        if transport.world_size == 1:
+            return self._job_record([own])
+        channel = transport.channel("report", range(transport.world_size))
+        purpose = Purpose("control", "report to rank 0")
+        if transport.rank != 0:
+            channel.start([(0, own)], [], purpose).wait()
+            return None
+        tables = [own, *(torch.empty_like(own) for _ in range(1, transport.world_size))]
+        channel.start([], [(rank, tables[rank]) for rank in range(1, transport.world_size)], purpose).wait()
+        return self._job_record(tables)
+
+    def _job_record(self, tables: Sequence[Tensor]) -> dict[str, Any]:
+        stacked = torch.stack(list(tables))
+        totals = iter(stacked.sum(0).tolist())
+        levels = [
+            {
+                "name": level.name,
+                "sent_bytes": {kind: int(next(totals)) for kind in KINDS},
+                "plain_ep_bytes": int(next(totals)),
+            }
+            for level in self._transport.cluster.levels
+        ]
+        exposed_s = {kind: next(totals) / len(tables) for kind in EXPOSED_KINDS}
+        first_row = stacked.shape[1] - len(self._layers) * (1 + NUM_CODEC_SUMS)
+        rows = stacked[:, first_row : first_row + len(self._layers)]
+        imbalance = (rows.max(0).values / rows.mean(0).clamp_min(1e-30)).tolist()
+        codecs = stacked[:, first_row + len(self._layers) :].sum(0).view(len(self._layers), NUM_CODEC_SUMS).tolist()
+        return {
+            "steps": self.num_steps,
+            "world_size": len(tables),
+            "levels": levels,
+            "exposed_s": exposed_s,
+            "layers": [
+                {
+                    "name": layer.name,
+                    "imbalance": value,
+                    "codecs": CodecSums(*sums).record(len(tables)) if any(sums) else {},
+                }
+                for (layer, _, _), value, sums in zip(self._layers, imbalance, codecs, strict=True)
+            ],
+        }
+
+    def _plain_ep_bytes(self) -> list[int]:
+        """Bytes that this rank would have sent per level in DeepSpeed's own all-to-alls.
+
+        A combine is counted as its dispatch, of which it is the mirror image: right for the job as a whole.
+        """
+        transport = self._transport
+        totals = [0] * len(transport.cluster.levels)
+        for layer, partition, row_bytes in self._layers:
+            rows_to_ranks = torch.as_tensor(layer.stats.plain_rows).expand(len(partition.group_ranks)).tolist()
+            for rank, num_rows in zip(partition.group_ranks, rows_to_ranks, strict=True):
+                if rank != transport.rank:
+                    totals[transport.level_to(rank)] += int(num_rows) * row_bytes
+        return totals
+
+
+def summarize(record: Mapping[str, Any]) -> str:
+    """A job record in one line: what was sent over each level, beside what plain EP would have sent."""
+    steps = max(record["steps"], 1)
+    parts = []
+    for level in record["levels"]:
+        sent, plain = sum(level["sent_bytes"].values()), level["plain_ep_bytes"]
+        # Dense gradients and parameters travel under plain EP too, and are in no count of it.
+        share = f" ({(sent - level['sent_bytes']['dense']) / plain:.0%} of plain EP)" if plain else ""
+        parts.append(f"{level['name']} {sent / steps / 1e6:.2f} MB{share}")
+    waited_s = sum(record["exposed_s"].values()) / steps
+    return f"hybridep after {record['steps']} steps, per step: sent over {', '.join(parts)}; waited {waited_s:.3f} s"
+
+
+def monitor_events(record: Mapping[str, Any], num_samples: int) -> list[tuple[str, float, int]]:
+    """DeepSpeed monitor events (tag, value, samples) of a job record."""
+    steps = max(record["steps"], 1)
+    events = [
+        (f"HybridEP/{level['name']}/{kind}_MB_per_step", level["sent_bytes"][kind] / steps / 1e6, num_samples)
+        for level in record["levels"]
+        for kind in KINDS
+    ]
+    events += [(f"HybridEP/exposed_s/{kind}", value, num_samples) for kind, value in record["exposed_s"].items()]
+    events += [(f"HybridEP/imbalance/{layer['name']}", layer["imbalance"], num_samples) for layer in record["layers"]]
+    return events
+
+
+def _flatten_counters(local: Mapping[str, Any]) -> list[float]:
+    """Numbers of a local record in the order in which `_job_record` reads them."""
+    numbers: list[float] = []
+    for level in local["levels"]:
+        numbers += [level["sent_bytes"][kind] for kind in KINDS]
+        numbers.append(level["plain_ep_bytes"])
+    numbers += [local["exposed_s"][kind] for kind in EXPOSED_KINDS]
+    numbers += [layer["rows_computed"] for layer in local["layers"]]
+    return numbers

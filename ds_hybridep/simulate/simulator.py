@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Event simulation of one training step of a plan, from two ranks to thousands of datacentres.
+
+Every rank runs the plan's program; its messages share the links of the cluster. Ranks that are alike are simulated
+once (`simulator_classes`), which changes nothing but the time that it takes. Only places, tensor sizes and what is
+given (layout, rates, codecs) are shared with the stream model, so that each of the two checks the other.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.cluster import Cluster, flatten
+from ds_hybridep.plan.token_route import known_or_assumed_bandwidths
+from ds_hybridep.simulate.classes import Floats, Ints, RankClasses, merge_ranks, nodes_at
+from ds_hybridep.simulate.events import Change, Engine, Span
+from ds_hybridep.simulate.kinds import choose_stand_ins, with_stand_ins
+from ds_hybridep.simulate.schedule import Assumptions, Deviation, Scenario, Schedule, build_schedule
+from ds_hybridep.simulate.traffic import DOWN, UP, Ranks, Routing, TrafficMaker
+
+__all__ = ["Assumptions", "Deviation", "Scenario", "SimulatedStep", "simulate"]
+
+MAX_FULL_RANKS = 512  # beyond, a simulation rank by rank takes too much memory
+MAX_CLASSES = 64  # flows grow with the square, and so does the time
+MAX_KINDS = 64  # of children of level 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStep:
+    """What a simulation found.
+
+    step_s: until the last rank is done.
+    terms_s: seconds by cause of the rank that is done last; they add up to the step.
+    sent_bytes: per level, kind -> payload bytes that all ranks together send over it, without headers.
+    num_classes: of ranks that were simulated in place of all.
+    quantisation: rates, speeds and loads of datacentres were taken too large or too small by at most this share, so
+        that there were few enough kinds of them; 0: the simulation is exact.
+    spans: of traced ranks.
+    schedule: what ran.
+    class_of: [num_ranks] class of each rank.
+    """
+
+    step_s: float
+    terms_s: Mapping[str, float]
+    sent_bytes: tuple[Mapping[str, float], ...]
+    num_classes: int
+    quantisation: float
+    spans: Mapping[int, Sequence[Span]]
+    schedule: Schedule = field(repr=False)
+    class_of: Ints = field(repr=False)
+
+    def uplink_bytes(self, cluster: Cluster) -> tuple[Mapping[str, float], ...]:
+        """Bytes by kind over one child's uplink of each level, on average."""
+        return tuple(
+            {kind: num_bytes / math.prod(cluster.sizes[: level + 1]) for kind, num_bytes in kinds.items()}
+            for level, kinds in enumerate(self.sent_bytes)
+        )
+
+
+def simulate(
+    scenario: Scenario,
+    *,
+    is_reduced: bool = True,
+    traced_ranks: Sequence[int] = (),
+    on_progress: Callable[[float], None] | None = None,
+) -> SimulatedStep:
+    """One step of the scenario.
+
+    Args:
+        scenario: cluster, plan, workload and conditions.
+        is_reduced: simulate one of each class of ranks that are alike; jitter makes all of them different.
+        traced_ranks: whose spans are kept.
+        on_progress: called with the share of the step's instructions that is done.
+
+    Raises PlanError where a simulation rank by rank is asked for with too many ranks.
+    """
+    cluster = scenario.cluster
+    is_reduced = is_reduced and not scenario.jitter
+    if not is_reduced and cluster.num_ranks > MAX_FULL_RANKS:
+        raise PlanError(
+            f"{cluster.num_ranks} ranks are too many to be simulated one by one (at most {MAX_FULL_RANKS}); leave out "
+            f"jitter, which makes all of them different"
+        )
+    ranks = Ranks.of(cluster, scenario.layout)
+    scenario, routing, classes, quantisation = _with_few_classes(scenario, ranks, is_reduced=is_reduced)
+    assumed = scenario.assumptions
+    maker = TrafficMaker(
+        cluster,
+        classes,
+        [level.link.latency_s or 0.0 for level in cluster.levels],
+        crosses_inner_links=assumed.crosses_inner_links,
+        is_fair_to_flows=assumed.is_fair_to_flows,
+    )
+    schedule = build_schedule(scenario, ranks, routing, classes, maker)
+    traced = {rank: int(classes.class_of[rank]) for rank in traced_ranks}
+    engine = Engine(
+        _capacities(scenario, classes, maker, 0.0),
+        classes.num_classes,
+        schedule.program,
+        schedule.operations,
+        slowdowns=_slowdowns(scenario, classes, 0.0),
+        changes=_changes(scenario, classes, maker),
+        busy_share=scenario.rates.overlap,
+        traced=sorted(set(traced.values())),
+        on_progress=on_progress,
+    )
+    outcome = engine.run()
+    last = int(np.argmax(outcome.end_s))
+    return SimulatedStep(
+        step_s=float(outcome.end_s[last]),
+        terms_s={term: float(seconds[last]) for term, seconds in outcome.seconds.items()},
+        sent_bytes=schedule.sent_bytes,
+        num_classes=classes.num_classes,
+        quantisation=quantisation,
+        spans={rank: outcome.spans[number] for rank, number in traced.items()},
+        schedule=schedule,
+        class_of=classes.class_of,
+    )
+
+
+def _with_few_classes(
+    scenario: Scenario, ranks: Ranks, *, is_reduced: bool
+) -> tuple[Scenario, Routing, RankClasses, float]:
+    """The scenario, its routing and its classes; with fewer kinds of children of level 0 where there are too many."""
+    cluster = scenario.cluster
+    patterns = ranks.patterns(
+        with_sums=scenario.sync.algorithm == "hierarchical", gathers_by_level=scenario.assumptions.gathers_by_level
+    )
+
+    def classes_of(scenario: Scenario, routing: Routing, max_classes: int | None) -> RankClasses | None:
+        attributes: list[Floats] = [*routing.chances, routing.pairs]
+        attributes += _marks(cluster, scenario.deviations)
+        return merge_ranks(cluster, patterns, attributes, is_reduced=is_reduced, max_classes=max_classes)
+
+    routing = Routing.of(ranks, scenario.workload)
+    max_classes = MAX_CLASSES if cluster.num_ranks > MAX_CLASSES else None
+    classes = classes_of(scenario, routing, max_classes)
+    if classes is not None:
+        return scenario, routing, classes, 0.0
+    num_kinds = MAX_KINDS
+    while num_kinds:
+        # Kinds of single children first; then of domains, where it matters who shares one with whom.
+        for block in dict.fromkeys((1, scenario.layout.domain_sizes[0])):
+            stand_ins = choose_stand_ins(scenario, routing, max(num_kinds // block, 1), block=block)
+            changed = with_stand_ins(scenario, routing, stand_ins)
+            classes = classes_of(*changed, max_classes)
+            if classes is not None:
+                return *changed, classes, stand_ins.error
+        num_kinds //= 2
+    raise PlanError(f"the plan {scenario.layout.domain_sizes} makes more than {MAX_CLASSES} ranks of {cluster} differ")
+
+
+# ---- what is not as the levels say ----
+
+
+def _below(cluster: Cluster, place: Sequence[int]) -> Floats:
+    """[num_ranks] 1 below a place, else 0."""
+    node = flatten(place, cluster.sizes[: len(place)])
+    return np.where(nodes_at(cluster, len(place)) == node, 1.0, 0.0)
+
+
+def _marks(cluster: Cluster, deviations: Sequence[Deviation]) -> list[Floats]:
+    """[num_ranks] for each kind of deviation: how many of it a rank is below."""
+    marks: dict[tuple[float, ...], Floats] = {}
+    for deviation in deviations:
+        kind = (len(deviation.place), deviation.bandwidth_factor, deviation.slowdown, deviation.from_s)
+        marks[kind] = marks.get(kind, np.zeros(cluster.num_ranks)) + _below(cluster, deviation.place)
+    return list(marks.values())
+
+
+def _capacities(scenario: Scenario, classes: RankClasses, maker: TrafficMaker, time_s: float) -> Floats:
+    """[links] bytes/s at a time."""
+    cluster = scenario.cluster
+    capacities = np.zeros(maker.num_links)
+    for level, bandwidth in enumerate(known_or_assumed_bandwidths(cluster)):
+        child_class_of = classes.child_class_of[level]
+        factors = np.ones(len(child_class_of))
+        for deviation in scenario.deviations:
+            if len(deviation.place) == level + 1 and deviation.from_s <= time_s:
+                factors[flatten(deviation.place, cluster.sizes[: level + 1])] *= deviation.bandwidth_factor
+        for direction in (UP, DOWN):
+            links = maker.link(level, child_class_of, direction)
+            capacities[links] = factors * bandwidth / scenario.rates.wire_factor
+    return capacities
+
+
+def _slowdowns(scenario: Scenario, classes: RankClasses, time_s: float) -> Floats:
+    """[C] factors of computation at a time."""
+    factors = np.ones(scenario.cluster.num_ranks)
+    for deviation in scenario.deviations:
+        if deviation.from_s <= time_s:
+            factors = np.where(_below(scenario.cluster, deviation.place), factors * deviation.slowdown, factors)
+    result: Floats = factors[classes.examples]
+    return result
+
+
+def _changes(scenario: Scenario, classes: RankClasses, maker: TrafficMaker) -> list[Change]:
+    """What changes while the step runs."""
+    changes = []
+    for time_s in sorted({deviation.from_s for deviation in scenario.deviations} - {0.0}):
+        capacities = _capacities(scenario, classes, maker, time_s)
+        changes += [Change(time_s, link=link, bytes_per_s=float(rate)) for link, rate in enumerate(capacities)]
+        slowdowns = _slowdowns(scenario, classes, time_s)
+        changes += [Change(time_s, actor=actor, slowdown=float(factor)) for actor, factor in enumerate(slowdowns)]
+    return changes

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward of one MoE layer over expert domains: the table of contents of this package."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hybridep.experts.checkpoint_guard import refuse_checkpoints
+from ds_hybridep.experts.layer_spec import call_expert
+from ds_hybridep.experts.migration import MigrationManager, is_in_backward
+from ds_hybridep.kernels import Kernels
+from ds_hybridep.tokens.dispatch import combine, dispatch, permute_to_experts, weigh_rows, weighted_sum
+from ds_hybridep.tokens.exchange import Exchange
+from ds_hybridep.transport.channels import profiler_range
+
+
+@dataclass
+class LayerStats:
+    """What one layer did on this rank since it was attached."""
+
+    calls: int = 0
+    rows_sent: int = 0  # to other ranks, in forward dispatches
+    rows_computed: int = 0  # rows that experts processed here
+    plain_rows: int | Tensor = 0  # that plain EP would have sent to each rank of the group, [G] or one number for all
+    was_recorded: bool = False  # the last forward that was no recomputation entered autograd
+
+
+@dataclass(frozen=True)
+class HybridMoE:
+    """Routed experts of one layer: dispatch, experts, combine.
+
+    Attributes:
+        name: of the layer, for messages.
+        experts: modules with the e experts owned by this rank, one each or one for all.
+        num_local: e.
+        exchanges: the way of a token, slowest level first; empty where all experts are in this rank's domain.
+        expert_to_slot: [E] int32, slot * e + local index of each expert of this rank's domain, else -1.
+        num_slots: M, ranks of the domain.
+        kernels: local row operations.
+        migration: moves weights and gradients; None where every domain is one rank.
+        position: of this layer's store in `migration`.
+        call: runs one of `experts`, with weights that replace its own, on rows ordered and counted by expert.
+        weighs_inputs: gate weights multiply the experts' inputs; otherwise their outputs.
+    """
+
+    name: str
+    experts: tuple[nn.Module, ...]
+    num_local: int
+    exchanges: tuple[Exchange, ...]
+    expert_to_slot: Tensor
+    num_slots: int
+    kernels: Kernels
+    migration: MigrationManager | None = None
+    position: int = -1
+    call: Callable[[nn.Module, dict[str, Tensor], Tensor, Sequence[int]], Tensor] = call_expert
+    weighs_inputs: bool = False
+    stats: LayerStats = field(default_factory=LayerStats)
+
+    def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        """Weighted sum of the routed experts' outputs, [T, D] -> [T, D].
+
+        Args:
+            x: [T, D] tokens.
+            topk_idx: [T, K] int32 global expert ids, -1 = dropped.
+            topk_weights: [T, K] fp32 gate weights.
+        """
+        # Acquired before the dispatch, so that in the backward tokens go first and expert gradients after them.
+        replicas = self.migration.acquire(self.position) if self.migration is not None else None
+        rows, row_idx, row_weights, states = x, topk_idx, topk_weights, []
+        for exchange in self.exchanges:
+            rows, row_idx, row_weights, state = dispatch(rows, row_idx, row_weights, exchange)
+            states.append(state)
+            self.stats.rows_sent += sum(state.send_splits) - state.send_splits[exchange.self_index]
+        if self.migration is not None:
+            self.migration.wait_for_weights(self.position)
+        partial_sums = self._compute(rows, row_idx, row_weights, replicas)
+        if self.migration is not None:
+            partial_sums = self.migration.watch_backward(self.position, partial_sums)
+        for state in reversed(states):
+            partial_sums = combine(partial_sums, state)
+        self.stats.calls += 1
+        return partial_sums
+
+    def _compute(
+        self, rows: Tensor, row_idx: Tensor, row_weights: Tensor, replicas: list[list[dict[str, Tensor]]] | None
+    ) -> Tensor:
+        """Every expert of the domain on its rows, with zero rows too: all ranks must run the same operations."""
+        with profiler_range("experts", self.name):
+            plan = self.kernels.plan_routes(row_idx, self.expert_to_slot, self.num_slots * self.num_local)
+            splits = plan.rows_per_destination.tolist()
+            self.stats.rows_computed += sum(splits)
+            expert_rows = permute_to_experts(rows, plan, self.kernels)
+            if self.weighs_inputs:
+                expert_rows = weigh_rows(expert_rows, row_weights, plan)
+                row_weights = torch.ones_like(row_weights)
+            # Rows of one module after the other: an expert each, or all experts of a slot.
+            per_module = self.num_local // len(self.experts)
+            counts = [splits[first : first + per_module] for first in range(0, len(splits), per_module)]
+            chunks = expert_rows.split([sum(count) for count in counts])
+            outputs = []
+            with self._checked_experts():
+                for slot in range(self.num_slots):
+                    for module_idx, module in enumerate(self.experts):
+                        weights = replicas[slot][module_idx] if replicas is not None else {}
+                        outputs.append(self.call(module, weights, chunks[len(outputs)], counts[len(outputs)]))
+            return weighted_sum(torch.cat(outputs), row_weights, plan, self.kernels)
+
+    def _checked_experts(self) -> AbstractContextManager[None]:
+        """Where weights of replicas enter autograd: refuse experts that checkpoint inside themselves."""
+        if self.migration is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return refuse_checkpoints(self.name)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """A copied or pickled layer is a plain DeepSpeed layer: channels and replicas belong to this one alone."""
+        return _no_hybrid_moe, ()
+
+    def count_plain_ep(self, rows: Tensor | int) -> None:
+        """Note the rows to each rank, [G] or one number for all, of a dispatch of plain EP, and of its combine."""
+        if is_in_backward():
+            # A recomputation; a re-entrant one is the first to enter autograd, so its backward is counted here.
+            num_exchanges = 2 if self.stats.was_recorded else 4
+        else:
+            self.stats.was_recorded = torch.is_grad_enabled()
+            num_exchanges = 4 if torch.is_grad_enabled() else 2
+        self.stats.plain_rows = self.stats.plain_rows + num_exchanges * rows
+
+
+def _no_hybrid_moe() -> None:
+    return None
+
+
+def expert_to_slot(domain_experts: Sequence[int], num_experts: int, device: torch.device) -> Tensor:
+    """[E] int32: index of each expert in `domain_experts`, -1 for experts of other domains."""
+    table = torch.full((num_experts,), -1, dtype=torch.int32)
+    table[list(domain_experts)] = torch.arange(len(domain_experts), dtype=torch.int32)
+    return table.to(device)

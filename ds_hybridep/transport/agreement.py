@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start-up: all ranks agree on what they run, or all learn who differs, failed or did not come."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_hybridep.errors import AgreementError
+from ds_hybridep.transport.job import is_initialized
+
+
+def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
+    """Return when every rank has called with an equal payload.
+
+    Goes through the job's store and not through a collective, because a rank without the package would never join
+    one.  Rank 0 compares and publishes the verdict.  Every start-up has a generation of its own.
+
+    Args:
+        payload: what all ranks must share, JSON-able.
+        timeout_s: seconds to wait for the other ranks.
+
+    Returns:
+        The generation, equal on all ranks and different from every earlier one of the job.
+
+    Raises:
+        AgreementError: a rank differs (says which and in what), failed, or did not come.
+    """
+    startup = _Startup(timeout_s)
+    startup.publish(payload)
+    verdict = startup.judge() if dist.get_rank() == 0 else startup.await_verdict()
+    if verdict:
+        raise AgreementError(verdict)
+    return startup.generation
+
+
+@contextlib.contextmanager
+def announcing_failure() -> Iterator[None]:
+    """Tell the other ranks when this one fails on the way to `agree`, so that they need not wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        if is_initialized():
+            with contextlib.suppress(RuntimeError):  # the store may be gone; what matters is the error itself
+                _Startup(0.0).announce(f"{type(error).__name__}: {error}")
+        raise
+
+
+class _Startup:
+    """One start-up in the job's store: payloads of all ranks, the verdict of rank 0.
+
+    Every rank counts its own start-ups, so that the n-th of one rank meets the n-th of the others however far apart
+    they are: a rank that fails three times in a row is three ahead for a while.  One that the others gave up waiting
+    for, and who meanwhile started again, goes on to their next.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._store = dist.distributed_c10d._get_default_store()
+        self._timeout_s = timeout_s
+        self._rank = dist.get_rank()
+        self.generation = self._count(self._rank, 1)
+        while self._store.check([f"{self._prefix}/missed/{self._rank}"]) and self._others_went_on():
+            self.generation = self._count(self._rank, 1)
+
+    def _count(self, rank: int, more: int) -> int:
+        """Start-ups of `rank` so far, `more` added."""
+        return int(self._store.add(f"ds_hybridep/startups/{rank}", more))
+
+    def _others_went_on(self) -> bool:
+        others = range(1, dist.get_world_size()) if self._rank == 0 else (0,)
+        return any(self._count(rank, 0) > self.generation for rank in others)
+
+    @property
+    def _prefix(self) -> str:
+        return f"ds_hybridep/startup/{self.generation}"
+
+    def publish(self, payload: Mapping[str, Any]) -> None:
+        self._store.set(f"{self._prefix}/{self._rank}", json.dumps(payload, sort_keys=True))
+
+    def announce(self, reason: str) -> None:
+        """This rank failed and will not wait."""
+        if self._rank == 0:
+            self._store.set(f"{self._prefix}/verdict", f"rank 0 cannot start: {reason}")
+        else:
+            self.publish({"error": reason})
+
+    def judge(self) -> str:
+        """Rank 0: compare all payloads, and tell everybody.  Empty when they are equal."""
+        deadline = time.monotonic() + self._timeout_s
+        # Once the limit has passed, a round trip to the store is still granted to those who are there.
+        texts = [self._get(str(rank), max(deadline - time.monotonic(), 1.0)) for rank in range(dist.get_world_size())]
+        missing = [rank for rank, text in enumerate(texts) if text is None]
+        for rank in missing:
+            self._set_missed(rank)
+        if missing:
+            verdict = self._absence(f"ranks {missing}", self._timeout_s)
+        else:
+            verdict = _compare_payloads([json.loads(text) for text in texts if text is not None])
+        if not verdict and self._store.check([f"{self._prefix}/missed/0"]):
+            verdict = "other ranks gave up waiting for rank 0 before it came; start all ranks together"
+        self._store.set(f"{self._prefix}/verdict", verdict)
+        return verdict
+
+    def await_verdict(self) -> str:
+        """Other ranks: what rank 0 found.  Rank 0 may itself wait for the limit before it can say who is missing."""
+        limit_s = 1.25 * self._timeout_s + 5.0
+        verdict = self._get("verdict", limit_s)
+        if verdict is None:
+            self._set_missed(0)
+            verdict = self._absence("rank 0", limit_s)
+        return verdict
+
+    def _set_missed(self, rank: int) -> None:
+        self._store.set(f"{self._prefix}/missed/{rank}", "")
+
+    @staticmethod
+    def _absence(who: str, limit_s: float) -> str:
+        return (
+            f"{who} did not join the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there "
+            f"and give every rank the same ds_config (hybridep.timeout_s sets the limit)"
+        )
+
+    def _get(self, key: str, limit_s: float) -> str | None:
+        """The value of `key` once it is there; None when the limit passes first."""
+        path = f"{self._prefix}/{key}"
+        try:
+            self._store.wait([path], timedelta(seconds=limit_s))
+        except dist.DistStoreError:
+            return None
+        except RuntimeError as error:
+            raise AgreementError(
+                f"the job's store failed: {error}; look at the log of the rank that hosts it"
+            ) from error
+        return str(self._store.get(path), "utf-8")
+
+
+def _compare_payloads(payloads: Sequence[Mapping[str, Any]]) -> str:
+    """Empty if all payloads are equal to rank 0's; else what is wrong, in one sentence per rank."""
+    failed = [f"rank {rank} cannot start: {p['error']}" for rank, p in enumerate(payloads) if "error" in p]
+    if failed:
+        return "; ".join(failed)
+    different = [
+        f"rank {rank} differs from rank 0 in {path}: {theirs!r} instead of {ours!r}"
+        for rank, payload in enumerate(payloads)
+        for path, ours, theirs in _differences(payloads[0], payload, "")
+    ]
+    return "; ".join(different[:8])
+
+
+def _differences(ours: Any, theirs: Any, path: str) -> list[tuple[str, Any, Any]]:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        keys = sorted(set(ours) | set(theirs))
+        return [d for key in keys for d in _differences(ours.get(key), theirs.get(key), f"{path}.{key}".lstrip("."))]
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        return [
+            d for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) for d in _differences(a, b, f"{path}[{i}]")
+        ]
+    return [] if ours == theirs else [(path, ours, theirs)]

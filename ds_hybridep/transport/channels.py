@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Point-to-point channels between ranks, counted and with a time limit.
+
+Every transfer is a batch of sends and receives whose sizes both ends know.  Sends and receives between one pair of
+ranks on one channel match in the order in which they were started, so ranks only have to agree on that order.
+"""
+
+import atexit
+import contextlib
+import hashlib
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hybridep.errors import CommunicationError
+from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.transport.nccl import BatchInNccl, NcclGroup
+from ds_hybridep.transport.staging import Staging
+from ds_hybridep.transport.stand_in import StandInGroup
+from ds_hybridep.transport.streams import DeviceStreams, streams_of
+
+_NO_RANGE = contextlib.nullcontext()
+EXIT_LIMIT_S = 60.0  # how long a process that ends waits for transfers under way
+Part = tuple[int, Tensor]  # (global rank, contiguous tensor that goes there or comes from there)
+KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
+
+
+@dataclass
+class Traffic:
+    """What this rank moved: bytes and messages per (level index, kind), and the seconds it waited per kind."""
+
+    sent_bytes: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    received_bytes: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    sent_messages: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
+    exposed_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What a transfer is for; goes into counters, traces and error messages."""
+
+    kind: str
+    operation: str
+    layer: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.operation} of {self.layer}" if self.layer else self.operation
+
+
+@dataclass(frozen=True)
+class TransferRecord:
+    """One finished background transfer, for traces.  Times are `time.perf_counter_ns()`."""
+
+    purpose: Purpose
+    level: int
+    num_bytes: int
+    start_ns: int
+    end_ns: int
+
+
+class Transfer:
+    """Handle of a started batch of sends and receives.  `wait` returns when all have finished.
+
+    Of tensors on a device `wait` returns when the current stream will go on behind what arrived.
+    """
+
+    def __init__(self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part]) -> None:
+        self.channel = channel
+        self.purpose = purpose
+        self.start_ns = time.perf_counter_ns()
+        self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
+        self.works: list[Any] = []
+        self.staging: Staging | BatchInNccl | None = None  # of tensors on a device
+        self._destinations = [rank for rank, _ in sends]
+        self._sources = [rank for rank, _ in receives]
+        # Foreground transfers finish in `wait` or not at all; the event is for the thread of a background channel.
+        self._finished = threading.Event() if channel.is_background else None
+        self._failure: str | None = None
+
+    def is_done(self) -> bool:
+        """True when a background transfer has finished, well or badly.  Never blocks."""
+        return self._finished is not None and self._finished.is_set()
+
+    def wait(self) -> None:
+        """Block until everything was sent and received.
+
+        Raises:
+            CommunicationError: the time limit (`hybridep.timeout_s`) passed or the transport failed.
+        """
+        transport = self.channel.transport
+        if self._finished is None:
+            if self.works:
+                with transport.exposed(self.purpose):
+                    self.finish()
+        elif not self._finished.is_set():
+            with transport.exposed(self.purpose):
+                if not self._finished.wait(transport.timeout_s):
+                    self._failure = f"passed the time limit of {transport.timeout_s:g} s"
+        if self._failure is not None:
+            raise CommunicationError(self.describe(self._failure))
+        if self.staging is not None:
+            self.staging.deliver()
+            self.staging = None
+
+    def finish(self) -> None:
+        """Wait in the calling thread and mark the transfer finished; a failure is kept for `wait`."""
+        deadline = time.monotonic() + self.channel.transport.timeout_s
+        try:
+            for work in self.works:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            self.fail(error)
+        self.works = []
+        if self.staging is not None:
+            self.staging.forget_sends()
+        if self._finished is not None:
+            self._finished.set()
+
+    def fail(self, error: RuntimeError) -> None:
+        """Keep the first failure for `wait`."""
+        if self._failure is None:
+            self._failure = _failed(error)
+
+    def describe(self, failure: str) -> str:
+        """One sentence: who moved what over which level, what went wrong, and what to do."""
+        transport = self.channel.transport
+        level = transport.cluster.levels[self.channel.level].name
+        return (
+            f"rank {transport.rank}: {self.purpose} over level '{level}' ({self.num_bytes} bytes, "
+            f"to ranks {self._destinations}, from ranks {self._sources}) {failure}; look at the log of the ranks "
+            f"named for the first error, or raise hybridep.timeout_s if the link is merely slow"
+        )
+
+
+class Channel:
+    """Connections of its own between `ranks`, for transfers of one purpose.
+
+    A background channel has a thread that waits for transfers (it starts none): gloo reports the completion of a
+    send or receive only to a waiter, and `is_done` and traces need the moment of completion.  Where it carries tensors
+    of a device it has a second one, which starts sends as they come to the host, in the order of `start`; receives are
+    started by the caller.
+    """
+
+    def __init__(self, transport: "Transport", name: str, ranks: Sequence[int], level: int, background: bool) -> None:
+        self.transport = transport
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.level = level
+        self.is_background = background
+        self._index_of_rank = {rank: index for index, rank in enumerate(self.ranks)}
+        self._group: Any = _connect(name, self.ranks, transport)
+        self._nccl: NcclGroup | None = None  # from `prepare`
+        self._failure: str | None = None  # after which nothing is sent any more: messages match by their order
+        # Made when they are needed: they refer to the channel, which otherwise is freed with its last user.
+        self._under_way: _Line | None = None
+        self._departing: _Line | None = None
+
+    @property
+    def has_equal_lengths(self) -> bool:
+        """True where a message must be as long as the room that its receiver has made for it."""
+        return self.transport.backends[self.level] == "nccl"
+
+    def prepare(self, device: torch.device) -> None:
+        """Connect what tensors of `device` need; all ranks of the channel must call.
+
+        Otherwise their first transfer does, and blocks until all ranks have started one: a background transfer must
+        not, since a rank may only start its own when others have gone on.
+
+        Raises:
+            CommunicationError: not all members came within the time limit.
+        """
+        streams = streams_of(device)
+        if self._nccl is not None or not self.has_equal_lengths or not isinstance(streams, DeviceStreams):
+            return
+        try:
+            self._nccl = NcclGroup(self.name, self.ranks, self.transport, streams)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.transport.rank}: connecting ranks {list(self.ranks)} for {self.name} over NCCL "
+                f"{_failed(error)}; look at the log of those ranks for the first error, and at NCCL_DEBUG=INFO"
+            ) from error
+
+    def start(
+        self,
+        sends: Sequence[Part],
+        receives: Sequence[Part],
+        purpose: Purpose,
+        *,
+        counts_receives: bool = True,
+    ) -> Transfer:
+        """Start sending and receiving; the tensors must stay untouched until the transfer has finished.
+
+        Tensors of a device are sent as the current stream will have made them.
+
+        Args:
+            sends: (global rank, contiguous tensor); empty tensors are skipped on both ends.
+            receives: (global rank, contiguous tensor that is filled; a shorter message fills its beginning, but see
+                `has_equal_lengths`).
+            purpose: kind, operation and layer, for counters and errors.
+            counts_receives: False where messages may be shorter; the caller counts them by `count_received`.
+        """
+        assert self._group is not None, f"channel {self.name} was closed"
+        sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
+        receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
+        transfer = Transfer(self, purpose, sends, receives)
+        streams = streams_of((sends or receives)[0][1].device) if sends or receives else None
+        try:
+            if isinstance(streams, DeviceStreams):
+                start = self._start_in_nccl if self.has_equal_lengths else self._start_staged
+                start(transfer, streams, sends, receives)
+            else:
+                self._post(transfer, sends, receives)
+        except RuntimeError as error:
+            raise CommunicationError(transfer.describe(_failed(error))) from error
+        self.transport.count_sent(sends, purpose.kind)
+        if counts_receives:
+            for rank, tensor in receives:
+                self.transport.count_received(rank, tensor.nbytes, purpose.kind)
+        if self.is_background:
+            self._watch(transfer)
+        return transfer
+
+    def _post(self, transfer: Transfer, sends: Sequence[Part], receives: Sequence[Part]) -> None:
+        """Hand tensors of the host to gloo."""
+        group = self._group  # `close` may drop it meanwhile
+        if group is None:
+            raise RuntimeError("the channel was closed")
+        with _without_profiling():
+            # Receives first: a posted receive lets the peer's data flow at once.
+            for rank, tensor in receives:
+                transfer.works.append(group.recv([tensor], self._index_of_rank[rank], 0))
+            for rank, tensor in sends:
+                transfer.works.append(group.send([tensor], self._index_of_rank[rank], 0))
+
+    def _start_staged(
+        self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
+    ) -> None:
+        """Queue the copies of what is sent; receives start now, sends when the host has them."""
+        transfer.staging = staging = Staging(streams, sends, receives, is_awaited=self.is_background)
+        self._post(transfer, (), staging.receives)
+        if self.is_background:
+            if self._departing is None:
+                self._departing = _Line(f"hybridep-{self.name}-departures", self._depart)
+            return
+        # A foreground transfer is waited for right away, and its peers have to do this first as well.
+        with self.transport.exposed(transfer.purpose):
+            staging.await_sends()
+        self._post(transfer, staging.sends, ())
+
+    def _start_in_nccl(
+        self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
+    ) -> None:
+        self.prepare(streams.device)
+        assert self._nccl is not None
+        transfer.staging = self._nccl.start(sends, receives)
+        if self.is_background:
+            transfer.works.append(transfer.staging)
+
+    def _watch(self, transfer: Transfer) -> None:
+        if self._under_way is None:
+            # A script may end with its last step, whose weights still travel.  A thread that came back from gloo after
+            # the interpreter has begun to go would abort the process.
+            atexit.register(self._end_threads)
+            self._under_way = _Line(f"hybridep-{self.name}", self._finish)
+        (self._departing or self._under_way).put(transfer)
+
+    def _depart(self, transfer: Transfer | None) -> None:
+        assert self._under_way is not None, f"channel {self.name}: nobody waits for what departs"
+        if transfer is None:
+            self._under_way.end()
+            return
+        if isinstance(transfer.staging, Staging):
+            try:
+                if self._failure is not None:
+                    raise RuntimeError(self._failure)
+                transfer.staging.await_sends()
+                self._post(transfer, transfer.staging.sends, ())
+            except RuntimeError as error:
+                self._failure = str(error)
+                transfer.fail(error)
+        self._under_way.put(transfer)
+
+    def _finish(self, transfer: Transfer | None) -> None:
+        if transfer is None:
+            atexit.unregister(self._end_threads)  # here and not in `close`, after which one may still be waited for
+            return
+        transfer.finish()
+        self.transport.note_finished(transfer)
+
+    def _end_threads(self) -> None:
+        for line in (self._departing, self._under_way):
+            if line is not None:
+                line.end()
+                line.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
+
+    def close(self) -> None:
+        """Let the threads end and drop the connections.  Waits for nothing."""
+        if (line := self._departing or self._under_way) is not None:
+            line.end()
+        self._group = self._nccl = None
+
+
+class _Line:
+    """A thread that takes one transfer after the other, and None when no more will come."""
+
+    def __init__(self, name: str, take: Callable[[Transfer | None], None]) -> None:
+        self._take = take
+        self._waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, transfer: Transfer) -> None:
+        self._waiting.put(transfer)
+
+    def end(self) -> None:
+        """Stop behind what was put.  Waits for nothing."""
+        self._waiting.put(None)
+
+    def join(self, limit_s: float) -> None:
+        self._thread.join(limit_s)
+
+    def _run(self) -> None:
+        while (transfer := self._waiting.get()) is not None:
+            self._take(transfer)
+        self._take(None)
+
+
+class Transport:
+    """All channels of one attached model on this rank, with one time limit and one set of counters.
+
+    Args:
+        cluster: levels, for counting and errors.
+        timeout_s: the longest wait.
+        generation: from `agree`.
+        backends: "gloo" or "nccl" for each level, by which tensors of a device travel; others go over gloo.  All gloo
+            where nothing is given.
+    """
+
+    def __init__(self, cluster: Cluster, timeout_s: float, generation: int, backends: Sequence[str] = ()) -> None:
+        self.cluster = cluster
+        self.backends = tuple(backends) or ("gloo",) * len(cluster.levels)
+        self.timeout_s = timeout_s
+        self.generation = generation  # of the start-up that all ranks agreed on: names of channels are unique by it
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.traffic = Traffic()
+        self.records: list[TransferRecord] | None = None  # a list while a trace is taken
+        self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
+        self._stand_ins: list[StandInGroup] = []
+        self.num_finished = 0  # background transfers that have ended
+        self._level_of_rank: dict[int, int] = {}
+        self._finished = threading.Condition()
+
+    def channel(self, name: str, ranks: Sequence[int], *, background: bool = False) -> Channel:
+        """The channel `name` over `ranks` (made at the first call; all its ranks must call in the same order)."""
+        key = (name, tuple(ranks))
+        if key not in self._channels:
+            level = min(self.level_to(rank) for rank in ranks if rank != self.rank)
+            self._channels[key] = Channel(self, name, ranks, level, background)
+        return self._channels[key]
+
+    def stand_in(
+        self, group: Any, all_reduce: Callable[[Tensor], None], all_gather: Callable[[Tensor, Tensor], None]
+    ) -> "StandInGroup":
+        """A process group like `group` that torch knows until `close`, whose large sums and gathers go elsewhere."""
+        stand_in = StandInGroup(group, all_reduce, all_gather)
+        stand_in.register()
+        self._stand_ins.append(stand_in)
+        return stand_in
+
+    def level_to(self, rank: int) -> int:
+        """Index of the slowest level that a message to `rank` crosses."""
+        if rank not in self._level_of_rank:
+            level = self.cluster.level_between(self.rank, rank)
+            assert level is not None, f"rank {rank} sends to itself"
+            self._level_of_rank[rank] = level
+        return self._level_of_rank[rank]
+
+    def count_sent(self, sends: Sequence[Part], kind: str) -> None:
+        """Add what was handed to the communicator."""
+        for rank, tensor in sends:
+            key = (self.level_to(rank), kind)
+            self.traffic.sent_bytes[key] += tensor.nbytes
+            self.traffic.sent_messages[key] += 1
+
+    def count_received(self, rank: int, num_bytes: int, kind: str) -> None:
+        """Add what came from `rank`."""
+        self.traffic.received_bytes[self.level_to(rank), kind] += num_bytes
+
+    def note_finished(self, transfer: Transfer) -> None:
+        """Called by the waiting threads: wakes whoever waits for background transfers."""
+        records = self.records  # the main thread may end a trace at any time
+        if records is not None:
+            records.append(
+                TransferRecord(
+                    purpose=transfer.purpose,
+                    level=transfer.channel.level,
+                    num_bytes=transfer.num_bytes,
+                    start_ns=transfer.start_ns,
+                    end_ns=time.perf_counter_ns(),
+                )
+            )
+        with self._finished:
+            self.num_finished += 1
+            self._finished.notify_all()
+
+    def wait_for_more_than(self, num_finished: int) -> bool:
+        """Block until more background transfers than `num_finished` have ended; False when the time limit passes."""
+        with self._finished:
+            return self._finished.wait_for(lambda: self.num_finished > num_finished, self.timeout_s)
+
+    @contextlib.contextmanager
+    def exposed(self, purpose: Purpose) -> Iterator[None]:
+        """Count the seconds inside as time during which training waited for `purpose`."""
+        begin = time.perf_counter()
+        with profiler_range("wait", str(purpose)):
+            yield
+        self.traffic.exposed_s[purpose.kind] += time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Close every channel.  Waits for nothing: call it when all transfers have ended, or will not end any more."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+        for stand_in in self._stand_ins:
+            stand_in.unregister()
+        self._stand_ins.clear()
+
+
+def _failed(error: RuntimeError) -> str:
+    return f"failed: {str(error).splitlines()[0]}"
+
+
+def _connect(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
+    """A gloo process group over `ranks`, made by its members only.
+
+    Not `dist.new_group`: made by all ranks it costs a barrier over the job per group, and made by its members it is
+    named after the number of groups that a rank knows, which differs between ranks as soon as the user makes groups.
+
+    Raises:
+        CommunicationError: not all members came within the time limit.
+    """
+    members = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
+    path = f"ds_hybridep/{transport.generation}/{name}/{members}"
+    store = dist.PrefixStore(path, dist.distributed_c10d._get_default_store())
+    limit = timedelta(seconds=transport.timeout_s)
+    try:
+        return dist.distributed_c10d.ProcessGroupGloo(store, ranks.index(transport.rank), len(ranks), limit)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {transport.rank}: connecting ranks {list(ranks)} for {name} failed within the time limit of "
+            f"{transport.timeout_s:g} s: {str(error).splitlines()[0]}; look at the log of those ranks for the first "
+            f"error, and at GLOO_SOCKET_IFNAME if they cannot reach each other"
+        ) from error
+
+
+def profiler_range(*words: str) -> contextlib.AbstractContextManager[Any]:
+    """A range "hybridep::..." for torch's profiler; free of cost where none runs."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function("::".join(("hybridep", *words)))
+    return _NO_RANGE
+
+
+@contextlib.contextmanager
+def _without_profiling() -> Iterator[None]:
+    """No profiler ranges inside.
+
+    torch opens a range when a send or receive starts and closes it where that is waited for.  A profiler that ends in
+    between leaves the range behind, and the process crashes when the waiting thread closes it.  Torch does not tell
+    whether ranges were on before; they are on afterwards.
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job's process group as a launcher has made it."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.errors import CommunicationError, UnsupportedError
+
+
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """Global ranks of a process group, in group-rank order."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def world_size() -> int:
+    """Number of ranks of the job."""
+    return dist.get_world_size()
+
+
+def is_initialized() -> bool:
+    """True once the job's process group exists."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def join_job(timeout_s: float) -> None:
+    """Form the job's process group over gloo, from what a launcher has set in the environment.
+
+    Raises:
+        CommunicationError: the environment names no job, or its ranks did not come together.
+    """
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    except (ValueError, RuntimeError) as error:
+        raise CommunicationError(
+            f"no job to join: {str(error).splitlines()[0]}; start the command as a training script is started, with "
+            f"deepspeed, torchrun or `ds_hybridep lab`, on all nodes"
+        ) from error
+
+
+def leave_job() -> None:
+    """End what `join_job` began; all ranks must call."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def backend_name() -> str:
+    """Backend of the job's process group, such as "gloo" or "cpu:gloo,cuda:nccl"."""
+    return str(dist.get_backend_config())
+
+
+def backend_for(wanted: str, device: torch.device, where: str) -> str:
+    """Over what tensors of `device` travel: "gloo" or "nccl".
+
+    Args:
+        wanted: "auto" for what the job has, or one of the two.
+        device: of the model.
+        where: key path of `wanted`.
+
+    Raises:
+        UnsupportedError: NCCL cannot be had.
+    """
+    if wanted == "auto":
+        return "nccl" if device.type == "cuda" and "nccl" in backend_name() else "gloo"
+    if wanted == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        reason = "this build of torch has none" if device.type == "cuda" else f"the model is on {device.type!r}"
+        raise UnsupportedError(f'{where} is "nccl", but {reason}; set it to "auto" or "gloo"')
+    return wanted
+
+
+def backends_of(config: HybridEPConfig, device: torch.device) -> tuple[str, ...]:
+    """Over what tensors of the model's device cross each level.
+
+    Raises:
+        UnsupportedError: a level asks for what cannot be had.
+    """
+    return tuple(
+        backend_for(level.backend, device, f"hybridep.levels[{index}].backend")
+        for index, level in enumerate(config.levels)
+    )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of a device on their way through gloo, which moves host memory.
+
+One transfer, with what waits for what:
+
+    start     outbound   the current stream so far    device -> pinned memory
+    send      host       those copies                 gloo
+    receive   host       gloo                         pinned memory
+    deliver   inbound    the current stream at start  pinned memory -> device
+              current    those copies
+
+The inbound copies wait for the stream of the start, because the memory that they fill may still be in use there.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ds_hybridep.transport.streams import DeviceStreams
+
+Part = tuple[int, Tensor]
+
+
+class Staging:
+    """The host's side of one transfer.
+
+    Args:
+        streams: of the device.
+        sends, receives: (global rank, tensor of the device), as for `Channel.start`; kept until they were copied.
+        is_awaited: a thread sleeps until what is sent has come to the host; otherwise it is looked for.
+    """
+
+    def __init__(
+        self, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part], *, is_awaited: bool
+    ) -> None:
+        self._streams = streams
+        self._origins, self._places = [tensor for _, tensor in sends], [tensor for _, tensor in receives]
+        self._handed_over = streams.mark()
+        self.sends = [(rank, streams.pinned_like(tensor)) for rank, tensor in sends]
+        self.receives = [(rank, streams.pinned_like(tensor)) for rank, tensor in receives]
+        with streams.outbound(self._handed_over):
+            for (_, copy), origin in zip(self.sends, self._origins, strict=True):
+                copy.copy_(origin, non_blocking=True)
+            self._copied = streams.mark(is_awaited=is_awaited)
+
+    def await_sends(self) -> None:
+        """Block until what is sent lies in `sends`.
+
+        Raises:
+            RuntimeError: the device failed.
+        """
+        if self._origins:
+            self._copied.synchronize()
+            self._origins = []
+
+    def forget_sends(self) -> None:
+        """Give up the host memory of what was sent."""
+        self.sends = []
+
+    def deliver(self) -> None:
+        """Queue the copies of what has arrived; the current stream goes on behind them."""
+        with self._streams.inbound(self._handed_over):
+            for (_, copy), place in zip(self.receives, self._places, strict=True):
+                # `.data`: as with gloo's own writes, graphs that have saved these tensors must not note a change.
+                place.data.copy_(copy, non_blocking=True)
+            arrived = self._streams.mark()
+        self._streams.follow(arrived)
+        self.receives, self._places = [], []

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process group that torch accepts in place of another, and that sends large sums and gathers another way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Collectives of a process group under all names that torch has had for them since 2.5, but for the two taken over.
+_FORWARDED = (
+    "_reduce_scatter_base", "all_gather_single_coalesced", "all_to_all_single", "allgather", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast",
+    "gather", "monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send",
+)  # fmt: skip
+
+
+class StandInGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group to hand to code that calls torch's collectives, so that two of them take another way.
+
+    Ranks and connections are those of `group`, and so is every collective but these: a sum of at least one element per
+    rank, and a gather into one tensor.
+
+    The others are the very methods of `group`.  Inherited ones would reach torch through the layer that looks for
+    overrides in Python, which keeps the interpreter's lock while it enters gloo; gloo's own thread may hold gloo's
+    lock and wait for the interpreter's to free a tensor, and both wait for ever.
+
+    Args:
+        group: over gloo, or on GPUs over NCCL.
+        all_reduce: replaces a contiguous tensor by its sum over the ranks.
+        all_gather: (output, own) fills `output` with the tensors `own` of all ranks, in rank order.
+    """
+
+    def __init__(
+        self, group: Any, all_reduce: Callable[[Tensor], None], all_gather: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        super().__init__(group.rank(), group.size())
+        for device_type, name in _backends_of(group).items():
+            device, kind = torch.device(device_type), getattr(dist.ProcessGroup.BackendType, name.upper())
+            self._register_backend(device, kind, group._get_backend(device))
+            self._set_default_backend(kind)
+        self._original = group
+        self.__dict__.update({name: getattr(group, name) for name in _FORWARDED if hasattr(group, name)})
+        self._all_reduce = all_reduce
+        self._all_gather = all_gather
+
+    def register(self) -> None:
+        """Let torch know ranks and backend of this group, which it keeps in tables and not in the group."""
+        world = dist.distributed_c10d._world
+        world.pg_map[self] = world.pg_map[self._original]
+        world.pg_group_ranks[self] = world.pg_group_ranks[self._original]
+
+    def unregister(self) -> None:
+        """Undo `register`."""
+        world = dist.distributed_c10d._world
+        world.pg_map.pop(self, None)
+        world.pg_group_ranks.pop(self, None)
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
+        # Scalars (norms, overflow flags) are a matter of latency: they keep the way they had.
+        if options.reduceOp != dist.ReduceOp.SUM or len(tensors) != 1 or tensors[0].numel() < self.size():
+            return self._original.allreduce(tensors, options)
+        self._all_reduce(tensors[0])
+        return _finished_work(tensors)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, options: Any) -> Any:
+        self._all_gather(output, own)
+        return _finished_work([output])
+
+    _allgather_base = all_gather_single  # its name before torch 2.13
+
+
+def _backends_of(group: Any) -> dict[str, str]:
+    """The backend of a process group for each type of device that is there."""
+    pairs = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
+    return {device: name for device, name in pairs.items() if device == "cpu" or torch.cuda.is_available()}
+
+
+def _finished_work(result: list[Tensor]) -> Any:
+    devices = sorted({str(tensor.device) for tensor in result if tensor.is_cuda})
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)
