@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.experts.replicas import lay_out
+from ds_hybridep.experts.layout import lay_out
 
 
 def call_expert(expert: nn.Module, weights: dict[str, Tensor], rows: Tensor, _counts: Sequence[int]) -> Tensor:

@@ -19,7 +19,7 @@ from ds_hybridep.errors import ConfigError
 from ds_hybridep.experts.memory import MemoryNeeds, memory_of_layer, most_at_once, without_memory
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.integration.autoep import is_autoep_layer
-from ds_hybridep.integration.runtime import encoding_of
+from ds_hybridep.integration.build import encoding_of
 from ds_hybridep.plan.partition import Partition
 
 DomainSizes = tuple[int, ...]
@@ -149,9 +149,7 @@ def _print_needs(
     needs: dict[DomainSizes, MemoryNeeds] = {}
     for sizes in itertools.product(*(_divisors(span) for span in common)):
         by_layer = [
-            memory_of_layer(
-                [expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding, config.max_staleness
-            )
+            memory_of_layer([expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding)
             for expert, num_local, ep in layers
         ]
         if config.replicas == "transient":

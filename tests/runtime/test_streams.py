@@ -96,8 +96,6 @@ WAYS = {
     "exact": (CASE, EXACT, {}),
     "lossy": (CASE, LOSSY, {}),
     "bf16": (replace(CASE, dtype="bf16", accumulation=1), LOSSY, {}),
-    "stale": (replace(CASE, accumulation=1), LOSSY, {"max_staleness": 1, "num_steps": 3}),
-    "stale exact": (CASE, EXACT, {"max_staleness": 1, "num_steps": 3}),
     "transient": (CASE, ("identity", "int8"), {"replicas": "transient"}),
     "low rank": (CASE, (LOW_RANK, LOW_RANK), {}),
     "without reports": (CASE, LOSSY, {"report_interval": 0}),
@@ -119,13 +117,11 @@ def test_training_over_streams_has_no_race_and_the_losses_of_a_cpu(pool2: Proces
 
 
 WAITS = {
-    "encode behind the copy of the weights": ("lossy", "WeightGather.__init__"),
-    "send behind what made it": ("exact", "StagedOperation.advance", "DeviceStreams._in", "!Staging"),
-    "decode behind what read the replicas": ("stale", "WeightGather.apply", "DeviceStreams._in"),
-    "forward behind the decoding": ("lossy", "StagedOperation.join"),
-    "forward behind late decoding": ("stale", "MigrationManager._finish_gather", "DeviceStreams.join"),
-    "report behind encoding": ("lossy", "MigrationManager.codec_sums"),
-    "release behind encoding": ("without reports", "MigrationManager.release"),
+    "encode behind the copy of the weights": ("lossy", "WeightShipment.load"),
+    "send behind what made it": ("exact", "StagedTransfer.advance", "DeviceStreams._in", "!Staging"),
+    "forward behind the decoding": ("lossy", "StagedTransfer.join"),
+    "report behind encoding": ("lossy", "Statistics._codec_sums"),
+    "release behind encoding": ("without reports", "LayerExperts.release"),
     "copy to the host behind what is sent": ("exact", "Staging.__init__"),
     "send behind the copy to the host": ("exact", "Staging.await_sends"),
     "end of a batch behind nccl": ("nccl", "NcclGroup.start", "FakeNccl.wait"),
