@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 LOW_RANK = {"type": "low_rank", "rank": 2}
 STAGED = {"type": "low_rank", "rank": 1, "first_rank": 2, "first_steps": 2}
 COARSE = {"type": "int2", "block": 256}
+RANK_1_AND_REST = {"type": "low_rank", "rank": 1, "rest": "int2"}
 STEPS = 6
 Codecs = list[tuple[Any, Any]]  # (weights, gradients) of each level
 
@@ -358,7 +359,7 @@ def test_int8_both_ways_trains_as_exact_does(pool4: ProcessPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "left"), [("int8", 1e-6), ("int4", 1e-6), (COARSE, 0.05), (LOW_RANK, 0.05)], ids=str
+    ("codec", "left"), [("int8", 1e-6), ("int4", 1e-6), (LOW_RANK, 0.05), (RANK_1_AND_REST, 0.05)], ids=str
 )
 def test_what_a_codec_left_out_goes_out_later(pool4: ProcessPool, codec: Any, left: float) -> None:
     for case in (world4(2, 1), world4(2, 1, dtype="bf16", zero_stage=1)):

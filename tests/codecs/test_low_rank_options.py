@@ -97,7 +97,7 @@ def test_the_rest_does_not_decide_what_is_small():
 
 
 def test_a_rest_that_overflows_flags_the_packet(kernels):
-    """Factors of rank 1 leave nearly all of random signs times 3e38, and 1.25 times their mean is more than bf16 holds."""
+    """Rank 1 leaves nearly all of random signs times 3e38, and 1.25 times their mean is more than bf16 holds."""
     codec = make_codec(
         {"type": "low_rank", "rank": 1, "factors": "fp32", "rest": {"type": "int2", "block": 8}}, kernels=kernels
     )
