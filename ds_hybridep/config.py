@@ -19,7 +19,7 @@ from ds_hybridep.plan.row_format import RowFormat
 
 Reader = Callable[[object, str], object]
 
-EXPERT_CODECS = ("identity", "int8", "int4", "int2", "sign", "top_k", "low_rank", "sum", "warm_up")
+EXPERT_CODECS = ("identity", "int8", "int4", "int2", "low_rank")
 TOKEN_CODECS = ("identity", *get_args(RowFormat))
 FUTURE_CODECS = ("fp8",)
 AUTO = "auto"

@@ -2,20 +2,17 @@
 """Codec objects from what a config says: a name, or an object such as {"type": "low_rank", "rank": 4}."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds_hybridep.codecs.blockwise import Blockwise
-from ds_hybridep.codecs.composed import Sum, WarmUp
 from ds_hybridep.codecs.identity import Identity
 from ds_hybridep.codecs.interface import Codec
 from ds_hybridep.codecs.low_rank import LowRank
-from ds_hybridep.codecs.top_k import TopK
 from ds_hybridep.config import nearest, quoted, refused
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.kernels import Mode
 
-LARGEST_BLOCK = 1024
 BLOCKS = tuple(2**power for power in range(3, 11))
 
 Reader = Callable[[object, str, Mode], object]
@@ -49,8 +46,7 @@ def make_codec(spec: str | Mapping[str, Any], *, where: str = "codec", kernels: 
             known = f'options of "{name}": {", ".join(readers)}' if readers else f'"{name}" has no options'
             raise ConfigError(f"{where}.{key} is not a known option; {advice} ({known})")
         options[key] = readers[key](value, f"{where}.{key}", kernels)
-    codec = make(where, options, kernels)
-    return codec
+    return make(where, options, kernels)
 
 
 # ---- readers of one option ----
@@ -76,24 +72,18 @@ def _choice(*choices: str | int) -> Reader:
     return read
 
 
-def _codec(value: object, where: str, kernels: Mode) -> Codec:
+def _fallback(value: object, where: str, kernels: Mode) -> Codec:
     codec = make_codec(value, where=where, kernels=kernels)  # type: ignore[arg-type]  # it checks
-    if isinstance(codec, WarmUp):
-        raise refused(where, value, "a codec other than warm_up", "put warm_up outermost")
-    return codec
-
-
-def _plain_codec(value: object, where: str, kernels: Mode) -> Codec:
-    codec = _codec(value, where, kernels)
     if not isinstance(codec, Identity | Blockwise):
-        raise refused(where, value, 'one of "identity", "int8", "int4", "int2", "sign"', "small tensors need no more")
+        raise refused(where, value, 'one of "identity", "int8", "int4", "int2"', "small tensors need no more")
     return codec
 
 
-def _codecs(value: object, where: str, kernels: Mode) -> tuple[Codec, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) < 2:
-        raise refused(where, value, "a list of at least two codecs", 'for example ["low_rank", "top_k"]')
-    return tuple(_codec(part, f"{where}[{index}]", kernels) for index, part in enumerate(value))
+def _rest(value: object, where: str, kernels: Mode) -> Codec | None:
+    codec = None if value is None else make_codec(value, where=where, kernels=kernels)  # type: ignore[arg-type]
+    if codec is not None and not isinstance(codec, Blockwise):
+        raise refused(where, value, 'null or one of "int8", "int4", "int2"', 'for example "int2"')
+    return codec
 
 
 # ---- types: what makes the codec, and its options ----
@@ -106,32 +96,13 @@ def _plain(kind: type[Codec], **fixed: Any) -> Make:
 
 
 def _make_low_rank(where: str, options: dict[str, Any], kernels: Mode) -> Codec:
-    return LowRank(**{"fallback": Blockwise(bits=4, kernels=kernels), **options}, kernels=kernels)
-
-
-def _make_top_k(where: str, options: dict[str, Any], kernels: Mode) -> Codec:
-    codec = TopK(**options, kernels=kernels)
-    if codec.k > codec.block // 2:
-        raise refused(f"{where}.k", codec.k, f"at most half of block {codec.block}", "take fewer, or int4 instead")
-    return codec
-
-
-def _make_warm_up(where: str, options: dict[str, Any], kernels: Mode) -> Codec:
-    for key in ("steps", "then"):
-        if key not in options:
+    for key, other in (("first_rank", "first_steps"), ("first_steps", "first_rank")):
+        if key in options and other not in options:
             raise ConfigError(
-                f'{where}.{key} is missing; a warm-up is written {{"type": "warm_up", "steps": 20, "first": "int4", '
-                '"then": "low_rank"}'
+                f"{where}.{other} is missing; {where}.{key} is {options[key]}: "
+                "set both, the rank of the first packets and their number, or neither"
             )
-    return WarmUp(**{"first": Blockwise(bits=4, kernels=kernels), **options}, kernels=kernels)
-
-
-def _make_sum(where: str, options: dict[str, Any], kernels: Mode) -> Codec:
-    if "parts" not in options:
-        raise ConfigError(
-            f'{where}.parts is missing; a sum is written {{"type": "sum", "parts": ["low_rank", "top_k"]}}'
-        )
-    return Sum(**options, kernels=kernels)
+    return LowRank(**{"fallback": Blockwise(bits=4, kernels=kernels), **options}, kernels=kernels)
 
 
 _BLOCK: dict[str, Reader] = {"block": _choice(*BLOCKS)}
@@ -141,11 +112,6 @@ TYPES: dict[str, tuple[Make, dict[str, Reader]]] = {
     "int8": (_plain(Blockwise, bits=8), _BLOCK),
     "int4": (_plain(Blockwise, bits=4), _BLOCK),
     "int2": (_plain(Blockwise, bits=2), _BLOCK),
-    "sign": (_plain(Blockwise, bits=1), _BLOCK),
-    "top_k": (
-        _make_top_k,
-        {**_BLOCK, "k": _integer(1, LARGEST_BLOCK // 2), "value_bits": _choice(1, 2, 4, 16)},
-    ),
     "low_rank": (
         _make_low_rank,
         {
@@ -154,9 +120,10 @@ TYPES: dict[str, tuple[Make, dict[str, Reader]]] = {
             "weighting": _choice("none", "rms"),
             "iterations": _integer(1, 8),
             "refresh_interval": _integer(1, 10**9),
-            "fallback": _plain_codec,
+            "fallback": _fallback,
+            "rest": _rest,
+            "first_rank": _integer(1, 1024),
+            "first_steps": _integer(1, 10**9),
         },
     ),
-    "sum": (_make_sum, {"parts": _codecs}),
-    "warm_up": (_make_warm_up, {"steps": _integer(1, 10**9), "first": _codec, "then": _codec}),
 }

@@ -36,19 +36,26 @@ def test_every_type_is_tested():
         ({"type": "low_rank", "rank": 0}, r"^k.rank is 0, but must be an integer from 1 to 1024; write it without"),
         ({"type": "low_rank", "rank": True}, r"^k.rank is true, but must be an integer"),
         ({"type": "low_rank", "factors": "int9"}, r'^k.factors is "int9", but must be one of "fp32", .*"int8"\?'),
-        ({"type": "low_rank", "fallback": "top_k"}, r'^k.fallback is "top_k", but must be one of "identity", "int8"'),
-        ({"type": "int8", "block": 100}, r"^k.block is 100, but must be one of 8, 16, .*1024; choose one of these"),
-        ({"type": "top_k", "block": 8, "k": 5}, r"^k.k is 5, but must be at most half of block 8; take fewer"),
-        ({"type": "top_k", "value_bits": 3}, r"^k.value_bits is 3, but must be one of 1, 2, 4, 16"),
-        ({"type": "identity", "dtype": "fp8"}, r'^k.dtype is "fp8", but must be one of "fp32", "bf16", "fp16"'),
-        ({"type": "sum"}, r"^k.parts is missing; a sum is written"),
-        ({"type": "sum", "parts": ["int8"]}, r'^k.parts is \["int8"\], but must be a list of at least two codecs'),
-        ({"type": "sum", "parts": ["int8", "int7"]}, r'^k.parts\[1\] is "int7", but must be one of'),
-        ({"type": "warm_up", "steps": 3}, r"^k.then is missing; a warm-up is written"),
-        ({"type": "warm_up", "steps": 0, "then": "int8"}, r"^k.steps is 0, but must be an integer from 1"),
         (
-            {"type": "sum", "parts": ["int8", {"type": "warm_up", "steps": 1, "then": "int8"}]},
-            r"^k.parts\[1\] is .*, but must be a codec other than warm_up; put warm_up outermost",
+            {"type": "low_rank", "fallback": "low_rank"},
+            r'^k.fallback is "low_rank", but must be one of "identity", "int8"',
+        ),
+        ({"type": "int8", "block": 100}, r"^k.block is 100, but must be one of 8, 16, .*1024; choose one of these"),
+        ({"type": "identity", "dtype": "fp8"}, r'^k.dtype is "fp8", but must be one of "fp32", "bf16", "fp16"'),
+        ({"type": "low_rank", "rest": "int7"}, r'^k.rest is "int7", but must be one of .*"int8"\?'),
+        (
+            {"type": "low_rank", "rest": "low_rank"},
+            r'^k.rest is "low_rank", but must be null or one of "int8", "int4"',
+        ),
+        ({"type": "low_rank", "rest": {"type": "int2", "block": 9}}, r"^k.rest.block is 9, but must be one of 8, 16"),
+        ({"type": "low_rank", "first_rank": 14}, r"^k.first_steps is missing; k.first_rank is 14: set both, the rank"),
+        (
+            {"type": "low_rank", "first_steps": 50},
+            r"^k.first_rank is missing; k.first_steps is 50: set both, the rank",
+        ),
+        (
+            {"type": "low_rank", "first_rank": 9, "first_steps": 0},
+            r"^k.first_steps is 0, but must be an integer from 1",
         ),
     ],
 )
@@ -59,3 +66,7 @@ def test_wrong_specs_are_refused_with_key_value_and_advice(spec, message):
 
 def test_the_block_knows_every_codec():
     assert set(EXPERT_CODECS) == set(TYPES)
+
+
+def test_a_rest_of_null_is_none():
+    assert make_codec({"type": "low_rank", "rest": None}) == make_codec("low_rank")

@@ -5,10 +5,9 @@ The other device is "meta", which computes nothing and needs no driver.  FakeTen
 a build of torch without CUDA refuses to index such tensors.
 """
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
-
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,12 +21,12 @@ from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layout import gather_stages
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.shipment import GradientReturn, WeightShipment
-from ds_hybridep.sync.feedback import Encoding, StepChanges
 from ds_hybridep.integration import engine
 from ds_hybridep.kernels import RoutePlan, load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.collectives import LevelCollectives
+from ds_hybridep.sync.feedback import Encoding, StepChanges
 from ds_hybridep.tokens import exchange as row_exchange
 from ds_hybridep.tokens.dispatch import (
     DispatchState,
@@ -46,12 +45,10 @@ CODECS: tuple[Any, ...] = (
     "identity",
     "int8",
     "int2",
-    "sign",
-    {"type": "top_k", "k": 5, "block": 64, "value_bits": 4},
     {"type": "low_rank", "rank": 2},
     {"type": "low_rank", "rank": 2, "weighting": "rms", "factors": "log4", "iterations": 2},
-    {"type": "sum", "parts": ["low_rank", "int4"]},
-    {"type": "warm_up", "steps": 1, "first": "int4", "then": "top_k"},
+    {"type": "low_rank", "rest": "int4"},
+    {"type": "low_rank", "rank": 2, "first_rank": 3, "first_steps": 1},
 )
 
 
