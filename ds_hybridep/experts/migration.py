@@ -272,6 +272,11 @@ class MigrationManager:
         if wait:
             self.finish_shipments()
 
+    def refresh_stale(self) -> None:
+        """`refresh` now rather than in the next forward, if weights have changed; all ranks must call."""
+        if self.is_stale:
+            self.refresh()
+
     def check_returned(self, before: str) -> None:
         """Raise GradientNotReturnedError if replicas hold gradients; `before` says what is about to happen."""
         waiting = (Gradients.ACCUMULATING, Gradients.RETURNING)

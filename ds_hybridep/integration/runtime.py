@@ -197,8 +197,8 @@ class HybridRuntime:
         """
         saved = None
         if self.migration is not None:
-            if self._has_codecs and self.migration.is_stale:
-                self.migration.refresh()
+            if self._has_codecs:
+                self.migration.refresh_stale()
             self.migration.finish()  # a run that resumes begins with replicas as new as their owners
         if self._has_codecs or self._undelivered is not None:
             waiting = {} if self._undelivered is None else self._undelivered.parts
