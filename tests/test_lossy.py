@@ -164,7 +164,7 @@ def resume(case: Case, codecs: Codecs, folder: str, then: Codecs | None = None) 
             "equal": all(map(torch.equal, parameters, engine.module.parameters())),
             "residual": residual,
             "handed over": handed_over,
-            "left": runtime_of(engine)._undelivered is not None,
+            "left": bool(runtime_of(engine)._undelivered.parts),
         }
 
 
@@ -200,8 +200,7 @@ def load_twice(case: Case, codecs: Codecs, folder: str) -> dict[str, Any]:
 
 
 def undelivered_of(engine: Engine) -> float:
-    waiting = runtime_of(engine)._undelivered
-    return weighted_sum_of([] if waiting is None else [part for parts in waiting.parts.values() for part in parts])
+    return weighted_sum_of(part for parts in runtime_of(engine)._undelivered.parts.values() for part in parts)
 
 
 def lose_a_file(case: Case, codecs: Codecs, folder: str) -> tuple[str, str]:

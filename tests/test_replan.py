@@ -92,7 +92,7 @@ def residuals_before_and_after(case: Case, block: dict[str, Any]) -> list[tuple[
         taken = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._undelivered.parts.items()}
         pairs = [(owed[name], torch.cat([part.reshape(-1) for part in taken[name]])) for name in owed]
         train(engine, case, 3, 1)
-        assert attachment.runtime._undelivered is None
+        assert not attachment.runtime._undelivered.parts
         return pairs
 
 
@@ -219,7 +219,7 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
 def carried_norm(engine: Engine) -> float:
     """L2 norm of what waits at parameters without replicas."""
     carried = attachment_of(engine).runtime._undelivered
-    parts = [] if carried is None else [part for parts in carried.parts.values() for part in parts]
+    parts = [part for parts in carried.parts.values() for part in parts]
     return sum(float(part.square().sum()) for part in parts) ** 0.5
 
 

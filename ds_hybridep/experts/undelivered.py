@@ -59,14 +59,13 @@ class _Waiting:
 
 
 class UndeliveredGradients:
-    """Gradients of the owned experts that wait for the next step.
+    """Gradients of the owned experts that wait for the next step; none at first.
 
     Each is added once, to the first gradient that its parameter gets at an accumulation boundary, and is kept until
     the step that uses it was applied.
 
     Args:
         experts: by layer the modules with those that this rank owns, one each or one for all.
-        parts: by layer, unscaled fp32 [e, *shape] for each trainable parameter in block order; changed in place.
         is_boundary: True when the backward that runs is the last before the optimizer step.
         loss_scale: by which gradients are multiplied now.
         changes: of the step under way.
@@ -75,16 +74,23 @@ class UndeliveredGradients:
     def __init__(
         self,
         experts: Mapping[str, Sequence[nn.Module]],
-        parts: Mapping[str, Sequence[Tensor]],
         is_boundary: Callable[[], bool],
         loss_scale: Callable[[], float],
         changes: StepChanges,
     ) -> None:
-        self._is_boundary, self._loss_scale, self._changes = is_boundary, loss_scale, changes
-        self.parts = {layer: list(tensors) for layer, tensors in parts.items()}
+        self._experts, self._changes = experts, changes
+        self._is_boundary, self._loss_scale = is_boundary, loss_scale
+        self.parts: Mapping[str, Sequence[Tensor]] = {}
         self._waiting: list[_Waiting] = []
-        for layer, tensors in self.parts.items():
-            for local_idx, expert in enumerate(experts[layer]):
+
+    def take_over(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        """Add `parts` to the next gradients: by layer, unscaled fp32 [e, *shape] for each trainable parameter in block
+        order.  They are changed in place, and replace what waited before.
+        """
+        self.remove()
+        self.parts = parts
+        for layer, tensors in parts.items():
+            for local_idx, expert in enumerate(self._experts[layer]):
                 for part, parameter in zip(tensors, _trainable_in_order(expert), strict=True):
                     waiting = _Waiting(part if part.shape == full_shape(parameter) else part[local_idx])
                     waiting.handle = parameter.register_hook(partial(self._add, waiting))
@@ -97,11 +103,6 @@ class UndeliveredGradients:
         self._changes.note(waiting, lambda: setattr(waiting, "is_added", False))
         return (gradient.float() + waiting.values * self._loss_scale()).to(gradient.dtype)
 
-    @property
-    def is_done(self) -> bool:
-        """Nothing waits any more."""
-        return not self._waiting
-
     def deliver(self) -> None:
         """The optimizer step was applied: forget what was added to its gradients."""
         for waiting in self._waiting:
@@ -109,14 +110,16 @@ class UndeliveredGradients:
                 waiting.values.zero_()
                 waiting.handle.remove()
         self._waiting = [waiting for waiting in self._waiting if not waiting.is_added]
+        if not self._waiting:
+            self.parts = {}
 
-    def remove(self) -> dict[str, list[Tensor]]:
+    def remove(self) -> Mapping[str, Sequence[Tensor]]:
         """Stop adding, for another plan takes over.  Returns what was not added yet."""
         self.deliver()  # gradients that are there go on to their step
         for waiting in self._waiting:
             waiting.handle.remove()
-        self._waiting = []
-        return self.parts
+        left, self.parts, self._waiting = self.parts, {}, []
+        return left
 
 
 def _trainable_in_order(expert: nn.Module) -> list[nn.Parameter]:

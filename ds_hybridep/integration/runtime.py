@@ -2,6 +2,7 @@
 """All that one attached model has under one plan, driven around the optimizer step."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import AgreementError
-from ds_hybridep.experts import codec_checkpoint, undelivered
+from ds_hybridep.experts import codec_checkpoint
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.replicas import Replicas
+from ds_hybridep.experts.undelivered import UndeliveredGradients, collect
 from ds_hybridep.experts.verification import verify
 from ds_hybridep.integration.build import Builder, PlannedLayer, describe, encoding_of, plan_layer
 from ds_hybridep.integration.statistics import Statistics
@@ -42,9 +44,11 @@ class HybridRuntime:
         is_boundary: Callable[[], bool],
     ) -> None:
         self.config, self.transport, self.kernels = config, transport, kernels
-        self._encoding, self._is_boundary, self._planned = encoding, is_boundary, tuple(planned)
+        self._planned = tuple(planned)
         self._changes = StepChanges()
-        self._undelivered: undelivered.UndeliveredGradients | None = None  # of an earlier plan
+        self._undelivered = UndeliveredGradients(
+            {layer.spec.name: layer.spec.experts for layer in planned}, is_boundary, encoding.loss_scale, self._changes
+        )
         self._is_stepping = False
         # Channels are made here, in the same order on all ranks.
         ours = [layer for layer in planned if layer.exchange is not None]
@@ -88,7 +92,7 @@ class HybridRuntime:
         self._is_stepping = False
         if was_applied:
             self._changes.keep()
-            self._deliver()
+            self._undelivered.deliver()
             if self.migration is not None:
                 self.migration.after_step(ships=ships)
         else:
@@ -110,7 +114,7 @@ class HybridRuntime:
     def refresh(self) -> None:
         """Ship all experts' weights again and wait for them; without an engine this ends an optimizer step."""
         self._changes.keep()
-        self._deliver()
+        self._undelivered.deliver()
         if self.migration is not None:
             self.migration.refresh()
 
@@ -126,7 +130,7 @@ class HybridRuntime:
 
     def close(self) -> None:
         """Drop connections and replicas.  Waits for nothing, so that it can be called after an error too."""
-        self._drop_undelivered()
+        self._undelivered.remove()
         if self.migration is not None:
             self.migration.release()
         self.transport.close()
@@ -141,10 +145,10 @@ class HybridRuntime:
             Empty where nothing is lossy.
         """
         self.finish()
-        kept = self._drop_undelivered()
+        kept = {layer: list(parts) for layer, parts in self._undelivered.remove().items()}
         for replicas in self._replicas:
             if replicas.feedback is not None and replicas.feedback.gradient_layouts:
-                collected = undelivered.collect(replicas, self.transport)
+                collected = collect(replicas, self.transport)
                 earlier = kept.get(replicas.layer)
                 kept[replicas.layer] = (
                     collected if earlier is None else [a + b for a, b in zip(collected, earlier, strict=True)]
@@ -160,24 +164,7 @@ class HybridRuntime:
                 vars(self.layer_stats[name]).update(vars(stats))
             else:
                 self.layer_stats[name] = stats
-        self._take_over(kept)
-
-    def _take_over(self, kept: Mapping[str, list[Tensor]]) -> None:
-        if kept:
-            experts = {layer.spec.name: layer.spec.experts for layer in self._planned}
-            self._undelivered = undelivered.UndeliveredGradients(
-                experts, kept, self._is_boundary, self._encoding.loss_scale, self._changes
-            )
-
-    def _deliver(self) -> None:
-        if self._undelivered is not None:
-            self._undelivered.deliver()
-            if self._undelivered.is_done:
-                self._undelivered = None
-
-    def _drop_undelivered(self) -> dict[str, list[Tensor]]:
-        waiting, self._undelivered = self._undelivered, None
-        return {} if waiting is None else waiting.remove()
+        self._undelivered.take_over(kept)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -200,8 +187,8 @@ class HybridRuntime:
             if self._has_codecs:
                 self.migration.refresh_stale()
             self.migration.finish()  # a run that resumes begins with replicas as new as their owners
-        if self._has_codecs or self._undelivered is not None:
-            waiting = {} if self._undelivered is None else self._undelivered.parts
+        waiting = self._undelivered.parts
+        if self._has_codecs or waiting:
             saved = codec_checkpoint.capture(self._replicas, self._owned(), waiting, self.plan, step)
         codec_checkpoint.write(folder, self.transport.rank, self.transport.world_size, saved)
 
@@ -232,10 +219,10 @@ class HybridRuntime:
                 ) from error
             if saved is not None and is_same:
                 self.migration.refresh()
-                self._take_over(codec_checkpoint.restore(self._replicas, saved))
+                self._undelivered.take_over(codec_checkpoint.restore(self._replicas, saved))
                 return ""
         found = codec_checkpoint.undelivered(self._owned(), files, step)
-        self._take_over(found)
+        self._undelivered.take_over(found)
         norm = sum(float(part.double().square().sum()) for parts in found.values() for part in parts) ** 0.5
         if not norm:
             return ""
@@ -243,7 +230,7 @@ class HybridRuntime:
 
     def forget_codecs(self) -> None:
         """Weights were loaded without the optimizer: the next forward ships them, residuals are dropped."""
-        self._drop_undelivered()
+        self._undelivered.remove()
         self._changes.keep()  # nothing of before the load can be undone
         if self.migration is not None:
             self.migration.mark_weights_changed()
@@ -284,7 +271,7 @@ class HybridRuntime:
     def undelivered_norm(self) -> float:
         """L2 norm of the gradients that this rank has kept back."""
         feedbacks = [replicas.feedback for replicas in self._replicas if replicas.feedback is not None]
-        return sum(encoder.squared_residual() for one in feedbacks for encoder in one.encoders.values()) ** 0.5
+        return math.sqrt(sum(encoder.squared_residual() for one in feedbacks for encoder in one.encoders.values()))
 
     def describe(self) -> str:
         """The plan in one line, for the log."""
