@@ -58,7 +58,7 @@ def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
     ]
     held += [[tensor[replicas.own_slot] for tensor in frozen] + mirror.values for mirror in mirrors]
     sums = [
-        sum((_bit_sums(tensor) for tensor in tensors), torch.zeros(2, dtype=torch.int64, device=replicas.device))
+        sum((kernels.bit_sums(tensor) for tensor in tensors), torch.zeros(2, dtype=torch.int64, device=replicas.device))
         for tensors in held
     ]
     return torch.stack(sums).cpu()
@@ -81,11 +81,3 @@ def _exchange(transport: Transport, replicas: Replicas, own: Tensor) -> dict[int
     purpose = Purpose("control", "exchange of checksums", replicas.layer)
     channel.start([(r, own) for r in others], [(r, tables[r]) for r in others], purpose).wait()
     return tables
-
-
-def _bit_sums(tensor: Tensor) -> Tensor:
-    """[2] int64: sum and index-weighted sum (mod 2^64) of a tensor's words."""
-    word = torch.int16 if tensor.element_size() > 1 else torch.uint8
-    wide = tensor.reshape(-1).view(word).to(torch.int64)
-    positions = torch.arange(wide.numel(), device=wide.device) % 65521 + 1
-    return torch.stack([wide.sum(), (wide * positions).sum()])
