@@ -38,7 +38,7 @@ def balanced(rank: int) -> dict[str, Any]:
 
 
 def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "sum", "parts": [codec, {"type": "int2", "block": 64}]}
+    return {**codec, "rest": {"type": "int2", "block": 64}}
 
 
 # name -> (weight codec, gradient codec)

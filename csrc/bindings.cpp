@@ -214,11 +214,10 @@ void require_block(int64_t block) {
     }
 }
 
-void require_bits(int bits, std::initializer_list<int> allowed) {
-    for (const int one : allowed) {
-        if (bits == one) return;
+void require_bits(int bits) {
+    if (bits != 2 && bits != 4 && bits != 8) {
+        throw py::value_error("bits: got " + std::to_string(bits) + ", wanted 2, 4 or 8");
     }
-    throw py::value_error("bits: got " + std::to_string(bits) + ", which this codec has no layout for");
 }
 
 hybridep::Input to_input(int source, Address a, Address other, int64_t n, int64_t length) {
@@ -241,7 +240,7 @@ void prepare(int source, Address a, Address other, int64_t n, int64_t length, La
 void blockwise_encode(int source, Address a, Address other, int64_t n, int64_t length, int bits, int64_t block,
                       Lane lane, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
     require_block(block);
-    require_bits(bits, {1, 2, 4, 8});
+    require_bits(bits);
     hybridep::blockwise_encode(to_input(source, a, other, n, length), bits, block, to_lane(lane),
                                to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
 }
@@ -250,28 +249,9 @@ void blockwise_decode(Address payload, int64_t stride, int64_t bytes, int64_t n,
                       int64_t block, bool is_add, Lane lane, Address out) {
     require_sizes({n, length});
     require_block(block);
-    require_bits(bits, {1, 2, 4, 8});
+    require_bits(bits);
     hybridep::blockwise_decode(to_payloads(payload, stride, bytes), n, length, bits, block, is_add, to_lane(lane),
                                at<float>(out));
-}
-
-void top_k_encode(int source, Address a, Address other, int64_t n, int64_t length, int64_t block, int64_t k,
-                  int value_bits, Lane lane, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
-    require_block(block);
-    require_bits(value_bits, {1, 2, 4, 16});
-    if (k < 1 || k > block) throw py::value_error("k: got " + std::to_string(k) + ", wanted 1 to block");
-    hybridep::top_k_encode(to_input(source, a, other, n, length), block, k, value_bits, to_lane(lane),
-                           to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
-}
-
-void top_k_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t length, int64_t block, int64_t k,
-                  int value_bits, bool is_add, Lane lane, Address out) {
-    require_sizes({n, length});
-    require_block(block);
-    require_bits(value_bits, {1, 2, 4, 16});
-    if (k < 1 || k > block) throw py::value_error("k: got " + std::to_string(k) + ", wanted 1 to block");
-    hybridep::top_k_decode(to_payloads(payload, stride, bytes), n, length, block, k, value_bits, is_add, to_lane(lane),
-                           at<float>(out));
 }
 
 hybridep::LowRank to_low_rank(int64_t rank, int64_t rows, int64_t cols, int factor, int iterations) {
@@ -364,8 +344,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("prepare", &prepare, release_gil());
     module.def("blockwise_encode", &blockwise_encode, release_gil());
     module.def("blockwise_decode", &blockwise_decode, release_gil());
-    module.def("top_k_encode", &top_k_encode, release_gil());
-    module.def("top_k_decode", &top_k_decode, release_gil());
     module.def("low_rank_encode", &low_rank_encode, release_gil());
     module.def("low_rank_decode", &low_rank_decode, release_gil());
     module.def("write_headers", &write_headers, release_gil());

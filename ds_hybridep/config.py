@@ -4,10 +4,8 @@ A field's annotation says what the field accepts. `Says` beside it holds the wor
 sentence of them and of what pydantic found wrong.
 """
 
-import json
 import math
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -23,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from ds_hybridep.cluster_file import find_cluster_file, load_cluster_file
 from ds_hybridep.config_messages import MINIMAL_BLOCK, Says, cut, explain, shown
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
@@ -129,7 +128,10 @@ class LowRankConfig(CodecConfig):
     def _check(self) -> "LowRankConfig":
         if (self.first_rank is None) != (self.first_steps is None):
             key, other = ("first_steps", "first_rank") if self.first_steps is None else ("first_rank", "first_steps")
-            raise ValueError(f"{key} is missing, but {other} is given; give both or none")
+            raise ValueError(
+                f"{key} is missing, but {other} is {getattr(self, other)}; set both, the rank of the first packets "
+                f"and their number, or neither"
+            )
         return self
 
 
@@ -350,8 +352,8 @@ def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | P
     """
     given, source = dict(block) if isinstance(block, Mapping) else block, ""
     if isinstance(block, Mapping) and isinstance(block.get("levels"), str):
-        path = _find_cluster_file(block["levels"], base_dir)
-        given, source = {**block, "levels": _load_cluster_file(path)}, f"cluster file {path}: "
+        path = find_cluster_file(block["levels"], base_dir)
+        given, source = {**block, "levels": load_cluster_file(path)}, f"cluster file {path}: "
     try:
         return HybridEPConfig.model_validate(given, context={"world_size": world_size})
     except ValidationError as error:
@@ -382,53 +384,3 @@ _MODELS: dict[int | str, type[Settings]] = {  # by the keys and the types of cod
     "low_rank": LowRankConfig,
     "auto": AutoConfig,
 }
-
-
-# ---- cluster files ----
-
-
-def _find_cluster_file(name: str, base_dir: str | Path) -> Path:
-    """Path of the cluster file `name`, beside the config or else in the working directory."""
-    for path in (Path(base_dir) / name, Path(name)):
-        if os.path.isfile(path):  # unlike Path.is_file, False for names that no file can have
-            return path
-    raise ConfigError(
-        f"hybridep.levels is the path {shown(name)}, but there is no such file in {base_dir} or in the working "
-        f"directory; correct the path, or write the levels as a list"
-    )
-
-
-def _load_cluster_file(path: Path) -> object:
-    """The `levels` of a JSON file (suffix .json) or of a YAML file (any other)."""
-    parse = json.loads if path.suffix == ".json" else _yaml_parser(path)
-    try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cluster file {path} cannot be read ({error.strerror}); correct hybridep.levels") from error
-    except (ValueError, RecursionError) as error:  # syntax, encoding, or a date that does not exist
-        raise ConfigError(f"cluster file {path} cannot be parsed; correct its syntax: {error}") from error
-    if not isinstance(content, Mapping) or "levels" not in content:
-        raise ConfigError(f"cluster file {path} has no key levels at its top; move the list of levels under it")
-    unknown = [key for key in content if key != "levels"]
-    if unknown:
-        raise ConfigError(
-            f"cluster file {path}: {shown(unknown[0])} is not a known key; it may hold levels only, so move other "
-            f"settings to the hybridep block"
-        )
-    return content["levels"]
-
-
-def _yaml_parser(path: Path) -> Callable[[str], object]:
-    """A parser that raises ValueError for bad syntax, as the JSON parser does."""
-    try:
-        import yaml  # only those who use such a file need the package
-    except ImportError as error:
-        raise ConfigError(f"cluster file {path} needs PyYAML; install it, or write the file as JSON") from error
-
-    def parse(text: str) -> object:
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from error
-
-    return parse

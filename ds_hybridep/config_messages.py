@@ -76,7 +76,7 @@ def explain(
     if kind == "missing" and last != "type":
         return f"{where}.{last} is missing; every entry needs it, as in {MINIMAL_BLOCK}"
     if kind == "union_tag_invalid" or (kind == "literal_error" and last == "type"):
-        return _about_unknown_codec(where, value, choices)
+        return _about_unknown_codec(where, value, choices, is_option="low_rank" in location)
     if kind == "model_type" and "type" not in model.model_fields:
         says = Says("an object with keys", f"known keys: {', '.join(model.model_fields)}")
     elif kind in ("model_type", "model_attributes_type", "union_tag_not_found", "missing"):
@@ -116,12 +116,12 @@ def _about_unknown_key(
     return f"{where} is not a known {noun}; {nearest(key, names) or 'remove it'} ({known})"
 
 
-def _about_unknown_codec(where: str, value: object, choices: Sequence[str]) -> str:
+def _about_unknown_codec(where: str, value: object, choices: Sequence[str], *, is_option: bool) -> str:
     if isinstance(value, Mapping):
         where, value = f"{where}.type", value["type"]
     if isinstance(value, str) and value in REMOVED_CODECS:
         return f"{where} is {shown(value)}, which was removed; write {REMOVED_CODECS[value]}"
-    if isinstance(value, str) and value in KNOWN_CODECS:
+    if isinstance(value, str) and value in KNOWN_CODECS and not is_option:
         return f"{where} is {shown(value)}, which is not available yet; choose one of {quoted(choices)}"
     advice = nearest(value, (*choices, *KNOWN_CODECS)) or "choose one of these"
     return f"{where} is {shown(value)}, but must be one of {quoted(choices)}; {advice}"

@@ -395,10 +395,10 @@ def test_codecs_with_equal_settings_are_equal_however_they_are_written():
         ({"type": "low_rank", "rank": {4}}, ".rank is {4}, but must be an integer from 1 to 1024"),
         ({"type": "low_rank", "rnak": 4}, '.rnak is not a known option; did you mean "rank"? (options of "low_rank"'),
         ({"type": "low_rank", "fallback": {"type": "int8", "block": 5}}, ".fallback.block is 5, but must be one of 8"),
-        ({"type": "low_rank", "rest": "low_rank"}, '.rest is "low_rank", which is not available yet; choose one of'),
+        ({"type": "low_rank", "rest": "low_rank"}, '.rest is "low_rank", but must be one of "int8", "int4"'),
         ({"type": "low_rank", "rest": {"type": "int8", "block": 8.0}}, ".rest.block is 8.0, but must be one of 8, 16"),
         ({"type": "low_rank", "rest": 3}, ".rest is 3, but must be a codec name or an object"),
-        ({"type": "low_rank", "first_rank": 8}, ".first_steps is missing, but first_rank is given; give both"),
+        ({"type": "low_rank", "first_rank": 8}, ".first_steps is missing, but first_rank is 8; set both"),
     ],
 )
 def test_options_of_codecs_are_checked_with_the_block(codec, message):

@@ -23,9 +23,9 @@ from ds_hybridep.codecs import make_codec
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 LOW_RANK = {"type": "low_rank", "rank": 2}
-# Two codecs with packets of one length.
-WARM_UP = {"type": "warm_up", "steps": 2, "first": {**LOW_RANK, "refresh_interval": 4}, "then": LOW_RANK}
-TOP_K = {"type": "top_k", "k": 8, "block": 256}
+STAGED = {"type": "low_rank", "rank": 1, "first_rank": 2, "first_steps": 2}
+COARSE = {"type": "int2", "block": 256}
+RANK_1_AND_REST = {"type": "low_rank", "rank": 1, "rest": "int2"}
 STEPS = 6
 Codecs = list[tuple[Any, Any]]  # (weights, gradients) of each level
 
@@ -310,12 +310,12 @@ def wrong_codec(case: Case, codecs: Codecs) -> tuple[str, str]:
     [
         ((2, 1), [("int8", "int8"), ("identity", "identity")]),
         ((2, 2), [(LOW_RANK, LOW_RANK), ("identity", "identity")]),
-        ((2, 2), [("sign", TOP_K), ("int8", "int4")]),
+        ((2, 2), [(COARSE, {"type": "low_rank", "rank": 1}), ("int8", "int4")]),
         ((2, 2), [("int4", "int4"), ("int4", "identity")]),
         ((1, 2), [("identity", "identity"), ("int2", LOW_RANK)]),
-        ((2, 1), [(WARM_UP, {"type": "sum", "parts": [LOW_RANK, "int2"]}), ("identity", "identity")]),
+        ((2, 1), [(STAGED, {**LOW_RANK, "rest": "int2"}), ("identity", "identity")]),
     ],
-    ids=["2x1-int8", "2x2-low_rank", "2x2-sign-int8", "2x2-shared-int4", "1x2-int2", "2x1-warm_up-sum"],
+    ids=["2x1-int8", "2x2-low_rank", "2x2-int2-int8", "2x2-shared-int4", "1x2-int2", "2x1-first_rank-rest"],
 )
 def test_replicas_equal_mirrors_after_every_step(
     pool4: ProcessPool, domain_sizes: tuple[int, ...], codecs: Codecs, dtype: str, zero_stage: int
@@ -330,7 +330,7 @@ def test_replicas_equal_mirrors_after_every_step(
             assert layer["decode_s"] > 0
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "sign", TOP_K, LOW_RANK], ids=str)
+@pytest.mark.parametrize("codec", ["int8", "int4", COARSE, LOW_RANK], ids=str)
 def test_one_expert_per_rank(pool4: ProcessPool, codec: Any) -> None:
     case = world4(2, 2, toy=ToyConfig(num_experts=4, ffn=35, hidden=17))
     codecs: Codecs = [(codec, codec), (codec, codec)]
@@ -358,14 +358,16 @@ def test_int8_both_ways_trains_as_exact_does(pool4: ProcessPool) -> None:
         assert other["losses"] != one["losses"]
 
 
-@pytest.mark.parametrize(("codec", "left"), [("int8", 1e-6), ("int4", 1e-6), (TOP_K, 0.05), (LOW_RANK, 0.05)], ids=str)
+@pytest.mark.parametrize(
+    ("codec", "left"), [("int8", 1e-6), ("int4", 1e-6), (LOW_RANK, 0.05), (RANK_1_AND_REST, 0.05)], ids=str
+)
 def test_what_a_codec_left_out_goes_out_later(pool4: ProcessPool, codec: Any, left: float) -> None:
     for case in (world4(2, 1), world4(2, 1, dtype="bf16", zero_stage=1)):
         for trained, _, later in pool4.run(distance_of_mirrors, case=case, codecs=[(codec, "identity")] * 2):
             assert later < max(left * trained, 1e-8)
 
 
-@pytest.mark.parametrize("codec", ["int4", LOW_RANK, TOP_K], ids=str)
+@pytest.mark.parametrize("codec", ["int4", LOW_RANK, COARSE], ids=str)
 def test_a_skipped_step_leaves_no_trace(pool4: ProcessPool, codec: Any) -> None:
     codecs: Codecs = [("int8", codec), ("identity", "int8")]
     for found in pool4.run(skip_steps, case=world4(2, 2), codecs=codecs):
@@ -388,7 +390,7 @@ def test_a_resumed_training_goes_on_bit_for_bit(
     pool4: ProcessPool, tmp_path: Path, dtype: str, zero_stage: int, accumulation: int
 ) -> None:
     case = world4(2, 2, dtype=dtype, zero_stage=zero_stage, accumulation=accumulation)
-    codecs: Codecs = [(LOW_RANK, TOP_K), ("int8", "int4")]
+    codecs: Codecs = [(LOW_RANK, COARSE), ("int8", "int4")]
     for found in pool4.run(resume, case=case, codecs=codecs, folder=str(tmp_path)):
         assert found["residual"] != 0
         assert found["again"] == found["losses"]
@@ -398,7 +400,7 @@ def test_a_resumed_training_goes_on_bit_for_bit(
 
 def test_at_another_plan_residuals_go_to_the_owners(pool4: ProcessPool, tmp_path: Path) -> None:
     case = world4(2, 2)
-    codecs: Codecs = [(LOW_RANK, TOP_K), ("int8", "int4")]
+    codecs: Codecs = [(LOW_RANK, COARSE), ("int8", "int4")]
     for name, then in (("codec", [("int8", "int8")] * 2), ("exact", [("identity", "identity")] * 2)):
         results = pool4.run(resume, case=case, codecs=codecs, folder=str(tmp_path / name), then=then)
         saved = sum(found["residual"] for found in results)
@@ -420,7 +422,7 @@ def test_a_checkpoint_of_before_the_first_step(pool4: ProcessPool, tmp_path: Pat
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_residuals_are_handed_over_once(pool4: ProcessPool, tmp_path: Path, ep_size: int) -> None:
     case = world4(*((2, 2) if ep_size == 4 else (1, 2)), toy=ToyConfig(ep_size=ep_size))
-    results = pool4.run(load_twice, case=case, codecs=[("int4", TOP_K)] * 2, folder=str(tmp_path))
+    results = pool4.run(load_twice, case=case, codecs=[("int4", COARSE)] * 2, folder=str(tmp_path))
     saved, once, twice, again, module_only = (
         sum(found[name] for found in results) for name in ("saved", "once", "twice", "again", "module only")
     )
@@ -469,7 +471,7 @@ def test_a_wrong_option_of_a_codec_names_its_key_path(pool4: ProcessPool) -> Non
 
 def test_bytes_over_the_slow_level_are_those_that_the_codec_promised(pool4: ProcessPool) -> None:
     case = world4(2, 2)
-    codecs: Codecs = [(LOW_RANK, TOP_K), ("identity", "identity")]
+    codecs: Codecs = [(LOW_RANK, COARSE), ("identity", "identity")]
     few, more = (
         pool4.run(train_lossy, case=case, codecs=codecs, num_steps=num_steps) for num_steps in (STEPS, STEPS + 1)
     )
@@ -477,7 +479,7 @@ def test_bytes_over_the_slow_level_are_those_that_the_codec_promised(pool4: Proc
     shapes = [(toy.ffn, toy.hidden), (1, toy.ffn), (toy.hidden, toy.ffn), (1, toy.hidden)]
     num_experts = toy.num_experts // 4
     for before, after in zip(few, more, strict=True):
-        for kind, spec in (("expert_weights", LOW_RANK), ("expert_gradients", TOP_K)):
+        for kind, spec in (("expert_weights", LOW_RANK), ("expert_gradients", COARSE)):
             codec = make_codec(spec)
             sizes = [num_experts * codec.packet_bytes(rows, cols) for rows, cols in shapes]
             message = sum(math.ceil(size / 16) * 16 for size in sizes)  # parts begin aligned
@@ -490,8 +492,8 @@ def test_bytes_over_the_slow_level_are_those_that_the_codec_promised(pool4: Proc
     ("domain_sizes", "codecs"),
     [
         ((2, 1), [("identity", "identity"), ("identity", "identity")]),
-        ((2, 2), [(LOW_RANK, TOP_K), ("int8", LOW_RANK)]),
-        ((2, 2), [("int4", "identity"), ("int4", "sign")]),
+        ((2, 2), [(LOW_RANK, COARSE), ("int8", LOW_RANK)]),
+        ((2, 2), [("int4", "identity"), ("int4", "int2")]),
     ],
     ids=["exact", "lossy", "shared"],
 )
@@ -507,12 +509,12 @@ def test_memory_is_what_the_estimators_say(
 
 def test_statistics_of_codecs_count_their_messages(pool4: ProcessPool) -> None:
     case = world4(2, 1)
-    codecs: Codecs = [(LOW_RANK, TOP_K), ("identity", "identity")]
+    codecs: Codecs = [(LOW_RANK, COARSE), ("identity", "identity")]
     results = pool4.run(job_reports, case=case, codecs=codecs)
     toy, num_experts = case.toy, case.toy.num_experts // 4
     shapes = [(toy.ffn, toy.hidden), (1, toy.ffn), (toy.hidden, toy.ffn), (1, toy.hidden)]
     raw = 4 * num_experts * sum(rows * cols for rows, cols in shapes)
-    for kind, spec in (("weight", LOW_RANK), ("gradient", TOP_K)):
+    for kind, spec in (("weight", LOW_RANK), ("gradient", COARSE)):
         codec = make_codec(spec)
         sizes = [num_experts * codec.packet_bytes(rows, cols) for rows, cols in shapes]
         message = sum(math.ceil(size / 16) * 16 for size in sizes)

@@ -22,8 +22,8 @@ from ds_hybridep.adaptive.options import Choice
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 SIZES = ((1, 1), (2, 1), (1, 1))
-TOP_K = {"type": "top_k", "k": 8, "block": 256}
-LOSSY = [(TOP_K, TOP_K), ("identity", "identity")]
+COARSE = {"type": "int2", "block": 256}
+LOSSY = [(COARSE, COARSE), ("identity", "identity")]
 EXACT = [("identity", "identity")] * 2
 
 
@@ -207,11 +207,11 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
     Returns the plan then, the norm of what was kept back before, and how far a step of nothing moves parameters.
     """
     block = planned_block(case)
-    block["levels"][0]["gradient_codec"] = TOP_K
+    block["levels"][0]["gradient_codec"] = COARSE
     with engine_of(case, with_block=True, hybridep=block) as engine:
         train(engine, case, 0, 1)
         engine.save_checkpoint(folder, tag="plain")
-        ds_hybridep.replan(engine, block_of(case, **block_with(case, [("identity", TOP_K)])))
+        ds_hybridep.replan(engine, block_of(case, **block_with(case, [("identity", COARSE)])))
         train(engine, case, 1, 2)
         engine.backward(engine(*_batch(case, 3)))
         engine.step()
@@ -235,7 +235,7 @@ def expert_gradient_norm(module: torch.nn.Module) -> float:
 
 def carry_over_two_backwards(case: Case) -> list[float]:
     """Norms of what is carried, of experts' gradients after backwards of nothing, and of what is left."""
-    block = block_with(case, [("identity", TOP_K)])
+    block = block_with(case, [("identity", COARSE)])
     settings = {"hybridep": block, "managed_gradient_accumulation": False}
     with engine_of(case, with_block=True, **settings) as engine:
         train(engine, case, 0, 3)
@@ -256,7 +256,7 @@ def carry_without_engine(case: Case) -> list[float]:
     with engine_of(case, with_block=False) as engine:
         model = engine.module
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        ds_hybridep.attach(model, block_of(case, **block_with(case, [("identity", TOP_K)])))
+        ds_hybridep.attach(model, block_of(case, **block_with(case, [("identity", COARSE)])))
         found = []
         for step in range(5):
             if step == 3:
@@ -274,7 +274,7 @@ def carry_without_engine(case: Case) -> list[float]:
 
 def replan_before_the_step(case: Case) -> tuple[float, float, float]:
     """What is carried when the plan changes after the backward, after that step, and after the next."""
-    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", TOP_K)])) as engine:
+    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
         train(engine, case, 0, 3)
         engine.backward(engine(*_batch(case, 3)))
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1,))))
@@ -287,7 +287,7 @@ def replan_before_the_step(case: Case) -> tuple[float, float, float]:
 
 def save_what_is_carried(case: Case, folder: str, domain_size: int) -> tuple[float, float, float]:
     """Movement of a step of nothing after a lossy plan was left, and after loading a checkpoint saved in between."""
-    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", TOP_K)])) as engine:
+    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
         train(engine, case, 0, 3)
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (domain_size,))))
         engine.save_checkpoint(folder, tag="between")
@@ -299,10 +299,10 @@ def save_what_is_carried(case: Case, folder: str, domain_size: int) -> tuple[flo
 
 def fail_to_replan(case: Case) -> tuple[str, float, float]:
     """Error of a change to a codec that does not exist, and what senders have kept back before and after it."""
-    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", TOP_K)])) as engine:
+    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
         train(engine, case, 0, 3)
         before = migration_of(engine).undelivered_norm
-        wrong = block_with(case, [("identity", {"type": "top_k", "k": 99999, "block": 256})])
+        wrong = block_with(case, [("identity", {"type": "low_rank", "rank": 99999})])
         error, _ = error_of(ds_hybridep.replan, engine, block_of(case, **wrong))
         return error, before, migration_of(engine).undelivered_norm
 

@@ -36,11 +36,6 @@ __device__ __forceinline__ void store_codes(uint8_t* codes, int64_t at, int64_t 
     uint32_t word = 0;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) word |= (at + j < length ? code[j] : 0) << (j * bits);
-    if (bits == 1) {  // two lanes fill a byte
-        word |= __shfl_xor_sync(kAllLanes, word, 1) << 4;
-        if (lane_idx() % 2 == 0 && at < length) codes[at / 8] = static_cast<uint8_t>(word);
-        return;
-    }
     uint8_t* to = codes + at * bits / 8;
     if (bits == 8 && at + 4 <= length && reinterpret_cast<uintptr_t>(to) % 4 == 0) {
         *reinterpret_cast<uint32_t*>(to) = word;

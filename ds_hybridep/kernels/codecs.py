@@ -60,25 +60,6 @@ class CompiledCodecs:
         with self._lane(_one_device(out=out, payload=payload)) as lane:
             self._extension.blockwise_decode(*_place(payload), *_size(out), bits, block, is_add, lane, out.data_ptr())
 
-    def top_k_encode(
-        self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor, *, block: int, k: int, value_bits: int
-    ) -> Tensor:
-        """As `blockwise_encode`, the k largest of each block."""
-        device = _one_device(a=a, other=other, payload=payload)
-        is_bad = _flags(a)
-        with self._lane(device) as lane:
-            self._extension.top_k_encode(
-                *_input(source, a, other), block, k, value_bits, lane, *_place(payload), is_bad.data_ptr()
-            )
-        return is_bad
-
-    def top_k_decode(self, payload: Tensor, out: Tensor, *, block: int, k: int, value_bits: int, is_add: bool) -> None:
-        """Assign or add the values of payload [n, bytes] to out [n, ...]."""
-        with self._lane(_one_device(out=out, payload=payload)) as lane:
-            self._extension.top_k_decode(
-                *_place(payload), *_size(out), block, k, value_bits, is_add, lane, out.data_ptr()
-            )
-
     def low_rank_encode(
         self,
         source: Source,

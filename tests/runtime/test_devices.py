@@ -41,12 +41,10 @@ CODECS: tuple[Any, ...] = (
     "identity",
     "int8",
     "int2",
-    "sign",
-    {"type": "top_k", "k": 5, "block": 64, "value_bits": 4},
     {"type": "low_rank", "rank": 2},
     {"type": "low_rank", "rank": 2, "weighting": "rms", "factors": "log4", "iterations": 2},
-    {"type": "sum", "parts": ["low_rank", "int4"]},
-    {"type": "warm_up", "steps": 1, "first": "int4", "then": "top_k"},
+    {"type": "low_rank", "rest": "int4"},
+    {"type": "low_rank", "rank": 2, "first_rank": 3, "first_steps": 1},
 )
 
 
