@@ -30,6 +30,7 @@ from ds_hybridep.experts.replicas import (
 from ds_hybridep.experts.transient import TransientMigration
 from ds_hybridep.integration.statistics import Statistics
 from ds_hybridep.kernels import Kernels, load_kernels
+from ds_hybridep.kernels.cuda import CudaKernels
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
 from ds_hybridep.sync.collectives import LevelCollectives
@@ -102,11 +103,9 @@ class HybridRuntime:
         # 2. One manager for all layers, then the layers.
         self.migration: MigrationManager | None = None
         if stores and config.replicas == "transient":
-            self.migration = TransientMigration(transport, stores, config.prefetch_depth, is_boundary)
+            self.migration = TransientMigration(transport, stores, config.advanced.prefetch_depth, is_boundary)
         elif stores:
-            self.migration = MigrationManager(
-                transport, stores, config.prefetch_depth, is_boundary, config.max_staleness
-            )
+            self.migration = MigrationManager(transport, stores, config.advanced.prefetch_depth, is_boundary)
         for (layer, _), (exchanges, position) in zip(taken_over, parts, strict=True):
             hybrid = self.layers[layer.spec.name] = self._build_layer(layer, exchanges, position)
             self.layer_stats[layer.spec.name] = hybrid.stats
@@ -327,7 +326,7 @@ class HybridRuntime:
             return
         self.migration.before_step()
         self._is_stepping = True
-        interval = self.config.verify_interval
+        interval = self.config.advanced.verify_interval
         if interval and self.statistics.num_steps and self.statistics.num_steps % interval == 0:
             self.migration.verify()
 
@@ -460,7 +459,9 @@ def prepare_runtime(
         planned = [_plan_layer(config, spec) for spec in specs]
         encoding = replace(encoding_of(config), master_of=master_of, loss_scale=loss_scale)
         device = specs[0].sample.device
-        kernels = load_kernels(config.kernels, device.type)
+        kernels = load_kernels(config.advanced.kernels, device.type)
+        if config.advanced.dispatch_sms is not None and isinstance(kernels, CudaKernels):
+            kernels = kernels.on_sms(config.advanced.dispatch_sms)
         backends = backends_of(config, device)
         payload = {
             "version": __version__,
@@ -476,27 +477,15 @@ def prepare_runtime(
 
 
 def encoding_of(config: HybridEPConfig) -> Encoding:
-    """How weights and gradients travel, without an optimizer.
-
-    Raises:
-        ConfigError: an option of a codec is wrong.
-    """
+    """How weights and gradients travel, without an optimizer."""
     return Encoding(_codecs(config, "weight_codec"), _codecs(config, "gradient_codec"))
 
 
 def _codecs(config: HybridEPConfig, key: str) -> tuple[Codec | None, ...]:
-    """The codec of each level; None where weights or gradients go as they are.
-
-    Raises:
-        ConfigError: an option of a codec is wrong.
-    """
-    specs = [getattr(level, key) for level in config.levels]
-    return tuple(
-        None
-        if spec == IDENTITY
-        else make_codec(spec.spec, where=f"hybridep.levels[{i}].{key}", kernels=config.kernels)
-        for i, spec in enumerate(specs)
-    )
+    """The codec of each level; None where weights or gradients go as they are."""
+    codecs = [getattr(level, key) for level in config.levels]
+    kernels = config.advanced.kernels
+    return tuple(None if codec == IDENTITY else make_codec(codec, kernels=kernels) for codec in codecs)
 
 
 def _plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:

@@ -66,7 +66,7 @@ def train_over_fake_streams(
     """
     cuda = FakeCuda(*dropped)
     checker = StreamChecker(cuda)
-    settings = {"kernels": "reference", "report_interval": 1, **settings}
+    settings = {"advanced": {"kernels": "reference"}, "report_interval": 1, **settings}
     block = block_with(case, [codecs] * len(case.levels), **settings)
     nccl = fake_nccl(cuda, checker) if is_nccl else nullcontext()
     with fake_device(cuda, checker), nccl, engine_of(case, with_block=True, hybridep=block, **SMALL_BUCKETS) as engine:
@@ -86,7 +86,7 @@ def train_over_fake_streams(
 def train_on_the_cpu(
     case: Case, codecs: tuple[Any, Any], num_steps: int = 2, is_nccl: bool = False, **settings: Any
 ) -> list[float]:
-    settings = {"kernels": "reference", "report_interval": 1, **settings}
+    settings = {"advanced": {"kernels": "reference"}, "report_interval": 1, **settings}
     block = block_with(case, [codecs] * len(case.levels), **settings)
     with engine_of(case, with_block=True, hybridep=block, **SMALL_BUCKETS) as engine:
         return train(engine, case, 0, num_steps)
@@ -96,8 +96,6 @@ WAYS = {
     "exact": (CASE, EXACT, {}),
     "lossy": (CASE, LOSSY, {}),
     "bf16": (replace(CASE, dtype="bf16", accumulation=1), LOSSY, {}),
-    "stale": (replace(CASE, accumulation=1), LOSSY, {"max_staleness": 1, "num_steps": 3}),
-    "stale exact": (CASE, EXACT, {"max_staleness": 1, "num_steps": 3}),
     "transient": (CASE, ("identity", "int8"), {"replicas": "transient"}),
     "low rank": (CASE, (LOW_RANK, LOW_RANK), {}),
     "without reports": (CASE, LOSSY, {"report_interval": 0}),
