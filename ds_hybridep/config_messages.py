@@ -5,9 +5,10 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 MAX_SHOWN_CHARACTERS = 80  # of a wrong value
 MINIMAL_BLOCK = '"hybridep": {"levels": [{"name": "dc", "size": 2}, {"name": "gpu", "size": 4}]}'
@@ -63,28 +64,40 @@ def explain(
     inner = location[:-1] if _is_unknown_key(found) else location
     model = next((models[key] for key in reversed(inner) if key in models), top)
     fields = top.model_fields | model.model_fields
-    name = next((str(key) for key in reversed(location) if key in fields), None)
-    metadata = [] if name is None else fields[name].metadata
-    says = next((words for words in metadata if isinstance(words, Says)), None)
-    context = found.get("ctx", {})
-    choices = re.findall(r"'(\w+)'", context.get("expected_tags") or context.get("expected", ""))
+    name = next((str(key) for key in reversed(location) if key in fields), "")
 
     if _is_unknown_key(found):
         return _about_unknown_key(where, last, value, parent, model, top)
-    if kind == "value_error" and last != name:  # a check of a whole model, whose message begins with the key
-        return f"{where}.{context['error']}"
+    if kind == "value_error" and last not in fields:  # a check of a whole model, whose message begins with the key
+        return f"{where}.{found['ctx']['error']}"
     if kind == "missing" and last != "type":
         return f"{where}.{last} is missing; every entry needs it, as in {MINIMAL_BLOCK}"
-    if kind == "union_tag_invalid" or (kind == "literal_error" and last == "type"):
-        return _about_unknown_codec(where, value, choices, is_option="low_rank" in location)
-    if kind == "model_type" and "type" not in model.model_fields:
-        says = Says("an object with keys", f"known keys: {', '.join(model.model_fields)}")
-    elif kind in ("model_type", "model_attributes_type", "union_tag_not_found", "missing"):
-        says = Says('a codec name or an object such as {"type": "identity"}', f"types: {quoted(EXPERT_CODECS)}")
-    elif kind == "literal_error" and says is None:
-        says = Says(f"one of {quoted(choices)}", nearest(value, choices) or "choose one of these")
-    assert says is not None, f"no words for {kind} at {location}"
+    if kind == "union_tag_invalid" or (last == "type" and kind != "missing"):
+        return _about_unknown_codec(
+            where, value, _choices(found, fields.get("type")), is_option="low_rank" in location
+        )
+    says = _words(found, value, model, fields.get(name))
     return f"{where} is {shown(value)}, but must be {says.allowed}; {says.advice}"
+
+
+def _words(found: Mapping[str, Any], value: object, model: type[BaseModel], field: FieldInfo | None) -> Says:
+    """Which values are allowed in place of `value`, and what to do."""
+    if found["type"] == "model_type" and "type" not in model.model_fields:
+        return Says("an object with keys", f"known keys: {', '.join(model.model_fields)}")
+    if found["type"] in ("model_type", "model_attributes_type", "union_tag_not_found", "missing"):
+        return Says('a codec name or an object such as {"type": "identity"}', f"types: {quoted(EXPERT_CODECS)}")
+    says = next((words for words in field.metadata if isinstance(words, Says)), None) if field else None
+    choices = _choices(found, field)
+    if says is None and choices:
+        return Says(f"one of {quoted(choices)}", nearest(value, choices) or "choose one of these")
+    return says or Says("valid", cut(found["msg"]))  # what has no words of ours is rare, such as half a character
+
+
+def _choices(found: Mapping[str, Any], field: FieldInfo | None) -> tuple[str, ...]:
+    """The values that a field or the type of a codec may have; none where it is not a choice."""
+    if "expected_tags" in found.get("ctx", {}):
+        return tuple(re.findall(r"'(\w+)'", found["ctx"]["expected_tags"]))
+    return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
 def _order(found: Mapping[str, Any]) -> int:
@@ -117,7 +130,7 @@ def _about_unknown_key(
 
 
 def _about_unknown_codec(where: str, value: object, choices: Sequence[str], *, is_option: bool) -> str:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and not where.endswith(".type"):
         where, value = f"{where}.type", value["type"]
     if isinstance(value, str) and value in REMOVED_CODECS:
         return f"{where} is {shown(value)}, which was removed; write {REMOVED_CODECS[value]}"

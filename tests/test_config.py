@@ -1,14 +1,18 @@
+import contextlib
 import json
 import math
 import sys
+import time
 from collections import OrderedDict
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ds_hybridep.config import IDENTITY, AdvancedConfig, HybridEPConfig, LevelConfig, parse_config
 from ds_hybridep.config_messages import MINIMAL_BLOCK
-from ds_hybridep.errors import ConfigError
+from ds_hybridep.errors import ConfigError, PlanError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 
 DC = {"name": "dc", "size": 2, "bandwidth_gbps": 1.0, "latency_ms": 20, "domain_size": 2}
@@ -114,9 +118,9 @@ def test_any_mapping_will_do():
 
 def test_settings_cannot_be_changed_and_can_be_hashed():
     config = parse(BLOCK)
-    for settings, key in ((config, "timeout_s"), (config.levels[0], "size"), (config.advanced, "prefetch_depth")):
+    for part, key in ((config, "timeout_s"), (config.levels[0], "size"), (config.advanced, "prefetch_depth")):
         with pytest.raises(ValidationError, match="frozen"):
-            setattr(settings, key, 1)
+            setattr(part, key, 1)
     assert hash(config) == hash(parse(BLOCK))
 
 
@@ -479,6 +483,162 @@ def test_codecs_to_choose_from_are_a_list_of_codecs():
 def test_two_levels_of_one_name_are_refused():
     message = refusal({"levels": [DC, {"name": "dc", "size": 4}]})
     assert_says(message, 'hybridep.levels[1].name is "dc", which hybridep.levels[0] has already', "its own name")
+
+
+# ---- values that are too large, too long or junk ----
+
+
+def test_a_huge_size_is_refused_before_its_divisors_are_looked_for():
+    for level in ({"size": 10**30}, {"size": 10**30, "domain_size": 2}, {"size": 10**5000}):
+        for block in (
+            {"levels": [{"name": "gpu", **level}]},
+            {"enabled": False, "levels": [{"name": "gpu", **level}]},
+        ):
+            message = refusal(block)
+            assert_says(message, "hybridep.levels[0].size is ", "an integer >= 1 and at most 1000000")
+    message = refusal({"levels": [{"name": "gpu", "size": 10**6, "domain_size": 7}]})
+    assert_says(message, "hybridep.levels[0].domain_size is 7", "size 1000000; choose one of 1, 2, 4, 5, 8")
+    message = refusal({"levels": [{"name": f"level {index}", "size": 10**6} for index in range(5000)]})
+    assert_says(message, "hybridep.levels: the sizes level 0 (1000000)", "but the job has 8")
+
+
+LONG = "x" * 10_000
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"levels": LONG},
+        {"levels": [LONG]},
+        {"levels": [{"name": LONG, "size": 2}]},
+        {"levels": [{"name": LONG, "size": 8}] * 2},
+        {"levels": [{"name": LONG, "size": LONG}]},
+        with_level_setting("weight_codec", LONG),
+        with_level_setting("weight_codec", {"type": LONG}),
+        with_level_setting("weight_codec", {"type": "low_rank", LONG: 3}),
+        with_level_setting("gradient_codec", {"type": "low_rank", "fallback": LONG}),
+        with_level_setting("token_codec", LONG),
+        with_level_setting(LONG, 2),
+        with_setting(LONG, LONG),
+        with_setting("token_exchange", LONG),
+        with_setting("prefetch_depth", LONG),
+        with_advanced("kernels", LONG),
+        with_advanced(LONG, LONG),
+        LONG,
+    ],
+    ids=str,
+)
+def test_long_values_and_keys_are_cut_wherever_they_stand(block):
+    message = refusal(block)
+    assert "x" * 50 in message
+    assert "x" * 81 not in message
+    assert len(message) <= MOST_CHARACTERS
+
+
+MOST_CHARACTERS = 600
+VALID_BLOCKS = [
+    BLOCK,
+    {"enabled": False},
+    {
+        "levels": [
+            {**DC, "weight_codec": "int8", "gradient_codec": {"type": "low_rank", "rank": 4, "rest": "int2"}},
+            GPU,
+        ]
+    },
+    {"levels": [{**DC, "domain_size": "auto", "weight_codec": "auto"}, GPU], "auto_codecs": ["int8", "low_rank"]},
+    {"levels": [{**DC, "token_codec": {"type": "fp8"}}, GPU], "replicas": "transient", "dense_sync": "auto"},
+    {
+        "levels": [DC, {**GPU, "gradient_codec": {"type": "low_rank", "fallback": {"type": "int4", "block": 64}}}],
+        "report_file": "run.json",
+        "advanced": {"prefetch_depth": 0, "kernels": "reference", "dispatch_sms": 8, "probe_cache": None},
+    },
+]
+
+
+def _nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+CYCLE = {"levels": []}
+CYCLE["levels"].append(CYCLE)
+UNPRINTABLE = {  # by name, since some cannot be shown when a test fails
+    "an integer of 5000 digits": 10**5000,
+    "a string of 10000 characters": LONG,
+    "a zero": "\0",
+    "half a character": "\ud800",
+    "bytes": b"bytes",
+    "a tuple": (),
+    "a set": {1, 2},
+    "an object": object(),
+    "an endless dictionary": CYCLE,
+    "an endless list": [CYCLE],
+    "a long list": [0] * 100_000,
+    "500 lists in each other": _nested(500),
+    "100000 lists in each other": _nested(100_000),
+}
+WORDS = ["auto", "identity", "int8", "low_rank", "top_k", "sum", "fp8", "deepspeed", "transient", "", "type", "levels"]
+KEYS = st.one_of(
+    st.sampled_from([*HybridEPConfig.model_fields, *LevelConfig.model_fields, *AdvancedConfig.model_fields]),
+    st.sampled_from(["type", "rank", "rest", "fallback", "block", "max_staleness", LONG, "\ud800", None, (1, 2)]),
+    st.text(max_size=5),
+    st.integers(),
+)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 12),
+    st.sampled_from([2**63, 10**30, -(10**400)]),
+    st.floats(),
+    st.sampled_from(WORDS),
+    st.text(max_size=20),
+    st.sampled_from(list(UNPRINTABLE)).map(lambda name: UNPRINTABLE[name]),
+)
+JUNK = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+def _places(value, path=()):
+    """Paths of all values in a block, the block itself first."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, one in inner for place in _places(one, (*path, key)))]
+
+
+def _changed(value, path, junk, key):
+    """With `junk` in the place of what stands at `path`, or beside it as `key` of an object."""
+    if not path:
+        return junk if key is _NOT_ADDED or not isinstance(value, dict) else {**value, key: junk}
+    copied = dict(value) if isinstance(value, dict) else list(value)
+    copied[path[0]] = _changed(value[path[0]], path[1:], junk, key)
+    return copied
+
+
+_NOT_ADDED = object()
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_a_block_with_junk_in_it_is_accepted_or_refused_with_a_short_message_that_names_the_key(data):
+    block = data.draw(st.sampled_from(VALID_BLOCKS))
+    # All paths are those of the valid block, since junk may be endless.
+    for path in data.draw(st.lists(st.sampled_from(_places(block)), min_size=1, max_size=3, unique=True)):
+        key, junk = data.draw(st.one_of(st.just(_NOT_ADDED), KEYS)), data.draw(JUNK)
+        with contextlib.suppress(LookupError, TypeError):  # what stood there is gone
+            block = _changed(block, path, junk, key)
+    begin_s = time.process_time()
+    message = ""
+    try:
+        json.dumps(parse(block).canonical())
+    except (ConfigError, PlanError) as error:
+        message = str(error)
+    assert time.process_time() - begin_s < 1.0
+    assert message == "" or message.startswith("hybridep"), message
+    assert len(message) <= MOST_CHARACTERS, message
 
 
 # ---- cluster files ----
