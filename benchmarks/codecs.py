@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Spec, Spec]] = {
 }
 
 
-STALE = {"exact, one step old"}  # cases whose replicas are what was shipped a step before, as with "max_staleness": 1
+STALE = {"exact, one step old"}  # cases whose replicas are what was shipped a step before
 
 
 # --------------------------------------------------------------------------------------------------------------- model

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
-from parity import Case, levels_of
+from parity import Case, levels_of, merged
 from process_pool import ProcessPool
 from test_engine import Engine, _batch, engine_of, error_of, moe_layers, train
 from toy_model import ToyConfig
@@ -45,7 +45,7 @@ def block_with(case: Case, codecs: Codecs, **settings: Any) -> dict[str, Any]:
             case.ds_config(with_block=True)["hybridep"]["levels"], codecs, strict=True
         )
     ]
-    return {"levels": levels, "verify_interval": 1, **settings}
+    return merged({"levels": levels, "advanced": {"verify_interval": 1}}, settings)
 
 
 def runtime_of(engine: Engine) -> Any:
@@ -226,7 +226,7 @@ def freeze_experts(case: Case, codecs: Codecs) -> list[float]:
     with engine_of(case, with_block=False) as engine:
         for layer in moe_layers(engine.module):
             layer.experts.requires_grad_(False)
-        ds_hybridep.attach(engine, {**case.ds_config(with_block=True)["hybridep"], **block_with(case, codecs)})
+        ds_hybridep.attach(engine, merged(case.ds_config(with_block=True)["hybridep"], block_with(case, codecs)))
         losses = train(engine, case, 0, 3)
         ds_hybridep.detach(engine)
         return losses

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
-from parity import FP32_TOLERANCE, Case, levels_of
+from parity import FP32_TOLERANCE, Case, levels_of, merged
 from process_pool import ProcessPool
 from test_engine import Engine, _batch, block_of, engine_of, error_of, evaluate, moe_layers, train
 from test_lossy import block_with, replicas_of, runtime_of
@@ -62,7 +62,7 @@ def losses_over(case: Case, blocks: list[dict[str, Any]], steps: int) -> tuple[l
 def block_of_sizes(case: Case, domain_sizes: tuple[int, ...], **settings: Any) -> dict[str, Any]:
     levels = case.ds_config(with_block=True)["hybridep"]["levels"]
     sized = [{**level, "domain_size": size} for level, size in zip(levels, domain_sizes, strict=True)]
-    return {"levels": sized, "verify_interval": 1, **settings}
+    return merged({"levels": sized, "advanced": {"verify_interval": 1}}, settings)
 
 
 def kept_back(engine: Engine) -> dict[str, torch.Tensor]:
@@ -129,7 +129,7 @@ def _tokens(case: Case) -> Any:
 
 def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[list[float], dict[str, Any]]:
     """Losses and record of a run whose planner is told, look by look, which domain sizes are best."""
-    block = planned_block(case, replan_interval=1, verify_interval=1, token_exchange="direct")
+    block = planned_block(case, advanced={"replan_interval": 1, "verify_interval": 1}, token_exchange="direct")
     with engine_of(case, with_block=True, hybridep=block) as engine:
         planner = attachment_of(engine).planner
         share, planning.LOOK_SHARE = planning.LOOK_SHARE, math.inf  # steps of a toy are shorter than a look
@@ -160,7 +160,9 @@ def cached_links(case: Case, path: str) -> tuple[list[dict[str, Any]], int]:
     levels = [{"name": "dc", "size": 2, "domain_size": "auto"}, {"name": "gpu", "size": 2}]
     long_enough_s, probe.LONG_ENOUGH_S = probe.LONG_ENOUGH_S, 0.01
     try:
-        with engine_of(case, with_block=True, hybridep={"levels": levels, "probe_cache": path}) as engine:
+        with engine_of(
+            case, with_block=True, hybridep={"levels": levels, "advanced": {"probe_cache": path}}
+        ) as engine:
             dist.barrier()  # nobody leaves while others still connect
             planner = attachment_of(engine).planner
             sent_bytes = planner._transport.traffic.sent_bytes.get((0, "control"), 0)
@@ -341,7 +343,7 @@ def record_by_hand(case: Case, folder: str) -> tuple[Any, str, list[float], str]
 
 def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
     """Options of a planned job, and changes after seven steps: with frozen experts, or trained as an evaluation."""
-    block = planned_block(case, replan_interval=1, auto_codecs=["int8"])
+    block = planned_block(case, advanced={"replan_interval": 1}, auto_codecs=["int8"])
     block["levels"][0].update(weight_codec="auto", gradient_codec="auto")
     with engine_of(case, with_block=False) as engine:
         if is_frozen:
@@ -360,7 +362,7 @@ def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
     measure = planning._free_and_working_bytes
     planning._free_and_working_bytes = lambda device, num_neighbours: (1e6 * (7 - dist.get_rank()), 1000.0)
     try:
-        with engine_of(case, with_block=True, hybridep=planned_block(case, replan_interval=1)) as engine:
+        with engine_of(case, with_block=True, hybridep=planned_block(case, advanced={"replan_interval": 1})) as engine:
             planner, found = attachment_of(engine).planner, []
             choose = planner._chooser.choose
 
@@ -440,7 +442,7 @@ def test_losses_are_deepspeeds_over_changes_of_plan(pool4: ProcessPool, zero_sta
     case = world4(1, 1, zero_stage=zero_stage, accumulation=accumulation)
     blocks = [block_of_sizes(case, sizes) for sizes in SIZES]
     blocks.append(block_of_sizes(case, (1, 1), token_exchange="deepspeed", dense_sync="hierarchical"))
-    blocks.append(block_of_sizes(case, (2, 2), prefetch_depth=0))
+    blocks.append(block_of_sizes(case, (2, 2), advanced={"prefetch_depth": 0}))
     plain = pool4.run(plain_losses, case=case, num_steps=2 * len(blocks))
     hybrid = pool4.run(losses_over, case=case, blocks=blocks, steps=2, timeout_s=120)
     for rank in range(4):

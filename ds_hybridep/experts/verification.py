@@ -57,10 +57,7 @@ def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
         for slot in range(len(replicas.domain_ranks))
     ]
     held += [[tensor[replicas.own_slot] for tensor in frozen] + mirror.values for mirror in mirrors]
-    sums = [
-        sum((kernels.bit_sums(tensor) for tensor in tensors), torch.zeros(2, dtype=torch.int64, device=replicas.device))
-        for tensors in held
-    ]
+    sums = [torch.stack([kernels.bit_sums(tensor.contiguous()) for tensor in tensors]).sum(0) for tensors in held]
     return torch.stack(sums).cpu()
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_hybridep.codecs import Codec, make_codec
-from ds_hybridep.config import IDENTITY, HybridEPConfig
+from ds_hybridep.config import IDENTITY, CodecConfig, HybridEPConfig
 from ds_hybridep.experts.codec_checkpoint import OwnedExperts
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
 from ds_hybridep.experts.layout import connect, gather_stages, lay_out
@@ -104,7 +104,7 @@ class Builder:
         if experts:
             manager = TransientMigration if self._config.replicas == "transient" else MigrationManager
             migration = manager(
-                self._transport, list(experts.values()), self._config.prefetch_depth, self._is_boundary
+                self._transport, list(experts.values()), self._config.advanced.prefetch_depth, self._is_boundary
             )
         positions = {name: position for position, name in enumerate(experts)}
         built = {
@@ -191,22 +191,15 @@ def _describe_codecs(config: HybridEPConfig, layer: PlannedLayer) -> str:
 
 
 def encoding_of(config: HybridEPConfig) -> Encoding:
-    """How weights and gradients travel, without an optimizer.
+    """How weights and gradients travel, without an optimizer."""
 
-    Raises:
-        ConfigError: an option of a codec is wrong.
-    """
+    def made(settings: CodecConfig) -> Codec | None:
+        return None if settings == IDENTITY else make_codec(settings, kernels=config.advanced.kernels)
 
-    def codecs(key: str) -> tuple[Codec | None, ...]:
-        specs = [getattr(level, key) for level in config.levels]
-        return tuple(
-            None
-            if spec == IDENTITY
-            else make_codec(spec.spec, where=f"hybridep.levels[{i}].{key}", kernels=config.kernels)
-            for i, spec in enumerate(specs)
-        )
-
-    return Encoding(codecs("weight_codec"), codecs("gradient_codec"))
+    return Encoding(
+        tuple(made(level.weight_codec) for level in config.levels),
+        tuple(made(level.gradient_codec) for level in config.levels),
+    )
 
 
 def plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:

@@ -67,7 +67,7 @@ class HybridRuntime:
         if self.migration is not None:
             self.migration.before_step()
         self._is_stepping = True
-        interval, steps = self.config.verify_interval, self.statistics.num_steps
+        interval, steps = self.config.advanced.verify_interval, self.statistics.num_steps
         if interval and steps and steps % interval == 0:
             self.verify()
 
@@ -306,7 +306,7 @@ def prepare_runtime(
         planned = [plan_layer(config, spec) for spec in specs]
         encoding = replace(encoding_of(config), master_of=master_of, loss_scale=loss_scale)
         device = specs[0].sample.device
-        kernels = load_kernels(config.kernels, device.type)
+        kernels = load_kernels(config.advanced.kernels, device.type, config.advanced.dispatch_sms)
         backends = backends_of(config, device)
         payload = {
             "version": __version__,

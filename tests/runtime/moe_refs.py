@@ -76,9 +76,8 @@ class MoeCase:
         ]
         return {
             "levels": levels,
-            "kernels": "reference",
             "token_exchange": self.exchange,
-            "prefetch_depth": self.prefetch_depth,
+            "advanced": {"kernels": "reference", "prefetch_depth": self.prefetch_depth},
             "timeout_s": 30,
             "report_interval": 0,
             **options,
@@ -405,7 +404,7 @@ def toy_engine(case: Any, **block_options: Any) -> Iterator[Any]:
         seed=case.seed,
     )
     config = case.ds_config(with_block=True)
-    config["hybridep"].update(kernels="reference", **block_options)
+    config["hybridep"] = parity.merged(config["hybridep"], {"advanced": {"kernels": "reference"}, **block_options})
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     try:
         yield engine

@@ -66,7 +66,7 @@ def train_over_fake_streams(
     """
     cuda = FakeCuda(*dropped)
     checker = StreamChecker(cuda)
-    settings = {"kernels": "reference", "report_interval": 1, **settings}
+    settings = {"advanced": {"kernels": "reference"}, "report_interval": 1, **settings}
     block = block_with(case, [codecs] * len(case.levels), **settings)
     nccl = fake_nccl(cuda, checker) if is_nccl else nullcontext()
     with fake_device(cuda, checker), nccl, engine_of(case, with_block=True, hybridep=block, **SMALL_BUCKETS) as engine:
@@ -86,7 +86,7 @@ def train_over_fake_streams(
 def train_on_the_cpu(
     case: Case, codecs: tuple[Any, Any], num_steps: int = 2, is_nccl: bool = False, **settings: Any
 ) -> list[float]:
-    settings = {"kernels": "reference", "report_interval": 1, **settings}
+    settings = {"advanced": {"kernels": "reference"}, "report_interval": 1, **settings}
     block = block_with(case, [codecs] * len(case.levels), **settings)
     with engine_of(case, with_block=True, hybridep=block, **SMALL_BUCKETS) as engine:
         return train(engine, case, 0, num_steps)
