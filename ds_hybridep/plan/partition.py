@@ -4,12 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, divisors, flatten, unflatten
-
-Relation = Literal["gather", "exchange"]
 
 MAX_LISTED = 8  # items of a long list that an error message spells out
 
@@ -166,41 +163,6 @@ class Partition:
             self._rank_at(_with_level(domain, level, other), offset) for other in range(self.domain_counts[level])
         )
 
-    def relation(self, rank_a: int, rank_b: int) -> Relation | None:
-        """How two ranks are joined in the level-by-level topology; None where they send each other nothing.
-
-        Joined are ranks whose positions differ at exactly one level: by a gather inside one domain, by an exchange
-        between domains at equal offsets.
-
-        Source: paper, topology rule of the multi-level domains.
-        """
-        joined: Relation | None = None
-        pairs = zip(self.position_of(rank_a), self.position_of(rank_b), self.domain_sizes, strict=True)
-        for position_a, position_b, size in pairs:
-            if position_a == position_b:
-                continue
-            if joined is not None:
-                return None
-            if position_a // size == position_b // size:
-                joined = "gather"
-            elif position_a % size == position_b % size:
-                joined = "exchange"
-            else:
-                return None
-        return joined
-
-    def transfer_counts(self) -> tuple[int, int]:
-        """Ordered rank pairs (joined by an exchange, joined by a gather), as counted by `relation`.
-
-        With G ranks on one level in domains of S: (G (G / S - 1), G (S - 1)).
-
-        Source: paper, Table VII (all-to-all, all-gather).
-        """
-        num_ranks = len(self.group_ranks)
-        num_exchange_peers = sum(count - 1 for count in self.domain_counts)
-        num_gather_peers = sum(size - 1 for size in self.domain_sizes)
-        return num_ranks * num_exchange_peers, num_ranks * num_gather_peers
-
     # Experts.
 
     def experts_per_rank(self, num_experts: int) -> int:
@@ -222,13 +184,6 @@ class Partition:
         experts_per_rank = self.experts_per_rank(num_experts)
         first = self._rank_to_group_index[rank] * experts_per_rank
         return range(first, first + experts_per_rank)
-
-    def owner_of(self, expert: int, num_experts: int) -> int:
-        """Rank that owns `expert`.  Raises PlanError outside 0 .. num_experts - 1."""
-        experts_per_rank = self.experts_per_rank(num_experts)
-        if not 0 <= expert < num_experts:
-            raise PlanError(f"expert {expert} does not exist; the experts are 0 .. {num_experts - 1}")
-        return self.group_ranks[expert // experts_per_rank]
 
     def domain_experts(self, domain_index: int, num_experts: int) -> tuple[int, ...]:
         """[domain_size * e] experts of a domain in slot order: by offset index of the owner, then local index.

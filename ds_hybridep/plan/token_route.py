@@ -8,14 +8,10 @@ from operator import mul
 from typing import Literal, get_args
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
 from ds_hybridep.plan.partition import Partition
 
 TokenExchange = Literal["direct", "hierarchical"]
-
-# Where no bandwidth is known: 10 Gbit/s Ethernet between DCs as on the paper's machines, and a fixed step inwards.
-ASSUMED_SLOWEST_BYTES_PER_S = 1.25e9
-ASSUMED_SPEEDUP_PER_LEVEL = 8.0
 
 
 @dataclass(frozen=True)
@@ -73,10 +69,11 @@ def build_route(partition: Partition, rank: int, num_experts: int, exchange: Tok
 
 
 def expected_rows(
-    partition: Partition, num_experts: int, top_k: int, num_tokens: int, exchange: TokenExchange
+    domain_counts: Sequence[int], num_experts: int, top_k: int, num_tokens: int, exchange: TokenExchange
 ) -> tuple[float, ...]:
     """Rows that one rank sends over each cluster level in one dispatch, on average under even routing.
 
+    domain_counts: domains side by side at each level; together they share the experts evenly.
     num_tokens: tokens of one rank. Each picks `top_k` different experts, all choices alike.
 
     Direct, with n_l domains at level l and n in all: a peer's first level that differs is l for
@@ -85,16 +82,8 @@ def expected_rows(
     rank receives what it sends by symmetry, T n_0 ... n_(l-1) tokens are asked for each of n_l - 1 destinations,
     with the chance that they need one of E / (n_0 ... n_l) experts.
 
-    Raises PlanError where the experts cannot be shared evenly, or fewer than `top_k` exist.
+    Raises PlanError where fewer than `top_k` experts exist.
     """
-    partition.experts_per_rank(num_experts)
-    return expected_rows_of(partition.domain_counts, num_experts, top_k, num_tokens, exchange)
-
-
-def expected_rows_of(
-    domain_counts: Sequence[int], num_experts: int, top_k: int, num_tokens: int, exchange: TokenExchange
-) -> tuple[float, ...]:
-    """`expected_rows` of a partition that is known by its number of domains at each level only."""
     _check_exchange(exchange)
     if not 1 <= top_k <= num_experts:
         raise PlanError(f"top_k is {top_k}, but a token picks between 1 and all of the {num_experts} experts")
@@ -131,40 +120,19 @@ def choose_exchange(
         raise PlanError(f"the partition was made for the levels {partition.cluster}, but the links are of {cluster}")
     seconds = {}
     for exchange in get_args(TokenExchange):
-        rows = expected_rows(partition, num_experts, top_k, num_tokens, exchange)
+        rows = expected_rows(partition.domain_counts, num_experts, top_k, num_tokens, exchange)
         seconds[exchange] = _dispatch_s(cluster, [num_rows * row_bytes for num_rows in rows], exchange)
     return "hierarchical" if seconds["hierarchical"] < seconds["direct"] else "direct"
 
 
-def known_or_assumed_bandwidths(cluster: Cluster) -> tuple[float, ...]:
-    """Bytes per second of each level; one that is not known is taken as 8 times that of the level above.
-
-    Where the outermost ones are not known, they follow from the first one that is; where none is, the outermost is
-    taken as 10 Gbit/s.
-    """
-    given = [level.link.bandwidth_bytes_per_s for level in cluster.levels]
-    assumed = ASSUMED_SLOWEST_BYTES_PER_S
-    for index, bandwidth in enumerate(given):
-        if bandwidth is not None:
-            assumed = bandwidth / ASSUMED_SPEEDUP_PER_LEVEL**index
-            break
-    bandwidths: list[float] = []
-    for bandwidth in given:
-        bandwidths.append(assumed if bandwidth is None else bandwidth)
-        assumed = bandwidths[-1] * ASSUMED_SPEEDUP_PER_LEVEL
-    return tuple(bandwidths)
-
-
 def _dispatch_s(cluster: Cluster, rank_bytes: list[float], exchange: TokenExchange) -> float:
     """Seconds of one dispatch in which each rank sends `rank_bytes[level]` over each level."""
-    transfer_s, latencies_s = 0.0, [0.0]
-    bandwidths = known_or_assumed_bandwidths(cluster)
-    for index, (level, bandwidth) in enumerate(zip(cluster.levels, bandwidths, strict=True)):
-        if rank_bytes[index] > 0:
-            ranks_per_uplink = math.prod(cluster.sizes[index + 1 :])
-            transfer_s += rank_bytes[index] * ranks_per_uplink / bandwidth
-            latencies_s.append(level.link.latency_s or 0.0)
-    return transfer_s + (max(latencies_s) if exchange == "direct" else sum(latencies_s))
+    used = [level for level, num_bytes in enumerate(rank_bytes) if num_bytes > 0]
+    bandwidths, latencies, transfer_s = known_or_assumed_bandwidths(cluster), latencies_of(cluster), 0.0
+    for level in used:
+        transfer_s += rank_bytes[level] * math.prod(cluster.sizes[level + 1 :]) / bandwidths[level]
+    waited = [0.0, *(latencies[level] for level in used)]
+    return transfer_s + (max(waited) if exchange == "direct" else sum(waited))
 
 
 def _chance_needed(num_wanted: int, num_experts: int, top_k: int) -> float:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import builtins
 import json
 
 import pytest
@@ -6,7 +7,7 @@ import pytest
 from ds_hybridep.commands.main import main
 from ds_hybridep.commands.simulate import read_deviation
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.simulate.simulator import Deviation
+from ds_hybridep.simulate.scenario import Deviation
 
 MODEL = """\
 layers: 3
@@ -69,6 +70,21 @@ def test_a_sweep_goes_over_numbers_of_datacentres_and_bandwidths(simulate, tmp_p
     assert [line.split()[:2] for line in simulate(*sweep).splitlines()[1:]] == [
         ["1", "2"], ["1", "8"], ["10", "2"], ["10", "8"],
     ]  # fmt: skip
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, capsys, monkeypatch):
+    real_import = builtins.__import__
+
+    def import_without_matplotlib(name, *args, **kwargs):
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", import_without_matplotlib)
+    (tmp_path / "moe.yaml").write_text(MODEL)
+    plot = ("--sweep-dcs", "2", "--plot", str(tmp_path / "sweep.png"))
+    assert main(["simulate", "--model", str(tmp_path / "moe.yaml"), *CLUSTER, *plot]) == 2
+    assert 'pip install "ds_hybridep[plot]"' in capsys.readouterr().err
 
 
 def test_a_trace_has_a_process_for_each_rank_and_a_thread_for_each_stream(simulate, tmp_path):
