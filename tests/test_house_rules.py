@@ -134,7 +134,13 @@ def text_files():
             name in NOT_OURS or name.endswith(".egg-info") or (name.startswith(".") and name != ".ci")
             for name in folders
         )
-        if is_ours and path.suffix in TEXT_SUFFIXES and path.is_file() and path != Path(__file__).resolve():
+        if (
+            is_ours
+            and path.name != ".git"
+            and path.suffix in TEXT_SUFFIXES
+            and path.is_file()
+            and path != Path(__file__).resolve()
+        ):
             yield path
 
 

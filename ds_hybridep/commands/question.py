@@ -79,7 +79,6 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", choices=sorted(DTYPE_BYTES), help="of parameters and rows; default bf16")
     model.add_argument("--checkpointing", action="store_true", help="activations are recomputed in the backward")
     model.add_argument("--capacity-factor", type=float, default=1.0, help="of DeepSpeed's gate, for comparison")
-    model.add_argument("--imbalance", type=float, default=1.0, help="rows of the busiest rank over the mean")
     model.add_argument("--lora-rank", type=_positive, metavar="R", help="only adapters of this rank are trained")
     model.add_argument("--ep-size", type=_positive, metavar="N", help="ranks that share the experts; searched")
     model.add_argument("--strided", action="store_true", help="with --ep-size: use_data_before_expert_parallelism")
@@ -221,7 +220,6 @@ def read_workload(args: argparse.Namespace, config: DsConfig, content: Mapping[s
         is_checkpointed=args.checkpointing,
         seq_len=seq_len,
         capacity_factor=args.capacity_factor,
-        imbalance=args.imbalance,
     )
     if args.lora_rank is None:
         return workload

@@ -9,7 +9,6 @@ from pathlib import Path
 from ds_hybridep.commands import question as asking
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.question import Question
 from ds_hybridep.simulate import chakra, comparison
 from ds_hybridep.simulate.scenario import Assumptions, Deviation
 
@@ -87,7 +86,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Runs the parsed command line.  Returns 0.  Raises ConfigError or PlanError that name an argument."""
     question = asking.read_question(args)
-    conditions = read_conditions(args, question)
+    conditions = read_conditions(args)
     domains = [read_domains(text, question.cluster) for text in args.domains]
     if args.sweep_dcs:
         rates = [asking.parse_bits_per_s(text, "--sweep-wan") / asking.BITS_PER_BYTE for text in args.sweep_wan]
@@ -127,12 +126,10 @@ def traced_ranks(args: argparse.Namespace, cluster: Cluster) -> list[int]:
 # ---- reading arguments ----
 
 
-def read_conditions(args: argparse.Namespace, question: Question) -> comparison.Conditions:
+def read_conditions(args: argparse.Namespace) -> comparison.Conditions:
     """The arguments of the group "conditions".  Raises ConfigError that names one."""
     if args.jitter < 0 or (args.zipf is not None and args.zipf < 0):
         raise ConfigError(f"--jitter and --zipf: got {args.jitter:g} and {args.zipf}, wanted at least 0")
-    if question.workload.imbalance != 1.0:
-        raise ConfigError("--imbalance: the simulator routes by a load of experts; give --zipf instead")
     return comparison.Conditions(
         deviations=tuple(read_deviation(text) for text in args.slow),
         assumptions=Assumptions(crosses_inner_links=args.switches),

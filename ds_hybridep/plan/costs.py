@@ -109,27 +109,10 @@ def sync_bytes(
 # ---- computation: one function per part ----
 
 
-def imbalance_of(layout: Layout, workload: Workload) -> float:
-    """Rows of the busiest rank over the mean, with M ranks' experts on every rank of a domain.
-
-    The spread of a mean of M of G values, drawn without repetition, is sqrt((G - M) / (M (G - 1))) of the values'.
-    """
-    group, domain = layout.group_size, layout.domain_size
-    if group == 1:
-        return 1.0
-    return 1.0 + (workload.imbalance - 1.0) * math.sqrt((group - domain) / (domain * (group - 1)))
-
-
 def experts_s(layout: Layout, workload: Workload, rates: Rates) -> float:
-    """Forward seconds of a layer's experts on the busiest rank.  Source: paper (1), (2).
-
-    DeepSpeed's layer computes all of the capacity, so there nobody is busier than others.
-    """
+    """Forward seconds of a layer's experts; DeepSpeed's layer computes all capacity.  Source: paper (1), (2)."""
     flops_per_s = rates.expert_flops_per_s or rates.flops_per_s
-    if layout.is_padded:
-        rows: float = workload.expert_capacity * workload.model.num_experts
-    else:
-        rows = workload.expert_rows * imbalance_of(layout, workload)
+    rows = workload.expert_capacity * workload.model.num_experts if layout.is_padded else workload.expert_rows
     return rows * workload.expert_flops_per_row / flops_per_s
 
 

@@ -66,7 +66,9 @@ def step_times(question: Question, plan: Plan, bandwidth: float) -> dict[str, fl
     """
     asked = replace(question, cluster=question.cluster.with_link(0, bandwidth_bytes_per_s=bandwidth))
     fitting = [candidate for candidate in (plan.best, *plan.others) if not candidate.lacking_bytes]
-    times = {one.label: asked.with_best_exchange(one.layout)[1].step_s for one in fitting}
+    times: dict[str, float] = {}
+    for candidate in fitting:
+        times.setdefault(candidate.label, asked.with_best_exchange(candidate.layout)[1].step_s)
     for way in alternatives(asked):
         # De-duplicated exchange without domains is among the layouts already.
         if way.step_s is not None and way.layout and way.layout.is_padded and not way.lacking_bytes:

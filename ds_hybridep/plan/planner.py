@@ -16,23 +16,11 @@ from ds_hybridep.plan.costs import Memory
 from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, alternatives, lacking_note
+from ds_hybridep.plan.stream_model import TERM_WORDS as TERM_WORDS  # adaptive/ imports it from here
 from ds_hybridep.plan.stream_model import StepPrediction
 
 PLAN_VERSION = 1
 TIE = 0.01  # plans this close to the best count as equal, as no model is better, and the simplest of them is taken
-
-TERM_WORDS = {
-    "dense_s": "computation outside the experts",
-    "experts_s": "expert computation",
-    "codec_s": "encoding and decoding",
-    "tokens_s": "token exchange",
-    "expert_weights_s": "waiting for expert weights",
-    "expert_gradients_s": "waiting for expert gradients",
-    "dense_sync_s": "synchronising dense parameters",
-    "expert_sync_s": "synchronising experts that several groups hold",
-    "host_s": "calls and messages",
-    "optimizer_s": "the optimizer",
-}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,17 +50,26 @@ Kind = Literal["tokens", "expert_weights", "expert_gradients", "dense_sync", "ex
 # Reads and writes of one optimizer step per trained parameter: gradient, master copy, two moments, 2-byte parameter.
 OPTIMIZER_TRAFFIC_BYTES = 30
 
+TERM_WORDS = {
+    "dense_s": "computation outside the experts",
+    "experts_s": "expert computation",
+    "codec_s": "encoding and decoding",
+    "tokens_s": "token exchange",
+    "expert_weights_s": "waiting for expert weights",
+    "expert_gradients_s": "waiting for expert gradients",
+    "dense_sync_s": "synchronising dense parameters",
+    "expert_sync_s": "synchronising experts that several groups hold",
+    "host_s": "calls and messages",
+    "optimizer_s": "the optimizer",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTerms:
-    """Seconds of a step by cause; they add up to the step.
+    """Seconds of a step by cause, as `TERM_WORDS` names them; they add up to the step.
 
-    dense_s: computation outside routed experts.  experts_s: routed experts.  codec_s: encoding and decoding.
-    tokens_s: token rows on their way, packets before them in the queue included.
-    expert_weights_s, expert_gradients_s: waiting for packets that computation did not hide.
-    dense_sync_s, expert_sync_s: DeepSpeed's own gradient and parameter traffic, of dense parameters and of experts
-        that several expert-parallel groups hold.
-    host_s: calls and messages.  optimizer_s: its pass over memory.
+    tokens_s: packets before the rows in the queue included.  expert_weights_s, expert_gradients_s: what computation
+        did not hide.  dense_sync_s, expert_sync_s: DeepSpeed's own traffic, gradients and parameters.
     """
 
     dense_s: float = 0.0
@@ -102,9 +111,6 @@ class StepPrediction:
     def level_bytes(self, level: int) -> float:
         """Bytes of all kinds over one uplink of `level`."""
         return math.fsum(self.uplink_bytes[level].values())
-
-
-TERMS = tuple(item.name for item in fields(StepTerms))
 
 
 # ---- the step ----
@@ -207,7 +213,7 @@ class _Step:
         self.owned_experts = experts_per_rank(layout, workload)
         self.bandwidths = [bandwidth / rates.wire_factor for bandwidth in known_or_assumed_bandwidths(cluster)]
         self.latencies = latencies_of(cluster)
-        self.clock = StepClock(self.bandwidths, self.latencies, TERMS)
+        self.clock = StepClock(self.bandwidths, self.latencies, tuple(TERM_WORDS))
 
     # ---- micro-steps ----
 
@@ -328,7 +334,7 @@ class _Step:
     def _plain_layer(self) -> StepClock:
         """A clock on which one layer has run forward and backward with idle links."""
         plain = copy.copy(self)
-        plain.clock = StepClock(self.bandwidths, [0.0] * len(self.bandwidths), TERMS)
+        plain.clock = StepClock(self.bandwidths, [0.0] * len(self.bandwidths), tuple(TERM_WORDS))
         plain._forward(0, _no_packet, 0.0)
         plain._backward(0, _no_packet)
         plain.clock.spend(2.0 * self.costs.pre_s, "dense_s")

@@ -87,8 +87,6 @@ class Scenario:
                 f"{model.num_experts} experts cannot be shared evenly by an expert-parallel group of "
                 f"{self.layout.group_size} ranks"
             )
-        if self.workload.imbalance != 1.0:
-            raise PlanError("the simulator takes no imbalance; give expert_load, the rows of each expert")
         if load is not None:
             num_used = sum(rows > 0 for rows in load)
             if len(load) != model.num_experts or min(load) < 0 or num_used < model.top_k:

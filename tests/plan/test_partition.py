@@ -288,9 +288,3 @@ def test_queries_outside_the_group_are_refused():
     for query in (partition.position_of, partition.domain_of, partition.offset_index, partition.domain_ranks):
         assert "rank 3 is not in the expert-parallel group of ranks 4, 5, 6, 7" in refusal(query, 3)
     assert "rank 3 is not in" in refusal(partition.experts_of_rank, 3, 4)
-    assert "domain 2 does not exist; the domains are 0 .. 1" in refusal(partition.peer_of, 4, 2)
-    assert "domain -1 does not exist" in refusal(partition.domain_experts, -1, 4)
-    assert "level 2 does not exist; the levels are 0 .. 1" in refusal(partition.gather_peers, 4, 2)
-    assert "level -1 does not exist" in refusal(partition.exchange_peers, 4, -1)
-    for positions in ((1, 0), (0, -1), (0,)):
-        assert f"spans (1, 4) and has no position {positions}" in refusal(partition.rank_at_position, positions)

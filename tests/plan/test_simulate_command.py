@@ -125,7 +125,6 @@ def test_places_that_cannot_be_read_are_refused(text):
         (("--domains", "2"), "--domains: got '2', wanted a size for each of the levels dc (4) x gpu (2)"),
         (("--domains", "two,1"), "--domains: got 'two,1', wanted a size for each level, as in 2,1"),
         (("--jitter", "-1"), "--jitter and --zipf: got -1 and None, wanted at least 0"),
-        (("--imbalance", "2"), "--imbalance: the simulator routes by a load of experts; give --zipf instead"),
         (("--sweep-dcs", "3", "0"), "--sweep-dcs: got 0, wanted at least 1"),
         (("--slow", "9:bandwidth=0.5"), "a deviation is at (9,), but the cluster dc (4) x gpu (2) has no such place"),
         (("--trace", "x.json", "--rank", "8"), "rank 8 is outside the cluster"),

@@ -37,7 +37,6 @@ def ordered_cases(draw):
         dataclasses.replace(level, link=Link(bandwidth, latency_s / 1000**index))
         for index, (level, bandwidth) in enumerate(zip(cluster.levels, bandwidths, strict=True))
     ]
-    workload = dataclasses.replace(workload, imbalance=1.0)
     return Cluster(tuple(levels)), layout, workload, dataclasses.replace(rates, overlap=1.0)
 
 
@@ -266,8 +265,6 @@ def test_traces_hold_a_rank_s_spans():
 
 def test_scenarios_that_cannot_be_are_refused():
     cluster, layout = cluster_of(2, 2), layout_of((2, 2), (1, 1))
-    with pytest.raises(PlanError, match="takes no imbalance; give expert_load"):
-        scenario_of(cluster, layout, toy(imbalance=1.5))
     with pytest.raises(PlanError, match=r"spans \(2, 3\) does not fit the levels dc \(2\) x gpu \(2\)"):
         scenario_of(cluster, layout_of((2, 3), (1, 1)), toy())
     with pytest.raises(PlanError, match="6 experts cannot be shared evenly by .* 4 ranks"):

@@ -73,7 +73,6 @@ def cases(draw):
         param_bytes=draw(st.sampled_from([2, 4])),
         zero_stage=draw(st.sampled_from([0, 1, 2])),
         is_checkpointed=draw(st.booleans()),
-        imbalance=draw(st.floats(1, 3)),
     )
     rates = Rates(
         flops_per_s=draw(st.floats(1e7, 1e12)),
@@ -283,17 +282,6 @@ def test_accumulation_moves_experts_once_and_tokens_each_time():
     assert four.uplink_bytes[0] == once.uplink_bytes[0]
     assert four.uplink_bytes[1]["tokens"] == 4 * once.uplink_bytes[1]["tokens"]
     assert four.terms.dense_s == pytest.approx(4 * once.terms.dense_s)
-
-
-def test_the_busiest_rank_sets_the_time_and_domains_even_it_out():
-    def experts_s(domain_sizes):
-        layout = layout_of((2, 2), domain_sizes)
-        return predict(cluster_of(2, 2), layout, toy(imbalance=2.0), rates_of_toy).terms.experts_s
-
-    even = predict(cluster_of(2, 2), layout_of((2, 2), (1, 1)), toy(), rates_of_toy).terms.experts_s
-    assert experts_s((1, 1)) == pytest.approx(2 * even)
-    assert experts_s((2, 2)) == pytest.approx(even)
-    assert even < experts_s((2, 1)) < 2 * even
 
 
 def test_codecs_cost_time_and_save_bytes():
