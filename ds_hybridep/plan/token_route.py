@@ -46,7 +46,6 @@ def build_route(partition: Partition, rank: int, num_experts: int, exchange: Tok
 
     Raises PlanError where the rank is not in the group, or the experts cannot be shared evenly.
     """
-    _check_exchange(exchange)
     experts_per_rank = partition.experts_per_rank(num_experts)
     rank_domain = partition.domain_of(rank)
     if partition.num_domains == 1:
@@ -81,14 +80,7 @@ def expected_rows(
     experts. Hierarchical: when a row leaves for level l it has visited n_0 ... n_(l-1) coordinates, and as every
     rank receives what it sends by symmetry, T n_0 ... n_(l-1) tokens are asked for each of n_l - 1 destinations,
     with the chance that they need one of E / (n_0 ... n_l) experts.
-
-    Raises PlanError where fewer than `top_k` experts exist.
     """
-    _check_exchange(exchange)
-    if not 1 <= top_k <= num_experts:
-        raise PlanError(f"top_k is {top_k}, but a token picks between 1 and all of the {num_experts} experts")
-    if num_tokens < 0:
-        raise PlanError(f"num_tokens is {num_tokens}; a rank has 0 tokens or more")
     num_domains = math.prod(domain_counts)
     rows = []
     for count, down_to in zip(domain_counts, accumulate(domain_counts, mul), strict=True):
@@ -114,7 +106,7 @@ def choose_exchange(
     A level costs the bytes that all ranks below one child send through its uplink, over the bandwidth. Latencies
     are waited for one after the other by stages, but all at once by the single direct exchange.
 
-    Raises PlanError where the cluster is not the partition's, or as `expected_rows` does.
+    Raises PlanError where the cluster is not the partition's.
     """
     if cluster.sizes != partition.cluster.sizes:
         raise PlanError(f"the partition was made for the levels {partition.cluster}, but the links are of {cluster}")
@@ -145,10 +137,3 @@ def _chance_needed(num_wanted: int, num_experts: int, top_k: int) -> float:
 def _per_expert(per_group_rank: list[int], experts_per_rank: int) -> tuple[int, ...]:
     """[num_experts] the value of each expert's owner, given [G] values in group order."""
     return tuple(value for value in per_group_rank for _ in range(experts_per_rank))
-
-
-def _check_exchange(exchange: str) -> None:
-    if exchange not in get_args(TokenExchange):
-        raise PlanError(
-            f"token exchange {exchange!r} does not exist; choose one of {', '.join(get_args(TokenExchange))}"
-        )

@@ -24,7 +24,7 @@ from ds_hybridep.simulate.classes import RankClasses
 from ds_hybridep.simulate.events import Instruction, Operation, Post, Run, Wait
 from ds_hybridep.simulate.flows import Floats
 from ds_hybridep.simulate.scenario import Scenario
-from ds_hybridep.simulate.step_traffic import StepTraffic, Transfer
+from ds_hybridep.simulate.step_traffic import StagedTransfer, StepTraffic
 from ds_hybridep.simulate.traffic import Ranks, Routing, TrafficMaker
 
 
@@ -158,7 +158,12 @@ class _Builder:
         self._run("host_s", "step", self.rates.step_s, is_computing=False)
 
     def _forward(
-        self, layer: int, dispatch: Transfer, combine: Transfer, request: Callable[[int], None], what: str = "forward"
+        self,
+        layer: int,
+        dispatch: StagedTransfer,
+        combine: StagedTransfer,
+        request: Callable[[int], None],
+        what: str = "forward",
     ) -> None:
         self._run("dense_s", f"{what} {layer}", self.times.pre_s())
         request(layer)
@@ -170,7 +175,11 @@ class _Builder:
         self._swap(combine, f"combine {layer}")
 
     def _backward_experts(
-        self, layer: int, output_gradients: Transfer, input_gradients: Transfer, request: Callable[[int], None]
+        self,
+        layer: int,
+        output_gradients: StagedTransfer,
+        input_gradients: StagedTransfer,
+        request: Callable[[int], None],
     ) -> None:
         self._swap(output_gradients, f"output gradients {layer}")
         request(layer)
@@ -179,7 +188,7 @@ class _Builder:
         self._run("experts_s", f"experts, backward {layer}", 2.0 * self.times.experts_s())
         self._swap(input_gradients, f"input gradients {layer}")
 
-    def _request(self, weights: Transfer, layer: int, *, is_backward: bool = False) -> None:
+    def _request(self, weights: StagedTransfer, layer: int, *, is_backward: bool = False) -> None:
         """Post the transient replicas that a layer and those after it need and that are not held."""
         if self.has_packets and self.layout.is_transient:
             for other in self._pool.request(layer, is_backward=is_backward)[1]:
@@ -192,12 +201,12 @@ class _Builder:
             self._wait(posted, "expert_weights_s")
         return posted is not None
 
-    def _send_packets(self, layer: int, weights: Transfer) -> list[int]:
+    def _send_packets(self, layer: int, weights: StagedTransfer) -> list[int]:
         self._run("codec_s", f"encode weights {layer}", self.times.encode_weights_s())
         self._run("host_s", f"packet {layer}", self.rates.packet_s, is_computing=False)
         return self._post(weights, "expert_weights", f"weights {layer}", channel="weights")
 
-    def _return_gradients(self, layer: int, gradients: Transfer) -> list[int]:
+    def _return_gradients(self, layer: int, gradients: StagedTransfer) -> list[int]:
         self._run("codec_s", f"encode gradients {layer}", self.times.code_gradients_s("encode_bytes_per_s"))
         self._run("host_s", f"packet {layer}", self.rates.packet_s, is_computing=False)
         return self._post(gradients, "expert_gradients", f"gradients {layer}", channel="gradients")
@@ -206,18 +215,18 @@ class _Builder:
         self._wait(packet, "expert_gradients_s")
         self._run("codec_s", "decode gradients", self.times.code_gradients_s("decode_bytes_per_s"))
 
-    def _swap(self, sent: Transfer, label: str) -> None:
+    def _swap(self, sent: StagedTransfer, label: str) -> None:
         """Rows there or back; a round of messages takes the host a while, in which bytes flow already."""
         round_s = self.rates.all_to_all_s if self.layout.is_padded else self.rates.exchange_s
         for stage in sent.stages:
-            posted = self._post(Transfer((stage,)), "tokens", label, channel="tokens")
+            posted = self._post(StagedTransfer((stage,)), "tokens", label, channel="tokens")
             self._run("host_s", label, round_s, is_computing=False)
             self._wait(posted, "tokens_s")
 
     def _synchronise(self, *, is_last: bool) -> None:
         for kind, operations in self.traffic.synchronisation(is_last=is_last):
             for operation in operations:
-                posted = self._post(Transfer(((operation,),)), kind, kind.replace("_", " "), channel="sync")
+                posted = self._post(StagedTransfer(((operation,),)), kind, kind.replace("_", " "), channel="sync")
                 self._wait(posted, f"{kind}_s")
 
     # ---- instructions ----
@@ -230,7 +239,7 @@ class _Builder:
         if by_class.any():
             self.program.append(Run(term, label, by_class, is_computing))
 
-    def _post(self, sent: Transfer, kind: str, label: str, *, channel: str) -> list[int]:
+    def _post(self, sent: StagedTransfer, kind: str, label: str, *, channel: str) -> list[int]:
         """Post all stages at once; returns the operations to wait for."""
         posted: list[int] = []
         before: int | None = None

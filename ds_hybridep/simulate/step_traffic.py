@@ -24,7 +24,7 @@ def _with_more(bytes_between: Callable[[int], Floats], more: float, level: int) 
 
 
 @dataclass(frozen=True)
-class Transfer:
+class StagedTransfer:
     """Sub-operations of one transfer, in stages; a stage begins where the one before it has arrived."""
 
     stages: tuple[tuple[OperationTraffic, ...], ...]
@@ -47,7 +47,7 @@ class StepTraffic:
 
     # ---- token rows ----
 
-    def exchange(self, *, is_back: bool, extra: str = "") -> Transfer:
+    def exchange(self, *, is_back: bool, extra: str = "") -> StagedTransfer:
         """Rows to all destinations, or as many back from them."""
         layout, workload = self.layout, self.workload
         num_levels = len(layout.spans)
@@ -82,12 +82,12 @@ class StepTraffic:
             stages.reverse()
         return self._stages(stages, header)
 
-    def _stages(self, stages: Sequence[tuple[str, list[int], Callable[[int], Floats]]], header: int) -> Transfer:
+    def _stages(self, stages: Sequence[tuple[str, list[int], Callable[[int], Floats]]], header: int) -> StagedTransfer:
         """Rounds of messages, each with a header."""
         split = (
             self._split(pattern, levels, partial(_with_more, bytes_of, header)) for pattern, levels, bytes_of in stages
         )
-        return Transfer(tuple(split))
+        return StagedTransfer(tuple(split))
 
     def _split(
         self, pattern: str, levels: Sequence[int], bytes_between: Callable[[int], Floats]
@@ -98,7 +98,7 @@ class StepTraffic:
 
     # ---- packets ----
 
-    def weights(self) -> Transfer:
+    def weights(self) -> StagedTransfer:
         """Slowest level first; what came over slower levels goes on as it came."""
         if not self.scenario.assumptions.gathers_by_level:
             return self._straight([self.weight_bytes / codecs.weight.ratio for codecs in self.layout.codecs])
@@ -107,9 +107,9 @@ class StepTraffic:
             blocks = held_blocks(self.layout, level)
             num_bytes = sum(count / self.layout.codecs[at].weight.ratio for at, count in blocks.items())
             stages.append(self._gather(level, num_bytes * self.weight_bytes))
-        return Transfer(tuple(stages))
+        return StagedTransfer(tuple(stages))
 
-    def gradients(self) -> Transfer:
+    def gradients(self) -> StagedTransfer:
         """Fastest level first: sums for the owners that a neighbour stands nearer to."""
         if not self.scenario.assumptions.gathers_by_level:
             return self._straight([self.own_bytes / codecs.gradient.ratio for codecs in self.layout.codecs])
@@ -117,16 +117,16 @@ class StepTraffic:
         for level in reversed(self.layout.gather_levels):
             num_owners = int(np.prod(self.layout.domain_sizes[:level], dtype=np.int64))
             stages.append(self._gather(level, num_owners * self.own_bytes / self.layout.codecs[level].gradient.ratio))
-        return Transfer(tuple(stages))
+        return StagedTransfer(tuple(stages))
 
-    def _straight(self, num_bytes: Sequence[float]) -> Transfer:
+    def _straight(self, num_bytes: Sequence[float]) -> StagedTransfer:
         """Every rank to all others of its domain, with the bytes of the level between them.  Source: paper (4)."""
         if not self.layout.gather_levels:
-            return Transfer(())
+            return StagedTransfer(())
         straight = self.maker.between_peers(
             "domain", self.layout.gather_levels, lambda level: np.full((1, 1), num_bytes[level])
         )
-        return Transfer(((straight,),))
+        return StagedTransfer(((straight,),))
 
     def _gather(self, level: int, num_bytes: float) -> tuple[OperationTraffic, ...]:
         return (self.maker.between_peers(f"gather {level}", [level], always(num_bytes)),)
