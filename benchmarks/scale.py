@@ -25,10 +25,12 @@ from typing import Any
 import bench
 
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
-from ds_hybridep.plan.layout import Codec, Layout, LevelCodecs, Rates, SyncModel
-from ds_hybridep.plan.planner import Candidate, Question, make_plan
+from ds_hybridep.plan.layout import CodecCost, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.planner import Candidate, make_plan
+from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.workload import MoEModel, Workload
-from ds_hybridep.simulate.simulator import Assumptions, Deviation, Scenario, simulate
+from ds_hybridep.simulate.scenario import Assumptions, Deviation, Scenario
+from ds_hybridep.simulate.simulator import simulate
 
 GIGA_BIT = 1e9 / 8
 MEGA = 1e6
@@ -86,7 +88,7 @@ def cluster_of(num_dcs: int, gpus: int, bytes_per_s: float, latency_s: float = 0
 
 def packets_of(num_bytes: float) -> LevelCodecs:
     """Expert weights and gradients in packets of this size."""
-    codec = Codec("packet", ratio=2 * PAPER_PARAMS / num_bytes)
+    codec = CodecCost("packet", ratio=2 * PAPER_PARAMS / num_bytes)
     return LevelCodecs(weight=codec, gradient=codec)
 
 
@@ -349,7 +351,7 @@ def describe_sweeps(records: Sequence[Record]) -> str:
 
 # ---- ours ----
 
-OUR_CODECS = (LevelCodecs(), LevelCodecs(weight=Codec("low_rank", 25.0), gradient=Codec("low_rank", 25.0)))
+OUR_CODECS = (LevelCodecs(), LevelCodecs(weight=CodecCost("low_rank", 25.0), gradient=CodecCost("low_rank", 25.0)))
 HIERARCHICAL, RING = SyncModel(algorithm="hierarchical"), SyncModel()
 
 

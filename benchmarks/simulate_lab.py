@@ -31,11 +31,12 @@ from ds_hybridep.lab.topology import parse_duration, parse_rate
 from ds_hybridep.plan import stream_model
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.costs import experts_per_rank
-from ds_hybridep.plan.layout import IDENTITY, Codec, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import choose_exchange
 from ds_hybridep.plan.workload import MoEModel, Workload
-from ds_hybridep.simulate.simulator import Scenario, simulate
+from ds_hybridep.simulate.scenario import Scenario
+from ds_hybridep.simulate.simulator import simulate
 
 LOSSY = ("int8", "low rank 7 int4")
 EXACT = "identity"
@@ -184,7 +185,7 @@ def scenario_of(point: Point, fitted: Fitted, *, row_scale: float = 1.0) -> Scen
         own_bytes = experts_per_rank(point.layout, workload) * workload.expert_travel_bytes
         speed = own_bytes / max(fitted[f"{point.codec}_s"], 1e-12)
         decode_speed = speed / DECODE_SHARE[point.codec]
-        codec = Codec(point.codec, point.ratio, encode_bytes_per_s=speed, decode_bytes_per_s=decode_speed)
+        codec = CodecCost(point.codec, point.ratio, encode_bytes_per_s=speed, decode_bytes_per_s=decode_speed)
     codecs = (LevelCodecs(weight=codec, gradient=codec), *point.layout.codecs[1:])
     crowding = fitted["crowding"] if point.sizes[0] > 2 else 1.0
     flops_per_s, expert_flops_per_s = fitted["flops_per_s"], None

@@ -14,7 +14,8 @@ from ds_hybridep.plan.layout import Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.workload import MoEModel, Workload
 from ds_hybridep.simulate import chakra
 from ds_hybridep.simulate.chakra import COMM_COLL_NODE, COMP_NODE, Node
-from ds_hybridep.simulate.simulator import Scenario, simulate
+from ds_hybridep.simulate.scenario import Scenario
+from ds_hybridep.simulate.simulator import simulate
 
 MODEL = MoEModel(
     name="toy", hidden=64, num_experts=8, top_k=2, num_moe_layers=3, expert_params=33088, dense_params=110720,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from ds_hybridep.commands.show import explain_plan, format_run_record
+from ds_hybridep.commands.explain import explain_plan
+from ds_hybridep.commands.show import format_run_record
 
 RECORD = {
     "steps": 10,

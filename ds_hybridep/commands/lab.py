@@ -3,15 +3,11 @@
 
 import argparse
 import json
-import signal
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from ds_hybridep.errors import ConfigError, LabError
-from ds_hybridep.lab.launcher import LabResult, format_result, run_on_loopback, run_ranks
+from ds_hybridep.lab.launcher import LabResult, ended_by_signals, format_result, log_folder, run_on_loopback, run_ranks
 from ds_hybridep.lab.modelled import modelled_wan
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, ScheduleEvent, Topology, parse_duration, parse_rate, parse_schedule
@@ -90,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("command: nothing to run; put it behind --, as in `ds_hybridep lab ... -- python train.py`")
     if args.run_record is not None and not args.modelled:
         raise ConfigError("--run-record: only --modelled reads it; on emulated hosts the WAN is measured")
-    with _log_folder(args.log_dir) as log_dir, _ended_by_signals():
+    with log_folder(args.log_dir) as log_dir, ended_by_signals():
         if args.modelled:
             result = _run_modelled(args, topology, links, schedule, timeout_s, log_dir, command)
         else:
@@ -146,29 +142,3 @@ def _report(result: LabResult, args: argparse.Namespace, log_dir: Path) -> None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         record = {"label": "modelled" if args.modelled else "measured", **result.to_record()}
         args.json.write_text(json.dumps(record, indent=2) + "\n")
-
-
-@contextmanager
-def _log_folder(chosen: Path | None) -> Iterator[Path]:
-    """The folder for logs: a new temporary one if none was chosen, gone again if nothing was started."""
-    folder = chosen or Path(tempfile.mkdtemp(prefix="ds_hybridep-lab-"))
-    try:
-        yield folder
-    finally:
-        if chosen is None and not any(folder.iterdir()):
-            folder.rmdir()
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program as Ctrl-C does: by an exception, so that everything is taken down."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_hybridep.config import BITS_PER_BYTE, BITS_PER_GBIT, MS_PER_S, parse_config
+from ds_hybridep.commands.question import read_cluster_file
+from ds_hybridep.config import BITS_PER_BYTE, BITS_PER_GBIT, MS_PER_S
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level
 
@@ -87,9 +88,7 @@ def run(args: argparse.Namespace) -> int:
 def read_cluster(args: argparse.Namespace) -> Cluster:
     """The levels of the job.  Raises ConfigError where they cannot be read."""
     if args.cluster is not None:
-        # Switched off, its sizes need not fit a world size.
-        cluster = parse_config({"enabled": False, "levels": str(args.cluster)}, world_size=0).cluster()
-        return Cluster(tuple(Level(level.name, level.size) for level in cluster.levels))
+        return Cluster(tuple(Level(level.name, level.size) for level in read_cluster_file(args.cluster).levels))
     levels = []
     for index, part in enumerate(args.levels.split(",")):
         match = LEVEL.fullmatch(part.strip())

@@ -10,11 +10,11 @@ runs an unmodified training script with one rank per emulated host. From Python:
         result = run_ranks(network, [sys.executable, "train.py"], log_dir=Path("logs"))
 
 topology.py   names, addresses and settings; pure
+namespaces.py the tools that make namespaces, and the processes inside
 network.py    EmulatedNetwork: namespaces, bridges, rates, cut links, counted bytes
 delay.py      compiles and starts delay_line.c, which holds back every frame for a fixed time
 launcher.py   one process per host, logs, time limit, failures -> LabResult
 modelled.py   for machines that do not permit namespaces: seconds that the bytes of a run would take
-command.py    the `lab` subcommand
 
 Only the standard library is used, and nothing outside the namespaces made here is touched.
 """

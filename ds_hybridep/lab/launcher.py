@@ -10,8 +10,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -360,6 +362,32 @@ def format_result(result: LabResult) -> str:
         )
     lines += [f"at {event.applied_s:.2f} s: {event.event}" for event in result.events]
     return "\n".join(lines)
+
+
+@contextmanager
+def log_folder(chosen: Path | None) -> Iterator[Path]:
+    """The folder for logs: a new temporary one if none was chosen, gone again if nothing was started."""
+    folder = chosen or Path(tempfile.mkdtemp(prefix="ds_hybridep-lab-"))
+    try:
+        yield folder
+    finally:
+        if chosen is None and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the program as Ctrl-C does: by an exception, so that everything is taken down."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _describe_failures(processes: RankProcesses) -> str | None:

@@ -17,20 +17,24 @@ learns, and what is counted on an uplink was meant to cross it. Nothing is made 
 
 import json
 import os
-import re
 import shutil
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from types import TracebackType
 
 from ds_hybridep.errors import LabError
 from ds_hybridep.lab.delay import DelayLine, LineEnd, build_delay_line, why_no_delay
+from ds_hybridep.lab.namespaces import (
+    delete_namespaces,
+    kill_processes_in,
+    reap_orphans,
+    run_batch,
+    run_ip,
+    run_tool,
+    start_time,
+)
 from ds_hybridep.lab.topology import (
     MAX_BITS_PER_S,
     LinkSpec,
@@ -44,11 +48,6 @@ from ds_hybridep.lab.topology import (
 HOST_DEVICE = "eth0"
 SUBNET = "10.77.0.0/16"
 TOOLS = ("ip", "tc", "bridge")
-TOOL_TIMEOUT_S = 30.0
-KILL_TIMEOUT_S = 10.0
-NETNS_FOLDER = Path("/run/netns")
-# PID and start time of the process that made the namespace, a running number in it, and what the namespace is.
-NAMESPACE_NAME = re.compile(r"hybridep-(?P<pid>\d+)-(?P<start>\d+)-\d+-\w+")
 
 HOST_SYSCTLS = {
     # Windows for long fat links: 1 Gbit/s with a round trip of 100 ms has 12.5 MB under way.
@@ -63,13 +62,6 @@ HOST_SYSCTLS = {
     "net/ipv6/conf/default/disable_ipv6": "1",
 }
 SWITCH_SYSCTLS = {name: value for name, value in HOST_SYSCTLS.items() if "ipv6" in name}
-HINTS = {
-    "not permitted": "this needs root with CAP_NET_ADMIN and CAP_SYS_ADMIN (in Docker: --privileged)",
-    "Permission denied": "this needs root with CAP_NET_ADMIN and CAP_SYS_ADMIN (in Docker: --privileged)",
-    "kind is unknown": "this kernel has no htb, bfifo or u32 (modules sch_htb, sch_fifo, cls_u32)",
-    "Unknown device type": "this kernel has no veth pairs or bridges (modules veth, bridge)",
-}
-
 _serial_numbers = count()
 
 
@@ -109,7 +101,7 @@ class EmulatedNetwork:
     def __init__(self, topology: Topology, links: LinkSpec) -> None:
         self.topology = topology
         self.links = links
-        self._prefix = f"hybridep-{os.getpid()}-{_start_time(os.getpid())}-{next(_serial_numbers)}-"
+        self._prefix = f"hybridep-{os.getpid()}-{start_time(os.getpid())}-{next(_serial_numbers)}-"
         self._wan_rates = [links.wan_bits_per_s] * topology.num_dcs
         self._namespaces: list[str] = []
         self._delay_lines: list[DelayLine] = []
@@ -141,7 +133,7 @@ class EmulatedNetwork:
 
     def kill_processes(self, rank: int) -> int:
         """Ends every process on the host of `rank` by SIGKILL and waits until they are gone. Returns how many."""
-        return _kill_processes_in(self.namespace_of(rank))
+        return kill_processes_in(self.namespace_of(rank))
 
     # What the links do
 
@@ -222,22 +214,22 @@ class EmulatedNetwork:
 
     def _add_namespace(self, name: str, sysctls: dict[str, str]) -> None:
         self._namespaces.append(name)
-        _run(["ip", "netns", "add", name])
+        run_tool(["ip", "netns", "add", name])
         # The files under /proc/sys/net belong to the namespace of the process that opens them. Those of IPv6 are
         # missing where the machine has none.
         lines = [f"test ! -e /proc/sys/{key} || echo '{value}' > /proc/sys/{key}" for key, value in sysctls.items()]
         script = "; ".join(["set -e", *lines])
-        _run(["ip", "netns", "exec", name, "sh", "-c", script])
+        run_tool(["ip", "netns", "exec", name, "sh", "-c", script])
 
     def _add_switch(self, name: str) -> None:
         self._add_namespace(name, SWITCH_SYSCTLS)
         # Without forward_delay 0 a new port stays mute for 15 s.
-        _ip(name, "link add name switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0")
-        _ip(name, "link set dev switch up")
+        run_ip(name, "link add name switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0")
+        run_ip(name, "link set dev switch up")
 
     def _plug(self, namespace: str, devices: Iterable[str]) -> None:
         """Makes devices ports of the switch in `namespace`."""
-        _batch(
+        run_batch(
             "ip",
             namespace,
             [
@@ -252,7 +244,7 @@ class EmulatedNetwork:
 
     def _add_uplink(self, dc: int) -> None:
         switch = self._switch(dc)
-        _ip(switch, f"link add name uplink type veth peer name dc{dc} netns {self._core}")
+        run_ip(switch, f"link add name uplink type veth peer name dc{dc} netns {self._core}")
         self._plug(switch, ["uplink"])
         self._plug(self._core, [f"dc{dc}"])
         if self.links.wan_delay_s:
@@ -270,9 +262,9 @@ class EmulatedNetwork:
                 LineEnd(host, HOST_DEVICE), LineEnd(switch, f"host{rank}"), a_to_b_s=self.links.lan_delay_s
             )
         else:
-            _ip(host, f"link add name {HOST_DEVICE} type veth peer name host{rank} netns {switch}")
+            run_ip(host, f"link add name {HOST_DEVICE} type veth peer name host{rank} netns {switch}")
         self._plug(switch, [f"host{rank}"])
-        _batch(
+        run_batch(
             "ip",
             host,
             [
@@ -298,14 +290,14 @@ class EmulatedNetwork:
         self._delay_lines.append(DelayLine(build_delay_line(), a, b, a_to_b_s=a_to_b_s, b_to_a_s=0.0))
         for end in (a, b):
             # The TAP's own queue only bridges the microseconds until the delay line reads it.
-            _ip(end.namespace, f"link set dev {end.device} txqueuelen 5000")
+            run_ip(end.namespace, f"link set dev {end.device} txqueuelen 5000")
 
     def _fill_tables(self) -> None:
         topology = self.topology
         ports_to = {rank: (topology.mac_of(rank), topology.dc_of(rank)) for rank in range(topology.num_ranks)}
-        _batch("bridge", self._core, [f"fdb add {mac} dev dc{dc} master static" for mac, dc in ports_to.values()])
+        run_batch("bridge", self._core, [f"fdb add {mac} dev dc{dc} master static" for mac, dc in ports_to.values()])
         for here in range(topology.num_dcs):
-            _batch(
+            run_batch(
                 "bridge",
                 self._switch(here),
                 [
@@ -328,19 +320,19 @@ class EmulatedNetwork:
         rates = [rate for rate in (*self._wan_rates, self.links.lan_bits_per_s) if rate is not None]
         num_bytes = segment_batch_bytes(min(rates, default=None))
         for rank in range(self.topology.num_ranks):
-            _ip(self.namespace_of(rank), f"link set dev {HOST_DEVICE} gso_max_size {num_bytes}")
+            run_ip(self.namespace_of(rank), f"link set dev {HOST_DEVICE} gso_max_size {num_bytes}")
 
     def _set_uplink_ports(self, dc: int | None, *, state: int) -> None:
         for each in self._dcs(dc):
             for device in sorted({"uplink", self._out_device}):
-                _run(["bridge", "-n", self._switch(each), "link", "set", "dev", device, "state", str(state)])
+                run_tool(["bridge", "-n", self._switch(each), "link", "set", "dev", device, "state", str(state)])
 
     def _remove(self) -> None:
         trouble = [line.stop() for line in self._delay_lines]
         self._delay_lines = []
         for namespace in self._namespaces:
-            _kill_processes_in(namespace)
-        _delete_namespaces(self._namespaces)
+            kill_processes_in(namespace)
+        delete_namespaces(self._namespaces)
         self._namespaces = []
         if any(trouble):
             raise LabError(f"links were not what they should have been: {'; '.join(filter(None, trouble))}")
@@ -354,73 +346,6 @@ def why_not_permitted(*, with_delay: bool = True) -> str | None:
             return None
     except LabError as error:
         return str(error)
-
-
-def reap_orphans() -> list[str]:
-    """Removes namespaces whose owner was killed, and ends what still runs in them. Returns their names."""
-    orphans = [name for name, match in _lab_namespaces() if _start_time(int(match["pid"])) != int(match["start"])]
-    for name in orphans:
-        _kill_processes_in(name)
-    _delete_namespaces(orphans)
-    return orphans
-
-
-def _lab_namespaces() -> Iterator[tuple[str, re.Match[str]]]:
-    for name in sorted(os.listdir(NETNS_FOLDER)) if NETNS_FOLDER.is_dir() else []:
-        if match := NAMESPACE_NAME.fullmatch(name):
-            yield name, match
-
-
-def _start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it does not run. Tells reused PIDs apart."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, *fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
-    return None if state in "ZX" else int(fields[18])
-
-
-def _delete_namespaces(names: Iterable[str]) -> None:
-    for name in names:
-        if (NETNS_FOLDER / name).exists():
-            try:
-                _run(["ip", "netns", "delete", name])
-            except LabError:
-                if (NETNS_FOLDER / name).exists():  # else another process reaped it first
-                    raise
-
-
-def _processes_in(namespace: str) -> list[int]:
-    try:
-        wanted = os.stat(NETNS_FOLDER / namespace)
-    except FileNotFoundError:
-        return []
-    found = []
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            if os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), wanted):
-                found.append(int(pid))
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            pass  # it has ended, is a zombie, or is not ours
-    return found
-
-
-def _kill_processes_in(namespace: str) -> int:
-    killed: set[int] = set()
-    deadline_s = time.monotonic() + KILL_TIMEOUT_S
-    # Again until none is left: a process may have forked while the list was read.
-    while pids := set(_processes_in(namespace)) - {os.getpid()}:
-        if time.monotonic() > deadline_s:
-            raise LabError(f"processes {sorted(pids)} in {namespace} do not end on SIGKILL")
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        killed |= pids
-        time.sleep(0.005)
-    return len(killed)
 
 
 def _shape(namespace: str, device: str, bits_per_s: float, round_trip_s: float, *, is_new: bool) -> None:
@@ -449,11 +374,11 @@ def _shape(namespace: str, device: str, bits_per_s: float, round_trip_s: float, 
             f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u8 0x05 0x0f at 0"
             " match u16 0x0000 0xff80 at 2 match u8 0x06 0xff at 9 match u8 0x10 0xff at 33 flowid 1:10"
         )
-    _batch("tc", namespace, lines)
+    run_batch("tc", namespace, lines)
 
 
 def _shaper_statistics(namespace: str, device: str) -> dict[str, int]:
-    answer = json.loads(_run(["tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", device]))
+    answer = json.loads(run_tool(["tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", device]))
     return next(qdisc for qdisc in answer if qdisc["kind"] == "htb")
 
 
@@ -464,25 +389,3 @@ def _check_tools() -> None:
         raise LabError("emulated hosts need root: network namespaces cannot be made by this user")
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         raise LabError(f"{' and '.join(missing)} not found: install iproute2")
-
-
-def _ip(namespace: str, arguments: str) -> None:
-    _run(["ip", "-n", namespace, *arguments.split()])
-
-
-def _batch(tool: str, namespace: str, lines: Sequence[str]) -> None:
-    """Runs lines of `ip`, `tc` or `bridge` in a namespace, in one process."""
-    _run([tool, "-n", namespace, "-batch", "-"], stdin="\n".join(lines) + "\n")
-
-
-def _run(command: Sequence[str], stdin: str = "") -> str:
-    """Output of a command. Raises LabError with what it said, and what to do about it if that is known."""
-    try:
-        run = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise LabError(f"`{' '.join(command)}` did not end within {TOOL_TIMEOUT_S:g} s") from error
-    if run.returncode != 0:
-        said = run.stderr.strip() or f"exit code {run.returncode}"
-        hint = next((f"; {hint}" for text, hint in HINTS.items() if text in said), "")
-        raise LabError(f"`{' '.join(command)}`: {said}{hint}")
-    return run.stdout

@@ -2,9 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_hybridep.errors import PlanError
+
+# Where no bandwidth is known: 10 Gbit/s Ethernet between DCs as on the paper's machines, and a fixed step inwards.
+ASSUMED_SLOWEST_BYTES_PER_S = 1.25e9
+ASSUMED_SPEEDUP_PER_LEVEL = 8.0
 
 
 def flatten(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
@@ -119,5 +123,39 @@ class Cluster:
                 return level
         return None
 
+    def with_link(
+        self, level: int, *, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None
+    ) -> "Cluster":
+        """The same cluster with another link at one level; None keeps what it has."""
+        levels, link = list(self.levels), self.levels[level].link
+        bandwidth = link.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
+        latency = link.latency_s if latency_s is None else latency_s
+        levels[level] = replace(levels[level], link=Link(bandwidth, latency))
+        return Cluster(tuple(levels))
+
     def __str__(self) -> str:
         return " x ".join(f"{level.name} ({level.size})" for level in self.levels)
+
+
+def latencies_of(cluster: Cluster) -> tuple[float, ...]:
+    """Seconds of each level, one way; 0 where it is not known."""
+    return tuple(level.link.latency_s or 0.0 for level in cluster.levels)
+
+
+def known_or_assumed_bandwidths(cluster: Cluster) -> tuple[float, ...]:
+    """Bytes per second of each level; one that is not known is taken as 8 times that of the level above.
+
+    Where the outermost ones are not known, they follow from the first one that is; where none is, the outermost is
+    taken as 10 Gbit/s.
+    """
+    given = [level.link.bandwidth_bytes_per_s for level in cluster.levels]
+    assumed = ASSUMED_SLOWEST_BYTES_PER_S
+    for index, bandwidth in enumerate(given):
+        if bandwidth is not None:
+            assumed = bandwidth / ASSUMED_SPEEDUP_PER_LEVEL**index
+            break
+    bandwidths: list[float] = []
+    for bandwidth in given:
+        bandwidths.append(assumed if bandwidth is None else bandwidth)
+        assumed = bandwidths[-1] * ASSUMED_SPEEDUP_PER_LEVEL
+    return tuple(bandwidths)

@@ -10,9 +10,10 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
 from ds_hybridep.plan.replica_pool import num_gathers
-from ds_hybridep.plan.routing import expected_rows_of_load
-from ds_hybridep.plan.token_route import expected_rows_of
+from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
+
+Way = Literal["weights", "gradients"]  # to the replicas, and back
 
 # ---- bytes: one function per kind ----
 
@@ -25,8 +26,7 @@ def ranks_below(cluster: Cluster) -> tuple[int, ...]:
 def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
     """Rows that one rank sends over each level in one dispatch.
 
-    Ours: expected number of (token, destination) pairs, each once.  Source: `token_route.expected_rows`, or
-    `routing.expected_rows_of_load` where a load was measured.
+    Ours: expected number of (token, destination) pairs, each once.  Source: `token_route.expected_rows`.
     DeepSpeed's: the capacity of every expert, wherever it is, whether or not tokens came.
     """
     model = workload.model
@@ -37,19 +37,13 @@ def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
         ]  # fmt: skip
         rows_per_peer = workload.expert_capacity * model.num_experts / layout.group_size
         return tuple(count * rows_per_peer for count in num_peers)
-    if workload.expert_load is None:
-        rows = expected_rows_of(
-            layout.domain_counts, model.num_experts, model.top_k, workload.tokens_per_rank, layout.exchange
-        )
-    else:
-        rows = expected_rows_of_load(
-            workload.expert_load, layout.spans, layout.domain_sizes, top_k=model.top_k,
-            num_tokens=workload.tokens_per_rank, exchange=layout.exchange,
-        )  # fmt: skip
+    rows = expected_rows(
+        layout.domain_counts, model.num_experts, model.top_k, workload.tokens_per_rank, layout.exchange
+    )
     return tuple(workload.row_scale * count for count in rows)
 
 
-def packet_bytes(layout: Layout, workload: Workload, way: Literal["weights", "gradients"]) -> tuple[float, ...]:
+def packet_bytes(layout: Layout, workload: Workload, way: Way) -> tuple[float, ...]:
     """Bytes of one layer's packets that one rank sends over each level.
 
     Slow level first, weights go to S_l - 1 neighbours at level l: the rank's own experts, and those that came over
@@ -115,68 +109,52 @@ def sync_bytes(
 # ---- computation: one function per part ----
 
 
-def imbalance_of(layout: Layout, workload: Workload) -> float:
-    """Rows of the busiest rank over the mean, with M ranks' experts on every rank of a domain.
-
-    The spread of a mean of M of G values, drawn without repetition, is sqrt((G - M) / (M (G - 1))) of the values'.
-    """
-    group, domain = layout.group_size, layout.domain_size
-    if group == 1:
-        return 1.0
-    return 1.0 + (workload.imbalance - 1.0) * math.sqrt((group - domain) / (domain * (group - 1)))
-
-
-def pre_expert_s(workload: Workload, rates: Rates) -> float:
-    """Forward seconds of a layer before its experts.  Source: paper (2), PE."""
-    return workload.pre_expert_flops / rates.flops_per_s
-
-
 def experts_s(layout: Layout, workload: Workload, rates: Rates) -> float:
-    """Forward seconds of a layer's experts on the busiest rank.  Source: paper (1), (2).
-
-    DeepSpeed's layer computes all of the capacity, so there nobody is busier than others.
-    """
+    """Forward seconds of a layer's experts; DeepSpeed's layer computes all capacity.  Source: paper (1), (2)."""
     flops_per_s = rates.expert_flops_per_s or rates.flops_per_s
-    if layout.is_padded:
-        rows: float = workload.expert_capacity * workload.model.num_experts
-    else:
-        rows = workload.expert_rows * imbalance_of(layout, workload)
+    rows = workload.expert_capacity * workload.model.num_experts if layout.is_padded else workload.expert_rows
     return rows * workload.expert_flops_per_row / flops_per_s
 
 
-def expert_calls_s(layout: Layout, workload: Workload, rates: Rates) -> float:
-    """Host seconds of calling every expert of the domain once, rows or no rows."""
-    return rates.expert_call_s * experts_per_rank(layout, workload) * layout.domain_size
-
-
-def encode_s(layout: Layout, workload: Workload, way: Literal["weights", "gradients"]) -> float:
+def encode_s(layout: Layout, workload: Workload, way: Way) -> float:
     """Seconds to encode what one rank sends of one layer.
 
-    Weights: the owned experts, once for each distinct lossy codec. Gradients: what leaves over a lossy level.
+    Weights: the owned experts, once for each distinct codec. Gradients: every message that leaves.
     """
-    own_bytes = experts_per_rank(layout, workload) * workload.expert_travel_bytes
-    levels = [level for level, size in enumerate(layout.domain_sizes) if size > 1]
+    own_bytes, codecs = _own_bytes(layout, workload), layout.codecs
     if way == "weights":
-        return math.fsum(own_bytes / codec.encode_bytes_per_s for codec in {layout.codecs[i].weight for i in levels})
+        used = {codecs[level].weight for level in layout.gather_levels}
+        return math.fsum(own_bytes / codec.encode_bytes_per_s for codec in used)
     return math.fsum(
-        (layout.domain_sizes[i] - 1) * math.prod(layout.domain_sizes[:i]) * own_bytes
-        / layout.codecs[i].gradient.encode_bytes_per_s
-        for i in levels
-    )  # fmt: skip
+        _gradient_messages(layout, level) * own_bytes / codecs[level].gradient.encode_bytes_per_s
+        for level in layout.gather_levels
+    )
 
 
-def decode_s(layout: Layout, workload: Workload, way: Literal["weights", "gradients"]) -> float:
+def decode_s(layout: Layout, workload: Workload, way: Way) -> float:
     """Seconds to decode what arrives at one rank of one layer; a replica is decoded once, where it stays."""
-    own_bytes = experts_per_rank(layout, workload) * workload.expert_travel_bytes
-    sizes, total = layout.domain_sizes, 0.0
-    for level, size in enumerate(sizes):
-        if way == "weights":  # replicas whose owner differs first at this level
-            num_slots = (size - 1) * math.prod(sizes[level + 1 :])
-            total += num_slots * own_bytes / layout.codecs[level].weight.decode_bytes_per_s
+    own_bytes, codecs, total = _own_bytes(layout, workload), layout.codecs, 0.0
+    for level in layout.gather_levels:
+        if way == "weights":
+            total += _replicas_over(layout, level) * own_bytes / codecs[level].weight.decode_bytes_per_s
         else:
-            num_slots = (size - 1) * math.prod(sizes[:level])
-            total += num_slots * own_bytes / layout.codecs[level].gradient.decode_bytes_per_s
+            total += _gradient_messages(layout, level) * own_bytes / codecs[level].gradient.decode_bytes_per_s
     return total
+
+
+def _own_bytes(layout: Layout, workload: Workload) -> int:
+    """Of the weights or gradients of one layer's experts that a rank owns."""
+    return experts_per_rank(layout, workload) * workload.expert_travel_bytes
+
+
+def _replicas_over(layout: Layout, level: int) -> int:
+    """Replicas on a rank, in units of its own experts, whose owner differs first at a level."""
+    return (layout.domain_sizes[level] - 1) * math.prod(layout.domain_sizes[level + 1 :])
+
+
+def _gradient_messages(layout: Layout, level: int) -> int:
+    """Gradients that leave a rank over a level, in units of its own experts; as many arrive."""
+    return (layout.domain_sizes[level] - 1) * math.prod(layout.domain_sizes[:level])
 
 
 # ---- memory ----
@@ -232,14 +210,13 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
 
 def _codec_values(layout: Layout, workload: Workload) -> int:
     """fp32 numbers that lossy codecs keep for each trained parameter that a rank owns."""
-    sizes, values = layout.domain_sizes, 0
-    used = [level for level, size in enumerate(sizes) if size > 1]
-    values += len({layout.codecs[level].weight.name for level in used if layout.codecs[level].weight.is_lossy})
-    for level in used:
-        if layout.codecs[level].weight.is_lossy and workload.param_bytes < MASTER_BYTES:
-            values += (sizes[level] - 1) * math.prod(sizes[level + 1 :])
-        if layout.codecs[level].gradient.is_lossy:
-            values += 2 * (sizes[level] - 1) * math.prod(sizes[:level])
+    codecs = layout.codecs
+    values = len({codecs[level].weight.name for level in layout.gather_levels if codecs[level].weight.is_lossy})
+    for level in layout.gather_levels:
+        if codecs[level].weight.is_lossy and workload.param_bytes < MASTER_BYTES:
+            values += _replicas_over(layout, level)
+        if codecs[level].gradient.is_lossy:
+            values += 2 * _gradient_messages(layout, level)
     return values
 
 

@@ -12,7 +12,7 @@ from ds_hybridep.plan.token_route import TokenExchange
 
 
 @dataclass(frozen=True)
-class Codec:
+class CodecCost:
     """What an encoding costs, as data.
 
     ratio: bytes of the payload in the type in which it would travel otherwise, over bytes on the wire. A codec that
@@ -33,16 +33,17 @@ class Codec:
                 raise PlanError(f"codec {self.name!r}: {item} is {getattr(self, item)}, but must be > 0")
 
 
-IDENTITY = Codec("identity", is_lossy=False)
+IDENTITY = CodecCost("identity", is_lossy=False)
+Codec = CodecCost  # the name under which adaptive/ imports it
 
 
 @dataclass(frozen=True)
 class LevelCodecs:
     """Encodings of what crosses one level; `token` is that of rows on their way to experts, and of no other rows."""
 
-    weight: Codec = IDENTITY
-    gradient: Codec = IDENTITY
-    token: Codec = IDENTITY
+    weight: CodecCost = IDENTITY
+    gradient: CodecCost = IDENTITY
+    token: CodecCost = IDENTITY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +176,12 @@ class Layout:
         if self.is_transient and self.is_lossy:
             raise PlanError("transient replicas are gathered as they are; give exact codecs for weights")
 
+    def check_fits(self, cluster: Cluster) -> None:
+        """Raises PlanError where the levels of a cluster cannot be cut into groups of these spans."""
+        sizes = cluster.sizes
+        if len(self.spans) != len(sizes) or any(size % span for span, size in zip(self.spans, sizes, strict=True)):
+            raise PlanError(f"a group that spans {self.spans} does not fit the levels {cluster}")
+
     @cached_property
     def domain_counts(self) -> tuple[int, ...]:
         """Domains side by side at each level."""
@@ -190,14 +197,17 @@ class Layout:
         """M, ranks of a domain."""
         return math.prod(self.domain_sizes)
 
+    @cached_property
+    def gather_levels(self) -> tuple[int, ...]:
+        """Levels over which experts travel."""
+        return tuple(level for level, size in enumerate(self.domain_sizes) if size > 1)
+
     @property
     def is_lossy(self) -> bool:
         """True where expert weights travel under a lossy codec."""
-        pairs = zip(self.domain_sizes, self.codecs, strict=True)
-        return any(size > 1 and codecs.weight.is_lossy for size, codecs in pairs)
+        return any(self.codecs[level].weight.is_lossy for level in self.gather_levels)
 
     @property
     def has_lossy_gradients(self) -> bool:
         """True where expert gradients travel under a lossy codec."""
-        pairs = zip(self.domain_sizes, self.codecs, strict=True)
-        return any(size > 1 and codecs.gradient.is_lossy for size, codecs in pairs)
+        return any(self.codecs[level].gradient.is_lossy for level in self.gather_levels)

@@ -4,12 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, divisors, flatten, unflatten
-
-Relation = Literal["gather", "exchange"]
 
 MAX_LISTED = 8  # items of a long list that an error message spells out
 
@@ -88,34 +85,18 @@ class Partition:
     # Rank <-> position <-> (domain, offset).
 
     @cached_property
-    def _rank_to_group_index(self) -> dict[int, int]:
+    def _group_index(self) -> dict[int, int]:
         return {rank: index for index, rank in enumerate(self.group_ranks)}
-
-    @cached_property
-    def _coordinate_to_position(self) -> tuple[dict[int, int], ...]:
-        return tuple(
-            {coordinate: position for position, coordinate in enumerate(level_coordinates)}
-            for level_coordinates in self.coordinates
-        )
 
     def position_of(self, rank: int) -> tuple[int, ...]:
         """Position of `rank` at each level.  Raises PlanError where the rank is not in the group."""
         self._check_member(rank)
         place = self.cluster.place_of(rank)
-        return tuple(
-            positions[coordinate] for positions, coordinate in zip(self._coordinate_to_position, place, strict=True)
-        )
+        return tuple(own.index(coordinate) for own, coordinate in zip(self.coordinates, place, strict=True))
 
     def rank_at_position(self, positions: Sequence[int]) -> int:
-        """Rank at `positions`, the inverse of `position_of`.  Raises PlanError outside the group's spans."""
-        is_inside = len(positions) == self.num_levels and all(
-            0 <= position < span for position, span in zip(positions, self.spans, strict=True)
-        )
-        if not is_inside:
-            raise PlanError(f"the expert-parallel group spans {self.spans} and has no position {tuple(positions)}")
-        return self.cluster.rank_at(
-            [level_coordinates[p] for level_coordinates, p in zip(self.coordinates, positions, strict=True)]
-        )
+        """Rank at `positions` inside the group's spans, the inverse of `position_of`."""
+        return self.cluster.rank_at([own[p] for own, p in zip(self.coordinates, positions, strict=True)])
 
     def domain_of(self, rank: int) -> tuple[int, ...]:
         """Domain coordinate of `rank` at each level."""
@@ -137,11 +118,10 @@ class Partition:
 
     def domain_ranks(self, rank: int) -> tuple[int, ...]:
         """[domain_size] ranks of `rank`'s domain, itself included, in the order of their offset index."""
-        return self._ranks_of_domain(self.domain_of(rank))
+        return self._ranks_of_domain(self.domain_index(rank))
 
     def peer_of(self, rank: int, domain_index: int) -> int:
         """Rank of the domain `domain_index` that has the same offset as `rank`; the rank itself for its own."""
-        self._check_domain_index(domain_index)
         return self._rank_at(unflatten(domain_index, self.domain_counts), self.offset_of(rank))
 
     def gather_peers(self, rank: int, level: int) -> tuple[int, ...]:
@@ -149,57 +129,18 @@ class Partition:
 
         The rank itself is included. Gathering level by level over these reaches the whole domain.
         """
-        self._check_level(level)
         domain, offset = self.domain_of(rank), self.offset_of(rank)
-        return tuple(
-            self._rank_at(domain, _with_level(offset, level, other)) for other in range(self.domain_sizes[level])
-        )
+        offsets = (_with_level(offset, level, other) for other in range(self.domain_sizes[level]))
+        return tuple(self._rank_at(domain, other) for other in offsets)
 
     def exchange_peers(self, rank: int, level: int) -> tuple[int, ...]:
         """[domain_counts[level]] peers of `rank` whose domain may differ at `level` only, in domain order.
 
         The rank itself is included. Exchanging level by level over these reaches every peer.
         """
-        self._check_level(level)
         domain, offset = self.domain_of(rank), self.offset_of(rank)
-        return tuple(
-            self._rank_at(_with_level(domain, level, other), offset) for other in range(self.domain_counts[level])
-        )
-
-    def relation(self, rank_a: int, rank_b: int) -> Relation | None:
-        """How two ranks are joined in the level-by-level topology; None where they send each other nothing.
-
-        Joined are ranks whose positions differ at exactly one level: by a gather inside one domain, by an exchange
-        between domains at equal offsets.
-
-        Source: paper, topology rule of the multi-level domains.
-        """
-        joined: Relation | None = None
-        pairs = zip(self.position_of(rank_a), self.position_of(rank_b), self.domain_sizes, strict=True)
-        for position_a, position_b, size in pairs:
-            if position_a == position_b:
-                continue
-            if joined is not None:
-                return None
-            if position_a // size == position_b // size:
-                joined = "gather"
-            elif position_a % size == position_b % size:
-                joined = "exchange"
-            else:
-                return None
-        return joined
-
-    def transfer_counts(self) -> tuple[int, int]:
-        """Ordered rank pairs (joined by an exchange, joined by a gather), as counted by `relation`.
-
-        With G ranks on one level in domains of S: (G (G / S - 1), G (S - 1)).
-
-        Source: paper, Table VII (all-to-all, all-gather).
-        """
-        num_ranks = len(self.group_ranks)
-        num_exchange_peers = sum(count - 1 for count in self.domain_counts)
-        num_gather_peers = sum(size - 1 for size in self.domain_sizes)
-        return num_ranks * num_exchange_peers, num_ranks * num_gather_peers
+        domains = (_with_level(domain, level, other) for other in range(self.domain_counts[level]))
+        return tuple(self._rank_at(other, offset) for other in domains)
 
     # Experts.
 
@@ -220,15 +161,8 @@ class Partition:
         """
         self._check_member(rank)
         experts_per_rank = self.experts_per_rank(num_experts)
-        first = self._rank_to_group_index[rank] * experts_per_rank
+        first = self._group_index[rank] * experts_per_rank
         return range(first, first + experts_per_rank)
-
-    def owner_of(self, expert: int, num_experts: int) -> int:
-        """Rank that owns `expert`.  Raises PlanError outside 0 .. num_experts - 1."""
-        experts_per_rank = self.experts_per_rank(num_experts)
-        if not 0 <= expert < num_experts:
-            raise PlanError(f"expert {expert} does not exist; the experts are 0 .. {num_experts - 1}")
-        return self.group_ranks[expert // experts_per_rank]
 
     def domain_experts(self, domain_index: int, num_experts: int) -> tuple[int, ...]:
         """[domain_size * e] experts of a domain in slot order: by offset index of the owner, then local index.
@@ -239,8 +173,7 @@ class Partition:
             owner    offset 0 | offset 1
             expert   0  1 | 2  3
         """
-        self._check_domain_index(domain_index)
-        owners = self._ranks_of_domain(unflatten(domain_index, self.domain_counts))
+        owners = self._ranks_of_domain(domain_index)
         return tuple(expert for owner in owners for expert in self.experts_of_rank(owner, num_experts))
 
     # Shared by the queries above.
@@ -249,21 +182,14 @@ class Partition:
         parts = zip(domain, self.domain_sizes, offset, strict=True)
         return self.rank_at_position([coordinate * size + inside for coordinate, size, inside in parts])
 
-    def _ranks_of_domain(self, domain: Sequence[int]) -> tuple[int, ...]:
+    def _ranks_of_domain(self, domain_index: int) -> tuple[int, ...]:
+        domain = unflatten(domain_index, self.domain_counts)
         offsets = (unflatten(offset_index, self.domain_sizes) for offset_index in range(self.domain_size))
         return tuple(self._rank_at(domain, offset) for offset in offsets)
 
     def _check_member(self, rank: int) -> None:
-        if rank not in self._rank_to_group_index:
+        if rank not in self._group_index:
             raise PlanError(f"rank {rank} is not in the expert-parallel group of ranks {_listed(self.group_ranks)}")
-
-    def _check_domain_index(self, domain_index: int) -> None:
-        if not 0 <= domain_index < self.num_domains:
-            raise PlanError(f"domain {domain_index} does not exist; the domains are 0 .. {self.num_domains - 1}")
-
-    def _check_level(self, level: int) -> None:
-        if not 0 <= level < self.num_levels:
-            raise PlanError(f"level {level} does not exist; the levels are 0 .. {self.num_levels - 1}")
 
 
 def _grid_coordinates(cluster: Cluster, group_ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -2,75 +2,25 @@
 """Search for the plan of least step time: expert group x domain sizes x codecs x prefetch depth x token exchange.
 
 The search is exhaustive. What does not fit the memory is left out with the bytes that it lacks; for all else there is
-a reason why it lost. Beside it stand the ways to train the same model that need nothing from here, and two that are
-priced only, because they are other programs.
+a reason why it lost.
 """
 
-import hashlib
 import itertools
-import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, divisors
-from ds_hybridep.plan.costs import Memory, memory_of, ranks_below
-from ds_hybridep.plan.layout import IDENTITY, Codec, ExpertGroup, Layout, LevelCodecs, Rates, SyncModel
-from ds_hybridep.plan.stream_model import StepPrediction, predict, with_bandwidth
-from ds_hybridep.plan.token_route import known_or_assumed_bandwidths
-from ds_hybridep.plan.workload import Workload
+from ds_hybridep.plan.costs import Memory
+from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs
+from ds_hybridep.plan.question import Question
+from ds_hybridep.plan.rivals import Alternative, alternatives, lacking_note
+from ds_hybridep.plan.stream_model import TERM_WORDS as TERM_WORDS  # adaptive/ imports it from here
+from ds_hybridep.plan.stream_model import StepPrediction
 
 PLAN_VERSION = 1
-DEFAULT_DEPTHS = (0, 1, 2, 4)
 TIE = 0.01  # plans this close to the best count as equal, as no model is better, and the simplest of them is taken
-LOCAL_STEPS = 100  # optimizer steps between two synchronisations of local SGD
-
-TERM_WORDS = {
-    "dense_s": "computation outside the experts",
-    "experts_s": "expert computation",
-    "codec_s": "encoding and decoding",
-    "tokens_s": "token exchange",
-    "expert_weights_s": "waiting for expert weights",
-    "expert_gradients_s": "waiting for expert gradients",
-    "dense_sync_s": "synchronising dense parameters",
-    "expert_sync_s": "synchronising experts that several groups hold",
-    "host_s": "calls and messages",
-    "optimizer_s": "the optimizer",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What a plan is asked for.
-
-    cluster, workload, rates, sync: as `predict` takes them.
-    groups: expert-parallel groups to consider; empty: `candidate_groups`.
-    codecs: encodings to consider at each level where experts travel; one choice, identity, loses nothing.
-    token_codecs: of rows on their way to experts, one for each level; empty: none. What is compared with has none.
-    depths: prefetch depths to consider.
-    domain_sizes: for each level a size, or None to search.
-    memory_bytes: of one rank, without activations; None: not limited.
-    is_transient: replicas are transient, as settings say; else only where others do not fit.
-    """
-
-    cluster: Cluster
-    workload: Workload
-    rates: Rates
-    sync: SyncModel = SyncModel()
-    groups: tuple[ExpertGroup, ...] = ()
-    codecs: tuple[LevelCodecs, ...] = (LevelCodecs(),)
-    token_codecs: tuple[Codec, ...] = ()
-    depths: tuple[int, ...] = DEFAULT_DEPTHS
-    domain_sizes: tuple[int | None, ...] | None = None
-    memory_bytes: float | None = None
-    is_transient: bool = False
-
-    def with_tokens(self, codecs: Sequence[LevelCodecs]) -> tuple[LevelCodecs, ...]:
-        """Encodings of experts at each level, with those of tokens."""
-        tokens = self.token_codecs or (IDENTITY,) * len(codecs)
-        return tuple(replace(of_level, token=token) for of_level, token in zip(codecs, tokens, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,32 +58,8 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """Another way to train the same model.
-
-    step_s: predicted; None where it does not exist here, and `note` says why.
-    prediction: terms and bytes of what is provided.
-    layout: of what DeepSpeed or this program can do; None: another program, priced only.
-    lacking_bytes: memory that it needs beyond what there is; 0: it fits, or was not checked.
-    """
-
-    name: str
-    step_s: float | None
-    prediction: StepPrediction | None = None
-    layout: Layout | None = None
-    memory_bytes: float | None = None
-    lacking_bytes: float = 0.0
-    note: str = ""
-
-    @property
-    def is_provided(self) -> bool:
-        """DeepSpeed or this program can do it."""
-        return self.layout is not None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer.  Frozen; equal questions give equal plans, with equal digests.
+    """The answer.  Frozen; equal questions give equal plans.
 
     best: the layout to use.  runner_up: the best of the others that fit.
     others: every other layout with why it lost, fastest first, those without memory last.
@@ -173,22 +99,16 @@ class Plan:
             "alternatives": [
                 {
                     "name": way.name,
-                    "step_s": _rounded(way.step_s),
+                    "step_s": None if way.step_s is None else rounded(way.step_s),
                     "terms_s": None if way.prediction is None else _rounded_values(way.prediction.terms.as_dict()),
-                    "memory_bytes": _rounded(way.memory_bytes),
-                    "lacking_bytes": _rounded(way.lacking_bytes),
+                    "memory_bytes": None if way.memory_bytes is None else rounded(way.memory_bytes),
+                    "lacking_bytes": rounded(way.lacking_bytes),
                     "provided": way.is_provided,
                     "note": way.note,
                 }
                 for way in self.alternatives
             ],
         }
-
-    @property
-    def digest(self) -> str:
-        """Of what ranks must agree on: the layout, not the seconds that led to it."""
-        layout = _layout_json(self.best)
-        return hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def make_plan(question: Question) -> Plan:
@@ -228,42 +148,12 @@ def make_plan(question: Question) -> Plan:
 # ---- the search ----
 
 
-def candidate_groups(cluster: Cluster, num_experts: int) -> tuple[ExpertGroup, ...]:
-    """The largest expert-parallel groups, neighbouring and strided, and the largest inside one child of level 0.
-
-    Raises PlanError where not even one rank alone would do, which cannot be.
-    """
-
-    def largest(limit: int, is_strided: bool) -> ExpertGroup:
-        for size in reversed(divisors(num_experts)):
-            if size <= limit and limit % size == 0 and _is_regular(cluster, ExpertGroup(size, is_strided)):
-                return ExpertGroup(size, is_strided)
-        raise PlanError(f"no expert-parallel group of {cluster} can share {num_experts} experts")
-
-    world = cluster.num_ranks
-    found = [largest(world, False), largest(world, True), largest(world // cluster.sizes[0], False)]
-    # Where one group has all ranks, strided and neighbouring are the same.
-    spans: dict[tuple[int, ...], ExpertGroup] = {}
-    for group in found:
-        spans.setdefault(group.spans(cluster), group)
-    return tuple(spans.values())
-
-
-def _is_regular(cluster: Cluster, group: ExpertGroup) -> bool:
-    try:
-        group.spans(cluster)
-    except PlanError:
-        return False
-    return True
-
-
 def price_all(question: Question) -> Iterator[Candidate]:
     """Every layout that the question allows, priced, in a fixed order.
 
     Where replicas do not fit into the memory, the same layout with transient ones follows.
     """
-    groups = question.groups or candidate_groups(question.cluster, question.workload.model.num_experts)
-    for group in groups:
+    for group in question.expert_groups:
         spans = group.spans(question.cluster)
         for domain_sizes in _domain_sizes(question, spans):
             for codecs in _codec_choices(question.codecs, domain_sizes):
@@ -290,15 +180,15 @@ def _codec_choices(allowed: Sequence[LevelCodecs], domain_sizes: Sequence[int]) 
 
 def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
     """The layout with the cheaper exchange and the greatest depth, which never takes longer than a smaller one."""
-    memory, lacking = _memory(question, layout)
-    layout, prediction = _with_exchange(question, replace(layout, prefetch_depth=max(question.depths)))
+    memory, lacking = question.memory(layout)
+    layout, prediction = question.with_best_exchange(replace(layout, prefetch_depth=max(question.depths)))
     return Candidate(group=group, layout=layout, prediction=prediction, memory=memory, lacking_bytes=lacking)
 
 
 def _price_transient(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
     """The layout with transient replicas of as many layers as fit; of the fewest where none fit."""
     deepest_first = sorted(question.depths, reverse=True)
-    fitting = (depth for depth in deepest_first if not _memory(question, _transient(layout, depth))[1])
+    fitting = (depth for depth in deepest_first if not question.memory(_transient(layout, depth))[1])
     depth = next(fitting, deepest_first[-1])
     return _price(replace(question, depths=(depth,)), group, _transient(layout, depth))
 
@@ -307,38 +197,17 @@ def _transient(layout: Layout, depth: int) -> Layout:
     return replace(layout, is_transient=True, prefetch_depth=depth)
 
 
-def _memory(question: Question, layout: Layout) -> tuple[Memory, float]:
-    """What a layout needs, and the bytes that it lacks."""
-    memory = memory_of(question.cluster, layout, question.workload)
-    limit = question.memory_bytes
-    return memory, 0.0 if limit is None else max(memory.total_bytes - limit, 0.0)
-
-
 def _with_least_depth(question: Question, candidate: Candidate) -> Candidate:
     """The same with the least depth that takes as long."""
     if candidate.layout.domain_size == 1:
         return candidate
     for depth in sorted(question.depths):
         layout = replace(candidate.layout, prefetch_depth=depth)
-        prediction = _predict(question, layout)
+        prediction = question.predict(layout)
         if prediction.step_s <= candidate.step_s * (1 + TIE / 10):
-            memory, _ = _memory(question, layout)
+            memory, _ = question.memory(layout)
             return replace(candidate, layout=layout, prediction=prediction, memory=memory)
     return candidate
-
-
-def _with_exchange(question: Question, layout: Layout) -> tuple[Layout, StepPrediction]:
-    """The layout with the token exchange that takes fewer seconds, and its step; direct where both take the same."""
-    direct, hierarchical = replace(layout, exchange="direct"), replace(layout, exchange="hierarchical")
-    best = _predict(question, direct)
-    if sum(count > 1 for count in layout.domain_counts) < 2:
-        return direct, best
-    other = _predict(question, hierarchical)
-    return (hierarchical, other) if other.step_s < best.step_s else (direct, best)
-
-
-def _predict(question: Question, layout: Layout) -> StepPrediction:
-    return predict(question.cluster, layout, question.workload, question.rates, question.sync)
 
 
 def _simplest_of_the_fastest(candidates: Sequence[Candidate]) -> Candidate:
@@ -359,13 +228,12 @@ def _simplest_of_the_fastest(candidates: Sequence[Candidate]) -> Candidate:
 
 def _why_lost(candidate: Candidate, best: Candidate) -> str:
     if candidate.lacking_bytes:
-        return f"needs {candidate.lacking_bytes / 1e9:.1f} GB more memory than there is"
+        return lacking_note(candidate.lacking_bytes)
     ratio = candidate.step_s / best.step_s
     if ratio <= 1 + TIE:
         return "as fast, but needs more memory or loses more"
-    ours, theirs = best.prediction.terms.as_dict(), candidate.prediction.terms.as_dict()
-    term = max(theirs, key=lambda name: theirs[name] - ours[name])
-    return f"{ratio:.4g} times as long: {theirs[term] - ours[term]:.3g} s more for {TERM_WORDS[term]}"
+    seconds, term = _largest_difference(candidate, best)
+    return f"{ratio:.4g} times as long: {seconds:.3g} s more for {term}"
 
 
 def _why_won(best: Candidate, runner_up: Candidate | None) -> str:
@@ -374,191 +242,15 @@ def _why_won(best: Candidate, runner_up: Candidate | None) -> str:
     ratio = runner_up.step_s / best.step_s
     if ratio <= 1 + TIE:
         return f"as fast as {runner_up.label}, with less memory or loss"
-    ours, theirs = best.prediction.terms.as_dict(), runner_up.prediction.terms.as_dict()
-    term = max(theirs, key=lambda name: theirs[name] - ours[name])
-    saved = theirs[term] - ours[term]
-    return f"{ratio:.4g} times as fast as {runner_up.label}: saves {saved:.3g} s on {TERM_WORDS[term]}"
+    seconds, term = _largest_difference(runner_up, best)
+    return f"{ratio:.4g} times as fast as {runner_up.label}: saves {seconds:.3g} s on {term}"
 
 
-# ---- other ways ----
-
-
-def alternatives(question: Question) -> list[Alternative]:
-    """The ways to compare with, in the order in which they are reported."""
-    cluster, num_experts = question.cluster, question.workload.model.num_experts
-    groups = question.groups or candidate_groups(cluster, num_experts)
-    across = max(groups, key=lambda group: (group.spans(cluster)[0], group.ep_size))
-    inside = _group_inside(cluster, num_experts)
-    levels = len(cluster.levels)
-    plain = Layout(spans=across.spans(cluster), domain_sizes=(1,) * levels, codecs=(LevelCodecs(),) * levels)
-    strided = ", strided" if across.is_strided else ""
-    result = [
-        _provided(question, f"DeepSpeed, EP over {across.ep_size}{strided}", replace(plain, is_padded=True)),
-        _provided(
-            question, f"EP over {across.ep_size}{strided}, exchange de-duplicated", _with_exchange(question, plain)[0]
-        ),
-    ]
-    if inside != across:
-        layout = replace(plain, spans=inside.spans(cluster), is_padded=True)
-        name = f"DeepSpeed, EP over {inside.ep_size} inside each {cluster.levels[0].name}, data parallel across"
-        result.append(_provided(question, name, layout))
-    return [*result, _pipeline(question, inside), _local_sgd(question, inside)]
-
-
-def _group_inside(cluster: Cluster, num_experts: int) -> ExpertGroup:
-    """The largest neighbouring group inside one child of level 0."""
-    limit = cluster.num_ranks // cluster.sizes[0]
-    sizes = [size for size in divisors(num_experts) if size <= limit and limit % size == 0]
-    return ExpertGroup(max(size for size in sizes if _is_regular(cluster, ExpertGroup(size))))
-
-
-def _provided(question: Question, name: str, layout: Layout) -> Alternative:
-    prediction = _predict(question, layout)
-    memory, lacking = _memory(question, layout)
-    return Alternative(
-        name=name,
-        step_s=prediction.step_s,
-        prediction=prediction,
-        layout=layout,
-        memory_bytes=memory.total_bytes,
-        lacking_bytes=lacking,
-        note=f"needs {lacking / 1e9:.1f} GB more memory than there is" if lacking else "",
-    )
-
-
-def _inside_prediction(question: Question, inside: ExpertGroup) -> StepPrediction:
-    """A step of one child of level 0 by itself, with all layers and de-duplicated exchange."""
-    levels = question.cluster.levels[1:] or (replace(question.cluster.levels[0], size=1),)
-    alone = Cluster(levels)
-    spans = inside.spans(question.cluster)[-len(levels) :]
-    layout = Layout(spans=spans, domain_sizes=(1,) * len(levels), codecs=(LevelCodecs(),) * len(levels))
-    return predict(alone, layout, question.workload, question.rates, question.sync)
-
-
-def _pipeline(question: Question, inside: ExpertGroup) -> Alternative:
-    """Stages across level 0, each with a share of the layers and EP inside; the same tokens per step.
-
-    n stages pass n A micro-batches of each rank's tokens: every rank computes as much as before, times the bubble
-    1 + (n - 1) / (n A). A border is crossed by one row per token in each direction, hidden behind computation.
-    Dense parameters and experts are synchronised inside, a share of them on each stage.
-    """
-    name = "pipeline stages across, EP inside"
-    stages, workload = question.cluster.sizes[0], question.workload
-    if workload.model.num_moe_layers < stages:
-        return Alternative(name=name, step_s=None, note=f"fewer than {stages} layers")
-    prediction = _inside_prediction(question, inside)
-    terms = prediction.terms
-    sync_s = terms.dense_sync_s + terms.expert_sync_s
-    num_batches = stages * workload.micro_steps
-    busy_s = (prediction.step_s - sync_s) * (1.0 + (stages - 1) / num_batches)
-    # A middle stage sends activations on and gradients back over the same uplink.
-    rows = num_batches * workload.tokens_per_rank * (1 if stages == 2 else 2)
-    num_bytes = rows * ranks_below(question.cluster)[0] * workload.row_bytes * question.rates.wire_factor
-    border_s = num_bytes / known_or_assumed_bandwidths(question.cluster)[0]
-    latency_s = 2 * (stages - 1) * (question.cluster.levels[0].link.latency_s or 0.0)
-    return Alternative(
-        name=name,
-        step_s=max(busy_s, border_s) + latency_s + sync_s / stages,
-        note="not provided here; bubble included, memory not checked",
-    )
-
-
-def _local_sgd(question: Question, inside: ExpertGroup) -> Alternative:
-    """Each child of level 0 trains by itself; parameters are averaged every `LOCAL_STEPS` steps."""
-    prediction = _inside_prediction(question, inside)
-    levels = len(question.cluster.levels)
-    across = Layout(spans=inside.spans(question.cluster), domain_sizes=(1,) * levels, codecs=(LevelCodecs(),) * levels)
-    terms = _predict(question, across).terms
-    return Alternative(
-        name=f"local SGD, averaged every {LOCAL_STEPS} steps",
-        step_s=prediction.step_s + (terms.dense_sync_s + terms.expert_sync_s) / LOCAL_STEPS,
-        note="not provided here; not the same training: loss may differ",
-    )
-
-
-# ---- what a user asks beyond the plan ----
-
-
-def break_even_tokens(question: Question, *, is_deduplicated: bool) -> float | None:
-    """Tokens per rank and micro-step above which moving all experts over level 0 is fewer bytes than moving tokens.
-
-    Compared are the bytes of a whole optimizer step over one uplink of level 0, with one domain there, against no
-    domains: with the de-duplicated exchange level by level, or with DeepSpeed's padded all-to-alls. None where the
-    group does not span level 0.
-
-    Source: design note, break-even tokens; bytes grow in proportion to tokens.
-    """
-    workload = question.workload
-    groups = question.groups or candidate_groups(question.cluster, workload.model.num_experts)
-    spans = max((group.spans(question.cluster) for group in groups), key=lambda spans: spans[0])
-    if spans[0] == 1:
-        return None
-    levels = len(spans)
-    # Many tokens, so that the capacity's rounding does not show.
-    many = replace(workload, tokens_per_rank=1_000_000)
-    codecs = question.with_tokens((question.codecs[0],) * levels)
-    plain = Layout(spans=spans, domain_sizes=(1,) * levels, codecs=codecs, exchange="hierarchical")
-    exchanged = replace(plain, is_padded=not is_deduplicated)
-    gathered = replace(plain, domain_sizes=(spans[0], *(1,) * (levels - 1)))
-    rates = Rates(flops_per_s=1.0)
-    token_bytes = predict(question.cluster, exchanged, many, rates).uplink_bytes[0]["tokens"]
-    experts = predict(question.cluster, gathered, many, rates).uplink_bytes[0]
-    return many.tokens_per_rank * (experts["expert_weights"] + experts["expert_gradients"]) / token_bytes
-
-
-@dataclass(frozen=True)
-class Reign:
-    """Bandwidths of level 0 between which one layout or alternative is the fastest."""
-
-    label: str
-    from_bytes_per_s: float
-    to_bytes_per_s: float
-
-
-def step_times(question: Question, plan: Plan, bandwidths: Sequence[float], level: int = 0) -> dict[str, list[float]]:
-    """Predicted seconds at each bandwidth of a level: of every layout that fits, and of the ways provided beside them.
-
-    The exchange of each layout is chosen afresh at each bandwidth; depths are those of the plan.
-    """
-    times: dict[str, list[float]] = {}
-    for bandwidth in bandwidths:
-        asked = replace(question, cluster=with_bandwidth(question.cluster, level, bandwidth))
-        for candidate in (plan.best, *plan.others):
-            if not candidate.lacking_bytes:
-                _, prediction = _with_exchange(asked, candidate.layout)
-                times.setdefault(candidate.label, []).append(prediction.step_s)
-        for way in alternatives(asked):
-            # De-duplicated exchange without domains is among the layouts already.
-            if way.step_s is not None and way.layout and way.layout.is_padded and not way.lacking_bytes:
-                times.setdefault(way.name, []).append(way.step_s)
-    return times
-
-
-def reigns(question: Question, plan: Plan, bandwidths: Sequence[float], *, bisections: int = 8) -> tuple[Reign, ...]:
-    """Who is fastest between the first and the last of ascending `bandwidths` of level 0, borders bisected.
-
-    Ties go to the plan's best layout, then in the plan's order.
-    """
-
-    def winner(bandwidth: float) -> str:
-        times = step_times(question, plan, [bandwidth])
-        fastest_s = min(seconds[0] for seconds in times.values())
-        return next(label for label, seconds in times.items() if seconds[0] <= fastest_s * (1 + TIE))
-
-    winners = [winner(bandwidth) for bandwidth in bandwidths]
-    result = [Reign(winners[0], bandwidths[0], bandwidths[-1])]
-    for index in range(1, len(bandwidths)):
-        if winners[index] != winners[index - 1]:
-            low, high = bandwidths[index - 1], bandwidths[index]
-            for _ in range(bisections):
-                middle = math.sqrt(low * high)
-                if winner(middle) == winners[index - 1]:
-                    low = middle
-                else:
-                    high = middle
-            result[-1] = replace(result[-1], to_bytes_per_s=high)
-            result.append(Reign(winners[index], high, bandwidths[-1]))
-    return tuple(result)
+def _largest_difference(slower: Candidate, faster: Candidate) -> tuple[float, str]:
+    """The seconds that the slower one takes more for one term, and what that is."""
+    more, less = slower.prediction.terms.as_dict(), faster.prediction.terms.as_dict()
+    term = max(more, key=lambda name: more[name] - less[name])
+    return more[term] - less[term], TERM_WORDS[term]
 
 
 # ---- JSON ----
@@ -569,7 +261,7 @@ def codecs_label(codecs: LevelCodecs) -> str:
     return f"{codecs.weight.name}/{codecs.gradient.name}"
 
 
-def _layout_json(candidate: Candidate) -> dict[str, Any]:
+def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     layout = candidate.layout
     return {
         **({"replicas": "transient"} if layout.is_transient else {}),
@@ -581,24 +273,19 @@ def _layout_json(candidate: Candidate) -> dict[str, Any]:
         "token_codecs": [codecs.token.name for codecs in layout.codecs],
         "prefetch_depth": layout.prefetch_depth,
         "token_exchange": layout.exchange,
-    }
-
-
-def _candidate_json(candidate: Candidate) -> dict[str, Any]:
-    return {
-        **_layout_json(candidate),
-        "step_s": _rounded(candidate.step_s),
+        "step_s": rounded(candidate.step_s),
         "terms_s": _rounded_values(candidate.prediction.terms.as_dict()),
         "uplink_bytes": [_rounded_values(dict(kinds)) for kinds in candidate.prediction.uplink_bytes],
-        "memory_bytes": _rounded(candidate.memory.total_bytes),
-        "lacking_bytes": _rounded(candidate.lacking_bytes),
+        "memory_bytes": rounded(candidate.memory.total_bytes),
+        "lacking_bytes": rounded(candidate.lacking_bytes),
         "reason": candidate.reason,
     }
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.9g}")
+def rounded(value: float) -> float:
+    """Nine digits of a number, so that machines that round differently agree."""
+    return float(f"{value:.9g}")
 
 
-def _rounded_values(values: dict[Any, float]) -> dict[str, float | None]:
-    return {str(key): _rounded(value) for key, value in values.items()}
+def _rounded_values(values: dict[Any, float]) -> dict[str, float]:
+    return {str(key): rounded(value) for key, value in values.items()}

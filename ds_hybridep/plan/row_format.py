@@ -8,7 +8,7 @@ Example, D = 200: 200 codes, 2 exponents, 6 zeros, 208 bytes; the same row in bf
 
 from typing import Literal
 
-from ds_hybridep.plan.layout import IDENTITY, Codec
+from ds_hybridep.plan.layout import IDENTITY, CodecCost
 
 RowFormat = Literal["int8", "fp8"]
 
@@ -27,8 +27,8 @@ def record_bytes(hidden: int) -> int:
     return -(-num_bytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 
-def token_codec(row_format: RowFormat | None, hidden: int, element_bytes: int) -> Codec:
+def token_codec(row_format: RowFormat | None, hidden: int, element_bytes: int) -> CodecCost:
     """What a format makes of rows of `hidden` elements, as the stream model takes it; None: nothing."""
     if row_format is None:
         return IDENTITY
-    return Codec(row_format, ratio=hidden * element_bytes / record_bytes(hidden))
+    return CodecCost(row_format, ratio=hidden * element_bytes / record_bytes(hidden))

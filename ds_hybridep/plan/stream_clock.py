@@ -49,7 +49,7 @@ class _Link:
 
 
 @dataclass(frozen=True)
-class Stage:
+class MessageRound:
     """One round of messages: bytes over uplinks, by level, and the seconds until the first byte arrives."""
 
     level_bytes: tuple[tuple[int, float], ...]
@@ -76,15 +76,15 @@ class StepClock:
         self.now_s += seconds
         self.seconds[term] += seconds
 
-    def exchange(self, stages: Sequence[Stage], term: str, round_s: float) -> None:
-        """Rows over the links, stage by stage and level by level; a stage takes the host `round_s` at least.
+    def exchange(self, rounds: Sequence[MessageRound], term: str, round_s: float) -> None:
+        """Rows over the links, round by round and level by level; a round takes the host `round_s` at least.
 
         On its level a row shares the link byte for byte with the packets in flight.
         """
-        for stage in stages:
+        for one in rounds:
             begin_s = self.now_s
-            self.spend(stage.latency_s, term)
-            for level, num_bytes in stage.level_bytes:
+            self.spend(one.latency_s, term)
+            for level, num_bytes in one.level_bytes:
                 link = self.links[level]
                 shared = min(link.backlog, num_bytes) if link.queue else 0.0
                 shared_s, alone_s = 2.0 * shared / link.bytes_per_s, (num_bytes - shared) / link.bytes_per_s

@@ -2,12 +2,14 @@
 """What a plan means, in words, tables and settings for people; the JSON for programs is in `planner`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from ds_hybridep.plan.cluster import known_or_assumed_bandwidths
+from ds_hybridep.plan.crossover import Crossovers
 from ds_hybridep.plan.layout import IDENTITY, Layout
-from ds_hybridep.plan.planner import Alternative, Candidate, Plan, Question, Reign
-from ds_hybridep.plan.token_route import known_or_assumed_bandwidths
+from ds_hybridep.plan.planner import Candidate, Plan, rounded
+from ds_hybridep.plan.question import Question
+from ds_hybridep.plan.rivals import Alternative
 
 GIGA = 1e9
 BITS_PER_BYTE = 8
@@ -16,31 +18,15 @@ MAX_ROWS = 8  # of plans that lost, in a table
 STEPS_PRICED = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Extras:
-    """What is reckoned beside the plan.
-
-    tokens_deduplicated, tokens_padded: tokens per rank and micro-step from which on experts over level 0 are fewer
-        bytes than rows; None where no group spans level 0.
-    reigns: who is fastest at which bandwidth of level 0.
-    price_per_gb: of what leaves a child of level 0; None: not asked.
-    """
-
-    tokens_deduplicated: float | None
-    tokens_padded: float | None
-    reigns: tuple[Reign, ...]
-    price_per_gb: float | None = None
-
-
 def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
     """What to paste into ds_config.json: the "hybridep" block, and what else the plan needs there."""
     layout, levels = plan.best.layout, []
     for level, domain_size, codecs in zip(question.cluster.levels, layout.domain_sizes, layout.codecs, strict=True):
         entry: dict[str, Any] = {"name": level.name, "size": level.size}
         if level.link.bandwidth_bytes_per_s is not None:
-            entry["bandwidth_gbps"] = _digits(level.link.bandwidth_bytes_per_s * BITS_PER_BYTE / GIGA)
+            entry["bandwidth_gbps"] = rounded(level.link.bandwidth_bytes_per_s * BITS_PER_BYTE / GIGA)
         if level.link.latency_s is not None:
-            entry["latency_ms"] = _digits(level.link.latency_s * MS_PER_S)
+            entry["latency_ms"] = rounded(level.link.latency_s * MS_PER_S)
         entry["domain_size"] = domain_size
         for kind in ("weight", "gradient", "token"):
             codec = getattr(codecs, kind)
@@ -112,14 +98,14 @@ def _advice_on_groups(question: Question, plan: Plan) -> list[str]:
     return lines
 
 
-def describe(question: Question, plan: Plan, extras: Extras) -> str:
+def describe(question: Question, plan: Plan, crossovers: Crossovers, price_per_gb: float | None = None) -> str:
     """The whole answer as text."""
     sections = [
         _describe_question(question),
         _plan_table(plan),
         _terms_table(plan),
         "\n".join(verdict(question, plan)),
-        _describe_bounds(question, plan, extras),
+        _describe_crossovers(question, crossovers) + "\n" + _describe_costs(question, plan, price_per_gb),
     ]
     return "\n\n".join(sections)
 
@@ -195,47 +181,32 @@ def _terms_table(plan: Plan) -> str:
     return f"Seconds of {plan.best.label}: " + ", ".join(shown)
 
 
-def _describe_bounds(question: Question, plan: Plan, extras: Extras) -> str:
-    outermost = question.cluster.levels[0]
+def _describe_crossovers(question: Question, crossovers: Crossovers) -> str:
+    name, here = question.cluster.levels[0].name, known_or_assumed_bandwidths(question.cluster)[0]
     lines = []
-    if extras.tokens_deduplicated is not None and extras.tokens_padded is not None:
+    ours, padded = crossovers.tokens_deduplicated, crossovers.tokens_padded
+    if ours is not None and padded is not None:
         lines.append(
-            f"In bytes over {outermost.name}, moving experts beats moving tokens from "
-            f"{extras.tokens_deduplicated:.4g} tokens per GPU and micro-step on against a de-duplicated exchange, "
-            f"from {extras.tokens_padded:.4g} on against padded all-to-alls."
+            f"In bytes over {name}, moving experts beats moving tokens from {ours:.4g} tokens per GPU and micro-step "
+            f"on against a de-duplicated exchange, from {padded:.4g} on against padded all-to-alls."
         )
-    if len(extras.reigns) > 0:
-        here = known_or_assumed_bandwidths(question.cluster)[0]
-        lines.append(f"Break-even bandwidths of {outermost.name}, and what is fastest between them:")
-        for reign in extras.reigns:
-            mark = "   <- here" if reign.from_bytes_per_s <= here < reign.to_bytes_per_s else ""
-            lines.append(
-                f"  {_gbps(reign.from_bytes_per_s):>12} to {_gbps(reign.to_bytes_per_s):<12} {reign.label}{mark}"
-            )
-    uplink_bytes = plan.best.prediction.level_bytes(0)
-    total_gb = uplink_bytes * outermost.size * STEPS_PRICED / GIGA if outermost.size > 1 else 0.0
-    text = f"Over {outermost.name} in {STEPS_PRICED} steps, all uplinks together: {total_gb:,.0f} GB"
-    if extras.price_per_gb is not None:
-        text += f", {total_gb * extras.price_per_gb:,.2f} at {extras.price_per_gb:g} per GB"
-    memory = plan.best.memory
-    lines += [
-        text + ".",
-        f"Memory per GPU without activations: {memory.total_bytes / GIGA:.1f} GB, of it "
-        f"{memory.replica_bytes / GIGA:.1f} for working copies of experts and their gradient sums.",
-    ]
+    lines.append(f"Break-even bandwidths of {name}, and what is fastest between them:")
+    for label, from_bytes_per_s, to_bytes_per_s in crossovers.fastest:
+        mark = "   <- here" if from_bytes_per_s <= here < to_bytes_per_s else ""
+        lines.append(f"  {_gbps(from_bytes_per_s):>12} to {_gbps(to_bytes_per_s):<12} {label}{mark}")
     return "\n".join(lines)
 
 
-def reigns_json(reigns: Sequence[Reign]) -> list[dict[str, Any]]:
-    """JSON values of who is fastest where."""
-    return [
-        {
-            "label": reign.label,
-            "from_bytes_per_s": _digits(reign.from_bytes_per_s),
-            "to_bytes_per_s": _digits(reign.to_bytes_per_s),
-        }
-        for reign in reigns
-    ]
+def _describe_costs(question: Question, plan: Plan, price_per_gb: float | None) -> str:
+    outermost, memory = question.cluster.levels[0], plan.best.memory
+    uplinks = outermost.size if outermost.size > 1 else 0
+    total_gb = plan.best.prediction.level_bytes(0) * uplinks * STEPS_PRICED / GIGA
+    price = "" if price_per_gb is None else f", {total_gb * price_per_gb:,.2f} at {price_per_gb:g} per GB"
+    return (
+        f"Over {outermost.name} in {STEPS_PRICED} steps, all uplinks together: {total_gb:,.0f} GB{price}.\n"
+        f"Memory per GPU without activations: {memory.total_bytes / GIGA:.1f} GB, of it "
+        f"{memory.replica_bytes / GIGA:.1f} for working copies of experts and their gradient sums."
+    )
 
 
 def uses_codecs(layout: Layout) -> tuple[str, ...]:
@@ -264,7 +235,3 @@ def _seconds(value: float | None) -> str:
 def _gbps(bytes_per_s: float) -> str:
     gbits = bytes_per_s * BITS_PER_BYTE / GIGA
     return f"{gbits:.4g} Gbit/s" if gbits >= 1 else f"{gbits * 1e3:.3g} Mbit/s"
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.9g}")

@@ -8,14 +8,10 @@ from operator import mul
 from typing import Literal, get_args
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
 from ds_hybridep.plan.partition import Partition
 
 TokenExchange = Literal["direct", "hierarchical"]
-
-# Where no bandwidth is known: 10 Gbit/s Ethernet between DCs as on the paper's machines, and a fixed step inwards.
-ASSUMED_SLOWEST_BYTES_PER_S = 1.25e9
-ASSUMED_SPEEDUP_PER_LEVEL = 8.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,6 @@ def build_route(partition: Partition, rank: int, num_experts: int, exchange: Tok
 
     Raises PlanError where the rank is not in the group, or the experts cannot be shared evenly.
     """
-    _check_exchange(exchange)
     experts_per_rank = partition.experts_per_rank(num_experts)
     rank_domain = partition.domain_of(rank)
     if partition.num_domains == 1:
@@ -73,10 +68,11 @@ def build_route(partition: Partition, rank: int, num_experts: int, exchange: Tok
 
 
 def expected_rows(
-    partition: Partition, num_experts: int, top_k: int, num_tokens: int, exchange: TokenExchange
+    domain_counts: Sequence[int], num_experts: int, top_k: int, num_tokens: int, exchange: TokenExchange
 ) -> tuple[float, ...]:
     """Rows that one rank sends over each cluster level in one dispatch, on average under even routing.
 
+    domain_counts: domains side by side at each level; together they share the experts evenly.
     num_tokens: tokens of one rank. Each picks `top_k` different experts, all choices alike.
 
     Direct, with n_l domains at level l and n in all: a peer's first level that differs is l for
@@ -84,22 +80,7 @@ def expected_rows(
     experts. Hierarchical: when a row leaves for level l it has visited n_0 ... n_(l-1) coordinates, and as every
     rank receives what it sends by symmetry, T n_0 ... n_(l-1) tokens are asked for each of n_l - 1 destinations,
     with the chance that they need one of E / (n_0 ... n_l) experts.
-
-    Raises PlanError where the experts cannot be shared evenly, or fewer than `top_k` exist.
     """
-    partition.experts_per_rank(num_experts)
-    return expected_rows_of(partition.domain_counts, num_experts, top_k, num_tokens, exchange)
-
-
-def expected_rows_of(
-    domain_counts: Sequence[int], num_experts: int, top_k: int, num_tokens: int, exchange: TokenExchange
-) -> tuple[float, ...]:
-    """`expected_rows` of a partition that is known by its number of domains at each level only."""
-    _check_exchange(exchange)
-    if not 1 <= top_k <= num_experts:
-        raise PlanError(f"top_k is {top_k}, but a token picks between 1 and all of the {num_experts} experts")
-    if num_tokens < 0:
-        raise PlanError(f"num_tokens is {num_tokens}; a rank has 0 tokens or more")
     num_domains = math.prod(domain_counts)
     rows = []
     for count, down_to in zip(domain_counts, accumulate(domain_counts, mul), strict=True):
@@ -125,46 +106,25 @@ def choose_exchange(
     A level costs the bytes that all ranks below one child send through its uplink, over the bandwidth. Latencies
     are waited for one after the other by stages, but all at once by the single direct exchange.
 
-    Raises PlanError where the cluster is not the partition's, or as `expected_rows` does.
+    Raises PlanError where the cluster is not the partition's.
     """
     if cluster.sizes != partition.cluster.sizes:
         raise PlanError(f"the partition was made for the levels {partition.cluster}, but the links are of {cluster}")
     seconds = {}
     for exchange in get_args(TokenExchange):
-        rows = expected_rows(partition, num_experts, top_k, num_tokens, exchange)
+        rows = expected_rows(partition.domain_counts, num_experts, top_k, num_tokens, exchange)
         seconds[exchange] = _dispatch_s(cluster, [num_rows * row_bytes for num_rows in rows], exchange)
     return "hierarchical" if seconds["hierarchical"] < seconds["direct"] else "direct"
 
 
-def known_or_assumed_bandwidths(cluster: Cluster) -> tuple[float, ...]:
-    """Bytes per second of each level; one that is not known is taken as 8 times that of the level above.
-
-    Where the outermost ones are not known, they follow from the first one that is; where none is, the outermost is
-    taken as 10 Gbit/s.
-    """
-    given = [level.link.bandwidth_bytes_per_s for level in cluster.levels]
-    assumed = ASSUMED_SLOWEST_BYTES_PER_S
-    for index, bandwidth in enumerate(given):
-        if bandwidth is not None:
-            assumed = bandwidth / ASSUMED_SPEEDUP_PER_LEVEL**index
-            break
-    bandwidths: list[float] = []
-    for bandwidth in given:
-        bandwidths.append(assumed if bandwidth is None else bandwidth)
-        assumed = bandwidths[-1] * ASSUMED_SPEEDUP_PER_LEVEL
-    return tuple(bandwidths)
-
-
 def _dispatch_s(cluster: Cluster, rank_bytes: list[float], exchange: TokenExchange) -> float:
     """Seconds of one dispatch in which each rank sends `rank_bytes[level]` over each level."""
-    transfer_s, latencies_s = 0.0, [0.0]
-    bandwidths = known_or_assumed_bandwidths(cluster)
-    for index, (level, bandwidth) in enumerate(zip(cluster.levels, bandwidths, strict=True)):
-        if rank_bytes[index] > 0:
-            ranks_per_uplink = math.prod(cluster.sizes[index + 1 :])
-            transfer_s += rank_bytes[index] * ranks_per_uplink / bandwidth
-            latencies_s.append(level.link.latency_s or 0.0)
-    return transfer_s + (max(latencies_s) if exchange == "direct" else sum(latencies_s))
+    used = [level for level, num_bytes in enumerate(rank_bytes) if num_bytes > 0]
+    bandwidths, latencies, transfer_s = known_or_assumed_bandwidths(cluster), latencies_of(cluster), 0.0
+    for level in used:
+        transfer_s += rank_bytes[level] * math.prod(cluster.sizes[level + 1 :]) / bandwidths[level]
+    waited = [0.0, *(latencies[level] for level in used)]
+    return transfer_s + (max(waited) if exchange == "direct" else sum(waited))
 
 
 def _chance_needed(num_wanted: int, num_experts: int, top_k: int) -> float:
@@ -177,10 +137,3 @@ def _chance_needed(num_wanted: int, num_experts: int, top_k: int) -> float:
 def _per_expert(per_group_rank: list[int], experts_per_rank: int) -> tuple[int, ...]:
     """[num_experts] the value of each expert's owner, given [G] values in group order."""
     return tuple(value for value in per_group_rank for _ in range(experts_per_rank))
-
-
-def _check_exchange(exchange: str) -> None:
-    if exchange not in get_args(TokenExchange):
-        raise PlanError(
-            f"token exchange {exchange!r} does not exist; choose one of {', '.join(get_args(TokenExchange))}"
-        )

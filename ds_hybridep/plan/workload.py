@@ -71,9 +71,7 @@ class Workload:
     is_checkpointed: activations are recomputed in the backward, with the layers' exchanges.
     seq_len: of one sequence; 0 leaves the attention scores out of the FLOPs.
     capacity_factor: of DeepSpeed's gate; its all-to-alls are padded to it.
-    imbalance: rows of the rank with most of them over the mean, with one rank's experts on each rank.
     row_scale: measured rows over what even routing would send, such as 0.9 where tokens like experts close by.
-    expert_load: rows of each expert as measured, in any unit; None: even routing.
     trainable_expert_params: of each expert; None: all. Adapters train few, and only those travel.
     trainable_dense_params: None: all.
     """
@@ -86,9 +84,7 @@ class Workload:
     is_checkpointed: bool = False
     seq_len: int = 0
     capacity_factor: float = 1.0
-    imbalance: float = 1.0
     row_scale: float = 1.0
-    expert_load: tuple[float, ...] | None = None
     trainable_expert_params: int | None = None
     trainable_dense_params: int | None = None
 
@@ -98,14 +94,10 @@ class Workload:
                 raise PlanError(f"{field} is {getattr(self, field)}, but must be at least {least}")
         if self.zero_stage not in (0, 1, 2):
             raise PlanError(f"zero_stage is {self.zero_stage}, but plans are made for stages 0, 1 and 2")
-        if self.expert_load is not None and len(self.expert_load) != self.model.num_experts:
-            raise PlanError(
-                f"expert_load has {len(self.expert_load)} entries, but the model has {self.model.num_experts} experts"
-            )
-        for field, least_factor in (("capacity_factor", 0.0), ("imbalance", 1.0), ("row_scale", 0.0)):
+        for field in ("capacity_factor", "row_scale"):
             value = getattr(self, field)
-            if not (math.isfinite(value) and value >= least_factor):
-                raise PlanError(f"{field} is {value}, but must be a finite number >= {least_factor:g}")
+            if not (math.isfinite(value) and value >= 0):
+                raise PlanError(f"{field} is {value}, but must be a finite number >= 0")
 
     # Experts.
 

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.simulate.events import Operation, Post, Run, Span
-from ds_hybridep.simulate.simulator import Scenario, SimulatedStep
+from ds_hybridep.simulate.scenario import Scenario
+from ds_hybridep.simulate.simulator import SimulatedStep
 from ds_hybridep.simulate.traffic import Ranks
 
 SCHEMA_VERSION = "0.0.4"

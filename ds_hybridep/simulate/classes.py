@@ -16,9 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hybridep.plan.cluster import Cluster
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from ds_hybridep.simulate.flows import Floats, Ints
 
 
 def nodes_at(cluster: Cluster, depth: int) -> Ints:

@@ -9,7 +9,7 @@ An *actor* (a rank, or a class of ranks that are alike) runs a list of instructi
 
 A channel takes an actor's operations in the order in which they were posted. An operation consists of *flows*; a flow
 starts when all of its members have reached the operation, drains at the rate that its links leave it, and arrives a
-latency later. All links are shared max-min fairly, by weight, and rates change whenever a flow begins or ends.
+latency later. Rates change whenever a flow begins or ends.
 """
 
 import heapq
@@ -17,83 +17,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from ds_hybridep.simulate.flows import NO_LIMIT, Bools, Floats, Flows, Ints, LinkShares
 
-SAME_RATE = 1.0 + 1e-12  # links that fill up together but for rounding
 DONE_SHARE = 1e-9  # of a flow's bytes: less is rounding
-MAX_KNOWN_SHARES = 4096  # sets of flows whose rates are kept: all layers of a step send alike
-NO_LIMIT = 1e300  # bytes/s
 SAME_TIME = 1e-12  # of the clock: less is rounding
-
-
-def fair_rates(capacities: Floats, weights: Floats, flow: Ints, link: Ints, load: Floats) -> Floats:
-    """Weighted max-min fair rates of flows.
-
-    Args:
-        capacities: [L] bytes/s of each link.
-        weights: [F] shares of a flow on a link that it does not have for itself.
-        flow, link, load: [N] entries "each byte/s of this flow puts `load` bytes/s on this link".
-
-    Returns:
-        [F] bytes/s; inf for a flow without a link.
-
-    Source: progressive filling: all rates grow alike until a link is full; its flows keep theirs, the others go on.
-    """
-    rates = np.full(len(weights), math.inf)
-    is_settled = np.zeros(len(weights), dtype=bool)
-    left = capacities.copy()
-    num_links = len(capacities)
-    while len(flow):
-        demand = np.bincount(link, load * weights[flow], num_links)
-        level = np.full(num_links, math.inf)
-        np.divide(left, demand, out=level, where=demand > 0.0)
-        lowest = max(float(level.min()), 0.0)
-        is_full = level <= lowest * SAME_RATE
-        is_settled[flow[is_full[link]]] = True
-        done = is_settled[flow]
-        rates[flow[done]] = weights[flow[done]] * lowest
-        left -= np.bincount(link[done], load[done] * weights[flow[done]] * lowest, num_links)
-        flow, link, load = flow[~done], link[~done], load[~done]
-    return rates
-
-
-@dataclass(frozen=True)
-class Flows:
-    """What one operation sends.
-
-    num_bytes: [F] of each flow.
-    weights: [F] for the fair shares.
-    latencies_s: [F] from the last byte's departure to its arrival.
-    member_flow, member_actor: [M] "this actor takes part in this flow".
-    entry_flow, entry_link, entry_load: [N] as `fair_rates` takes them.
-    """
-
-    num_bytes: Floats
-    weights: Floats
-    latencies_s: Floats
-    member_flow: Ints
-    member_actor: Ints
-    entry_flow: Ints
-    entry_link: Ints
-    entry_load: Floats
-
-    @cached_property
-    def num_members(self) -> Ints:
-        """[F] actors of each flow."""
-        return np.bincount(self.member_flow, minlength=len(self.num_bytes))
-
-    def flows_of(self, num_actors: int) -> list[Ints]:
-        """Flows by actor."""
-        order = np.argsort(self.member_actor, kind="stable")
-        ends = np.cumsum(np.bincount(self.member_actor, minlength=num_actors))
-        return np.split(self.member_flow[order], ends[:-1])
 
 
 @dataclass(frozen=True)
@@ -221,7 +152,7 @@ class Engine:
         traced: Sequence[int] = (),
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
-        self._capacities = capacities.copy()
+        self._shares = LinkShares(capacities, busy_share)
         self._num_actors = num_actors
         self._program = program
         self._operations = operations
@@ -245,7 +176,6 @@ class Engine:
         self._active: list[_Progress] = []  # operations with bytes under way
         self._rates: list[Floats] = []  # of their flowing flows
         self._is_stale = False
-        self._known_shares: dict[tuple[bytes | int, ...], list[Floats]] = {}
         for change in changes:
             self._at(change.time_s, self._change, change)
 
@@ -375,46 +305,10 @@ class Engine:
         """Rates of all flows under way."""
         self._is_stale = False
         self._active = [progress for progress in self._active if progress.is_flowing.any()]
-        key: list[bytes | int] = [self._is_computing.tobytes()]
-        for progress in self._active:
-            key += [id(progress.operation.flows), progress.is_flowing.tobytes()]
-        known = tuple(key)
-        if known not in self._known_shares:
-            if len(self._known_shares) >= MAX_KNOWN_SHARES:
-                self._known_shares.clear()
-            self._known_shares[known] = self._shares()
-        self._rates = self._known_shares[known]
+        active = [(progress.operation.flows, progress.is_flowing) for progress in self._active]
+        self._rates = self._shares.rates(active, self._is_computing)
         for progress, own in zip(self._active, self._rates, strict=True):
             progress.left[np.flatnonzero(progress.is_flowing)[own >= NO_LIMIT]] = 0.0  # flows that cross no link
-
-    def _shares(self) -> list[Floats]:
-        """Rates of the flowing flows of each active operation."""
-        weights, counts, flow, link, load, computing = [], [], [], [], [], []
-        offset = 0
-        for progress in self._active:
-            flows = progress.operation.flows
-            flowing = np.flatnonzero(progress.is_flowing)
-            renumbered = np.full(len(progress.left), -1, dtype=np.int64)
-            renumbered[flowing] = np.arange(offset, offset + len(flowing))
-            entries = np.flatnonzero(progress.is_flowing[flows.entry_flow])
-            flow.append(renumbered[flows.entry_flow[entries]])
-            link.append(flows.entry_link[entries])
-            load.append(flows.entry_load[entries])
-            weights.append(flows.weights[flowing])
-            if self._busy_share < 1.0:
-                is_busy = np.zeros(len(progress.left), dtype=bool)
-                is_busy[flows.member_flow[self._is_computing[flows.member_actor]]] = True
-                computing.append(is_busy[flowing])
-            counts.append(len(flowing))
-            offset += len(flowing)
-        if not self._active:
-            return []
-        rates = fair_rates(
-            self._capacities, np.concatenate(weights), np.concatenate(flow), np.concatenate(link), np.concatenate(load)
-        )
-        if computing:
-            rates = np.where(np.concatenate(computing), rates * self._busy_share, rates)
-        return np.split(np.minimum(rates, NO_LIMIT), np.cumsum(counts)[:-1])
 
     def _next_drain_s(self) -> float:
         earliest_s = math.inf
@@ -436,7 +330,7 @@ class Engine:
         """Take out the flows that have sent everything; actors without any other leave the operation."""
         self._is_stale = True
         # What is done is found out first: flows that begin now are in `is_flowing`, but have no rate yet.
-        drained: list[tuple[_Progress, NDArray[np.bool_]]] = []
+        drained: list[tuple[_Progress, Bools]] = []
         for progress, rates in zip(self._active, self._rates, strict=True):
             is_done = progress.is_flowing.copy()
             left, num_bytes = progress.left[is_done], progress.operation.flows.num_bytes[is_done]
@@ -462,8 +356,7 @@ class Engine:
 
     def _change(self, change: Change) -> None:
         if change.link is not None:
-            self._capacities[change.link] = change.bytes_per_s
-            self._known_shares.clear()
+            self._shares.change(change.link, change.bytes_per_s)
             self._is_stale = True
         if change.actor is not None:
             self._slowdown[change.actor] = change.slowdown

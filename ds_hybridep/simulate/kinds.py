@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ds_hybridep.simulate.classes import Floats, Ints
-from ds_hybridep.simulate.schedule import Deviation, Scenario
+from ds_hybridep.simulate.flows import Floats, Ints
+from ds_hybridep.simulate.scenario import Deviation, Scenario
 from ds_hybridep.simulate.traffic import Routing
 
 LEAST_LOAD = 1e-12  # of a rank, so that its logarithm exists

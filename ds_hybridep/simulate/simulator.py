@@ -2,7 +2,7 @@
 """Event simulation of one training step of a plan, from two ranks to thousands of datacentres.
 
 Every rank runs the plan's program; its messages share the links of the cluster. Ranks that are alike are simulated
-once (`simulator_classes`), which changes nothing but the time that it takes. Only places, tensor sizes and what is
+once (`classes`), which changes nothing but the time that it takes. Only places, tensor sizes and what is
 given (layout, rates, codecs) are shared with the stream model, so that each of the two checks the other.
 """
 
@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, flatten
-from ds_hybridep.plan.token_route import known_or_assumed_bandwidths
-from ds_hybridep.simulate.classes import Floats, Ints, RankClasses, merge_ranks, nodes_at
+from ds_hybridep.plan.cluster import Cluster, flatten, known_or_assumed_bandwidths, latencies_of
+from ds_hybridep.simulate.classes import RankClasses, merge_ranks, nodes_at
 from ds_hybridep.simulate.events import Change, Engine, Span
+from ds_hybridep.simulate.flows import Floats, Ints
 from ds_hybridep.simulate.kinds import choose_stand_ins, with_stand_ins
-from ds_hybridep.simulate.schedule import Assumptions, Deviation, Scenario, Schedule, build_schedule
+from ds_hybridep.simulate.scenario import Deviation, Scenario
+from ds_hybridep.simulate.schedule import Schedule, build_schedule
 from ds_hybridep.simulate.traffic import DOWN, UP, Ranks, Routing, TrafficMaker
-
-__all__ = ["Assumptions", "Deviation", "Scenario", "SimulatedStep", "simulate"]
 
 MAX_FULL_RANKS = 512  # beyond, a simulation rank by rank takes too much memory
 MAX_CLASSES = 64  # flows grow with the square, and so does the time
@@ -90,7 +89,7 @@ def simulate(
     maker = TrafficMaker(
         cluster,
         classes,
-        [level.link.latency_s or 0.0 for level in cluster.levels],
+        latencies_of(cluster),
         crosses_inner_links=assumed.crosses_inner_links,
         is_fair_to_flows=assumed.is_fair_to_flows,
     )
@@ -135,7 +134,7 @@ def _with_few_classes(
         attributes += _marks(cluster, scenario.deviations)
         return merge_ranks(cluster, patterns, attributes, is_reduced=is_reduced, max_classes=max_classes)
 
-    routing = Routing.of(ranks, scenario.workload)
+    routing = Routing.of(ranks, scenario.workload.model, scenario.expert_load)
     max_classes = MAX_CLASSES if cluster.num_ranks > MAX_CLASSES else None
     classes = classes_of(scenario, routing, max_classes)
     if classes is not None:

@@ -14,9 +14,9 @@ import numpy as np
 
 from ds_hybridep.plan.cluster import Cluster, unflatten
 from ds_hybridep.plan.layout import Layout
-from ds_hybridep.plan.workload import Workload
-from ds_hybridep.simulate.classes import Floats, Ints, RankClasses, nodes_at
-from ds_hybridep.simulate.events import Flows
+from ds_hybridep.plan.workload import MoEModel
+from ds_hybridep.simulate.classes import RankClasses, nodes_at
+from ds_hybridep.simulate.flows import Floats, Flows, Ints
 
 UP, DOWN = 0, 1
 EQUAL_DIGITS = 14  # of chances and rows: what is equal must stay equal when summed in another order
@@ -100,16 +100,16 @@ class Routing:
     pairs: Floats
 
     @classmethod
-    def of(cls, ranks: Ranks, workload: Workload) -> "Routing":
-        """Routing by the workload's load of experts, even if it has none.
+    def of(cls, ranks: Ranks, model: MoEModel, expert_load: Sequence[float] | None = None) -> "Routing":
+        """Routing by a load of the experts; even where there is none.
 
         A choice of experts is taken to be as likely as the product of their loads. With e(S) the product over S of
         (1 + load x), the chance to need one of S is 1 - [x^k] e(all) / e(S) : [x^k] e(all).
 
         Source: conditional Poisson sampling.
         """
-        num_experts, top_k = workload.model.num_experts, workload.model.top_k
-        load = np.ones(num_experts) if workload.expert_load is None else np.array(workload.expert_load, dtype=float)
+        num_experts, top_k = model.num_experts, model.top_k
+        load = np.ones(num_experts) if expert_load is None else np.array(expert_load, dtype=float)
         load = load / load.mean()
         owner = numbered_in_group(ranks)
         num_local = num_experts // ranks.layout.group_size
@@ -185,7 +185,7 @@ def _quotient_end(dividend: Floats, divisor: Floats) -> float:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class OperationTraffic:
     """Flows of an operation; bytes that all ranks together send over each level, and [C] that one of each class sends.
 
     pattern: by which they talk.
@@ -245,7 +245,7 @@ class TrafficMaker:
         bytes_between: Callable[[int], Floats],
         *,
         latency_count: float = 1.0,
-    ) -> Traffic:
+    ) -> OperationTraffic:
         """Every rank sends to all of its peers in a pattern whose distance is one of `levels`.
 
         Args:
@@ -283,7 +283,7 @@ class TrafficMaker:
             entry_load=load,
         )
         rank_bytes = np.bincount(src, num_sent * size, classes.num_classes).astype(np.float64)
-        return Traffic(flows, tuple(sent.tolist()), pattern, rank_bytes)
+        return OperationTraffic(flows, tuple(sent.tolist()), pattern, rank_bytes)
 
     def _entries(
         self, src: Ints, dst: Ints, at: Ints, num_sent: Ints, num_received: Ints
@@ -300,7 +300,7 @@ class TrafficMaker:
                 load.append(classes.ranks_below[level][child, ends[crossing]] * counts[crossing].astype(np.float64))
         return np.concatenate(flow), np.concatenate(link), np.concatenate(load)
 
-    def ring(self, ring_of: Ints, bytes_per_edge: float, *, passes: float) -> Traffic:
+    def ring(self, ring_of: Ints, bytes_per_edge: float, *, passes: float) -> OperationTraffic:
         """Rings of all ranks with the same number, in rank order, all in step: one flow over all links of the rings.
 
         Args:
@@ -342,7 +342,9 @@ class TrafficMaker:
             entry_load=loads[: len(links) * count],
         )
         sent = np.bincount(at, minlength=num_levels + 1)[:num_levels] * bytes_per_edge
-        return Traffic(flows, tuple(sent.tolist()), "ring", np.full(len(actors), float(bytes_per_edge * count)))
+        return OperationTraffic(
+            flows, tuple(sent.tolist()), "ring", np.full(len(actors), float(bytes_per_edge * count))
+        )
 
 
 def _ring_edges(ring_of: Ints) -> tuple[Ints, Ints]:

@@ -15,7 +15,7 @@ import pytest
 from ds_hybridep.commands import lab as lab_command
 from ds_hybridep.commands.main import main
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.lab import network
+from ds_hybridep.lab import namespaces, network
 from ds_hybridep.lab.launcher import RankProcesses, format_result, rank_environment, run_on_loopback, run_ranks
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, ScheduleEvent, Topology
@@ -138,10 +138,10 @@ def test_ranks_die_with_a_launcher_that_is_killed(permitted, tmp_path):
     launcher.kill()
     launcher.wait()
     pid = int(pid_file.read_text())
-    while network._start_time(pid) is not None:
+    while namespaces.start_time(pid) is not None:
         assert time.monotonic() < deadline_s, "the rank outlived its launcher"
         time.sleep(0.05)
-    assert network.reap_orphans() != []
+    assert namespaces.reap_orphans() != []
 
 
 @pytest.mark.dist

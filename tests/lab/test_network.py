@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 
 from ds_hybridep.errors import ConfigError, LabError
-from ds_hybridep.lab import delay, network
-from ds_hybridep.lab.network import EmulatedNetwork, reap_orphans, why_not_permitted
+from ds_hybridep.lab import delay, namespaces, network
+from ds_hybridep.lab.namespaces import reap_orphans
+from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import SEGMENT_FRAME_BYTES, SEGMENT_PAYLOAD_BYTES, LinkSpec, Topology
 
 TRAFFIC = str(Path(__file__).with_name("tcp_traffic.py"))
@@ -269,7 +270,7 @@ def test_killing_a_host_ends_all_its_processes_and_no_others(permitted):
         doomed = subprocess.Popen(net.command_on(0, ["sh", "-c", "setsid sleep 300 & sleep 300"]))
         other = subprocess.Popen(net.command_on(1, ["sleep", "300"]))
         deadline_s = time.monotonic() + 10
-        while len(network._processes_in(net.namespace_of(0))) < 3 and time.monotonic() < deadline_s:
+        while len(namespaces.processes_in(net.namespace_of(0))) < 3 and time.monotonic() < deadline_s:
             time.sleep(0.02)
         assert net.kill_processes(0) == 3
         # The shell may see the end of its child, and say so, before its own.
@@ -283,7 +284,7 @@ def test_killing_a_host_ends_all_its_processes_and_no_others(permitted):
 def test_nothing_is_left_after_an_error_inside_or_while_entering(permitted, monkeypatch):
     with pytest.raises(ZeroDivisionError), EmulatedNetwork(Topology(2, 1), LinkSpec(wan_delay_s=0.001)):
         raise ZeroDivisionError
-    monkeypatch.setattr(EmulatedNetwork, "_fill_tables", lambda self: network._run(["false"]))
+    monkeypatch.setattr(EmulatedNetwork, "_fill_tables", lambda self: namespaces.run_tool(["false"]))
     with pytest.raises(LabError, match="`false`: exit code 1"), EmulatedNetwork(Topology(2, 1), LinkSpec()):
         pass
     assert lab_namespaces(os.getpid()) == []
@@ -319,7 +320,7 @@ def test_what_a_killed_owner_left_is_removed_by_the_next_start(permitted):
     owner.communicate()
     wait_until_gone(delay_line)  # by itself
     assert len(lab_namespaces(owner.pid)) == 5
-    assert network._start_time(sleeper) is not None
+    assert namespaces.start_time(sleeper) is not None
     with EmulatedNetwork(Topology(1, 1), LinkSpec()):
         assert lab_namespaces(owner.pid) == []
     wait_until_gone(sleeper)
@@ -334,18 +335,18 @@ def test_reaping_leaves_living_owners_alone(permitted):
 
 def wait_until_gone(pid, timeout_s=10.0):
     deadline_s = time.monotonic() + timeout_s
-    while network._start_time(pid) is not None:
+    while namespaces.start_time(pid) is not None:
         assert time.monotonic() < deadline_s, f"process {pid} is still there"
         time.sleep(0.02)
 
 
 def test_a_reused_pid_is_not_the_owner():
     """A namespace names its owner by PID and start time; this process has the PID of one that started earlier."""
-    start = network._start_time(os.getpid())
+    start = namespaces.start_time(os.getpid())
     assert start is not None
-    match = network.NAMESPACE_NAME.fullmatch(f"hybridep-{os.getpid()}-{start - 1}-0-core")
-    assert network._start_time(int(match["pid"])) != int(match["start"])
-    assert network.NAMESPACE_NAME.fullmatch("hybridep-of-someone-else") is None
+    match = namespaces.NAMESPACE_NAME.fullmatch(f"hybridep-{os.getpid()}-{start - 1}-0-core")
+    assert namespaces.start_time(int(match["pid"])) != int(match["start"])
+    assert namespaces.NAMESPACE_NAME.fullmatch("hybridep-of-someone-else") is None
 
 
 def test_without_root_the_reason_is_said(monkeypatch):
@@ -369,7 +370,7 @@ def test_without_iproute2_the_reason_is_said(monkeypatch):
 )
 def test_what_the_kernel_lacks_is_said(said, hint):
     with pytest.raises(LabError, match=f"{said}.*; .*{hint}"):
-        network._run(["sh", "-c", f"echo '{said}' >&2; exit 2"])
+        namespaces.run_tool(["sh", "-c", f"echo '{said}' >&2; exit 2"])
 
 
 def test_a_missing_tun_device_is_said(monkeypatch, tmp_path):

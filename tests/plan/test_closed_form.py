@@ -2,9 +2,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.closed_form import (
+from paper_closed_form import (
     PaperCase,
     all_gather_s,
     all_to_all_s,
@@ -12,6 +10,8 @@ from ds_hybridep.plan.closed_form import (
     exchanged_share,
     latency_s,
 )
+
+from ds_hybridep.errors import PlanError
 
 properties = settings(deadline=None, max_examples=200)
 

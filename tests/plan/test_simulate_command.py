@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import builtins
 import json
 
 import pytest
@@ -6,7 +7,7 @@ import pytest
 from ds_hybridep.commands.main import main
 from ds_hybridep.commands.simulate import read_deviation
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.simulate.simulator import Deviation
+from ds_hybridep.simulate.scenario import Deviation
 
 MODEL = """\
 layers: 3
@@ -71,6 +72,21 @@ def test_a_sweep_goes_over_numbers_of_datacentres_and_bandwidths(simulate, tmp_p
     ]  # fmt: skip
 
 
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, capsys, monkeypatch):
+    real_import = builtins.__import__
+
+    def import_without_matplotlib(name, *args, **kwargs):
+        if name.split(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", import_without_matplotlib)
+    (tmp_path / "moe.yaml").write_text(MODEL)
+    plot = ("--sweep-dcs", "2", "--plot", str(tmp_path / "sweep.png"))
+    assert main(["simulate", "--model", str(tmp_path / "moe.yaml"), *CLUSTER, *plot]) == 2
+    assert 'pip install "ds_hybridep[plot]"' in capsys.readouterr().err
+
+
 def test_a_trace_has_a_process_for_each_rank_and_a_thread_for_each_stream(simulate, tmp_path):
     path = tmp_path / "step.json"
     simulate("--trace", str(path), "--rank", "1", "--rank", "6")
@@ -109,7 +125,6 @@ def test_places_that_cannot_be_read_are_refused(text):
         (("--domains", "2"), "--domains: got '2', wanted a size for each of the levels dc (4) x gpu (2)"),
         (("--domains", "two,1"), "--domains: got 'two,1', wanted a size for each level, as in 2,1"),
         (("--jitter", "-1"), "--jitter and --zipf: got -1 and None, wanted at least 0"),
-        (("--imbalance", "2"), "--imbalance: the simulator routes by a load of experts; give --zipf instead"),
         (("--sweep-dcs", "3", "0"), "--sweep-dcs: got 0, wanted at least 1"),
         (("--slow", "9:bandwidth=0.5"), "a deviation is at (9,), but the cluster dc (4) x gpu (2) has no such place"),
         (("--trace", "x.json", "--rank", "8"), "rank 8 is outside the cluster"),

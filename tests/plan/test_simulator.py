@@ -12,12 +12,11 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, Link
 from ds_hybridep.plan.layout import ExpertGroup, Rates, SyncModel
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.routing import chance_needed
 from ds_hybridep.plan.stream_model import predict
-from ds_hybridep.plan.token_route import expected_rows_of
+from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.simulate.kinds import choose_stand_ins, with_stand_ins
-from ds_hybridep.simulate.schedule import STREAM_MODEL_ASSUMPTIONS
-from ds_hybridep.simulate.simulator import Assumptions, Deviation, Scenario, simulate
+from ds_hybridep.simulate.scenario import STREAM_MODEL_ASSUMPTIONS, Assumptions, Deviation, Scenario
+from ds_hybridep.simulate.simulator import simulate
 from ds_hybridep.simulate.traffic import Ranks, Routing
 
 properties = settings(deadline=None, max_examples=40)
@@ -38,7 +37,6 @@ def ordered_cases(draw):
         dataclasses.replace(level, link=Link(bandwidth, latency_s / 1000**index))
         for index, (level, bandwidth) in enumerate(zip(cluster.levels, bandwidths, strict=True))
     ]
-    workload = dataclasses.replace(workload, imbalance=1.0)
     return Cluster(tuple(levels)), layout, workload, dataclasses.replace(rates, overlap=1.0)
 
 
@@ -97,10 +95,7 @@ def test_one_rank_of_each_class_stands_for_all_of_them(case, data):
     )
     load = data.draw(st.sampled_from([None, 1.5]))
     if load is not None:
-        num_experts = workload.model.num_experts
-        workload = dataclasses.replace(
-            workload, expert_load=tuple(1.0 if expert % 3 else load for expert in range(num_experts))
-        )
+        load = tuple(1.0 if expert % 3 else load for expert in range(workload.model.num_experts))
     assumed = Assumptions(
         crosses_inner_links=data.draw(st.booleans()),
         is_fair_to_flows=data.draw(st.booleans()),
@@ -109,7 +104,7 @@ def test_one_rank_of_each_class_stands_for_all_of_them(case, data):
     )
     scenario = scenario_of(
         cluster, layout, workload, dataclasses.replace(rates, overlap=data.draw(st.sampled_from([0.0, 0.3, 1.0]))),
-        deviations=tuple(data.draw(st.lists(deviation, max_size=3))), assumptions=assumed,
+        deviations=tuple(data.draw(st.lists(deviation, max_size=3))), assumptions=assumed, expert_load=load,
         sync=SyncModel(algorithm=data.draw(st.sampled_from(["ring", "hierarchical"]))),
     )  # fmt: skip
     reduced, full = simulate(scenario), simulate(scenario, is_reduced=False)
@@ -148,21 +143,28 @@ def test_ranks_talk_to_those_that_the_partition_names(ep_size, domain_sizes):
             assert talks["exchange"] == (part.offset_of(a) == part.offset_of(b))
             exchanged = any(talks[f"exchange {level}"] for level in range(2))
             gathered = any(talks.get(f"gather {level}", False) for level in range(2))
-            assert part.relation(a, b) == ("exchange" if exchanged else "gather" if gathered else None)
+            assert exchanged == any(b in part.exchange_peers(a, level) for level in range(2))
+            assert gathered == any(b in part.gather_peers(a, level) for level in range(2))
     assert not any((group[:ep_size, None] == group[None, ep_size:]).any() for group in direct.values())
+
+
+def chance_needed(load, wanted, top_k):
+    """Chance that a token needs one of `wanted`: every choice of experts by the product of its loads."""
+    choices = {choice: math.prod(load[one] for one in choice) for choice in itertools.combinations(range(12), top_k)}
+    return sum(weight for choice, weight in choices.items() if wanted & set(choice)) / sum(choices.values())
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_rows_are_those_of_the_routing_models(top_k):
     cluster, layout = cluster_of(2, 3), layout_of((2, 3), (1, 1))
     model = dataclasses.replace(TOY, num_experts=12, top_k=top_k)
-    even = Routing.of(Ranks.of(cluster, layout), toy(model=model))
-    direct = expected_rows_of((2, 3), 12, top_k, 1, "direct")
+    even = Routing.of(Ranks.of(cluster, layout), model)
+    direct = expected_rows((2, 3), 12, top_k, 1, "direct")
     assert sum(direct) == pytest.approx(5 * even.chances[1][0])
-    assert even.chances[0] * 1 == pytest.approx(expected_rows_of((2, 3), 12, top_k, 1, "hierarchical")[0])
+    assert even.chances[0] * 1 == pytest.approx(expected_rows((2, 3), 12, top_k, 1, "hierarchical")[0])
     assert even.pairs == pytest.approx(top_k * 2 / 12)
     load = tuple(1.0 / (1 + expert) for expert in range(12))
-    uneven = Routing.of(Ranks.of(cluster, layout), toy(model=model, expert_load=load))
+    uneven = Routing.of(Ranks.of(cluster, layout), model, load)
     for rank in range(6):
         experts = frozenset(range(2 * rank, 2 * rank + 2))
         assert uneven.chances[1][rank] == pytest.approx(chance_needed(load, experts, top_k), rel=1e-9)
@@ -207,7 +209,7 @@ def test_uneven_routing_loads_the_links_and_the_ranks_of_popular_experts():
     cluster, layout = cluster_of(4, bandwidth=1e6), layout_of((4,), (1,))
     zipf = tuple(1.0 / (1 + expert) for expert in range(8))
     even = simulate(scenario_of(cluster, layout, toy()))
-    uneven = simulate(scenario_of(cluster, layout, toy(expert_load=zipf)))
+    uneven = simulate(scenario_of(cluster, layout, toy(), expert_load=zipf))
     assert uneven.terms_s["tokens_s"] > even.terms_s["tokens_s"]
     assert uneven.step_s > 1.2 * even.step_s
 
@@ -263,12 +265,13 @@ def test_traces_hold_a_rank_s_spans():
 
 def test_scenarios_that_cannot_be_are_refused():
     cluster, layout = cluster_of(2, 2), layout_of((2, 2), (1, 1))
-    with pytest.raises(PlanError, match="takes no imbalance; give expert_load"):
-        scenario_of(cluster, layout, toy(imbalance=1.5))
     with pytest.raises(PlanError, match=r"spans \(2, 3\) does not fit the levels dc \(2\) x gpu \(2\)"):
         scenario_of(cluster, layout_of((2, 3), (1, 1)), toy())
     with pytest.raises(PlanError, match="6 experts cannot be shared evenly by .* 4 ranks"):
         scenario_of(cluster, layout, toy(model=dataclasses.replace(TOY, num_experts=6)))
+    for load in ((1.0,) * 3, (-1.0,) + (1.0,) * 7, (1.0,) + (0.0,) * 7):
+        with pytest.raises(PlanError, match=f"expert_load has {len(load)} entries"):
+            scenario_of(cluster, layout, toy(), expert_load=load)
     with pytest.raises(PlanError, match=r"deviation is at \(2,\), but the cluster .* has no such place"):
         scenario_of(cluster, layout, toy(), deviations=(Deviation(place=(2,)),))
     with pytest.raises(PlanError, match="bandwidth_factor 0, slowdown 1.0 and from_s 0.0, but must"):
@@ -331,7 +334,7 @@ def test_where_every_datacentre_differs_the_error_of_merging_them_is_told():
 def test_stand_ins_are_as_close_as_they_say(factors, block, num_kinds):
     deviations = tuple(Deviation(place=(dc,), bandwidth_factor=factor) for dc, factor in enumerate(factors))
     scenario = scenario_of(cluster_of(8, 1), layout_of((8, 1), (1, 1)), toy(), deviations=deviations)
-    routing = Routing.of(Ranks.of(scenario.cluster, scenario.layout), scenario.workload)
+    routing = Routing.of(Ranks.of(scenario.cluster, scenario.layout), scenario.workload.model)
     stand_ins = choose_stand_ins(scenario, routing, num_kinds, block=block)
     changed, _ = with_stand_ins(scenario, routing, stand_ins)
     ratios = [

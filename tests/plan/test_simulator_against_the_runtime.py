@@ -10,8 +10,9 @@ from test_bytes_against_the_runtime import ACCUMULATION, TOKENS, TOY, counted_in
 
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.layout import Layout, LevelCodecs, Rates
-from ds_hybridep.plan.token_route import expected_rows_of
-from ds_hybridep.simulate.simulator import Scenario, simulate
+from ds_hybridep.plan.token_route import expected_rows
+from ds_hybridep.simulate.scenario import Scenario
+from ds_hybridep.simulate.simulator import simulate
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -27,7 +28,7 @@ def test_every_byte_is_simulated(pool4: ProcessPool, domain_sizes, exchange, che
     records = pool4.run(counted_in_one_step, case=case)
     layout = Layout(spans=(2, 2), domain_sizes=domain_sizes, codecs=(LevelCodecs(),) * 2, exchange=exchange)
     routed = sum(layer["rows_sent"] for record in records for layer in record["layers"])
-    expected = sum(expected_rows_of(layout.domain_counts, toy.num_experts, toy.k, TOKENS, exchange))
+    expected = sum(expected_rows(layout.domain_counts, toy.num_experts, toy.k, TOKENS, exchange))
     forwards = ACCUMULATION * (1 if checkpointing is None else 2)
     scale = routed / (expected * 4 * toy.num_layers * forwards)
     scenario = Scenario(

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paper_closed_form import PaperCase, all_gather_s, all_to_all_s
 
-from ds_hybridep.plan.closed_form import PaperCase, all_gather_s, all_to_all_s
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.simulate.classes import merge_ranks
-from ds_hybridep.simulate.events import Change, Engine, Flows, Operation, Post, Run, Wait, fair_rates
+from ds_hybridep.simulate.events import Change, Engine, Operation, Post, Run, Wait
+from ds_hybridep.simulate.flows import Flows, fair_rates
 from ds_hybridep.simulate.traffic import TrafficMaker
 
 properties = settings(deadline=None, max_examples=60)

@@ -85,7 +85,6 @@ def test_wrong_models_are_refused(content, message):
     [
         ({"tokens_per_rank": 0}, "tokens_per_rank is 0"),
         ({"zero_stage": 3}, "zero_stage is 3, but plans are made for stages 0, 1 and 2"),
-        ({"imbalance": 0.5}, "imbalance is 0.5"),
         ({"row_scale": float("nan")}, "row_scale is nan"),
     ],
 )

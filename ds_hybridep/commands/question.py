@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `plan` and `simulate` are asked: cluster, model, training and machines, from arguments and a ds_config."""
+
+import argparse
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from ds_hybridep.config import parse_config
+from ds_hybridep.errors import ConfigError, PlanError
+from ds_hybridep.lab.topology import parse_duration
+from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.layout import CodecCost, ExpertGroup, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.models import read_model_file, ready_names
+from ds_hybridep.plan.question import Question
+from ds_hybridep.plan.row_format import RowFormat, token_codec
+from ds_hybridep.plan.workload import DTYPE_BYTES, MoEModel, Workload, model_from_mapping
+
+BITS_PER_BYTE = 8
+BITS_PER_UNIT = {
+    "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9, "tbps": 1e12,
+}  # fmt: skip
+GIGA = 1e9
+TERA = 1e12
+DEFAULT_TFLOPS = 990.0  # of an H100 in bf16, dense
+DEFAULT_MFU = 0.4
+DEFAULT_TOKENS = 4096
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `read_question` reads."""
+    _add_job_arguments(parser)
+    machine = parser.add_argument_group("machines")
+    machine.add_argument("--tflops", type=float, default=DEFAULT_TFLOPS, help="peak of a GPU; default %(default)g")
+    machine.add_argument("--mfu", type=float, default=DEFAULT_MFU, help="share of it reached; default %(default)g")
+    machine.add_argument(
+        "--overlap", type=float, default=1.0, metavar="SHARE", help="of what could be hidden, is; default all, 1"
+    )
+    machine.add_argument("--memory", type=float, metavar="GB", help="of a GPU, without activations; not limited")
+    machine.add_argument("--sync", choices=("ring", "hierarchical"), default="ring", help="of dense gradients")
+    machine.add_argument(
+        "--what-if-codec",
+        action="append",
+        default=[],
+        metavar="NAME=RATIO",
+        help="also try expert weights and gradients made RATIO times smaller, at no cost of computation",
+    )
+    machine.add_argument(
+        "--token-codec", choices=get_args(RowFormat), help="of token rows on their way to experts over the slow level"
+    )
+
+
+def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    cluster = parser.add_argument_group("cluster")
+    cluster.add_argument("--ds-config", type=Path, metavar="FILE", help="a ds_config.json; its hybridep.levels count")
+    cluster.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster file, with a list of levels")
+    cluster.add_argument("--dcs", metavar="DCxGPUS", help="datacentres x GPUs in each, such as 2x8")
+    cluster.add_argument("--wan", metavar="RATE", help="of each datacentre's uplink, such as 10gbps")
+    cluster.add_argument("--delay", metavar="TIME", help="one way between datacentres, such as 10ms")
+    cluster.add_argument("--lan", metavar="RATE", help="of each GPU's link inside; 8 times --wan by default")
+    cluster.add_argument("--lan-delay", metavar="TIME", help="one way between GPUs of a datacentre")
+    model = parser.add_argument_group("model and training")
+    model.add_argument(
+        "--model",
+        required=True,
+        metavar="NAME|FILE",
+        help=f"{', '.join(ready_names())}, a Hugging Face config.json, or a file with layers, hidden, ffn, experts, "
+        f"top_k",
+    )
+    model.add_argument(
+        "--tokens", type=_positive, metavar="N", help=f"per GPU and micro-step; default {DEFAULT_TOKENS}"
+    )
+    model.add_argument("--seq-len", type=_positive, metavar="N", help="of a sequence; counts attention scores")
+    model.add_argument("--accumulation", type=_positive, metavar="N", help="micro-steps in an optimizer step")
+    model.add_argument("--zero-stage", type=int, choices=(0, 1, 2))
+    model.add_argument("--dtype", choices=sorted(DTYPE_BYTES), help="of parameters and rows; default bf16")
+    model.add_argument("--checkpointing", action="store_true", help="activations are recomputed in the backward")
+    model.add_argument("--capacity-factor", type=float, default=1.0, help="of DeepSpeed's gate, for comparison")
+    model.add_argument("--lora-rank", type=_positive, metavar="R", help="only adapters of this rank are trained")
+    model.add_argument("--ep-size", type=_positive, metavar="N", help="ranks that share the experts; searched")
+    model.add_argument("--strided", action="store_true", help="with --ep-size: use_data_before_expert_parallelism")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted at least 1")
+    return number
+
+
+@dataclass(frozen=True)
+class DsConfig:
+    """What a ds_config.json says about the job; None where it does not, or says "auto"."""
+
+    cluster: Cluster | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    zero_stage: int | None = None
+    dtype: str | None = None
+    is_strided: bool = False
+    domain_sizes: tuple[int, ...] = ()
+    row_formats: tuple[RowFormat | None, ...] = ()  # of token rows over each level
+    is_transient: bool = False
+
+
+def read_question(args: argparse.Namespace) -> Question:
+    """What the command line asks; arguments win over the ds_config."""
+    config = DsConfig() if args.ds_config is None else read_ds_config(args.ds_config)
+    content = read_model_file(args.model)
+    model = model_from_mapping(content, Path(args.model).stem if "/" in args.model else args.model)
+    workload = read_workload(args, config, content, model)
+    if not (args.tflops > 0 and 0 < args.mfu <= 1):
+        raise ConfigError(f"--tflops and --mfu: got {args.tflops:g} and {args.mfu:g}, wanted > 0, and > 0 to 1")
+    if args.strided and args.ep_size is None:
+        raise ConfigError("--strided: needs --ep-size; without it both kinds of groups are tried")
+    is_strided = args.strided or config.is_strided
+    cluster = read_cluster(args, config)
+    return Question(
+        cluster=cluster,
+        workload=workload,
+        rates=Rates(flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap),
+        sync=SyncModel(algorithm=args.sync),
+        groups=() if args.ep_size is None else (ExpertGroup(args.ep_size, is_strided),),
+        codecs=(LevelCodecs(), *(read_codec(text) for text in args.what_if_codec)),
+        token_codecs=tuple(
+            token_codec(row_format, model.hidden, workload.param_bytes)
+            for row_format in read_row_formats(args, config, cluster)
+        ),
+        memory_bytes=None if args.memory is None else args.memory * GIGA,
+        is_transient=config.is_transient,
+    )
+
+
+def read_cluster(args: argparse.Namespace, config: DsConfig) -> Cluster:
+    """The one cluster that was given, with the links that --wan and the others give.
+
+    Raises ConfigError where none or several were given.
+    """
+    if args.dcs is not None and args.cluster is not None:
+        raise ConfigError("--dcs, --cluster: got both, wanted one of them")
+    if args.dcs is not None:
+        match = re.fullmatch(r"\s*([1-9]\d{0,5})\s*[xX]\s*([1-9]\d{0,5})\s*", args.dcs)
+        if match is None:
+            raise ConfigError(f"--dcs: got '{args.dcs}', wanted DATACENTRESxGPUS, for example 2x8")
+        if args.wan is None:
+            raise ConfigError("--wan: missing; --dcs needs the rate of a datacentre's uplink, such as 10gbps")
+        cluster = Cluster((Level("dc", int(match[1])), Level("gpu", int(match[2]))))
+    elif args.cluster is not None:
+        cluster = read_cluster_file(args.cluster)
+    elif config.cluster is not None:
+        cluster = config.cluster
+    else:
+        raise ConfigError(
+            "--dcs: missing; give the cluster as --dcs 2x8 --wan 10gbps, as --cluster FILE, or as hybridep.levels in "
+            "--ds-config FILE"
+        )
+    for level, rate, delay, prefix in ((0, args.wan, args.delay, ""), (-1, args.lan, args.lan_delay, "lan-")):
+        bits_per_s = None if rate is None else parse_bits_per_s(rate, "--lan" if prefix else "--wan")
+        cluster = cluster.with_link(
+            level % len(cluster.levels),
+            bandwidth_bytes_per_s=None if bits_per_s is None else bits_per_s / BITS_PER_BYTE,
+            latency_s=None if delay is None else parse_duration(delay, f"--{prefix}delay"),
+        )
+    return cluster
+
+
+def read_cluster_file(path: Path) -> Cluster:
+    """The levels of a cluster file."""
+    # Switched off, its sizes need not fit a world size.
+    return parse_config({"enabled": False, "levels": str(path)}, world_size=0).cluster()
+
+
+def read_row_formats(args: argparse.Namespace, config: DsConfig, cluster: Cluster) -> tuple[RowFormat | None, ...]:
+    """Of token rows over each level, as in the ds_config; --token-codec says that of the slow one.
+
+    Raises ConfigError where the ds_config has token codecs for another number of levels.
+    """
+    formats = config.row_formats
+    if len(formats) != len(cluster.levels):
+        if any(formats):
+            raise ConfigError(
+                f"hybridep.levels has token codecs for {len(formats)} levels, but the cluster given beside it has "
+                f"{len(cluster.levels)}; give as many levels, or take token_codec out of the ds_config"
+            )
+        formats = (None,) * len(cluster.levels)
+    return formats if args.token_codec is None else (args.token_codec, *formats[1:])
+
+
+def parse_bits_per_s(text: str, argument: str) -> float:
+    """Bits per second of "10gbps" or "200mbit".  Raises ConfigError for anything else, bytes included."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*", text)
+    unit = "" if match is None else match[2].lower()
+    if match is None or unit not in BITS_PER_UNIT or float(match[1]) <= 0 or match[2].endswith("Bps"):
+        raise ConfigError(f"{argument}: got '{text}', wanted bits per second, as in 10gbps or 200mbit")
+    return float(match[1]) * BITS_PER_UNIT[unit]
+
+
+def read_workload(args: argparse.Namespace, config: DsConfig, content: Mapping[str, Any], model: MoEModel) -> Workload:
+    """One training step: from the arguments, else from the ds_config, else from the model file, else by default."""
+    seq_len = args.seq_len or 0
+    if args.tokens is not None:
+        tokens = args.tokens
+    elif config.micro_batch is not None and seq_len:
+        tokens = config.micro_batch * seq_len
+    else:
+        tokens = int(content.get("tokens", DEFAULT_TOKENS))
+    dtype = args.dtype or config.dtype or str(content.get("dtype", "bf16"))
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype: got '{dtype}', wanted one of {', '.join(DTYPE_BYTES)}")
+    zero_stage = args.zero_stage if args.zero_stage is not None else config.zero_stage
+    workload = Workload(
+        model=model,
+        tokens_per_rank=tokens,
+        micro_steps=args.accumulation or config.accumulation or 1,
+        param_bytes=DTYPE_BYTES[dtype],
+        zero_stage=1 if zero_stage is None else zero_stage,
+        is_checkpointed=args.checkpointing,
+        seq_len=seq_len,
+        capacity_factor=args.capacity_factor,
+    )
+    if args.lora_rank is None:
+        return workload
+    # Three matrices between hidden and ffn, each with two adapters; and four of hidden x hidden in attention.
+    ffn = model.expert_params // (3 * model.hidden)
+    return replace(
+        workload,
+        trainable_expert_params=3 * args.lora_rank * (model.hidden + ffn),
+        trainable_dense_params=model.num_moe_layers * 4 * 2 * args.lora_rank * model.hidden,
+    )
+
+
+def read_codec(text: str) -> LevelCodecs:
+    """NAME=RATIO as a codec both ways.  Raises ConfigError for other text."""
+    name, _, ratio = text.partition("=")
+    try:
+        if not name.strip():
+            raise ValueError("no name")
+        codec = CodecCost(name.strip(), float(ratio))
+    except (ValueError, PlanError) as error:
+        raise ConfigError(f"--what-if-codec: got '{text}', wanted NAME=RATIO, as in low_rank=25") from error
+    return LevelCodecs(weight=codec, gradient=codec)
+
+
+def read_ds_config(path: Path) -> DsConfig:
+    """What a ds_config.json says.  Raises ConfigError where it cannot be read, or its block is wrong."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--ds-config: {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--ds-config: {path} is not JSON: {error}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"--ds-config: {path} holds a {type(content).__name__}, wanted an object")
+    cluster: Cluster | None = None
+    domain_sizes: tuple[int, ...] = ()
+    row_formats: tuple[RowFormat | None, ...] = ()
+    is_transient = False
+    if "hybridep" in content:
+        # Switched off, its sizes need not fit a world size.
+        block = {**content["hybridep"], "enabled": False}
+        config = parse_config(block, world_size=0, base_dir=path.parent)
+        is_transient = config.replicas == "transient"
+        row_formats = tuple(level.row_format for level in config.levels)
+        if config.levels:
+            cluster, domain_sizes = config.cluster(), () if config.is_planned else config.domain_sizes
+    zero = content.get("zero_optimization")
+    dtypes = [name for name in ("bf16", "fp16") if _is_on(content.get(name))]
+    return DsConfig(
+        cluster=cluster,
+        micro_batch=_count(content.get("train_micro_batch_size_per_gpu")),
+        accumulation=_count(content.get("gradient_accumulation_steps")),
+        zero_stage=zero.get("stage", 0) if isinstance(zero, Mapping) else 0,
+        dtype=dtypes[0] if dtypes else "fp32",
+        is_strided=bool(content.get("use_data_before_expert_parallelism", False)),
+        domain_sizes=domain_sizes,
+        row_formats=row_formats,
+        is_transient=is_transient,
+    )
+
+
+def _is_on(section: object) -> bool:
+    return isinstance(section, Mapping) and section.get("enabled") is True
+
+
+def _count(value: object) -> int | None:
+    """A count, None for "auto" and what is missing."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

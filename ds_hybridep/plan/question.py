@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan is asked for: a job, the choices that are open, and the price of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.cluster import Cluster, divisors
+from ds_hybridep.plan.costs import Memory, memory_of
+from ds_hybridep.plan.layout import IDENTITY, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.stream_model import StepPrediction, predict
+from ds_hybridep.plan.workload import Workload
+
+DEFAULT_DEPTHS = (0, 1, 2, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a plan is asked for.
+
+    cluster, workload, rates, sync: as `predict` takes them.
+    groups: expert-parallel groups to consider; empty: `candidate_groups`.
+    codecs: encodings to consider at each level where experts travel; one choice, identity, loses nothing.
+    token_codecs: of rows on their way to experts, one for each level; empty: none. What is compared with has none.
+    depths: prefetch depths to consider.
+    domain_sizes: for each level a size, or None to search.
+    memory_bytes: of one rank, without activations; None: not limited.
+    is_transient: replicas are transient, as settings say; else only where others do not fit.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    rates: Rates
+    sync: SyncModel = SyncModel()
+    groups: tuple[ExpertGroup, ...] = ()
+    codecs: tuple[LevelCodecs, ...] = (LevelCodecs(),)
+    token_codecs: tuple[CodecCost, ...] = ()
+    depths: tuple[int, ...] = DEFAULT_DEPTHS
+    domain_sizes: tuple[int | None, ...] | None = None
+    memory_bytes: float | None = None
+    is_transient: bool = False
+
+    def with_tokens(self, codecs: Sequence[LevelCodecs]) -> tuple[LevelCodecs, ...]:
+        """Encodings of experts at each level, with those of tokens."""
+        tokens = self.token_codecs or (IDENTITY,) * len(codecs)
+        return tuple(replace(of_level, token=token) for of_level, token in zip(codecs, tokens, strict=True))
+
+    @property
+    def expert_groups(self) -> tuple[ExpertGroup, ...]:
+        """Expert-parallel groups to consider."""
+        return self.groups or candidate_groups(self.cluster, self.workload.model.num_experts)
+
+    def predict(self, layout: Layout) -> StepPrediction:
+        """One step of a layout."""
+        return predict(self.cluster, layout, self.workload, self.rates, self.sync)
+
+    def with_best_exchange(self, layout: Layout) -> tuple[Layout, StepPrediction]:
+        """The layout with the faster token exchange, and its step; direct where both take the same."""
+        direct, hierarchical = replace(layout, exchange="direct"), replace(layout, exchange="hierarchical")
+        best = self.predict(direct)
+        if sum(count > 1 for count in layout.domain_counts) < 2:
+            return direct, best
+        other = self.predict(hierarchical)
+        return (hierarchical, other) if other.step_s < best.step_s else (direct, best)
+
+    def memory(self, layout: Layout) -> tuple[Memory, float]:
+        """What a layout needs, and the bytes that it lacks."""
+        memory = memory_of(self.cluster, layout, self.workload)
+        limit = self.memory_bytes
+        return memory, 0.0 if limit is None else max(memory.total_bytes - limit, 0.0)
+
+
+def candidate_groups(cluster: Cluster, num_experts: int) -> tuple[ExpertGroup, ...]:
+    """The largest expert-parallel groups, neighbouring and strided, and the largest inside one child of level 0."""
+    world = cluster.num_ranks
+    found = [largest_group(cluster, num_experts, world), largest_group(cluster, num_experts, world, is_strided=True)]
+    found.append(largest_group(cluster, num_experts, world // cluster.sizes[0]))
+    # Where one group has all ranks, strided and neighbouring are the same.
+    spans: dict[tuple[int, ...], ExpertGroup] = {}
+    for group in found:
+        spans.setdefault(group.spans(cluster), group)
+    return tuple(spans.values())
+
+
+def largest_group(cluster: Cluster, num_experts: int, limit: int, *, is_strided: bool = False) -> ExpertGroup:
+    """The largest group of a divisor of `limit` ranks that shares the experts evenly and is a grid of the levels."""
+    sizes = [size for size in divisors(num_experts) if limit % size == 0]
+    return next(group for size in reversed(sizes) if _is_grid(cluster, group := ExpertGroup(size, is_strided)))
+
+
+def _is_grid(cluster: Cluster, group: ExpertGroup) -> bool:
+    try:
+        group.spans(cluster)
+    except PlanError:
+        return False
+    return True

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flows over shared links: who sends how much over which, and at what rate.
+
+All links are shared max-min fairly, by weight.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+SAME_RATE = 1.0 + 1e-12  # links that fill up together but for rounding
+MAX_KNOWN_SHARES = 4096  # sets of flows whose rates are kept: all layers of a step send alike
+NO_LIMIT = 1e300  # bytes/s
+
+
+def fair_rates(capacities: Floats, weights: Floats, flow: Ints, link: Ints, load: Floats) -> Floats:
+    """Weighted max-min fair rates of flows.
+
+    Args:
+        capacities: [L] bytes/s of each link.
+        weights: [F] shares of a flow on a link that it does not have for itself.
+        flow, link, load: [N] entries "each byte/s of this flow puts `load` bytes/s on this link".
+
+    Returns:
+        [F] bytes/s; inf for a flow without a link.
+
+    Source: progressive filling: all rates grow alike until a link is full; its flows keep theirs, the others go on.
+    """
+    rates = np.full(len(weights), math.inf)
+    is_settled = np.zeros(len(weights), dtype=bool)
+    left = capacities.copy()
+    num_links = len(capacities)
+    while len(flow):
+        demand = np.bincount(link, load * weights[flow], num_links)
+        level = np.full(num_links, math.inf)
+        np.divide(left, demand, out=level, where=demand > 0.0)
+        lowest = max(float(level.min()), 0.0)
+        is_full = level <= lowest * SAME_RATE
+        is_settled[flow[is_full[link]]] = True
+        done = is_settled[flow]
+        rates[flow[done]] = weights[flow[done]] * lowest
+        left -= np.bincount(link[done], load[done] * weights[flow[done]] * lowest, num_links)
+        flow, link, load = flow[~done], link[~done], load[~done]
+    return rates
+
+
+@dataclass(frozen=True)
+class Flows:
+    """What one operation sends.
+
+    num_bytes: [F] of each flow.
+    weights: [F] for the fair shares.
+    latencies_s: [F] from the last byte's departure to its arrival.
+    member_flow, member_actor: [M] "this actor takes part in this flow".
+    entry_flow, entry_link, entry_load: [N] as `fair_rates` takes them.
+    """
+
+    num_bytes: Floats
+    weights: Floats
+    latencies_s: Floats
+    member_flow: Ints
+    member_actor: Ints
+    entry_flow: Ints
+    entry_link: Ints
+    entry_load: Floats
+
+    @cached_property
+    def num_members(self) -> Ints:
+        """[F] actors of each flow."""
+        return np.bincount(self.member_flow, minlength=len(self.num_bytes))
+
+    def flows_of(self, num_actors: int) -> list[Ints]:
+        """Flows by actor."""
+        order = np.argsort(self.member_actor, kind="stable")
+        ends = np.cumsum(np.bincount(self.member_actor, minlength=num_actors))
+        return np.split(self.member_flow[order], ends[:-1])
+
+
+class LinkShares:
+    """Rates of flows that are under way at the same time.
+
+    Args:
+        capacities: [L] bytes/s of the links.
+        busy_share: rate of a flow while one of its members computes, of what it would be.
+    """
+
+    def __init__(self, capacities: Floats, busy_share: float) -> None:
+        self._capacities = capacities.copy()
+        self._busy_share = busy_share
+        self._known: dict[tuple[bytes | int, ...], list[Floats]] = {}
+
+    def change(self, link: int, bytes_per_s: float) -> None:
+        """Give a link another capacity."""
+        self._capacities[link] = bytes_per_s
+        self._known.clear()
+
+    def rates(self, active: Sequence[tuple[Flows, Bools]], is_computing: Bools) -> list[Floats]:
+        """Rates of the flowing flows of each operation.
+
+        active: (flows, [F] which of them are under way) of each operation.  is_computing: [num_actors].
+        """
+        key: list[bytes | int] = [is_computing.tobytes()]
+        for flows, is_flowing in active:
+            key += [id(flows), is_flowing.tobytes()]
+        known = tuple(key)
+        if known not in self._known:
+            if len(self._known) >= MAX_KNOWN_SHARES:
+                self._known.clear()
+            self._known[known] = self._share(active, is_computing)
+        return self._known[known]
+
+    def _share(self, active: Sequence[tuple[Flows, Bools]], is_computing: Bools) -> list[Floats]:
+        weights, counts, flow, link, load, computing = [], [], [], [], [], []
+        offset = 0
+        for flows, is_flowing in active:
+            flowing = np.flatnonzero(is_flowing)
+            renumbered = np.full(len(is_flowing), -1, dtype=np.int64)
+            renumbered[flowing] = np.arange(offset, offset + len(flowing))
+            entries = np.flatnonzero(is_flowing[flows.entry_flow])
+            flow.append(renumbered[flows.entry_flow[entries]])
+            link.append(flows.entry_link[entries])
+            load.append(flows.entry_load[entries])
+            weights.append(flows.weights[flowing])
+            if self._busy_share < 1.0:
+                is_busy = np.zeros(len(is_flowing), dtype=bool)
+                is_busy[flows.member_flow[is_computing[flows.member_actor]]] = True
+                computing.append(is_busy[flowing])
+            counts.append(len(flowing))
+            offset += len(flowing)
+        if not active:
+            return []
+        rates = fair_rates(
+            self._capacities, np.concatenate(weights), np.concatenate(flow), np.concatenate(link), np.concatenate(load)
+        )
+        if computing:
+            rates = np.where(np.concatenate(computing), rates * self._busy_share, rates)
+        return np.split(np.minimum(rates, NO_LIMIT), np.cumsum(counts)[:-1])
