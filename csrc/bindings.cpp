@@ -151,14 +151,6 @@ void dequantise_rows(Address records, int64_t num_rows, int64_t hidden, int form
                               at<void>(out), to_type(out_type));
 }
 
-void scatter_rows(Address x, Address slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
-                  int64_t row_bytes, Lane lane, Address out) {
-    require_sizes({num_tokens, top_k, num_rows, row_bytes});
-    const int64_t wrong = hybridep::scatter_rows(at<const void>(x), at<const int64_t>(slot_to_row), num_tokens, top_k,
-                                                 num_rows, row_bytes, to_lane(lane), at<void>(out));
-    require_in_range("slot_to_row", slot_to_row, wrong, num_rows, "rows");
-}
-
 void combine_rows(Address rows, int rows_type, Address slot_to_row, Address weights, int64_t num_tokens, int64_t top_k,
                   int64_t num_rows, int64_t hidden, Lane lane, Address out, int out_type) {
     require_sizes({num_tokens, top_k, num_rows, hidden});
@@ -188,13 +180,6 @@ void dispatch_rows_on(int num_sms, Address x, Address row_to_token, int64_t num_
                                row_bytes, to_lane(lane), at<void>(out));
 }
 
-void scatter_rows_on(int num_sms, Address x, Address slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
-                     int64_t row_bytes, Lane lane, Address out) {
-    require_sizes({num_tokens, top_k, num_rows, row_bytes});
-    hybridep::scatter_rows_on(num_sms, at<const void>(x), at<const int64_t>(slot_to_row), num_tokens, top_k, num_rows,
-                              row_bytes, to_lane(lane), at<void>(out));
-}
-
 void combine_rows_on(int num_sms, Address rows, int rows_type, Address slot_to_row, Address weights,
                      int64_t num_tokens, int64_t top_k, int64_t num_rows, int64_t hidden, Lane lane, Address out,
                      int out_type) {
@@ -205,6 +190,14 @@ void combine_rows_on(int num_sms, Address rows, int rows_type, Address slot_to_r
 }
 
 #endif
+
+void bit_sums(Address data, int64_t num_words, int word_bytes, Lane lane, Address sums) {
+    require_sizes({num_words});
+    if (word_bytes != 1 && word_bytes != 2) {
+        throw py::value_error("word_bytes: got " + std::to_string(word_bytes) + ", wanted 1 or 2");
+    }
+    hybridep::bit_sums(at<const void>(data), num_words, word_bytes, to_lane(lane), at<int64_t>(sums));
+}
 
 // --- Compressed tensors ---------------------------------------------------------------------------------------------
 
@@ -288,17 +281,7 @@ void write_headers(Address packets, int64_t stride, int64_t n, uint32_t start, u
 #endif
 }
 
-#ifdef HYBRIDEP_CUDA
-
-void checksum(Address data, int64_t num_words, int word_bytes, Lane lane, Address sums) {
-    require_sizes({num_words});
-    if (word_bytes != 1 && word_bytes != 2) {
-        throw py::value_error("word_bytes: got " + std::to_string(word_bytes) + ", wanted 1 or 2");
-    }
-    hybridep::checksum(at<const void>(data), num_words, word_bytes, to_lane(lane), at<int64_t>(sums));
-}
-
-#else
+#ifndef HYBRIDEP_CUDA
 
 int check_headers(Address packets, int64_t stride, int64_t n, uint32_t start, uint32_t stamp) {
     return hybridep::check_headers(to_payloads(packets, stride, 0), n, start, stamp);
@@ -327,7 +310,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("plan_scratch_bytes", &hybridep::plan_scratch_bytes);
     module.def("plan_routes", &plan_routes, release_gil());
     module.def("dispatch_rows_on", &dispatch_rows_on, release_gil());
-    module.def("scatter_rows_on", &scatter_rows_on, release_gil());
     module.def("combine_rows_on", &combine_rows_on, release_gil());
     module.attr("NONE_WRONG") = hybridep::kNoneWrong;
 #else
@@ -338,18 +320,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("dispatch_rows", &dispatch_rows, release_gil());
     module.def("quantise_rows", &quantise_rows, release_gil());
     module.def("dequantise_rows", &dequantise_rows, release_gil());
-    module.def("scatter_rows", &scatter_rows, release_gil());
     module.def("combine_rows", &combine_rows, release_gil());
     module.def("combine_rows_backward", &combine_rows_backward, release_gil());
+    module.def("bit_sums", &bit_sums, release_gil());
     module.def("prepare", &prepare, release_gil());
     module.def("blockwise_encode", &blockwise_encode, release_gil());
     module.def("blockwise_decode", &blockwise_decode, release_gil());
     module.def("low_rank_encode", &low_rank_encode, release_gil());
     module.def("low_rank_decode", &low_rank_decode, release_gil());
     module.def("write_headers", &write_headers, release_gil());
-#ifdef HYBRIDEP_CUDA
-    module.def("checksum", &checksum, release_gil());
-#else
+#ifndef HYBRIDEP_CUDA
     module.def("check_headers", &check_headers);
 #endif
     module.def("orthonormalise", &orthonormalise, release_gil());

@@ -48,19 +48,23 @@ def block_with(case: Case, codecs: Codecs, **settings: Any) -> dict[str, Any]:
     return merged({"levels": levels, "advanced": {"verify_interval": 1}}, settings)
 
 
+def runtime_of(engine: Engine) -> Any:
+    return engine.__dict__["_hybridep_attachment"]["hybridep"].runtime
+
+
 def migration_of(engine: Engine) -> Any:
-    return engine.__dict__["_hybridep_attachment"]["hybridep"].runtime.migration
+    return runtime_of(engine).migration
 
 
-def stores_of(engine: Engine) -> list[Any]:
-    return [layer.store for layer in migration_of(engine)._layers]
+def replicas_of(engine: Engine) -> list[Any]:
+    return [layer.replicas for layer in migration_of(engine).layers]
 
 
 def train_lossy(case: Case, codecs: Codecs, num_steps: int) -> dict[str, Any]:
     """Losses, bytes by level and kind, and how far replicas are from the weights that they stand for."""
     with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
         losses = train(engine, case, 0, num_steps)
-        migration_of(engine).verify()
+        runtime_of(engine).verify()
         stats = ds_hybridep.stats(engine)
         return {
             "losses": losses,
@@ -76,12 +80,14 @@ def distance_of_mirrors(case: Case, codecs: Codecs) -> list[float]:
         distances = []
         for num_messages in (0, 1, 30):
             for _ in range(num_messages):
-                migration_of(engine)._drain_weights()
+                migration_of(engine).finish_shipments()
                 migration_of(engine)._ship(is_exact=False)
-            migration_of(engine)._drain_weights()
-            migration_of(engine).verify()
+            migration_of(engine).finish_shipments()
+            runtime_of(engine).verify()
             sums = [
-                m.squared_distance(s.source_weights()) for s in stores_of(engine) for m in s.lossy.mirrors.values()
+                m.squared_distance(r.source_weights())
+                for r in replicas_of(engine)
+                for m in r.feedback.mirrors.values()
             ]
             distances.append((sum(apart for apart, _ in sums) / sum(whole for _, whole in sums)) ** 0.5)
         return distances
@@ -96,7 +102,7 @@ def returned_gradients(engine: Engine, case: Case, step: int) -> list[torch.Tens
 
 
 def residuals_of(engine: Engine) -> list[torch.Tensor]:
-    return [r.clone() for s in stores_of(engine) for e in s.lossy.encoders.values() for r in e.residuals]
+    return [r.clone() for one in replicas_of(engine) for e in one.feedback.encoders.values() for r in e.residuals]
 
 
 def skip_steps(case: Case, codecs: Codecs) -> dict[str, bool]:
@@ -107,8 +113,8 @@ def skip_steps(case: Case, codecs: Codecs) -> dict[str, bool]:
         first = returned_gradients(engine, case, 7)  # dropped by zero_grad
         dropped = residuals_of(engine)
         engine.backward(engine(*_batch(case, 7)))
-        migration_of(engine).before_step()
-        migration_of(engine).after_step(was_applied=False)
+        runtime_of(engine).before_step()
+        runtime_of(engine).after_step(was_applied=False)
         skipped = residuals_of(engine)
         engine.zero_grad()
         again = returned_gradients(engine, case, 7)
@@ -150,8 +156,7 @@ def resume(case: Case, codecs: Codecs, folder: str, then: Codecs | None = None) 
     with engine_of(replace(case, seed=5), with_block=True, hybridep=block) as engine:  # other weights at first
         train(engine, replace(case, seed=5), 0, 1)
         engine.load_checkpoint(folder)
-        undelivered = [s.lossy.undelivered for s in stores_of(engine) if s.lossy.undelivered is not None]
-        handed_over = weighted_sum_of(part for one in undelivered for part in one.parts)
+        handed_over = undelivered_of(engine)
         again = train(engine, case, 3, 2)
         return {
             "losses": losses,
@@ -159,7 +164,7 @@ def resume(case: Case, codecs: Codecs, folder: str, then: Codecs | None = None) 
             "equal": all(map(torch.equal, parameters, engine.module.parameters())),
             "residual": residual,
             "handed over": handed_over,
-            "left": [s.lossy.undelivered is not None for s in stores_of(engine)],
+            "left": bool(runtime_of(engine)._undelivered.parts),
         }
 
 
@@ -195,9 +200,7 @@ def load_twice(case: Case, codecs: Codecs, folder: str) -> dict[str, Any]:
 
 
 def undelivered_of(engine: Engine) -> float:
-    return weighted_sum_of(
-        part for s in stores_of(engine) if s.lossy.undelivered for part in s.lossy.undelivered.parts
-    )
+    return weighted_sum_of(part for parts in runtime_of(engine)._undelivered.parts.values() for part in parts)
 
 
 def lose_a_file(case: Case, codecs: Codecs, folder: str) -> tuple[str, str]:
@@ -257,7 +260,7 @@ def job_reports(case: Case, codecs: Codecs) -> dict[str, Any]:
     """Each rank's own numbers of codecs, and on rank 0 those of the job at the same step."""
     with engine_of(case, with_block=True, hybridep=block_with(case, codecs, report_interval=2)) as engine:
         train(engine, case, 0, 2)
-        migration_of(engine)._drain_weights()
+        migration_of(engine).finish_shipments()
         stats = ds_hybridep.stats(engine)
         return {
             "own": [layer["codecs"] for layer in stats["layers"]],
@@ -277,10 +280,10 @@ def weighted_sum_of(tensors: Iterable[torch.Tensor]) -> float:
 def corrupt_replica(case: Case, codecs: Codecs) -> tuple[str, str]:
     with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
         train(engine, case, 0, 2)
-        migration_of(engine)._drain_weights()
+        migration_of(engine).finish_shipments()
         if dist.get_rank() == 2:
-            store = stores_of(engine)[1]
-            next(iter(store.lossy.replicas.values())).values[0][0, 0, 0] += 2**-10
+            feedback = replicas_of(engine)[1].feedback
+            next(iter(feedback.replicas.values())).values[0][0, 0, 0] += 2**-10
         return error_of(train, engine, case, 2, 2)
 
 
@@ -407,7 +410,7 @@ def test_at_another_plan_residuals_go_to_the_owners(pool4: ProcessPool, tmp_path
         assert abs(saved) > 1e-3
         assert sum(found["handed over"] for found in results) == pytest.approx(saved, rel=1e-5)
         for found in results:
-            assert not any(found["left"])  # used in the first step
+            assert not found["left"]  # used in the first step
             assert all(loss == loss for loss in found["again"])
 
 

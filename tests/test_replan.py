@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from parity import FP32_TOLERANCE, Case, levels_of, merged
 from process_pool import ProcessPool
 from test_engine import Engine, _batch, block_of, engine_of, error_of, evaluate, moe_layers, train
-from test_lossy import block_with, migration_of
+from test_lossy import block_with, replicas_of, runtime_of
 from toy_model import ToyConfig
 
 import ds_hybridep
@@ -68,12 +68,11 @@ def block_of_sizes(case: Case, domain_sizes: tuple[int, ...], **settings: Any) -
 def kept_back(engine: Engine) -> dict[str, torch.Tensor]:
     """By layer, what this rank's senders have not delivered, [M, numbers]."""
     result = {}
-    for layer in migration_of(engine)._layers:
-        store = layer.store
-        total = torch.zeros(len(store.domain_ranks), sum(part.rows * part.cols for part in store.parts) * 2)
-        for (_, slot), encoder in store.lossy.encoders.items():
+    for replicas in replicas_of(engine):
+        total = torch.zeros(len(replicas.domain_ranks), sum(part.rows * part.cols for part in replicas.parts) * 2)
+        for (_, slot), encoder in replicas.feedback.encoders.items():
             total[slot] += torch.cat([residual.reshape(-1) for residual in encoder.residuals])
-        result[store.layer] = total
+        result[replicas.layer] = total
     return result
 
 
@@ -82,22 +81,18 @@ def residuals_before_and_after(case: Case, block: dict[str, Any]) -> list[tuple[
     with engine_of(case, with_block=True, hybridep=block_with(case, LOSSY)) as engine:
         train(engine, case, 0, 3)
         before = kept_back(engine)
-        stores = {layer.store.layer: layer.store for layer in migration_of(engine)._layers}
         owed = {}
-        for name, store in stores.items():
+        for replicas in replicas_of(engine):
+            name = replicas.layer
             everywhere = [torch.empty_like(before[name]) for _ in range(dist.get_world_size())]
             dist.all_gather(everywhere, before[name])
-            owed[name] = sum(everywhere[rank][store.own_index] for rank in store.domain_ranks)
+            owed[name] = sum(everywhere[rank][replicas.own_slot] for rank in replicas.domain_ranks)
         ds_hybridep.replan(engine, block_of(case, **block))
         attachment = attachment_of(engine)
-        if attachment.runtime._carried is not None:
-            taken = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._carried.parts.items()}
-        else:
-            stores = {layer.store.layer: layer.store for layer in migration_of(engine)._layers}
-            taken = {name: store.lossy.undelivered.parts for name, store in stores.items()}
+        taken = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._undelivered.parts.items()}
         pairs = [(owed[name], torch.cat([part.reshape(-1) for part in taken[name]])) for name in owed]
         train(engine, case, 3, 1)
-        assert attachment.runtime._carried is None
+        assert not attachment.runtime._undelivered.parts
         return pairs
 
 
@@ -107,7 +102,7 @@ def gradients_of_nothing(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
         train(engine, case, 0, 3)
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1, 1))))
         attachment = attachment_of(engine)
-        carried = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._carried.parts.items()}
+        carried = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._undelivered.parts.items()}
         order = [
             name for name, _ in next(iter(attachment.layers.values())).experts.deepspeed_experts[0].named_parameters()
         ]
@@ -217,7 +212,7 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
         train(engine, case, 1, 2)
         engine.backward(engine(*_batch(case, 3)))
         engine.step()
-        kept = migration_of(engine).undelivered_norm
+        kept = runtime_of(engine).undelivered_norm
         engine.load_checkpoint(folder, tag="plain")
         engine.zero_grad()
         return attachment_of(engine).planner.current.label, kept, movement_of_nothing(engine, case)
@@ -225,8 +220,8 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
 
 def carried_norm(engine: Engine) -> float:
     """L2 norm of what waits at parameters without replicas."""
-    carried = attachment_of(engine).runtime._carried
-    parts = [] if carried is None else [part for parts in carried.parts.values() for part in parts]
+    carried = attachment_of(engine).runtime._undelivered
+    parts = [part for parts in carried.parts.values() for part in parts]
     return sum(float(part.square().sum()) for part in parts) ** 0.5
 
 
@@ -303,10 +298,10 @@ def fail_to_replan(case: Case) -> tuple[str, float, float]:
     """Error of a change to a codec that does not exist, and what senders have kept back before and after it."""
     with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
         train(engine, case, 0, 3)
-        before = migration_of(engine).undelivered_norm
-        wrong = block_with(case, [("identity", {"type": "low_rank", "rank": 99999})])
+        before = runtime_of(engine).undelivered_norm
+        wrong = block_with(case, [("identity", {"type": "top_k", "k": 99999, "block": 256})])
         error, _ = error_of(ds_hybridep.replan, engine, block_of(case, **wrong))
-        return error, before, migration_of(engine).undelivered_norm
+        return error, before, runtime_of(engine).undelivered_norm
 
 
 def wrap_and_replan(case: Case, folder: str) -> tuple[bool, int, list[bool]]:
@@ -319,7 +314,7 @@ def wrap_and_replan(case: Case, folder: str) -> tuple[bool, int, list[bool]]:
             return inner(*args, **kwargs)
 
         engine.save_checkpoint = save_checkpoint
-        earlier = attachment_of(engine).runtime.migration._layers[0].store
+        earlier = replicas_of(engine)[0]
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1,))))
         freed = earlier.weights == [] and earlier.sums == []
         train(engine, case, 0, 1)

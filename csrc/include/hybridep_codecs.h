@@ -118,9 +118,4 @@ void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t r
 
 void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, const uint8_t* is_bad, Stream stream);
 
-// sums [2] int64 = the sum of the words of data, and that of the words times their position modulo 65521 plus 1, both
-// modulo 2^64.  A word is 2 bytes with its sign, or a byte without.
-//   data = {1, 2, -3} as 2-byte words  ->  sums = {0, -4}
-void checksum(const void* data, int64_t num_words, int word_bytes, Stream stream, int64_t* sums);
-
 }  // namespace hybridep

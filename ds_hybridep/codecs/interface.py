@@ -99,7 +99,7 @@ class Codec(ABC):
         return max(self._layout(rows, cols, codec).num_bytes for codec in codecs)
 
     def ratio(self, rows: int, cols: int, dtype: torch.dtype = torch.float32) -> float:
-        """Bytes of [rows, cols] tensor of `dtype` over those of its packet, headers included, after the first steps."""
+        """Bytes of [rows, cols] in `dtype` over those of its packet, headers included, after the first steps."""
         return rows * cols * dtype.itemsize / self._layout(rows, cols, self.stages[-1]).num_bytes
 
     @property

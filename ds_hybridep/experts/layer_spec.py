@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.experts.replicas import lay_out
+from ds_hybridep.experts.layout import lay_out
 
 
 def call_expert(expert: nn.Module, weights: dict[str, Tensor], rows: Tensor, _counts: Sequence[int]) -> Tensor:
     """The expert's output rows, [n, D] -> [n, D]; `weights` replace the module's own parameters of those names."""
     # Four dimensions, as DeepSpeed calls its experts ([group, expert, capacity, hidden]).
     rows_4d = rows[None, None]
-    output = functional_call(expert, weights, (rows_4d,)) if weights else expert(rows_4d)
+    output: Tensor | tuple[Tensor, ...] = functional_call(expert, weights, (rows_4d,)) if weights else expert(rows_4d)
     if isinstance(output, tuple):
         output = output[0]  # DeepSpeed's convention: (output, bias)
     return output.reshape(rows.shape)

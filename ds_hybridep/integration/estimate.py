@@ -18,7 +18,7 @@ from ds_hybridep.errors import ConfigError
 from ds_hybridep.experts.memory import MemoryNeeds, memory_of_layer, most_at_once, without_memory
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.integration.autoep import is_autoep_layer
-from ds_hybridep.integration.runtime import encoding_of
+from ds_hybridep.integration.build import encoding_of
 from ds_hybridep.plan.cluster import divisors
 from ds_hybridep.plan.partition import Partition
 

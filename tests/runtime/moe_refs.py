@@ -344,7 +344,8 @@ def token_bytes(
 def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambda: True, **options: Any) -> Any:
     """The runtime of `case` on this rank, and its experts by layer.  All ranks must call."""
     from ds_hybridep.config import parse_config
-    from ds_hybridep.integration.runtime import LayerSpec, build_runtime
+    from ds_hybridep.experts.layer_spec import LayerSpec
+    from ds_hybridep.integration.runtime import prepare_runtime
 
     owned = [
         [
@@ -366,7 +367,7 @@ def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambd
         for layer, experts in enumerate(owned)
     ]
     config = parse_config(case.block(**options), world_size=case.world_size)
-    return build_runtime(config, specs, is_boundary), owned
+    return prepare_runtime(config, specs, is_boundary)(), owned
 
 
 def open_transport(cluster: Any, timeout_s: float) -> Any:

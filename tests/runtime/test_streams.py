@@ -117,13 +117,11 @@ def test_training_over_streams_has_no_race_and_the_losses_of_a_cpu(pool2: Proces
 
 
 WAITS = {
-    "encode behind the copy of the weights": ("lossy", "WeightGather.__init__"),
-    "send behind what made it": ("exact", "StagedOperation.advance", "DeviceStreams._in", "!Staging"),
-    "decode behind what read the replicas": ("stale", "WeightGather.apply", "DeviceStreams._in"),
-    "forward behind the decoding": ("lossy", "StagedOperation.join"),
-    "forward behind late decoding": ("stale", "MigrationManager._finish_gather", "DeviceStreams.join"),
-    "report behind encoding": ("lossy", "MigrationManager.codec_sums"),
-    "release behind encoding": ("without reports", "MigrationManager.release"),
+    "encode behind the copy of the weights": ("lossy", "WeightShipment.load"),
+    "send behind what made it": ("exact", "StagedTransfer.advance", "DeviceStreams._in", "!Staging"),
+    "forward behind the decoding": ("lossy", "StagedTransfer.join"),
+    "report behind encoding": ("lossy", "Statistics._codec_sums"),
+    "release behind encoding": ("without reports", "LayerExperts.release"),
     "copy to the host behind what is sent": ("exact", "Staging.__init__"),
     "send behind the copy to the host": ("exact", "Staging.await_sends"),
     "end of a batch behind nccl": ("nccl", "NcclGroup.start", "FakeNccl.wait"),
@@ -137,7 +135,6 @@ WAITS = {
 def test_a_wait_that_is_left_out_is_found(pool2: ProcessPool, wait: str) -> None:
     way, *dropped = WAITS[wait]
     case, codecs, settings = WAYS[way]
-    settings = {**settings, "evaluates": way == "stale"}
     found = pool2.run(train_over_fake_streams, case=case, codecs=codecs, dropped=tuple(dropped), **settings)
     assert all(one["dropped"] for one in found)
     assert any(one["races"] for one in found)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification and a resume under another plan happen rarely, and must not need memory that training does not."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+
+from ds_hybridep.experts import codec_checkpoint
+
+MIB = 2**20
+
+
+def growth_of(program: str, *arguments: str) -> float:
+    """MiB by which the peak memory of a process grows in `run()`, which `program` defines after its preparations."""
+    measured = textwrap.dedent(program) + textwrap.dedent(
+        """
+        import resource
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        run()
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+        """
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", measured, *arguments], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return float(result.stdout.split()[-1])
+
+
+def test_verification_makes_no_copies_of_the_weights() -> None:
+    program = """
+        import torch
+        from ds_hybridep.experts.layout import gather_stages
+        from ds_hybridep.experts.replicas import Replicas
+        from ds_hybridep.experts.verification import checksums
+        from ds_hybridep.kernels import load_kernels
+        from ds_hybridep.plan.cluster import Cluster, Level
+        from ds_hybridep.plan.partition import Partition
+        from ds_hybridep.sync.feedback import Encoding, StepChanges
+
+        experts = [torch.nn.Linear(4096, 4096, bias=False)]  # 64 MiB, and as much for each slot
+        partition = Partition.build(Cluster((Level("dc", 2),)), (0, 1), (2,))
+        stages = gather_stages(partition, 0)
+        replicas = Replicas("layer", experts, partition, stages, 0, Encoding((None,), (None,)), StepChanges())
+        kernels = load_kernels("reference")
+        replicas.load_own_weights(trainable_only=False)
+        kernels.bit_sums(torch.zeros(4 * 2**20))
+
+        def run():
+            checksums(replicas, kernels)
+    """
+    assert growth_of(program) < 32
+
+
+def test_a_resume_under_another_plan_reads_only_what_concerns_the_own_experts(tmp_path: Path) -> None:
+    big = torch.zeros(64 * MIB // 4)
+    layer = {
+        "mirrors": {"int8()": {"values": [big.clone(), big.clone()], "states": []}},
+        "replicas": [{"slot": 1, "values": [big.clone()], "expected": 3}],
+        "encoders": [
+            {"level": 0, "slot": 1, "experts": [7], "residuals": [big.clone().view(1, -1)], "states": []},
+            {"level": 0, "slot": 0, "experts": [2, 3], "residuals": [torch.ones(2, 2, 4)], "states": []},
+        ],
+        "decoders": [],
+    }
+    for rank in range(2):
+        codec_checkpoint.write(tmp_path, rank, 2, {"plan": "other", "step": 5, "layers": {"moe": layer}})
+    program = """
+        import sys
+        from pathlib import Path
+        import torch
+        from ds_hybridep.experts.codec_checkpoint import OwnedExperts, PATTERN, undelivered
+
+        owned = OwnedExperts(
+            name="moe", experts=range(2, 4), shapes=((2, 2, 4),), share=0.5, device=torch.device("cpu")
+        )
+
+        def run():
+            found = undelivered([owned], sorted(Path(sys.argv[1]).glob(PATTERN)), 5)
+            assert torch.equal(found["moe"][0], torch.ones(2, 2, 4)), found  # half of two files
+    """
+    assert growth_of(program, str(tmp_path)) < 32
