@@ -45,8 +45,8 @@ def explain(
 ) -> str:
     """What is wrong with `given`, in one sentence that begins with its key path.
 
-    Of several errors it takes the first. An unknown codec goes before all others, since its options are unknown too, and
-    an unknown key before the rest, since a typo is why another key is missing.
+    Of several errors it takes the first. An unknown codec goes before all others, since its options are unknown too,
+    and an unknown key before the rest, since a typo is why another key is missing.
 
     Args:
         where: key path of `given`.
