@@ -55,6 +55,10 @@ def _named(codec: object) -> object:
     return {"type": codec} if isinstance(codec, str) else codec
 
 
+def _tuple(entries: object) -> object:
+    return tuple(entries) if isinstance(entries, list) else entries
+
+
 _CODECS = Says("a list of codecs", 'for example ["int8"]')
 _LEVELS = Says("a list of at least one level, or the path of a cluster file", f"for example {MINIMAL_BLOCK}")
 _NAME = Says("a string that is not empty", 'give each level its own name, for example "dc"')
@@ -246,12 +250,12 @@ class HybridEPConfig(Settings):
     advanced: the rest.
     """
 
-    levels: Annotated[tuple[LevelConfig, ...], Field(strict=False, min_length=1), _LEVELS] = ()
+    levels: Annotated[tuple[LevelConfig, ...], Field(min_length=1), BeforeValidator(_tuple), _LEVELS] = ()
     enabled: Switch = True
     replicas: Literal["persistent", "transient"] = "persistent"
     token_exchange: Literal["auto", "direct", "hierarchical", "deepspeed"] = "auto"
     dense_sync: Literal["deepspeed", "hierarchical", "auto"] = "deepspeed"
-    auto_codecs: Annotated[tuple[ExpertCodec, ...], Field(strict=False), _CODECS] = ()
+    auto_codecs: Annotated[tuple[ExpertCodec, ...], BeforeValidator(_tuple), _CODECS] = ()
     timeout_s: Annotated[float, Field(gt=0, le=1e9), _TIMEOUT] = 600.0
     report_interval: Count = 10
     report_file: OptionalPath = None

@@ -45,8 +45,8 @@ def explain(
 ) -> str:
     """What is wrong with `given`, in one sentence that begins with its key path.
 
-    Of several errors the first counts, but after an unknown codec, which explains unknown options, and unknown keys:
-    a typo is why another key is missing.
+    Of several errors it takes the first. An unknown codec goes before all others, since its options are unknown too,
+    and an unknown key before the rest, since a typo is why another key is missing.
 
     Args:
         where: key path of `given`.
@@ -116,17 +116,17 @@ def _as_name(key: object) -> str:
 def _about_unknown_key(
     where: str, key: object, value: object, parent: object, model: type[BaseModel], top: type[BaseModel]
 ) -> str:
-    advanced = top.model_fields["advanced"].annotation
+    advanced = getattr(top.model_fields["advanced"].annotation, "model_fields", {}) if model is top else {}
     if model is top and key in REMOVED_KEYS:
         return f"{where} was removed; leave it out: {REMOVED_KEYS[str(key)]}"
-    if model is top and key in getattr(advanced, "model_fields", ()):
+    if key in advanced:
         return f'{where} moved to hybridep.advanced.{key}; write "advanced": {shown({key: value})}'
     names = [name for name in model.model_fields if name != "type"]
     noun, known = "key", f"known keys: {', '.join(names)}"
     if "type" in model.model_fields and isinstance(parent, Mapping):
         codec = shown(parent.get("type"))
         noun, known = "option", f"options of {codec}: {', '.join(names)}" if names else f"it has none, write {codec}"
-    return f"{where} is not a known {noun}; {nearest(key, names) or 'remove it'} ({known})"
+    return f"{where} is not a known {noun}; {nearest(key, (*names, *advanced)) or 'remove it'} ({known})"
 
 
 def _about_unknown_codec(where: str, value: object, choices: Sequence[str], *, is_option: bool) -> str:

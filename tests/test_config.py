@@ -176,6 +176,9 @@ def test_a_block_that_is_no_object_is_refused(block):
 def test_unknown_keys_are_refused_with_the_nearest_spelling():
     message = refusal(with_setting("report_intervall", 2))
     assert_says(message, "hybridep.report_intervall is not a known key", 'did you mean "report_interval"?')
+    assert_says(
+        refusal(with_setting("prefetch_dept", 2)), "hybridep.prefetch_dept is not a known key", "prefetch_depth"
+    )
     message = refusal(with_advanced("prefetch_dept", 2))
     assert_says(message, "hybridep.advanced.prefetch_dept is not a known key", 'did you mean "prefetch_depth"?')
     message = refusal(with_level_setting("bandwith_gbps", 2))
@@ -565,7 +568,7 @@ def _nested(depth):
 CYCLE = {"levels": []}
 CYCLE["levels"].append(CYCLE)
 UNPRINTABLE = {  # by name, since some cannot be shown when a test fails
-    "an integer of 5000 digits": 10**5000,
+    "an integer of 4000 digits": 10**4000 - 1,  # parsers of JSON refuse more than 4300
     "a string of 10000 characters": LONG,
     "a zero": "\0",
     "half a character": "\ud800",
