@@ -177,6 +177,9 @@ class Blockwise(Codec):
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """See `Codec.encode_payload`."""
+        flags = self.encode_fused(Source.ENCODE, x, None, state, payload)
+        if flags is not None:
+            return flags.bool()
         num_bytes = quantised_bytes(x.shape[1] * x.shape[2], self.bits, self.block)
         payload[:, num_bytes:] = 0
         return write_quantised(x.flatten(1), payload[:, :num_bytes], self.bits, self.block)

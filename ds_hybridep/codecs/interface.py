@@ -122,17 +122,15 @@ class Codec(ABC):
             tensors |= codec.resolve(rows, cols).initial_tensors(n, rows, cols, torch.device(device))
         return CodecState(tensors=tensors)
 
-    def encode(
-        self, x: Tensor, state: CodecState, *, out: Tensor | None = None, sequence: int | None = None
-    ) -> Tensor:
+    def encode(self, x: Tensor, state: CodecState, *, out: Tensor | None = None) -> Tensor:
         """Packets [n, packet_bytes] uint8 of x [n, rows, cols] fp32; `state` advances by one step.
 
         A tensor with inf or nan gives a flagged packet, which decodes to nan throughout, and leaves its part of the
         state alone.
 
-        out: memory for the packets. sequence: goes into the header instead of the state's step.
+        out: memory for the packets.
         """
-        return self._encode(Source.ENCODE, x, None, state, out, sequence)
+        return self._encode(Source.ENCODE, x, None, state, out)
 
     def decode(self, packets: Tensor, out: Tensor) -> Tensor:
         """Assign what packets [n, packet_bytes] hold to out [n, rows, cols] fp32; returns it.
@@ -159,34 +157,22 @@ class Codec(ABC):
         return _poison(packets, into) if has_bad else into
 
     def encode_update(
-        self,
-        weights: Tensor,
-        mirror: Tensor,
-        state: CodecState,
-        *,
-        out: Tensor | None = None,
-        sequence: int | None = None,
+        self, weights: Tensor, mirror: Tensor, state: CodecState, *, out: Tensor | None = None
     ) -> Tensor:
         """Packets of weights - mirror, added to the mirror as every replica adds them.  All [n, rows, cols] fp32.
 
         What the packets leave out stays in weights - mirror and goes out later.
         """
-        return self._encode(Source.UPDATE, weights, mirror, state, out, sequence)
+        return self._encode(Source.UPDATE, weights, mirror, state, out)
 
     def encode_with_residual(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        state: CodecState,
-        *,
-        out: Tensor | None = None,
-        sequence: int | None = None,
+        self, x: Tensor, residual: Tensor, state: CodecState, *, out: Tensor | None = None
     ) -> Tensor:
         """Packets of x + residual; `residual` becomes what they leave out.  All [n, rows, cols] fp32.
 
         The residual of a tensor with inf or nan stays as it was.
         """
-        return self._encode(Source.RESIDUAL, x, residual, state, out, sequence)
+        return self._encode(Source.RESIDUAL, x, residual, state, out)
 
     # ---- what a subclass says ----
 
@@ -242,13 +228,7 @@ class Codec(ABC):
     # ---- one encoding ----
 
     def _encode(
-        self,
-        source: Source,
-        a: Tensor,
-        other: Tensor | None,
-        state: CodecState,
-        out: Tensor | None,
-        sequence: int | None,
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, out: Tensor | None
     ) -> Tensor:
         """Packets of what `source` says of a and other [n, rows, cols]; then other is updated."""
         n, rows, cols = require_tensors("x", a)
@@ -266,7 +246,7 @@ class Codec(ABC):
         if is_bad is None:
             x, is_bad = codec._prepare(source, a, other)
             is_bad = is_bad | codec.encode_payload(x, state, payload, is_bad)
-        codec._write_headers(packets, layout, state.step if sequence is None else sequence, is_bad)
+        codec._write_headers(packets, layout, state.step, is_bad)
         state.step += 1
         if is_done or other is None:
             return packets

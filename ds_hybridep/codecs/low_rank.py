@@ -43,7 +43,7 @@ from ds_hybridep.codecs.blockwise import (
     write_quantised,
 )
 from ds_hybridep.codecs.interface import Codec, CodecState, round_up
-from ds_hybridep.kernels import CompiledCodecs, Source
+from ds_hybridep.kernels import Source
 
 FACTOR_BLOCK = 256  # elements of a factor column that share a scale
 FACTOR_BITS = {"int8": 8, "int4": 4, "int2": 2, "log4": 4}
@@ -132,43 +132,15 @@ class LowRank(Codec):
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
     ) -> Tensor | None:
         """See `Codec.encode_fused`."""
+        return None if self.rest is not None else self._encode_compiled(source, a, other, state, payload)
+
+    def _encode_compiled(
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
+    ) -> Tensor | None:
+        """As `encode_fused`, of P and Q alone."""
         kernels = self.compiled(a.device)
         if kernels is None:
             return None
-        if self.rest is None:
-            return self._encode_factors(kernels, source, a, other, state, payload)
-        factors, rest = self._factors_and_rest(payload, a.shape[1], a.shape[2])
-        left = a.clone() if other is None else a - other if source == Source.UPDATE else a + other
-        # `left` is to each encoder what a residual is to a codec.
-        nothing = torch.zeros_like(a)
-        is_bad = self._encode_factors(kernels, Source.RESIDUAL, nothing, left, state, factors)
-        flags = self.rest.encode_fused(Source.RESIDUAL, nothing, left, state, rest)
-        assert flags is not None, "the rest has no kernels where the factors have them"
-        is_bad |= flags
-        if other is None:
-            return is_bad
-        # On an accelerator without a look, which would be a device-to-host sync.
-        keep = is_bad.bool()[:, None, None] if a.device.type != "cpu" or bool(is_bad.any()) else None
-        if source == Source.UPDATE:
-            self.decode_add_payload(payload, other)
-            if keep is not None:
-                other.masked_fill_(keep, torch.nan)
-        else:
-            self.decode_payload(payload, left)
-            residual = (a + other).sub_(left)
-            other.copy_(residual if keep is None else torch.where(keep, other, residual))
-        return is_bad
-
-    def _encode_factors(
-        self,
-        kernels: CompiledCodecs,
-        source: Source,
-        a: Tensor,
-        other: Tensor | None,
-        state: CodecState,
-        payload: Tensor,
-    ) -> Tensor:
-        """As `encode_fused`, P and Q alone."""
         q = state.tensors[self._prefix + "q"]
         wanted = (len(a), self.effective_rank(a.shape[1], a.shape[2]), a.shape[2])
         if q.shape != wanted:
@@ -191,7 +163,8 @@ class LowRank(Codec):
         mine = {name: state.tensors[name] for name in self.initial_tensors(0, x.shape[1], x.shape[2], x.device)}
         before = {name: tensor.clone() for name, tensor in mine.items()}
         factors, rest = self._factors_and_rest(payload, x.shape[1], x.shape[2])
-        is_overflow = self._encode_by_definition(x, state, factors)
+        flags = self._encode_compiled(Source.ENCODE, x, None, state, factors)
+        is_overflow = self._encode_by_definition(x, state, factors) if flags is None else flags.bool()
         for name, tensor in mine.items():
             keep = (is_bad | is_overflow).view(-1, *[1] * (tensor.dim() - 1))
             tensor.copy_(torch.where(keep, before[name], tensor))
