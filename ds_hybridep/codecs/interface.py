@@ -138,10 +138,7 @@ class Codec(ABC):
         Raises:
             PacketError: the packets were made with other settings or for another shape.
         """
-        codec, has_bad = self._open(packets, "out", out)
-        if out.numel():
-            codec.decode_payload(packets[:, HEADER_BYTES:], out)
-        return _poison(packets, out) if has_bad else out
+        return self._decode(packets, "out", out, is_add=False)
 
     def decode_add(self, packets: Tensor, into: Tensor) -> Tensor:
         """Add what packets [n, packet_bytes] hold to `into` [n, rows, cols] fp32; returns it.
@@ -151,10 +148,7 @@ class Codec(ABC):
         Raises:
             PacketError: as `decode`.
         """
-        codec, has_bad = self._open(packets, "into", into)
-        if into.numel():
-            codec.decode_add_payload(packets[:, HEADER_BYTES:], into)
-        return _poison(packets, into) if has_bad else into
+        return self._decode(packets, "into", into, is_add=True)
 
     def encode_update(
         self, weights: Tensor, mirror: Tensor, state: CodecState, *, out: Tensor | None = None
@@ -188,14 +182,8 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode_payload(self, payload: Tensor, out: Tensor) -> None:
-        """Assign the values of payload [n, payload_bytes] to out [n, rows, cols]."""
-
-    def decode_add_payload(self, payload: Tensor, into: Tensor) -> None:
-        """Add the values of payload [n, payload_bytes] to into [n, rows, cols], one rounding each."""
-        value = torch.empty_like(into)
-        self.decode_payload(payload, value)
-        into += value
+    def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
+        """Assign or add, with one rounding each, the values of payload [n, payload_bytes] to out [n, rows, cols]."""
 
     def encode_fused(
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
@@ -252,16 +240,22 @@ class Codec(ABC):
             return packets
         # As decode_add and decode, without the checks of packets that come from elsewhere.
         if source == Source.UPDATE:
-            codec.decode_add_payload(payload, other)
+            codec.decode_payload(payload, other, is_add=True)
             _poison(packets, other)
         else:
             value = torch.empty_like(x)
-            codec.decode_payload(payload, value)
+            codec.decode_payload(payload, value, is_add=False)
             x = x - value
             # On an accelerator without a look, which would be a device-to-host sync.
             keeps = a.device.type != "cpu" or bool(is_bad.any())
             other.copy_(torch.where(is_bad[:, None, None], other, x) if keeps else x)
         return packets
+
+    def _decode(self, packets: Tensor, name: str, target: Tensor, *, is_add: bool) -> Tensor:
+        codec, has_bad = self._open(packets, name, target)
+        if target.numel():
+            codec.decode_payload(packets[:, HEADER_BYTES:], target, is_add=is_add)
+        return _poison(packets, target) if has_bad else target
 
     def _prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
         """What `source` says of a and other, zeros in tensors that are not finite; and [n] bool, which those are."""
@@ -359,6 +353,14 @@ def require_tensors(name: str, tensor: Tensor) -> tuple[int, int, int]:
 def round_up(num_bytes: int, multiple: int = 4) -> int:
     """The next multiple: payloads keep packets aligned to 4 bytes."""
     return math.ceil(num_bytes / multiple) * multiple
+
+
+def assign_or_add(out: Tensor, values: Tensor, *, is_add: bool) -> None:
+    """The end of a decoding in PyTorch."""
+    if is_add:
+        out += values
+    else:
+        out.copy_(values)
 
 
 def _poison(packets: Tensor, values: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from ds_hybridep.codecs.blockwise import (
     unpack,
     write_quantised,
 )
-from ds_hybridep.codecs.interface import Codec, CodecState, round_up
+from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add, round_up
 from ds_hybridep.kernels import Source
 
 FACTOR_BLOCK = 256  # elements of a factor column that share a scale
@@ -214,19 +214,12 @@ class LowRank(Codec):
             weights.append(torch.where(largest > 0, (rms / largest).clamp(min=SMALLEST_RMS), 1.0).unsqueeze(1))
         return weights[0], weights[1]
 
-    def decode_payload(self, payload: Tensor, out: Tensor) -> None:
-        """See `Codec.decode_payload`."""
+    def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
+        """See `Codec.decode_payload`.  The value of the factors is added first, then that of the rest."""
         factors, rest = self._factors_and_rest(payload, out.shape[1], out.shape[2])
-        self._decode_factors(factors, out, is_add=False)
+        self._decode_factors(factors, out, is_add=is_add)
         if self.rest is not None:
-            self.rest.decode_add_payload(rest, out)
-
-    def decode_add_payload(self, payload: Tensor, into: Tensor) -> None:
-        """See `Codec.decode_add_payload`.  The value of the factors is added first, then that of the rest."""
-        factors, rest = self._factors_and_rest(payload, into.shape[1], into.shape[2])
-        self._decode_factors(factors, into, is_add=True)
-        if self.rest is not None:
-            self.rest.decode_add_payload(rest, into)
+            self.rest.decode_payload(rest, out, is_add=True)
 
     def _decode_factors(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
         """Assign or add P Q^T."""
@@ -241,10 +234,7 @@ class LowRank(Codec):
         value = p[:, 0, :, None] * q[:, 0, None, :]
         for column in range(1, p.shape[1]):
             value += p[:, column, :, None] * q[:, column, None, :]
-        if is_add:
-            out += value
-        else:
-            out.copy_(value)
+        assign_or_add(out, value, is_add=is_add)
 
     def _factors_and_rest(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """The part of P and Q, and that of the rest, which may be empty."""

@@ -72,18 +72,18 @@ def _choice(*choices: str | int) -> Reader:
     return read
 
 
-def _fallback(value: object, where: str, kernels: Mode) -> Codec:
-    codec = make_codec(value, where=where, kernels=kernels)  # type: ignore[arg-type]  # it checks
-    if not isinstance(codec, Identity | Blockwise):
-        raise refused(where, value, 'one of "identity", "int8", "int4", "int2"', "small tensors need no more")
-    return codec
+def _inner(kinds: tuple[type[Codec], ...], allowed: str, advice: str) -> Reader:
+    def read(value: object, where: str, kernels: Mode) -> Codec:
+        codec = make_codec(value, where=where, kernels=kernels)  # type: ignore[arg-type]  # it checks
+        if not isinstance(codec, kinds):
+            raise refused(where, value, allowed, advice)
+        return codec
+
+    return read
 
 
-def _rest(value: object, where: str, kernels: Mode) -> Codec | None:
-    codec = None if value is None else make_codec(value, where=where, kernels=kernels)  # type: ignore[arg-type]
-    if codec is not None and not isinstance(codec, Blockwise):
-        raise refused(where, value, 'null or one of "int8", "int4", "int2"', 'for example "int2"')
-    return codec
+def _or_null(read: Reader) -> Reader:
+    return lambda value, where, kernels: None if value is None else read(value, where, kernels)
 
 
 # ---- types: what makes the codec, and its options ----
@@ -120,8 +120,10 @@ TYPES: dict[str, tuple[Make, dict[str, Reader]]] = {
             "weighting": _choice("none", "rms"),
             "iterations": _integer(1, 8),
             "refresh_interval": _integer(1, 10**9),
-            "fallback": _fallback,
-            "rest": _rest,
+            "fallback": _inner(
+                (Identity, Blockwise), 'one of "identity", "int8", "int4", "int2"', "small tensors need no more"
+            ),
+            "rest": _or_null(_inner((Blockwise,), 'null or one of "int8", "int4", "int2"', 'for example "int2"')),
             "first_rank": _integer(1, 1024),
             "first_steps": _integer(1, 10**9),
         },
