@@ -22,11 +22,13 @@ from torch import Tensor
 
 from ds_hybridep.codecs.packet import (
     HEADER_BYTES,
+    MAGIC,
     SEQUENCE_MODULUS,
+    VERSION,
     check_headers,
+    header_words,
     non_finite,
     stamp_of,
-    start_of,
     write_headers,
 )
 from ds_hybridep.errors import PacketError
@@ -286,11 +288,11 @@ class Codec(ABC):
     def _open(self, packets: Tensor, name: str, target: Tensor) -> tuple["Codec", bool]:
         """The codec that made the packets of a tensor like `target`, and whether some may be flagged."""
         n, rows, cols = require_tensors(name, target)
-        layout = self._layout(rows, cols, self.stages[-1])
-        for codec in self.stages[:-1]:
-            # Where both stages make packets of one length, they lay them out in one way.
-            other = self._layout(rows, cols, codec)
-            layout = other if packets.shape[-1] == other.num_bytes else layout
+        layouts = [self._layout(rows, cols, codec) for codec in self.stages]
+        layout = next((one for one in layouts if one.num_bytes == packets.shape[-1]), layouts[-1])
+        if layout.num_bytes == layouts[-1].num_bytes and layout.stamp != layouts[-1].stamp and n:
+            # Two codecs whose packets happen to be of one length.
+            layout = layouts[int(header_words(packets[:1])[0, 3]) % 2**32 == layouts[-1].stamp]
         if packets.shape != (n, layout.num_bytes) or packets.dtype != torch.uint8:
             raise PacketError(
                 f"packets: got {packets.dtype} {tuple(packets.shape)}, wanted torch.uint8 {(n, layout.num_bytes)} for "
@@ -298,19 +300,19 @@ class Codec(ABC):
             )
         kernels = self.compiled(target.device)
         if kernels is not None and packets.stride(1) == 1:
-            flags = kernels.check_headers(packets, start=start_of(layout.codec.codec_id), stamp=layout.stamp)
+            flags = kernels.check_headers(packets, start=layout.start, stamp=layout.stamp)
             if flags >= 0:
                 return layout.codec, flags > 0
-        check_headers(packets, codec_id=layout.codec.codec_id, stamp=layout.stamp, what=layout.codec.settings())
+        check_headers(packets, start=layout.start, stamp=layout.stamp, what=layout.codec.settings())
         return layout.codec, True
 
-    def _write_headers(self, packets: Tensor, layout: "_Layout", sequence: int, is_bad: Tensor) -> None:
+    def _write_headers(self, packets: Tensor, layout: "_Layout", step: int, is_bad: Tensor) -> None:
+        words = {"number": layout.number, "sequence": step % SEQUENCE_MODULUS, "stamp": layout.stamp}
         kernels = self.compiled(packets.device)
-        words = {"number": layout.number, "sequence": sequence % SEQUENCE_MODULUS, "stamp": layout.stamp}
         if kernels is not None:
-            kernels.write_headers(packets, start=start_of(self.codec_id), **words, is_bad=is_bad.to(torch.uint8))
+            kernels.write_headers(packets, start=layout.start, **words, is_bad=is_bad.to(torch.uint8))
         else:
-            write_headers(packets, codec_id=self.codec_id, **words, is_bad=is_bad)
+            write_headers(packets, start=layout.start, **words, is_bad=is_bad)
 
     def _layout(self, rows: int, cols: int, stage: "Codec") -> "_Layout":
         """What packets of this shape look like at one stage of this codec; worked out once."""
@@ -322,6 +324,7 @@ class Codec(ABC):
             found = self._layouts[key] = _Layout(
                 codec=codec,
                 num_bytes=HEADER_BYTES + codec.payload_bytes(rows, cols),
+                start=MAGIC | VERSION << 8 | codec.codec_id << 16,
                 number=codec.header_number(rows, cols),
                 stamp=stamp_of(settings, rows, cols),
             )
@@ -334,6 +337,7 @@ class _Layout:
 
     codec: Codec  # the one that really encodes this shape
     num_bytes: int
+    start: int  # the first three bytes of the header as a number
     number: int  # the codec's own in the header
     stamp: int
 
@@ -369,3 +373,51 @@ def _poison(packets: Tensor, values: Tensor) -> Tensor:
     if packets.device.type != "cpu" or bool(is_bad.any()):  # no device-to-host sync on an accelerator
         values.masked_fill_(is_bad[:, None, None], math.nan)
     return values
+
+
+def sequence_of(packets: Tensor) -> int:
+    """The sequence number that all n packets carry.  Reading it is a device-to-host sync on an accelerator.
+
+    Raises:
+        PacketError: the packets are of different steps.
+    """
+    numbers = set(header_words(packets)[:, 2].tolist())
+    if len(numbers) != 1:
+        raise PacketError(
+            f"packets of one tensor carry the sequence numbers {sorted(numbers)[:4]}, wanted one number; "
+            "decode the packets of one step together"
+        )
+    return int(numbers.pop()) % SEQUENCE_MODULUS
+
+
+class PacketOrder:
+    """Applies each packet once: says which arriving packets are due.
+
+        if order.accept(packets):
+            codec.decode_add(packets, replica)
+
+    One object per stream, that is for each tensor group and sender.  On an accelerator packets are taken to be due, as
+    a transport brings them that loses and repeats none: reading their numbers would be a device-to-host sync.
+    """
+
+    def __init__(self, expected: int = 0) -> None:
+        """Begin with the packet whose sequence number is `expected`."""
+        self.expected = expected % SEQUENCE_MODULUS
+
+    def accept(self, packets: Tensor) -> bool:
+        """Whether packets [n, packet_bytes] are due.  False: they were applied before; drop them.
+
+        Raises:
+            PacketError: packets before these are missing; nothing was changed.  Have them sent again, or resync.
+        """
+        sequence = sequence_of(packets) if packets.device.type == "cpu" else self.expected
+        ahead = (sequence - self.expected) % SEQUENCE_MODULUS
+        if ahead >= SEQUENCE_MODULUS // 2:  # behind, in arithmetic that wraps
+            return False
+        if ahead:
+            raise PacketError(
+                f"packet has sequence number {sequence}, wanted {self.expected}: {ahead} packets were lost or are "
+                "late; apply those first, or resync the replica from its owner"
+            )
+        self.expected = (self.expected + 1) % SEQUENCE_MODULUS
+        return True

@@ -99,6 +99,11 @@ class LowRank(Codec):
         """See `Codec.at`."""
         return self if self.first_steps is None else self.stages[step >= self.first_steps]
 
+    @cached_property
+    def factors_alone(self) -> "LowRank":
+        """This codec without the rest."""
+        return replace(self, rest=None)
+
     def resolve(self, rows: int, cols: int) -> Codec:
         """See `Codec.resolve`."""
         is_small = self.factor_bytes(rows, cols) >= self.fallback.payload_bytes(rows, cols)
@@ -132,14 +137,8 @@ class LowRank(Codec):
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
     ) -> Tensor | None:
         """See `Codec.encode_fused`."""
-        return None if self.rest is not None else self._encode_compiled(source, a, other, state, payload)
-
-    def _encode_compiled(
-        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
-    ) -> Tensor | None:
-        """As `encode_fused`, of P and Q alone."""
         kernels = self.compiled(a.device)
-        if kernels is None:
+        if kernels is None or self.rest is not None:
             return None
         q = state.tensors[self._prefix + "q"]
         wanted = (len(a), self.effective_rank(a.shape[1], a.shape[2]), a.shape[2])
@@ -160,18 +159,19 @@ class LowRank(Codec):
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """See `Codec.encode_payload`.  Factors stand as rows here, [n, rank, rows or cols]."""
+        if self.rest is not None:
+            factors, rest = self._factors_and_rest(payload, x.shape[1], x.shape[2])
+            is_overflow = self.factors_alone.encode_payload(x, state, factors, is_bad)
+            value = torch.empty_like(x)
+            self.factors_alone.decode_payload(factors, value, is_add=False)
+            return is_overflow | self.rest.encode_payload(x - value, state, rest, is_bad)
         mine = {name: state.tensors[name] for name in self.initial_tensors(0, x.shape[1], x.shape[2], x.device)}
         before = {name: tensor.clone() for name, tensor in mine.items()}
-        factors, rest = self._factors_and_rest(payload, x.shape[1], x.shape[2])
-        flags = self._encode_compiled(Source.ENCODE, x, None, state, factors)
-        is_overflow = self._encode_by_definition(x, state, factors) if flags is None else flags.bool()
+        flags = self.encode_fused(Source.ENCODE, x, None, state, payload)
+        is_overflow = self._encode_by_definition(x, state, payload) if flags is None else flags.bool()
         for name, tensor in mine.items():
             keep = (is_bad | is_overflow).view(-1, *[1] * (tensor.dim() - 1))
             tensor.copy_(torch.where(keep, before[name], tensor))
-        if self.rest is not None:
-            value = torch.empty_like(x)
-            self._decode_factors(factors, value, is_add=False)
-            is_overflow = is_overflow | self.rest.encode_payload(x - value, state, rest, is_bad)
         return is_overflow
 
     def _encode_by_definition(self, x: Tensor, state: CodecState, payload: Tensor) -> Tensor:
@@ -216,13 +216,11 @@ class LowRank(Codec):
 
     def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
         """See `Codec.decode_payload`.  The value of the factors is added first, then that of the rest."""
-        factors, rest = self._factors_and_rest(payload, out.shape[1], out.shape[2])
-        self._decode_factors(factors, out, is_add=is_add)
         if self.rest is not None:
+            factors, rest = self._factors_and_rest(payload, out.shape[1], out.shape[2])
+            self.factors_alone.decode_payload(factors, out, is_add=is_add)
             self.rest.decode_payload(rest, out, is_add=True)
-
-    def _decode_factors(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
-        """Assign or add P Q^T."""
+            return
         kernels = self.compiled(out.device)
         if kernels is not None:
             rank = self.effective_rank(out.shape[1], out.shape[2])
