@@ -99,15 +99,14 @@ def deepspeed_slots(plan: RoutePlan, capacity: int) -> Tensor:
 
 
 def plan_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
-    """Route planning alone: on the device only, and with the wait for the split sizes."""
+    """Route planning alone, with the wait for the split sizes."""
     routes = [make_routes(options, seed) for seed in range(4)]
     reference = load_kernels("reference")
     num_slots = options.tokens * options.top_k
     yield Case(
         name="plan",
         variants={
-            "device only": lambda turn: kernels.start_plan(*routes[turn]),
-            "with splits on the host": lambda turn: kernels.plan_routes(*routes[turn]),
+            "ours": lambda turn: kernels.plan_routes(*routes[turn]),
             "torch": lambda turn: reference.plan_routes(*routes[turn]),
         },
         turns=4,
@@ -134,25 +133,24 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     plan = kernels.plan_routes(*make_routes(options, 0))
     num_rows, num_slots = len(plan.row_to_token), options.tokens * options.top_k
     row_bytes = hidden * dtype.itemsize
-    few = kernels.on_sms(options.sms)
+    few = load_kernels("compiled", "cuda", options.sms)
     on_few = f"{options.sms} SMs"
     turns = num_turns(options.tokens * row_bytes)
     x = [torch.randn(options.tokens, hidden, device="cuda").to(dtype) for _ in range(turns)]
     weights = torch.rand(options.tokens, options.top_k, device="cuda")
     capacity = int(plan.rows_per_destination.max())
     slots = deepspeed_slots(plan, capacity)
-    rows = kernels.scatter_rows(x[0], plan.first_slot_to_row, num_rows)
+    rows = kernels.dispatch_rows(x[0], plan.row_to_token)
     assert torch.equal(rows, x[0][plan.row_to_token]), "dispatched rows differ from those of torch"
-    assert torch.equal(rows, few.scatter_rows(x[0], plan.first_slot_to_row, num_rows))
+    assert torch.equal(rows, few.dispatch_rows(x[0], plan.row_to_token))
     slot_of_row = torch.empty(num_rows, dtype=torch.int64, device="cuda")
     is_row = plan.first_slot_to_row.flatten() >= 0
     slot_of_row[plan.first_slot_to_row.flatten()[is_row]] = is_row.nonzero().flatten()
     yield Case(
         name="dispatch",
         variants={
-            "by token": lambda turn: kernels.scatter_rows(x[turn], plan.first_slot_to_row, num_rows),
-            "by row": lambda turn: kernels.dispatch_rows(x[turn], plan.row_to_token),
-            f"by token, {on_few}": lambda turn: few.scatter_rows(x[turn], plan.first_slot_to_row, num_rows),
+            "ours": lambda turn: kernels.dispatch_rows(x[turn], plan.row_to_token),
+            f"ours, {on_few}": lambda turn: few.dispatch_rows(x[turn], plan.row_to_token),
             "torch index_select": lambda turn: x[turn].index_select(0, plan.row_to_token),
             "deepspeed _sparse_encode": lambda turn: _sparse_encode(x[turn], slots, options.experts, capacity),
             "autoep gather_rows": lambda turn: ep_kernels.gather_rows(x[turn], plan.row_to_token),

@@ -86,9 +86,12 @@ __device__ __forceinline__ float size_of_block(const float (&values)[kSegments][
     return ((sums[0][0] + sums[0][2]) + (sums[0][1] + sums[0][3])) / count;
 }
 
-// A warp per piece, grid-stride.
+// A warp per piece, grid-stride.  With so many blocks at a time on a multiprocessor no register spills.
+template <int kSegments>
+inline constexpr int kBlocksAtATime = kSegments == 1 ? 4 : kSegments == 2 ? 3 : 2;
+
 template <int kSegments, bool kIsAligned>
-__global__ void __launch_bounds__(kCodecBlock)
+__global__ void __launch_bounds__(kCodecBlock, kBlocksAtATime<kSegments>)
     encode_blocks(Input input, Blocks blocks, Payloads payloads, Pass pass, uint32_t* __restrict__ flags) {
     constexpr int kPiece = kSegments * kSegment;
     const int64_t length = input.length, num_pieces = ceil_div(length, kPiece);

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Smaller forms of expert weights and gradients, for slow links.  No communication.
 
-    interface.py  Codec and CodecState: encode, decode, and the fused forms that keep mirrors and residuals
-    packet.py     the header of a packet, and PacketOrder, which applies each packet once
+    interface.py  Codec and CodecState: encode, decode, and the fused forms that keep mirrors and residuals;
+                  PacketOrder, which applies each packet once
+    packet.py     the header of a packet
     registry.py   make_codec: a codec from its config
     identity.py, blockwise.py, low_rank.py   one family each, its byte layout and its error bound
 
@@ -15,8 +16,8 @@ The owner's side and a replica's side of one weight:
 Legend: n tensors of one shape [rows, cols]; L = rows * cols elements.
 """
 
-from ds_hybridep.codecs.interface import Codec, CodecState
-from ds_hybridep.codecs.packet import HEADER_BYTES, PacketOrder, non_finite, sequence_of
+from ds_hybridep.codecs.interface import Codec, CodecState, PacketOrder, sequence_of
+from ds_hybridep.codecs.packet import HEADER_BYTES, non_finite
 from ds_hybridep.codecs.registry import make_codec
 
 __all__ = ["HEADER_BYTES", "Codec", "CodecState", "PacketOrder", "make_codec", "non_finite", "sequence_of"]

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs.interface import Codec, CodecState, round_up
+from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add, round_up
 from ds_hybridep.kernels import Source
 
 SMALLEST_NORMAL = 2.0**-126
@@ -177,6 +177,9 @@ class Blockwise(Codec):
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """See `Codec.encode_payload`."""
+        flags = self.encode_fused(Source.ENCODE, x, None, state, payload)
+        if flags is not None:
+            return flags.bool()
         num_bytes = quantised_bytes(x.shape[1] * x.shape[2], self.bits, self.block)
         payload[:, num_bytes:] = 0
         return write_quantised(x.flatten(1), payload[:, :num_bytes], self.bits, self.block)
@@ -190,23 +193,16 @@ class Blockwise(Codec):
             return None
         return kernels.blockwise_encode(source, a, other, payload, bits=self.bits, block=self.block)
 
-    def decode_payload(self, payload: Tensor, out: Tensor) -> None:
+    def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
         """See `Codec.decode_payload`."""
         kernels = self.compiled(out.device)
         if kernels is not None:
-            kernels.blockwise_decode(payload, out, bits=self.bits, block=self.block, is_add=False)
+            kernels.blockwise_decode(payload, out, bits=self.bits, block=self.block, is_add=is_add)
             return
         length = out.shape[1] * out.shape[2]
         num_bytes = quantised_bytes(length, self.bits, self.block)
-        out.copy_(read_quantised(payload[:, :num_bytes], length, self.bits, self.block).view(out.shape))
-
-    def decode_add_payload(self, payload: Tensor, into: Tensor) -> None:
-        """See `Codec.decode_add_payload`."""
-        kernels = self.compiled(into.device)
-        if kernels is None:
-            super().decode_add_payload(payload, into)
-        else:
-            kernels.blockwise_decode(payload, into, bits=self.bits, block=self.block, is_add=True)
+        values = read_quantised(payload[:, :num_bytes], length, self.bits, self.block).view(out.shape)
+        assign_or_add(out, values, is_add=is_add)
 
 
 BIT_NAMES = {8: "int8", 4: "int4", 2: "int2"}

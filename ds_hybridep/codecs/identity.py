@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs.interface import Codec, CodecState, round_up
+from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add, round_up
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,8 +36,9 @@ class Identity(Codec):
         payload[:, num_bytes:] = 0
         return ~values.isfinite().all(dim=1)
 
-    def decode_payload(self, payload: Tensor, out: Tensor) -> None:
+    def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
         """See `Codec.decode_payload`."""
         dtype = DTYPES[self.dtype]
         num_bytes = out.shape[1] * out.shape[2] * dtype.itemsize
-        out.copy_(payload[:, :num_bytes].contiguous().view(dtype).view(out.shape))
+        values = payload[:, :num_bytes].contiguous().view(dtype).view(out.shape)
+        assign_or_add(out, values, is_add=is_add)

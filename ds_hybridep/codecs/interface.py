@@ -22,11 +22,13 @@ from torch import Tensor
 
 from ds_hybridep.codecs.packet import (
     HEADER_BYTES,
+    MAGIC,
     SEQUENCE_MODULUS,
+    VERSION,
     check_headers,
+    header_words,
     non_finite,
     stamp_of,
-    start_of,
     write_headers,
 )
 from ds_hybridep.errors import PacketError
@@ -122,17 +124,15 @@ class Codec(ABC):
             tensors |= codec.resolve(rows, cols).initial_tensors(n, rows, cols, torch.device(device))
         return CodecState(tensors=tensors)
 
-    def encode(
-        self, x: Tensor, state: CodecState, *, out: Tensor | None = None, sequence: int | None = None
-    ) -> Tensor:
+    def encode(self, x: Tensor, state: CodecState, *, out: Tensor | None = None) -> Tensor:
         """Packets [n, packet_bytes] uint8 of x [n, rows, cols] fp32; `state` advances by one step.
 
         A tensor with inf or nan gives a flagged packet, which decodes to nan throughout, and leaves its part of the
         state alone.
 
-        out: memory for the packets. sequence: goes into the header instead of the state's step.
+        out: memory for the packets.
         """
-        return self._encode(Source.ENCODE, x, None, state, out, sequence)
+        return self._encode(Source.ENCODE, x, None, state, out)
 
     def decode(self, packets: Tensor, out: Tensor) -> Tensor:
         """Assign what packets [n, packet_bytes] hold to out [n, rows, cols] fp32; returns it.
@@ -140,10 +140,7 @@ class Codec(ABC):
         Raises:
             PacketError: the packets were made with other settings or for another shape.
         """
-        codec, has_bad = self._open(packets, "out", out)
-        if out.numel():
-            codec.decode_payload(packets[:, HEADER_BYTES:], out)
-        return _poison(packets, out) if has_bad else out
+        return self._decode(packets, "out", out, is_add=False)
 
     def decode_add(self, packets: Tensor, into: Tensor) -> Tensor:
         """Add what packets [n, packet_bytes] hold to `into` [n, rows, cols] fp32; returns it.
@@ -153,40 +150,25 @@ class Codec(ABC):
         Raises:
             PacketError: as `decode`.
         """
-        codec, has_bad = self._open(packets, "into", into)
-        if into.numel():
-            codec.decode_add_payload(packets[:, HEADER_BYTES:], into)
-        return _poison(packets, into) if has_bad else into
+        return self._decode(packets, "into", into, is_add=True)
 
     def encode_update(
-        self,
-        weights: Tensor,
-        mirror: Tensor,
-        state: CodecState,
-        *,
-        out: Tensor | None = None,
-        sequence: int | None = None,
+        self, weights: Tensor, mirror: Tensor, state: CodecState, *, out: Tensor | None = None
     ) -> Tensor:
         """Packets of weights - mirror, added to the mirror as every replica adds them.  All [n, rows, cols] fp32.
 
         What the packets leave out stays in weights - mirror and goes out later.
         """
-        return self._encode(Source.UPDATE, weights, mirror, state, out, sequence)
+        return self._encode(Source.UPDATE, weights, mirror, state, out)
 
     def encode_with_residual(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        state: CodecState,
-        *,
-        out: Tensor | None = None,
-        sequence: int | None = None,
+        self, x: Tensor, residual: Tensor, state: CodecState, *, out: Tensor | None = None
     ) -> Tensor:
         """Packets of x + residual; `residual` becomes what they leave out.  All [n, rows, cols] fp32.
 
         The residual of a tensor with inf or nan stays as it was.
         """
-        return self._encode(Source.RESIDUAL, x, residual, state, out, sequence)
+        return self._encode(Source.RESIDUAL, x, residual, state, out)
 
     # ---- what a subclass says ----
 
@@ -202,14 +184,8 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode_payload(self, payload: Tensor, out: Tensor) -> None:
-        """Assign the values of payload [n, payload_bytes] to out [n, rows, cols]."""
-
-    def decode_add_payload(self, payload: Tensor, into: Tensor) -> None:
-        """Add the values of payload [n, payload_bytes] to into [n, rows, cols], one rounding each."""
-        value = torch.empty_like(into)
-        self.decode_payload(payload, value)
-        into += value
+    def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
+        """Assign or add, with one rounding each, the values of payload [n, payload_bytes] to out [n, rows, cols]."""
 
     def encode_fused(
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
@@ -242,13 +218,7 @@ class Codec(ABC):
     # ---- one encoding ----
 
     def _encode(
-        self,
-        source: Source,
-        a: Tensor,
-        other: Tensor | None,
-        state: CodecState,
-        out: Tensor | None,
-        sequence: int | None,
+        self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, out: Tensor | None
     ) -> Tensor:
         """Packets of what `source` says of a and other [n, rows, cols]; then other is updated."""
         n, rows, cols = require_tensors("x", a)
@@ -266,22 +236,28 @@ class Codec(ABC):
         if is_bad is None:
             x, is_bad = codec._prepare(source, a, other)
             is_bad = is_bad | codec.encode_payload(x, state, payload, is_bad)
-        codec._write_headers(packets, layout, state.step if sequence is None else sequence, is_bad)
+        codec._write_headers(packets, layout, state.step, is_bad)
         state.step += 1
         if is_done or other is None:
             return packets
         # As decode_add and decode, without the checks of packets that come from elsewhere.
         if source == Source.UPDATE:
-            codec.decode_add_payload(payload, other)
+            codec.decode_payload(payload, other, is_add=True)
             _poison(packets, other)
         else:
             value = torch.empty_like(x)
-            codec.decode_payload(payload, value)
+            codec.decode_payload(payload, value, is_add=False)
             x = x - value
             # On an accelerator without a look, which would be a device-to-host sync.
             keeps = a.device.type != "cpu" or bool(is_bad.any())
             other.copy_(torch.where(is_bad[:, None, None], other, x) if keeps else x)
         return packets
+
+    def _decode(self, packets: Tensor, name: str, target: Tensor, *, is_add: bool) -> Tensor:
+        codec, has_bad = self._open(packets, name, target)
+        if target.numel():
+            codec.decode_payload(packets[:, HEADER_BYTES:], target, is_add=is_add)
+        return _poison(packets, target) if has_bad else target
 
     def _prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
         """What `source` says of a and other, zeros in tensors that are not finite; and [n] bool, which those are."""
@@ -312,11 +288,11 @@ class Codec(ABC):
     def _open(self, packets: Tensor, name: str, target: Tensor) -> tuple["Codec", bool]:
         """The codec that made the packets of a tensor like `target`, and whether some may be flagged."""
         n, rows, cols = require_tensors(name, target)
-        layout = self._layout(rows, cols, self.stages[-1])
-        for codec in self.stages[:-1]:
-            # Where both stages make packets of one length, they lay them out in one way.
-            other = self._layout(rows, cols, codec)
-            layout = other if packets.shape[-1] == other.num_bytes else layout
+        layouts = [self._layout(rows, cols, codec) for codec in self.stages]
+        layout = next((one for one in layouts if one.num_bytes == packets.shape[-1]), layouts[-1])
+        if layout.num_bytes == layouts[-1].num_bytes and layout.stamp != layouts[-1].stamp and n:
+            # Two codecs whose packets happen to be of one length.
+            layout = layouts[int(header_words(packets[:1])[0, 3]) % 2**32 == layouts[-1].stamp]
         if packets.shape != (n, layout.num_bytes) or packets.dtype != torch.uint8:
             raise PacketError(
                 f"packets: got {packets.dtype} {tuple(packets.shape)}, wanted torch.uint8 {(n, layout.num_bytes)} for "
@@ -324,19 +300,19 @@ class Codec(ABC):
             )
         kernels = self.compiled(target.device)
         if kernels is not None and packets.stride(1) == 1:
-            flags = kernels.check_headers(packets, start=start_of(layout.codec.codec_id), stamp=layout.stamp)
+            flags = kernels.check_headers(packets, start=layout.start, stamp=layout.stamp)
             if flags >= 0:
                 return layout.codec, flags > 0
-        check_headers(packets, codec_id=layout.codec.codec_id, stamp=layout.stamp, what=layout.codec.settings())
+        check_headers(packets, start=layout.start, stamp=layout.stamp, what=layout.codec.settings())
         return layout.codec, True
 
-    def _write_headers(self, packets: Tensor, layout: "_Layout", sequence: int, is_bad: Tensor) -> None:
+    def _write_headers(self, packets: Tensor, layout: "_Layout", step: int, is_bad: Tensor) -> None:
+        words = {"number": layout.number, "sequence": step % SEQUENCE_MODULUS, "stamp": layout.stamp}
         kernels = self.compiled(packets.device)
-        words = {"number": layout.number, "sequence": sequence % SEQUENCE_MODULUS, "stamp": layout.stamp}
         if kernels is not None:
-            kernels.write_headers(packets, start=start_of(self.codec_id), **words, is_bad=is_bad.to(torch.uint8))
+            kernels.write_headers(packets, start=layout.start, **words, is_bad=is_bad.to(torch.uint8))
         else:
-            write_headers(packets, codec_id=self.codec_id, **words, is_bad=is_bad)
+            write_headers(packets, start=layout.start, **words, is_bad=is_bad)
 
     def _layout(self, rows: int, cols: int, stage: "Codec") -> "_Layout":
         """What packets of this shape look like at one stage of this codec; worked out once."""
@@ -348,6 +324,7 @@ class Codec(ABC):
             found = self._layouts[key] = _Layout(
                 codec=codec,
                 num_bytes=HEADER_BYTES + codec.payload_bytes(rows, cols),
+                start=MAGIC | VERSION << 8 | codec.codec_id << 16,
                 number=codec.header_number(rows, cols),
                 stamp=stamp_of(settings, rows, cols),
             )
@@ -360,6 +337,7 @@ class _Layout:
 
     codec: Codec  # the one that really encodes this shape
     num_bytes: int
+    start: int  # the first three bytes of the header as a number
     number: int  # the codec's own in the header
     stamp: int
 
@@ -381,9 +359,65 @@ def round_up(num_bytes: int, multiple: int = 4) -> int:
     return math.ceil(num_bytes / multiple) * multiple
 
 
+def assign_or_add(out: Tensor, values: Tensor, *, is_add: bool) -> None:
+    """The end of a decoding in PyTorch."""
+    if is_add:
+        out += values
+    else:
+        out.copy_(values)
+
+
 def _poison(packets: Tensor, values: Tensor) -> Tensor:
     """Assign nan where packets are flagged: the same nan everywhere, so that bits stay equal."""
     is_bad = non_finite(packets)
     if packets.device.type != "cpu" or bool(is_bad.any()):  # no device-to-host sync on an accelerator
         values.masked_fill_(is_bad[:, None, None], math.nan)
     return values
+
+
+def sequence_of(packets: Tensor) -> int:
+    """The sequence number that all n packets carry.  Reading it is a device-to-host sync on an accelerator.
+
+    Raises:
+        PacketError: the packets are of different steps.
+    """
+    numbers = set(header_words(packets)[:, 2].tolist())
+    if len(numbers) != 1:
+        raise PacketError(
+            f"packets of one tensor carry the sequence numbers {sorted(numbers)[:4]}, wanted one number; "
+            "decode the packets of one step together"
+        )
+    return int(numbers.pop()) % SEQUENCE_MODULUS
+
+
+class PacketOrder:
+    """Applies each packet once: says which arriving packets are due.
+
+        if order.accept(packets):
+            codec.decode_add(packets, replica)
+
+    One object per stream, that is for each tensor group and sender.  On an accelerator packets are taken to be due, as
+    a transport brings them that loses and repeats none: reading their numbers would be a device-to-host sync.
+    """
+
+    def __init__(self, expected: int = 0) -> None:
+        """Begin with the packet whose sequence number is `expected`."""
+        self.expected = expected % SEQUENCE_MODULUS
+
+    def accept(self, packets: Tensor) -> bool:
+        """Whether packets [n, packet_bytes] are due.  False: they were applied before; drop them.
+
+        Raises:
+            PacketError: packets before these are missing; nothing was changed.  Have them sent again, or resync.
+        """
+        sequence = sequence_of(packets) if packets.device.type == "cpu" else self.expected
+        ahead = (sequence - self.expected) % SEQUENCE_MODULUS
+        if ahead >= SEQUENCE_MODULUS // 2:  # behind, in arithmetic that wraps
+            return False
+        if ahead:
+            raise PacketError(
+                f"packet has sequence number {sequence}, wanted {self.expected}: {ahead} packets were lost or are "
+                "late; apply those first, or resync the replica from its owner"
+            )
+        self.expected = (self.expected + 1) % SEQUENCE_MODULUS
+        return True

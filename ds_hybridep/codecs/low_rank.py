@@ -42,8 +42,8 @@ from ds_hybridep.codecs.blockwise import (
     unpack,
     write_quantised,
 )
-from ds_hybridep.codecs.interface import Codec, CodecState, round_up
-from ds_hybridep.kernels import CompiledCodecs, Source
+from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add, round_up
+from ds_hybridep.kernels import Source
 
 FACTOR_BLOCK = 256  # elements of a factor column that share a scale
 FACTOR_BITS = {"int8": 8, "int4": 4, "int2": 2, "log4": 4}
@@ -99,6 +99,11 @@ class LowRank(Codec):
         """See `Codec.at`."""
         return self if self.first_steps is None else self.stages[step >= self.first_steps]
 
+    @cached_property
+    def factors_alone(self) -> "LowRank":
+        """This codec without the rest."""
+        return replace(self, rest=None)
+
     def resolve(self, rows: int, cols: int) -> Codec:
         """See `Codec.resolve`."""
         is_small = self.factor_bytes(rows, cols) >= self.fallback.payload_bytes(rows, cols)
@@ -133,42 +138,8 @@ class LowRank(Codec):
     ) -> Tensor | None:
         """See `Codec.encode_fused`."""
         kernels = self.compiled(a.device)
-        if kernels is None:
+        if kernels is None or self.rest is not None:
             return None
-        if self.rest is None:
-            return self._encode_factors(kernels, source, a, other, state, payload)
-        factors, rest = self._factors_and_rest(payload, a.shape[1], a.shape[2])
-        left = a.clone() if other is None else a - other if source == Source.UPDATE else a + other
-        # `left` is to each encoder what a residual is to a codec.
-        nothing = torch.zeros_like(a)
-        is_bad = self._encode_factors(kernels, Source.RESIDUAL, nothing, left, state, factors)
-        flags = self.rest.encode_fused(Source.RESIDUAL, nothing, left, state, rest)
-        assert flags is not None, "the rest has no kernels where the factors have them"
-        is_bad |= flags
-        if other is None:
-            return is_bad
-        # On an accelerator without a look, which would be a device-to-host sync.
-        keep = is_bad.bool()[:, None, None] if a.device.type != "cpu" or bool(is_bad.any()) else None
-        if source == Source.UPDATE:
-            self.decode_add_payload(payload, other)
-            if keep is not None:
-                other.masked_fill_(keep, torch.nan)
-        else:
-            self.decode_payload(payload, left)
-            residual = (a + other).sub_(left)
-            other.copy_(residual if keep is None else torch.where(keep, other, residual))
-        return is_bad
-
-    def _encode_factors(
-        self,
-        kernels: CompiledCodecs,
-        source: Source,
-        a: Tensor,
-        other: Tensor | None,
-        state: CodecState,
-        payload: Tensor,
-    ) -> Tensor:
-        """As `encode_fused`, P and Q alone."""
         q = state.tensors[self._prefix + "q"]
         wanted = (len(a), self.effective_rank(a.shape[1], a.shape[2]), a.shape[2])
         if q.shape != wanted:
@@ -188,17 +159,19 @@ class LowRank(Codec):
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """See `Codec.encode_payload`.  Factors stand as rows here, [n, rank, rows or cols]."""
+        if self.rest is not None:
+            factors, rest = self._factors_and_rest(payload, x.shape[1], x.shape[2])
+            is_overflow = self.factors_alone.encode_payload(x, state, factors, is_bad)
+            value = torch.empty_like(x)
+            self.factors_alone.decode_payload(factors, value, is_add=False)
+            return is_overflow | self.rest.encode_payload(x - value, state, rest, is_bad)
         mine = {name: state.tensors[name] for name in self.initial_tensors(0, x.shape[1], x.shape[2], x.device)}
         before = {name: tensor.clone() for name, tensor in mine.items()}
-        factors, rest = self._factors_and_rest(payload, x.shape[1], x.shape[2])
-        is_overflow = self._encode_by_definition(x, state, factors)
+        flags = self.encode_fused(Source.ENCODE, x, None, state, payload)
+        is_overflow = self._encode_by_definition(x, state, payload) if flags is None else flags.bool()
         for name, tensor in mine.items():
             keep = (is_bad | is_overflow).view(-1, *[1] * (tensor.dim() - 1))
             tensor.copy_(torch.where(keep, before[name], tensor))
-        if self.rest is not None:
-            value = torch.empty_like(x)
-            self._decode_factors(factors, value, is_add=False)
-            is_overflow = is_overflow | self.rest.encode_payload(x - value, state, rest, is_bad)
         return is_overflow
 
     def _encode_by_definition(self, x: Tensor, state: CodecState, payload: Tensor) -> Tensor:
@@ -241,22 +214,13 @@ class LowRank(Codec):
             weights.append(torch.where(largest > 0, (rms / largest).clamp(min=SMALLEST_RMS), 1.0).unsqueeze(1))
         return weights[0], weights[1]
 
-    def decode_payload(self, payload: Tensor, out: Tensor) -> None:
-        """See `Codec.decode_payload`."""
-        factors, rest = self._factors_and_rest(payload, out.shape[1], out.shape[2])
-        self._decode_factors(factors, out, is_add=False)
+    def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
+        """See `Codec.decode_payload`.  The value of the factors is added first, then that of the rest."""
         if self.rest is not None:
-            self.rest.decode_add_payload(rest, out)
-
-    def decode_add_payload(self, payload: Tensor, into: Tensor) -> None:
-        """See `Codec.decode_add_payload`.  The value of the factors is added first, then that of the rest."""
-        factors, rest = self._factors_and_rest(payload, into.shape[1], into.shape[2])
-        self._decode_factors(factors, into, is_add=True)
-        if self.rest is not None:
-            self.rest.decode_add_payload(rest, into)
-
-    def _decode_factors(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
-        """Assign or add P Q^T."""
+            factors, rest = self._factors_and_rest(payload, out.shape[1], out.shape[2])
+            self.factors_alone.decode_payload(factors, out, is_add=is_add)
+            self.rest.decode_payload(rest, out, is_add=True)
+            return
         kernels = self.compiled(out.device)
         if kernels is not None:
             rank = self.effective_rank(out.shape[1], out.shape[2])
@@ -268,10 +232,7 @@ class LowRank(Codec):
         value = p[:, 0, :, None] * q[:, 0, None, :]
         for column in range(1, p.shape[1]):
             value += p[:, column, :, None] * q[:, column, None, :]
-        if is_add:
-            out += value
-        else:
-            out.copy_(value)
+        assign_or_add(out, value, is_add=is_add)
 
     def _factors_and_rest(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """The part of P and Q, and that of the rest, which may be empty."""

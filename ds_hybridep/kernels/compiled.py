@@ -2,11 +2,9 @@
 """The routing kernels of csrc/ on CPU tensors, and what those on CUDA tensors (`cuda.py`) share with them.
 
 Each call checks what the extension cannot see (shape, dtype, device, contiguity), allocates the result, and passes
-addresses, sizes and type codes.  All of it is in this one file.  The same operations are under `torch.ops.ds_hybridep`
-with shape rules, for torch.compile and opcheck.
+addresses, sizes and type codes.  All of it is in this one file.
 """
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, get_args
@@ -22,14 +20,6 @@ from ds_hybridep.plan.row_format import RowFormat, record_bytes
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FORMAT_CODES: dict[RowFormat, int] = {"int8": 0, "fp8": 1}
 
-SCHEMAS = (
-    "dispatch_rows(Tensor x, Tensor row_to_token) -> Tensor",
-    "quantise_rows(Tensor x, Tensor row_to_token, str row_format) -> Tensor",
-    "dequantise_rows(Tensor records, int hidden, str row_format, ScalarType dtype) -> Tensor",
-    "combine_rows(Tensor rows, Tensor slot_to_row, Tensor? weights=None, *, ScalarType? out_dtype=None) -> Tensor",
-    "combine_rows_backward(Tensor grad, Tensor rows, Tensor slot_to_row, Tensor weights) -> (Tensor, Tensor)",
-)
-
 
 class CompiledKernels:
     """Kernels on raw memory; what they compute is documented in `interface.Kernels`.
@@ -44,7 +34,6 @@ class CompiledKernels:
 
     name = "compiled"
     device_type: ClassVar[str] = "cpu"
-    dispatch_key: ClassVar[str | None] = "CPU"  # under which torch.ops finds these kernels
 
     def __init__(self, extension: Any) -> None:
         """Wrap `extension`, the module that HybridEPBuilder loads."""
@@ -53,8 +42,6 @@ class CompiledKernels:
         self._combine_rows: Callable[..., None] = extension.combine_rows
         self._lane: Lane = _threads
         self.codecs = CompiledCodecs(extension)
-        if self.dispatch_key is not None:
-            _register_ops(self, self.dispatch_key)
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
         """See `Kernels.plan_routes`."""
@@ -334,66 +321,3 @@ def _require_floating(name: str, dtype: torch.dtype) -> None:
 def _require_format(row_format: str) -> None:
     if row_format not in get_args(RowFormat):
         raise ValueError(f"row_format: got {row_format!r}, wanted one of {', '.join(get_args(RowFormat))}")
-
-
-# --- torch.library: shape rules of the operations whose output sizes follow from input sizes -------------------------
-
-
-def _dispatch_shape(x: Tensor, row_to_token: Tensor) -> Tensor:
-    _, hidden, num_rows = dispatch_sizes(x, row_to_token)
-    return x.new_empty((num_rows, hidden))
-
-
-def _quantise_shape(x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
-    _, hidden, num_rows = quantise_sizes(x, row_to_token, row_format)
-    return x.new_empty((num_rows, record_bytes(hidden)), dtype=torch.uint8)
-
-
-def _dequantise_shape(records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
-    num_rows = dequantise_sizes(records, hidden, row_format, dtype)
-    return records.new_empty((num_rows, hidden), dtype=dtype)
-
-
-def _combine_shape(
-    rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    num_tokens, _, _, hidden = combine_sizes(rows, slot_to_row, weights)
-    return rows.new_empty((num_tokens, hidden), dtype=out_dtype or rows.dtype)
-
-
-def _combine_backward_shape(grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    backward_sizes(grad, rows, slot_to_row, weights)
-    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
-
-
-SHAPES: dict[str, Callable[..., Any]] = {
-    "dispatch_rows": _dispatch_shape,
-    "quantise_rows": _quantise_shape,
-    "dequantise_rows": _dequantise_shape,
-    "combine_rows": _combine_shape,
-    "combine_rows_backward": _combine_backward_shape,
-}
-
-# Dispatch keys whose kernels are registered.  For the process, with the first instance.
-_registered: set[str] = set()
-
-
-@functools.cache  # torch drops the ops when the library is collected
-def _library() -> Any:
-    """The definition of `torch.ops.ds_hybridep.*`, with their shape rules."""
-    library_type: Any = torch.library.Library  # its methods have no types
-    library = library_type("ds_hybridep", "DEF")
-    for schema in SCHEMAS:
-        library.define(schema, tags=torch.Tag.pt2_compliant_tag)
-    for op, shape in SHAPES.items():
-        torch.library.register_fake(f"ds_hybridep::{op}", shape, lib=library)
-    return library
-
-
-def _register_ops(kernels: CompiledKernels, dispatch_key: str) -> None:
-    """Let `torch.ops.ds_hybridep.*` call `kernels` for tensors of this key, unless others are called already."""
-    if dispatch_key in _registered:
-        return
-    _registered.add(dispatch_key)
-    for op in SHAPES:
-        _library().impl(op, getattr(kernels, op), dispatch_key)

@@ -52,7 +52,6 @@ class CudaKernels(CompiledKernels):
 
     name: str = "cuda"
     device_type: ClassVar[str] = "cuda"
-    dispatch_key: ClassVar[str | None] = "CUDA"
 
     def __init__(self, extension: Any, *, lane: Lane | None = None, dispatch_sms: int | None = None) -> None:
         """Wrap `extension`, the module that HybridEPBuilder("cuda") loads.

@@ -45,7 +45,11 @@ class RoutePlan:
 
 
 class Kernels(Protocol):
-    """The operations of token routing on one kind of device."""
+    """The operations of token routing on one kind of device.
+
+    All raise ValueError where a shape is wrong, an id of a plan is out of range, a tensor is on another device or, for
+    compiled kernels, is not contiguous; TypeError where a dtype is wrong; IndexError where an index is out of range.
+    """
 
     @property
     def name(self) -> str:
@@ -58,10 +62,6 @@ class Kernels(Protocol):
             topk_idx: [T, K] int32, expert of each slot; negative where the slot was dropped.
             expert_to_destination: [E] int32, in 0..N-1; negative where an expert is not routed by this plan.
             num_destinations: N.
-
-        Raises:
-            ValueError: an expert id is E or more, a destination is N or more, or a shape is wrong.
-            TypeError: a tensor is not int32.
         """
 
     def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
@@ -70,10 +70,6 @@ class Kernels(Protocol):
         Args:
             x: [T, D], any dtype.
             row_to_token: [R] int64 in 0..T-1.
-
-        Raises:
-            IndexError: an entry of row_to_token is outside 0..T-1.
-            TypeError, ValueError: a dtype or a shape is wrong.
         """
 
     def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
@@ -94,10 +90,6 @@ class Kernels(Protocol):
             x: [T, D] floating point.  Elements beyond the range of fp32 count as inf.
             row_to_token: [R] int64 in 0..T-1.
             row_format: "int8" or "fp8".
-
-        Raises:
-            IndexError: an entry of row_to_token is outside 0..T-1.
-            TypeError, ValueError: a dtype, a shape or the format is wrong.
         """
 
     def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
@@ -110,9 +102,6 @@ class Kernels(Protocol):
             hidden: D.
             row_format: of the records.
             dtype: of the rows, floating point.
-
-        Raises:
-            TypeError, ValueError: a dtype, a shape or the format is wrong.
         """
 
     def combine_rows(
@@ -129,10 +118,6 @@ class Kernels(Protocol):
             slot_to_row: [T, K] int64 below R; negative where a slot adds nothing.
             weights: [T, K] fp32; None for ones.
             out_dtype: dtype of the result; None for rows.dtype.
-
-        Raises:
-            IndexError: an entry of slot_to_row is R or more.
-            TypeError, ValueError: a dtype or a shape is wrong.
         """
 
     def combine_rows_backward(
@@ -148,10 +133,6 @@ class Kernels(Protocol):
             rows: [R, D] floating point, as given to combine_rows.
             slot_to_row: [T, K] int64, likewise.
             weights: [T, K] fp32, likewise.
-
-        Raises:
-            IndexError: an entry of slot_to_row is R or more.
-            TypeError, ValueError: a dtype or a shape is wrong.
         """
 
     def bit_sums(self, tensor: Tensor) -> Tensor:
@@ -165,7 +146,4 @@ class Kernels(Protocol):
 
         Args:
             tensor: contiguous, any shape and dtype.
-
-        Raises:
-            ValueError: the tensor is not contiguous.
         """

@@ -236,13 +236,14 @@ def test_weights_cast_from_bf16_are_taken(codec):
     assert_same_bits(decoded(codec, packets, mirror), mirror)
 
 
-def test_out_and_sequence_are_used(codec):
+def test_out_is_used_and_the_step_is_the_sequence_number(codec):
     state = codec.new_state(2, 24, 40)
-    out = torch.zeros(2, codec.packet_bytes(24, 40, step=0), dtype=torch.uint8)
-    packets = codec.encode(normal(2, 24, 40), state, out=out, sequence=2**32 + 7)
+    state.step = 2**32 + 7
+    out = torch.zeros(2, codec.packet_bytes(24, 40, step=state.step), dtype=torch.uint8)
+    packets = codec.encode(normal(2, 24, 40), state, out=out)
     assert packets is out
     assert sequence_of(out) == 7
-    assert state.step == 1
+    assert state.step == 2**32 + 8
 
 
 def test_out_of_a_wrong_size_is_refused():

@@ -13,7 +13,9 @@ from ds_hybridep.errors import PacketError
 
 def packets_of(sequence, spec="int8", shape=(2, 8, 16)):
     codec = make_codec(spec)
-    return codec.encode(normal(*shape), codec.new_state(*shape), sequence=sequence)
+    state = codec.new_state(*shape)
+    state.step = sequence
+    return codec.encode(normal(*shape), state)
 
 
 def test_header_layout():

@@ -31,7 +31,6 @@ class EmulatedKernels(CudaKernels):
 
     name = "emulated"
     device_type: ClassVar[str] = "cpu"
-    dispatch_key: ClassVar[str | None] = None
 
 
 @functools.cache

@@ -304,39 +304,6 @@ def test_bit_sums_take_bounded_memory_beside_the_tensor():
         assert 0 < largest.num_bytes <= limit
 
 
-# --- torch.library ---------------------------------------------------------------------------------------------------
-
-
-def opcheck(op, args, kwargs=None):
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    assert set(torch.library.opcheck(op, args, kwargs, test_utils=tests).values()) == {"SUCCESS"}
-
-
-@pytest.mark.parametrize("num_rows", [0, 3])
-def test_ops_pass_opcheck(for_the_cpu, num_rows):
-    slot_to_row = torch.tensor([[2, 0], [-1, 1]]) if num_rows else torch.full((2, 2), -1)
-    rows, grad, weights = payload(num_rows, 4), payload(2, 4), torch.ones(2, 2)
-    ops = torch.ops.ds_hybridep
-    opcheck(ops.dispatch_rows.default, (grad, torch.zeros(num_rows, dtype=torch.int64)))
-    opcheck(ops.quantise_rows.default, (grad, torch.zeros(num_rows, dtype=torch.int64), "fp8"))
-    opcheck(ops.dequantise_rows.default, (torch.ones(num_rows, 16, dtype=torch.uint8), 4, "int8", torch.bfloat16))
-    opcheck(ops.combine_rows.default, (rows, slot_to_row))
-    opcheck(ops.combine_rows.default, (rows, slot_to_row, weights), {"out_dtype": torch.bfloat16})
-    opcheck(ops.combine_rows_backward.default, (grad, rows, slot_to_row, weights))
-
-
-def test_ops_compute_what_the_methods_do(for_the_cpu):
-    rows, slot_to_row = payload(3, 4), torch.tensor([[2, 0], [-1, 1]])
-    assert_identical(
-        torch.ops.ds_hybridep.combine_rows(rows, slot_to_row), for_the_cpu.combine_rows(rows, slot_to_row)
-    )
-
-
-def test_registering_twice_is_no_error(for_the_cpu):
-    again = type(for_the_cpu)(for_the_cpu._extension)
-    assert_identical(again.dispatch_rows(payload(2, 3), torch.tensor([1])), payload(2, 3)[1:])
-
-
 # --- Wrong arguments: the same messages from both implementations, and those of memory from the compiled one ---------
 
 TOPK_IDX = torch.tensor([[0, 1]], dtype=torch.int32)

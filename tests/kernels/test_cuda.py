@@ -152,23 +152,6 @@ def test_rows_beyond_2_to_the_31_elements(cuda):
 
 
 @pytest.mark.gpu
-def test_ops_on_the_gpu_pass_opcheck(cuda):
-    slot_to_row, rows, grad, weights = on_gpu(
-        torch.tensor([[2, 0], [-1, 1]]), payload(3, 4), payload(2, 4), torch.ones(2, 2)
-    )
-    ops = torch.ops.ds_hybridep
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    for op, arguments in (
-        (ops.dispatch_rows.default, (grad, torch.zeros(3, dtype=torch.int64, device="cuda"))),
-        (ops.quantise_rows.default, (grad, torch.zeros(3, dtype=torch.int64, device="cuda"), "fp8")),
-        (ops.dequantise_rows.default, (rows.new_zeros(3, 16).byte(), 4, "fp8", torch.float32)),
-        (ops.combine_rows.default, (rows, slot_to_row, weights)),
-        (ops.combine_rows_backward.default, (grad, rows, slot_to_row, weights)),
-    ):
-        assert set(torch.library.opcheck(op, arguments, test_utils=tests).values()) == {"SUCCESS"}
-
-
-@pytest.mark.gpu
 def test_rows_are_moved_in_a_captured_graph(cuda):
     plan = cuda.plan_routes(*on_gpu(*large_routes()))
     x, weights = on_gpu(payload(6000, 256), payload(6000, 4, salt=1))
