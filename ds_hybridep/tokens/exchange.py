@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows between the ranks of one exchange.
 
-How many rows a dispatch brings is news to their receiver.  The first message says it, and carries as many rows as the
-receiver has made room for, which both ends derive from the dispatch before; only a surplus takes a second message:
+The receiver of a dispatch does not know how many rows will come.  The first message says it, and carries as many rows
+as the receiver has made room for, which both ends derive from the dispatch before; a surplus takes a second transfer:
 
     first     header (row count) | expert ids and gate weights of the first m rows | the first m rows
-    second    expert ids and gate weights of the others, the others
+    surplus   expert ids and gate weights of the others, the others
 
-All later transfers of the layer move as many rows, there or back.
+A first message with fewer rows is shorter than the room (see `Channel.has_equal_lengths`).  All later transfers of the
+layer move as many rows, there or back.
 
 Where the level between two ranks has a token codec, rows of a dispatch travel as records of one byte an element; the
-receiver goes on with what they say. All other transfers are exact.
+receiver goes on with what they say.  All other transfers are exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -120,62 +121,31 @@ def dispatch_rows(
     """
     purpose, room = Purpose("tokens", "dispatch of rows", exchange.layer), exchange.room
     with profiler_range(purpose.operation, exchange.layer):
-        row_parts = _outgoing(exchange, plan, send_splits, x.contiguous())
-        weights = topk_weights.index_select(0, plan.row_to_token)
-        metadata = torch.cat([plan.row_topk_idx, weights.view(torch.int32)], dim=1)
-        metadata_parts = metadata.split_with_sizes(send_splits)
-
-        # 1. First messages.  They may be shorter than the room that their receiver has made.
-        layouts = [MessageLayout(metadata.shape[1], part.shape[1], part.dtype) for part in row_parts]
-        headers = torch.tensor(send_splits, dtype=torch.int64).view(-1, 1).view(torch.uint8)
-        headers = headers.to(x.device, non_blocking=True)  # otherwise the host would wait for the rows made above
-        sends = [
-            (rank, layouts[i].message(headers[i], metadata_parts[i][: room.sent[i]], row_parts[i][: room.sent[i]]))
-            for i, rank in exchange.peers
-        ]
-        if exchange.channel.has_equal_lengths:
-            rooms = [layouts[i].num_bytes(room.sent[i]) for i, _ in exchange.peers]
-            sends = [(rank, pad(part, (0, size - len(part)))) for (rank, part), size in zip(sends, rooms, strict=True)]
-        messages = {i: layouts[i].empty_message(room.received[i], x.device) for i, _ in exchange.peers}
-        receives = [(rank, messages[i]) for i, rank in exchange.peers]
-        exchange.channel.start(sends, receives, purpose, counts_receives=False).wait()
-
-        # 2. What came goes to its place.
+        parts = _outgoing(exchange, plan, send_splits, x.contiguous(), topk_weights)
+        layouts = [RowMessage(metadata.shape[1], rows.shape[1], rows.dtype) for metadata, rows in parts]
+        messages = _swap_first_messages(exchange, send_splits, parts, layouts, purpose)
         splits = list(send_splits)
-        for i, count in zip(messages, row_counts(list(messages.values())), strict=True):
+        for (i, _), count in zip(exchange.peers, row_counts(messages), strict=True):
             splits[i] = count
-        all_metadata = metadata.new_empty(sum(splits), metadata.shape[1])
+
+        # What came goes to its place; records have one of their own until all of them are there.
+        all_metadata = torch.empty(sum(splits), layouts[0].metadata_width, dtype=torch.int32, device=x.device)
         all_rows = x.new_empty(sum(splits), x.shape[1])
         rows_of = all_rows.split_with_sizes(splits)
-        # Records have a place of their own until all of them are there.
         arriving = [
             rows if row_format is None else part.new_empty(len(rows), part.shape[1])
-            for rows, part, row_format in zip(rows_of, row_parts, exchange.row_formats, strict=True)
+            for rows, (_, part), row_format in zip(rows_of, parts, exchange.row_formats, strict=True)
         ]
         places = list(zip(all_metadata.split_with_sizes(splits), arriving, strict=True))
-        places[exchange.self_index][0].copy_(metadata_parts[exchange.self_index])
-        places[exchange.self_index][1].copy_(row_parts[exchange.self_index])
-        for i, rank in exchange.peers:
+        _copy(parts[exchange.self_index], places[exchange.self_index])
+        for (i, rank), message in zip(exchange.peers, messages, strict=True):
             num_rows = min(splits[i], room.received[i])
-            for place, part in zip(places[i], layouts[i].parts(messages[i], num_rows), strict=True):
-                place[:num_rows].copy_(part)
+            _copy(layouts[i].parts(message, num_rows), [place[:num_rows] for place in places[i]])
             exchange.channel.transport.count_received(rank, layouts[i].num_bytes(num_rows), purpose.kind)
+        sends = [(rank, part[room.sent[i] :]) for i, rank in exchange.peers for part in parts[i]]
+        receives = [(rank, place[room.received[i] :]) for i, rank in exchange.peers for place in places[i]]
+        exchange.channel.start(sends, receives, purpose).wait()  # the surplus, mostly none
 
-        # 3. The surplus.
-        late_sends = [
-            (rank, part[room.sent[i] :])
-            for i, rank in exchange.peers
-            if send_splits[i] > room.sent[i]
-            for part in (metadata_parts[i], row_parts[i])
-        ]
-        late_receives = [
-            (rank, place[room.received[i] :])
-            for i, rank in exchange.peers
-            if splits[i] > room.received[i]
-            for place in places[i]
-        ]
-        if late_sends or late_receives:
-            exchange.channel.start(late_sends, late_receives, purpose).wait()
         for rows, records, row_format in zip(rows_of, arriving, exchange.row_formats, strict=True):
             if row_format is not None:
                 rows.copy_(exchange.kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype))
@@ -183,17 +153,43 @@ def dispatch_rows(
         return Arrival(tuple(splits), all_metadata, all_rows)
 
 
-def _outgoing(exchange: Exchange, plan: RoutePlan, send_splits: Sequence[int], x: Tensor) -> list[Tensor]:
-    """Rows for each destination: [m, D], or [m, record_bytes(D)] uint8 where they have a format."""
-    kernels = exchange.kernels
-    if not any(exchange.row_formats):
-        return list(kernels.dispatch_rows(x, plan.row_to_token).split_with_sizes(send_splits))
-    return [
-        kernels.dispatch_rows(x, tokens) if row_format is None else kernels.quantise_rows(x, tokens, row_format)
-        for tokens, row_format in zip(
-            plan.row_to_token.split_with_sizes(send_splits), exchange.row_formats, strict=True
-        )
-    ]
+def _outgoing(
+    exchange: Exchange, plan: RoutePlan, send_splits: Sequence[int], x: Tensor, topk_weights: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Metadata [m, 2K] and rows for each destination: [m, D], or records [m, B] uint8 where they have a format."""
+    kernels, formats = exchange.kernels, exchange.row_formats
+    if any(formats):
+        rows = [
+            kernels.dispatch_rows(x, tokens) if row_format is None else kernels.quantise_rows(x, tokens, row_format)
+            for tokens, row_format in zip(plan.row_to_token.split_with_sizes(send_splits), formats, strict=True)
+        ]
+    else:
+        rows = list(kernels.dispatch_rows(x, plan.row_to_token).split_with_sizes(send_splits))
+    weights = topk_weights.index_select(0, plan.row_to_token)
+    metadata = torch.cat([plan.row_topk_idx, weights.view(torch.int32)], dim=1)
+    return list(zip(metadata.split_with_sizes(send_splits), rows, strict=True))
+
+
+def _swap_first_messages(
+    exchange: Exchange,
+    send_splits: Sequence[int],
+    parts: Sequence[tuple[Tensor, Tensor]],
+    layouts: Sequence["RowMessage"],
+    purpose: Purpose,
+) -> list[Tensor]:
+    """The first message of each peer, in the room made for it."""
+    channel, room, device = exchange.channel, exchange.room, parts[0][1].device
+    headers = torch.tensor(send_splits, dtype=torch.int64).view(-1, 1).view(torch.uint8)
+    headers = headers.to(device, non_blocking=True)  # otherwise the host would wait for the rows made above
+    sends = []
+    for i, rank in exchange.peers:
+        message = layouts[i].message(headers[i], *(part[: room.sent[i]] for part in parts[i]))
+        if channel.has_equal_lengths:
+            message = pad(message, (0, layouts[i].num_bytes(room.sent[i]) - len(message)))
+        sends.append((rank, message))
+    receives = [(rank, layouts[i].empty_message(room.received[i], device)) for i, rank in exchange.peers]
+    channel.start(sends, receives, purpose, counts_receives=False).wait()
+    return [message for _, message in receives]
 
 
 def swap(
@@ -207,33 +203,22 @@ def swap(
         results = [tensor.new_empty(sum(recv_splits), *tensor.shape[1:]) for tensor in tensors]
         parts = list(zip(*(tensor.contiguous().split_with_sizes(send_splits) for tensor in tensors), strict=True))
         places = list(zip(*(result.split_with_sizes(recv_splits) for result in results), strict=True))
-        sends, receives, joined = [], [], []
-        for i, rank in exchange.peers:
-            if _are_joined(parts[i]):
-                sends.append((rank, torch.cat([_bytes_of(part) for part in parts[i]])))
-            else:
-                sends += [(rank, part) for part in parts[i]]
-            if _are_joined(places[i]):
-                message = torch.empty(_num_bytes(places[i]), dtype=torch.uint8, device=places[i][0].device)
-                joined.append((message, places[i]))
-                receives.append((rank, joined[-1][0]))
-            else:
-                receives += [(rank, place) for place in places[i]]
+        sends = [(rank, message) for i, rank in exchange.peers for message in _joined(parts[i])]
+        rooms = {i: _room_for(places[i]) for i, _ in exchange.peers}
+        receives = [(rank, message) for i, rank in exchange.peers for message in rooms[i]]
         transfer = exchange.channel.start(sends, receives, Purpose("tokens", what, exchange.layer))
-        for place, part in zip(places[exchange.self_index], parts[exchange.self_index], strict=True):
-            place.copy_(part)
+        _copy(parts[exchange.self_index], places[exchange.self_index])
         transfer.wait()
-        for message, members in joined:
-            for place, part in zip(
-                members, message.split_with_sizes([place.nbytes for place in members]), strict=True
-            ):
-                _bytes_of(place).copy_(part)
+        for i, messages in rooms.items():
+            if messages is not places[i]:
+                sizes = [place.nbytes for place in places[i]]
+                _copy(messages[0].split_with_sizes(sizes), map(_bytes_of, places[i]))
         return results
 
 
 @dataclass(frozen=True)
-class MessageLayout:
-    """Bytes of a first message with m rows: header, metadata [m, 2K] int32, rows [m, D]."""
+class RowMessage:
+    """Layout of a first message with m rows: header, metadata [m, 2K] int32, rows [m, D]."""
 
     metadata_width: int
     width: int
@@ -267,14 +252,27 @@ def row_counts(messages: Sequence[Tensor]) -> list[int]:
     return counts
 
 
+def _copy(parts: Iterable[Tensor], places: Iterable[Tensor]) -> None:
+    for part, place in zip(parts, places, strict=True):
+        place.copy_(part)
+
+
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _num_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def _joined(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The messages of parts that go to one rank."""
+    return [torch.cat([_bytes_of(part) for part in parts])] if _are_joined(parts) else parts
+
+
+def _room_for(places: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Room for the messages of parts that come from one rank: the places themselves, unless they are joined."""
+    if not _are_joined(places):
+        return places
+    return [torch.empty(sum(place.nbytes for place in places), dtype=torch.uint8, device=places[0].device)]
 
 
 def _are_joined(parts: Sequence[Tensor]) -> bool:
     """True where these parts travel in one message: both ends decide it by the same bytes."""
-    return len(parts) > 1 and 0 < _num_bytes(parts) <= JOINED_BYTES
+    return len(parts) > 1 and 0 < sum(part.nbytes for part in parts) <= JOINED_BYTES

@@ -346,6 +346,7 @@ def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambd
     """The runtime of `case` on this rank, and its experts by layer.  All ranks must call."""
     from ds_hybridep.config import parse_config
     from ds_hybridep.integration.runtime import LayerSpec, build_runtime
+    from ds_hybridep.tokens.layer import call_expert
 
     owned = [
         [
@@ -356,6 +357,7 @@ def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambd
     ]
     specs = [
         LayerSpec(
+            call=call_expert,
             name=f"layer {layer}",
             group="ep",
             group_ranks=case.group_of(rank),

@@ -32,7 +32,7 @@ from ds_hybridep.tokens.dispatch import (
     weigh_rows,
     weighted_sum,
 )
-from ds_hybridep.tokens.exchange import Exchange, MessageLayout, RoomForRows, dispatch_rows, swap
+from ds_hybridep.tokens.exchange import Exchange, RoomForRows, RowMessage, dispatch_rows, swap
 from ds_hybridep.transport import job as job_module
 from ds_hybridep.transport.channels import Traffic
 
@@ -172,8 +172,8 @@ def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
     )
     with mock.patch.object(row_exchange, "row_counts", return_value=[1]):
         dispatch_rows(exchange, plan, (1, 3), torch.empty(4, 8, device=DEVICE), torch.empty(4, 2, device=DEVICE))
-    room_bytes = MessageLayout(4, 8, torch.float32).num_bytes(5)
-    assert channel.num_bytes == [(room_bytes, room_bytes)]
+    room_bytes = RowMessage(4, 8, torch.float32).num_bytes(5)
+    assert channel.num_bytes == [(room_bytes, room_bytes), (0, 0)]  # first messages, and no surplus
 
 
 def test_sums_by_level_stay_on_the_device() -> None:

@@ -30,7 +30,7 @@ from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport import nccl
 from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.channels import Purpose, Transport
-from ds_hybridep.transport.nccl import BatchInNccl
+from ds_hybridep.transport.nccl import NcclBatch
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -120,8 +120,8 @@ def test_training_over_streams_has_no_race_and_the_losses_of_a_cpu(pool2: Proces
 
 WAITS = {
     "encode behind the copy of the weights": ("lossy", "WeightGather.__init__"),
-    "send behind what made it": ("exact", "StagedOperation.advance", "DeviceStreams._in", "!Staging"),
-    "decode behind what read the replicas": ("stale", "WeightGather.apply", "DeviceStreams._in"),
+    "send behind what made it": ("exact", "StagedOperation.advance", "DeviceStreams.within", "!Staging"),
+    "decode behind what read the replicas": ("stale", "WeightGather.apply", "DeviceStreams.within"),
     "forward behind the decoding": ("lossy", "StagedOperation.join"),
     "forward behind late decoding": ("stale", "MigrationManager._finish_gather", "DeviceStreams.join"),
     "report behind encoding": ("lossy", "MigrationManager.codec_sums"),
@@ -129,7 +129,7 @@ WAITS = {
     "copy to the host behind what is sent": ("exact", "Staging.__init__"),
     "send behind the copy to the host": ("exact", "Staging.await_sends"),
     "end of a batch behind nccl": ("nccl", "NcclGroup.start", "FakeNccl.wait"),
-    "use behind a batch": ("nccl", "BatchInNccl.deliver"),
+    "use behind a batch": ("nccl", "NcclBatch.deliver"),
     "use behind the copy to the device": ("tokens", "Staging.deliver", "DeviceStreams.follow"),
 }
 
@@ -172,7 +172,7 @@ def receive_where_something_was_read(is_background: bool, dropped: tuple[str, ..
 @pytest.mark.parametrize("is_background", [False, True], ids=["foreground", "background"])
 def test_a_copy_to_the_device_waits_for_earlier_uses_of_its_memory(pool2: ProcessPool, is_background: bool) -> None:
     assert pool2.run(receive_where_something_was_read, is_background=is_background) == [([], True), ([], True)]
-    dropped = ("Staging.deliver", "DeviceStreams._in")
+    dropped = ("Staging.deliver", "DeviceStreams.within")
     (races, _), _ = pool2.run(receive_where_something_was_read, is_background=is_background, dropped=dropped)
     assert "aten::copy_ in inbound writes what was read by compute" in races
 
@@ -182,13 +182,13 @@ def connect_for_training(case: Case) -> list[str]:
     cuda, connected = FakeCuda(), []
     checker = StreamChecker(cuda)
     with fake_device(cuda, checker), fake_nccl(cuda, checker):
-        connect = nccl._connect_nccl
+        connect = nccl.connect_nccl
 
         def note(name: str, *args: Any) -> Any:
             connected.append(name)
             return connect(name, *args)
 
-        with mock.patch.object(nccl, "_connect_nccl", note), engine_of(case, with_block=True):
+        with mock.patch.object(nccl, "connect_nccl", note), engine_of(case, with_block=True):
             return sorted(name.split("_")[-2] for name in connected)
 
 
@@ -230,7 +230,7 @@ class SlowCuda(FakeCuda):
 
 def test_a_batch_in_nccl_that_does_not_end_passes_the_time_limit() -> None:
     looks = iter(range(10_000_000))
-    batch = BatchInNccl(mock.Mock(), mock.Mock(query=lambda: next(looks) < 0), [])
+    batch = NcclBatch(mock.Mock(), mock.Mock(query=lambda: next(looks) < 0), [])
     with pytest.raises(RuntimeError, match="passed the time limit of 0.05 s"):
         batch.wait(timedelta(seconds=0.05))
     assert next(looks) > 1
