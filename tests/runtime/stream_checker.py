@@ -377,7 +377,7 @@ class _HandOvers:
 
     def finish(self, original: Any, transfer: Any) -> None:
         if self._checker is not None and isinstance(transfer.device_side, staging.Staging):
-            for _, tensor in transfer.device_side.sends:
+            for _, tensor in transfer.device_side.sends if transfer._failure is None else ():  # else nothing was sent
                 self._checker.by_host("network", tensor, is_write=False)
             for _, tensor in transfer.device_side.receives:
                 self._checker.by_host("network", tensor, is_write=True)
