@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ds_hybridep.kernels import Kernels, RoutePlan
-from ds_hybridep.tokens.exchange import Arrival, Exchange, dispatch_rows, swap
+from ds_hybridep.tokens.exchange import Exchange, dispatch_rows, swap
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ def dispatch(
     # The only device-to-host sync of the exchange: split sizes must be Python ints before it starts.
     send_splits = tuple(plan.rows_per_destination.tolist())
     with torch.no_grad():
-        arrival = dispatch_rows(exchange, plan, send_splits, x, topk_weights)
-    state = DispatchState(exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=arrival.splits)
-    rows, row_weights, row_topk_idx = _Dispatch.apply(x, topk_weights, arrival, state)
+        recv_splits, *arrived = dispatch_rows(exchange, plan, send_splits, x, topk_weights)
+    state = DispatchState(exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=recv_splits)
+    rows, row_weights, row_topk_idx = _Dispatch.apply(x, topk_weights, arrived, state)
     return rows, row_topk_idx, row_weights, state
 
 
@@ -100,19 +100,20 @@ def weigh_rows(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan) -> Ten
 class _Dispatch(Function):
     @staticmethod
     def forward(
-        ctx: Any, _x: Tensor, _topk_weights: Tensor, arrival: Arrival, state: DispatchState
+        ctx: Any, _x: Tensor, _topk_weights: Tensor, arrived: list[Tensor], state: DispatchState
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What arrived, as a function of what was sent."""
         ctx.state = state
-        row_topk_idx, row_weights = (part.contiguous() for part in arrival.metadata.chunk(2, dim=1))
+        metadata, rows = arrived
+        row_topk_idx, row_weights = (part.contiguous() for part in metadata.chunk(2, dim=1))
         ctx.mark_non_differentiable(row_topk_idx)
-        return arrival.rows, row_weights.view(torch.float32), row_topk_idx
+        return rows, row_weights.view(torch.float32), row_topk_idx
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor, _: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor, Tensor, None, None]:
         state = ctx.state
         plan, kernels = state.plan, state.exchange.kernels
         grad_row_weights, grad_rows = state.send_back([grad_row_weights, grad_rows], "return of input gradients")

@@ -32,19 +32,6 @@ JOINED_BYTES = 1 << 16  # up to here copying two parts into one message costs le
 
 
 @dataclass
-class RoomForRows:
-    """Rows that fit into the first message of the next dispatch, by destination."""
-
-    sent: list[int]
-    received: list[int]
-
-    def follow(self, send_splits: Sequence[int], recv_splits: Sequence[int]) -> None:
-        """Room for as many rows as in the last dispatch and a few more."""
-        self.sent = [count + count // 4 + 8 for count in send_splits]
-        self.received = [count + count // 4 + 8 for count in recv_splits]
-
-
-@dataclass(frozen=True)
 class Exchange:
     """One stage of a layer's token route on this rank: with whom rows are exchanged.  Lives as long as the layer."""
 
@@ -54,22 +41,14 @@ class Exchange:
     expert_to_destination: Tensor  # [E] int32
     channel: Channel
     kernels: Kernels
-    room: RoomForRows
     row_formats: tuple[RowFormat | None, ...]  # of rows to and from each destination; None: as they are
+    room_to: list[int]  # rows that fit into the first message of the next dispatch, by destination
+    room_from: list[int]
 
     @cached_property
     def peers(self) -> tuple[tuple[int, int], ...]:
         """(index, rank) of the other destinations."""
         return tuple((index, rank) for index, rank in enumerate(self.ranks) if index != self.self_index)
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """What a dispatch brought, ordered by sender."""
-
-    splits: tuple[int, ...]  # rows from each destination
-    metadata: Tensor  # [R, 2K] int32: expert ids, then the bits of the gate weights
-    rows: Tensor  # [R, D]
 
 
 def build_exchanges(
@@ -100,8 +79,9 @@ def build_exchanges(
                 f"{group}_tokens_{'direct' if stage.level is None else stage.level}", stage.ranks
             ),
             kernels=kernels,
-            room=RoomForRows([0] * len(stage.ranks), [0] * len(stage.ranks)),
             row_formats=tuple(map(format_to, stage.ranks)),
+            room_to=[0] * len(stage.ranks),
+            room_from=[0] * len(stage.ranks),
         )
         for stage in stages
     )
@@ -109,7 +89,7 @@ def build_exchanges(
 
 def dispatch_rows(
     exchange: Exchange, plan: RoutePlan, send_splits: tuple[int, ...], x: Tensor, topk_weights: Tensor
-) -> Arrival:
+) -> tuple[tuple[int, ...], Tensor, Tensor]:
     """Send each destination the tokens of its rows, with their expert ids and gate weights.
 
     Args:
@@ -118,39 +98,43 @@ def dispatch_rows(
         send_splits: rows to each destination.
         x: [T, D] tokens.
         topk_weights: [T, K] fp32 gate weights.
+
+    Returns:
+        Rows from each destination; their metadata [R, 2K] int32, expert ids and then the bits of the gate weights; the
+        rows [R, D], ordered by sender.
     """
-    purpose, room = Purpose("tokens", "dispatch of rows", exchange.layer), exchange.room
+    purpose = Purpose("tokens", "dispatch of rows", exchange.layer)
     with profiler_range(purpose.operation, exchange.layer):
         parts = _outgoing(exchange, plan, send_splits, x.contiguous(), topk_weights)
-        layouts = [RowMessage(metadata.shape[1], rows.shape[1], rows.dtype) for metadata, rows in parts]
-        messages = _swap_first_messages(exchange, send_splits, parts, layouts, purpose)
+        messages = _swap_first_messages(exchange, parts, purpose)
         splits = list(send_splits)
         for (i, _), count in zip(exchange.peers, row_counts(messages), strict=True):
             splits[i] = count
 
         # What came goes to its place; records have one of their own until all of them are there.
-        all_metadata = torch.empty(sum(splits), layouts[0].metadata_width, dtype=torch.int32, device=x.device)
+        metadata = parts[0][0].new_empty(sum(splits), parts[0][0].shape[1])
         all_rows = x.new_empty(sum(splits), x.shape[1])
         rows_of = all_rows.split_with_sizes(splits)
         arriving = [
             rows if row_format is None else part.new_empty(len(rows), part.shape[1])
             for rows, (_, part), row_format in zip(rows_of, parts, exchange.row_formats, strict=True)
         ]
-        places = list(zip(all_metadata.split_with_sizes(splits), arriving, strict=True))
+        places = list(zip(metadata.split_with_sizes(splits), arriving, strict=True))
         _copy(parts[exchange.self_index], places[exchange.self_index])
         for (i, rank), message in zip(exchange.peers, messages, strict=True):
-            num_rows = min(splits[i], room.received[i])
-            _copy(layouts[i].parts(message, num_rows), [place[:num_rows] for place in places[i]])
-            exchange.channel.transport.count_received(rank, layouts[i].num_bytes(num_rows), purpose.kind)
-        sends = [(rank, part[room.sent[i] :]) for i, rank in exchange.peers for part in parts[i]]
-        receives = [(rank, place[room.received[i] :]) for i, rank in exchange.peers for place in places[i]]
+            num_rows = min(splits[i], exchange.room_from[i])
+            _copy(_unpack(message, num_rows, parts[i]), [place[:num_rows] for place in places[i]])
+            exchange.channel.transport.count_received(rank, _message_bytes(num_rows, parts[i]), purpose.kind)
+        sends = [(rank, part[exchange.room_to[i] :]) for i, rank in exchange.peers for part in parts[i]]
+        receives = [(rank, place[exchange.room_from[i] :]) for i, rank in exchange.peers for place in places[i]]
         exchange.channel.start(sends, receives, purpose).wait()  # the surplus, mostly none
 
         for rows, records, row_format in zip(rows_of, arriving, exchange.row_formats, strict=True):
             if row_format is not None:
                 rows.copy_(exchange.kernels.dequantise_rows(records, x.shape[1], row_format, x.dtype))
-        room.follow(send_splits, splits)
-        return Arrival(tuple(splits), all_metadata, all_rows)
+        exchange.room_to = [count + count // 4 + 8 for count in send_splits]
+        exchange.room_from = [count + count // 4 + 8 for count in splits]
+        return tuple(splits), metadata, all_rows
 
 
 def _outgoing(
@@ -170,26 +154,43 @@ def _outgoing(
     return list(zip(metadata.split_with_sizes(send_splits), rows, strict=True))
 
 
-def _swap_first_messages(
-    exchange: Exchange,
-    send_splits: Sequence[int],
-    parts: Sequence[tuple[Tensor, Tensor]],
-    layouts: Sequence["RowMessage"],
-    purpose: Purpose,
-) -> list[Tensor]:
-    """The first message of each peer, in the room made for it."""
-    channel, room, device = exchange.channel, exchange.room, parts[0][1].device
-    headers = torch.tensor(send_splits, dtype=torch.int64).view(-1, 1).view(torch.uint8)
+def _swap_first_messages(exchange: Exchange, parts: Sequence[tuple[Tensor, Tensor]], purpose: Purpose) -> list[Tensor]:
+    """The first message of each peer, in the room made for it: row count, metadata and rows."""
+    channel, device = exchange.channel, parts[0][0].device
+    headers = torch.tensor([len(rows) for _, rows in parts], dtype=torch.int64).view(-1, 1)
     headers = headers.to(device, non_blocking=True)  # otherwise the host would wait for the rows made above
-    sends = []
+    sends, receives = [], []
     for i, rank in exchange.peers:
-        message = layouts[i].message(headers[i], *(part[: room.sent[i]] for part in parts[i]))
+        message = torch.cat([_bytes_of(part) for part in (headers[i], *(p[: exchange.room_to[i]] for p in parts[i]))])
         if channel.has_equal_lengths:
-            message = pad(message, (0, layouts[i].num_bytes(room.sent[i]) - len(message)))
+            message = pad(message, (0, _message_bytes(exchange.room_to[i], parts[i]) - len(message)))
         sends.append((rank, message))
-    receives = [(rank, layouts[i].empty_message(room.received[i], device)) for i, rank in exchange.peers]
+        room_bytes = _message_bytes(exchange.room_from[i], parts[i])
+        receives.append((rank, torch.empty(room_bytes, dtype=torch.uint8, device=device)))
     channel.start(sends, receives, purpose, counts_receives=False).wait()
     return [message for _, message in receives]
+
+
+def _message_bytes(num_rows: int, samples: Sequence[Tensor]) -> int:
+    """Length of a first message of that many rows; `samples` have the types and widths of its parts."""
+    return HEADER_BYTES + num_rows * sum(sample.element_size() * sample.shape[1] for sample in samples)
+
+
+def _unpack(message: Tensor, num_rows: int, samples: Sequence[Tensor]) -> list[Tensor]:
+    """Views of the metadata and the rows of a first message that has that many."""
+    sizes = [num_rows * sample.element_size() * sample.shape[1] for sample in samples]
+    pieces = message[HEADER_BYTES : HEADER_BYTES + sum(sizes)].split_with_sizes(sizes)
+    return [
+        piece.view(sample.dtype).view(num_rows, sample.shape[1]) for piece, sample in zip(pieces, samples, strict=True)
+    ]
+
+
+def row_counts(messages: Sequence[Tensor]) -> list[int]:
+    """The row counts in the headers of first messages."""
+    # Device-to-host sync, one for all: tensors of these sizes are made next.
+    headers = [message[:HEADER_BYTES] for message in messages]
+    counts: list[int] = torch.cat(headers).view(torch.int64).tolist() if headers else []
+    return counts
 
 
 def swap(
@@ -214,42 +215,6 @@ def swap(
                 sizes = [place.nbytes for place in places[i]]
                 _copy(messages[0].split_with_sizes(sizes), map(_bytes_of, places[i]))
         return results
-
-
-@dataclass(frozen=True)
-class RowMessage:
-    """Layout of a first message with m rows: header, metadata [m, 2K] int32, rows [m, D]."""
-
-    metadata_width: int
-    width: int
-    dtype: torch.dtype
-
-    def num_bytes(self, num_rows: int) -> int:
-        """Length of a message with that many rows."""
-        return HEADER_BYTES + num_rows * (4 * self.metadata_width + self.dtype.itemsize * self.width)
-
-    def message(self, header: Tensor, metadata: Tensor, rows: Tensor) -> Tensor:
-        """The message of these rows."""
-        return torch.cat([header, _bytes_of(metadata), _bytes_of(rows)])
-
-    def empty_message(self, num_rows: int, device: torch.device) -> Tensor:
-        """Room for a message with at most that many rows."""
-        return torch.empty(self.num_bytes(num_rows), dtype=torch.uint8, device=device)
-
-    def parts(self, message: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Views of the metadata and the rows of a message that has that many."""
-        begin, end = HEADER_BYTES + 4 * num_rows * self.metadata_width, self.num_bytes(num_rows)
-        metadata = message[HEADER_BYTES:begin].view(torch.int32).view(num_rows, self.metadata_width)
-        return metadata, message[begin:end].view(self.dtype).view(num_rows, self.width)
-
-
-def row_counts(messages: Sequence[Tensor]) -> list[int]:
-    """The row counts in the headers of first messages."""
-    if not messages:
-        return []
-    # Device-to-host sync, one for all: tensors of these sizes are made next.
-    counts: list[int] = torch.cat([message[:HEADER_BYTES] for message in messages]).view(torch.int64).tolist()
-    return counts
 
 
 def _copy(parts: Iterable[Tensor], places: Iterable[Tensor]) -> None:

@@ -196,12 +196,7 @@ class Channel:
             self._nccl = NcclGroup(self.name, self.ranks, self.transport, streams)
 
     def start(
-        self,
-        sends: Sequence[Part],
-        receives: Sequence[Part],
-        purpose: Purpose,
-        *,
-        counts_receives: bool = True,
+        self, sends: Sequence[Part], receives: Sequence[Part], purpose: Purpose, *, counts_receives: bool = True
     ) -> Transfer:
         """Start sending and receiving; the tensors must stay untouched until the transfer has finished.
 
@@ -219,12 +214,10 @@ class Channel:
         transfer = Transfer(self, purpose, sends, receives)
         streams = _streams_on((sends or receives)[0][1].device) if sends or receives else None
         try:
-            if not isinstance(streams, DeviceStreams):
-                self._post(transfer, sends, receives)
-            elif self.has_equal_lengths:
-                self._start_in_nccl(transfer, streams, sends, receives)
+            if isinstance(streams, DeviceStreams):
+                self._start_on_device(transfer, streams, sends, receives)
             else:
-                self._start_staged(transfer, streams, sends, receives)
+                self._post(transfer, sends, receives)
         except RuntimeError as error:
             raise CommunicationError(transfer.describe(f"failed: {first_line(error)}")) from error
         self.transport.count_sent(sends, purpose.kind)
@@ -247,10 +240,16 @@ class Channel:
             for rank, tensor in sends:
                 transfer.works.append(group.send([tensor], self._index_of_rank[rank], 0))
 
-    def _start_staged(
+    def _start_on_device(
         self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
     ) -> None:
-        """Queue the copies of what is sent; receives start now, sends when the host has them."""
+        """A batch in NCCL; or in gloo the receives now, and the sends when their copies have reached the host."""
+        if self.has_equal_lengths:
+            self.prepare(streams.device)
+            assert self._nccl is not None
+            transfer.device_side = batch = self._nccl.start(sends, receives)
+            transfer.works = [batch] if self.is_background else []
+            return
         transfer.device_side = staging = Staging(streams, sends, receives, is_awaited=self.is_background)
         self._post(transfer, (), staging.receives)
         if self.is_background:
@@ -261,15 +260,6 @@ class Channel:
         with self.transport.exposed(transfer.purpose):
             staging.await_sends()
         self._post(transfer, staging.sends, ())
-
-    def _start_in_nccl(
-        self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
-    ) -> None:
-        self.prepare(streams.device)
-        assert self._nccl is not None
-        transfer.device_side = batch = self._nccl.start(sends, receives)
-        if self.is_background:
-            transfer.works.append(batch)
 
     def _watch(self, transfer: Transfer) -> None:
         if self._under_way is None:
@@ -347,21 +337,21 @@ class Transport:
         cluster: levels, for counting and errors.
         timeout_s: the longest wait.
         generation: from `agree`.
-        backends: "gloo" or "nccl" for each level, by which tensors of a device travel; others go over gloo.  All gloo
-            where nothing is given.
+        backends: "gloo" or "nccl" for each level, for tensors of a device; those of the host go over gloo.  Empty:
+            gloo for all.
     """
 
     def __init__(self, cluster: Cluster, timeout_s: float, generation: int, backends: Sequence[str] = ()) -> None:
         self.cluster = cluster
         self.backends = tuple(backends) or ("gloo",) * len(cluster.levels)
         self.timeout_s = timeout_s
-        self.generation = generation  # of the start-up that all ranks agreed on: names of channels are unique by it
+        self.generation = generation  # makes the names of this transport's connections unique in the job
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.traffic = Traffic()
         self.records: list[Transfer] | None = None  # finished background transfers, while a trace is taken
-        self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.on_close: list[Callable[[], object]] = []
+        self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.num_finished = 0  # background transfers that have ended
         self._level_of_rank: dict[int, int] = {}
         self._finished = threading.Condition()
