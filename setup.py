@@ -88,6 +88,7 @@ setup(
         "deepspeed>=0.19.8,<0.20",
         "psutil",
         "numpy",
+        "pydantic>=2",
         "pyyaml",
         "pybind11",
         "ninja",

@@ -38,7 +38,7 @@ def balanced(rank: int) -> dict[str, Any]:
 
 
 def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "sum", "parts": [codec, {"type": "int2", "block": 64}]}
+    return {**codec, "rest": {"type": "int2", "block": 64}}
 
 
 # name -> (weight codec, gradient codec)
@@ -73,7 +73,8 @@ class Run:
             {"name": "dc", "size": 2, "domain_size": 2, "weight_codec": codecs[0], "gradient_codec": codecs[1]},
             {"name": "gpu", "size": 2},
         ]
-        block = {"levels": levels, "report_interval": 0, "verify_interval": 0, "kernels": args.kernels}
+        advanced = {"verify_interval": 0, "kernels": args.kernels}
+        block = {"levels": levels, "report_interval": 0, "advanced": advanced}
         ds_hybridep.attach(self.engine, block)
         self.num_steps = 0
         self.step_s: list[float] = []

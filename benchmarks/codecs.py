@@ -67,17 +67,15 @@ def balanced(rank: int, factors: str = "log4") -> dict[str, Any]:
 
 def first_finer(make: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
     """Twice the rank while weights change most."""
-    return {"type": "warm_up", "steps": 50, "first": make(14), "then": make(6)}
+    return {**make(6), "first_rank": 14, "first_steps": 50}
 
 
 def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:
     """Two bits for each element of what the directions leave."""
-    return {"type": "sum", "parts": [codec, {"type": "int2", "block": 64}]}
+    return {**codec, "rest": {"type": "int2", "block": 64}}
 
 
 # name -> (weight codec, gradient codec); None: exact
-ONE_OF_8 = {"type": "top_k", "block": 8, "k": 1, "value_bits": 1}
-RANK_7_AND_7 = {"type": "sum", "parts": [low_rank(7, "int2"), low_rank(7, "int2")]}
 CASES: dict[str, tuple[Spec, Spec]] = {
     "exact": (None, None),
     "exact, one step old": (None, None),
@@ -102,17 +100,10 @@ CASES: dict[str, tuple[Spec, Spec]] = {
     "int8": ("int8", "int8"),
     "paper, exact gradients": ("shared_residual", None),
     "int4": ("int4", "int4"),
-    "low rank 3, int4, after 20 steps of int4": (
-        {"type": "warm_up", "steps": 20, "first": "int4", "then": low_rank(3, "int4")},
-    )
-    * 2,
-    "low rank 7 + 7, int2 / low rank 7, int4": (RANK_7_AND_7, low_rank(7, "int4")),
-    "sign": ("sign", "sign"),
-    "1 of 8": (ONE_OF_8, ONE_OF_8),
 }
 
 
-STALE = {"exact, one step old"}  # cases whose replicas are what was shipped a step before, as with "max_staleness": 1
+STALE = {"exact, one step old"}  # cases whose replicas are what was shipped a step before
 
 
 # --------------------------------------------------------------------------------------------------------------- model
@@ -407,24 +398,17 @@ SINGLE_CODECS: dict[str, dict[str, Any]] = {
     "int8": {"type": "int8"},
     "int4": {"type": "int4"},
     "int2": {"type": "int2"},
-    "sign": {"type": "sign"},
-    "top 2%, bf16": {"type": "top_k", "block": 1024, "k": 20},
-    "top 5%, 2 bits": {"type": "top_k", "block": 1024, "k": 54, "value_bits": 2},
-    "1 of 8, 1 bit": ONE_OF_8,
-    "1 of 16, 1 bit": {**ONE_OF_8, "block": 16},
     "low rank 3, int8": low_rank(3, "int8"),
     "low rank 7, int4": low_rank(7, "int4"),
     "low rank 7, int4, one iteration": {**low_rank(7, "int4"), "iterations": 1},
     "low rank 7, int4, refreshed every 8 steps": {**low_rank(7, "int4"), "refresh_interval": 8},
     "low rank 13, int2": low_rank(13, "int2"),
-    "low rank 3 + 1 of 16": {"type": "sum", "parts": [low_rank(3, "int4"), {**ONE_OF_8, "block": 16}]},
-    "low rank 3 + 4, int4": {"type": "sum", "parts": [low_rank(3, "int4"), low_rank(4, "int4")]},
-    "low rank 7 + 7, int2": RANK_7_AND_7,
     "low rank 3, int4": low_rank(3, "int4"),
     "low rank 7, int2": low_rank(7, "int2"),
     "balanced 7": balanced(7),
     "balanced 12": balanced(12),
-    "low rank 1 + 1 of 32": {"type": "sum", "parts": [low_rank(1, "int4"), {**ONE_OF_8, "block": 32}]},
+    "low rank 8 + int2": and_the_rest(low_rank(8, "int4")),
+    "balanced 16 + int2": and_the_rest(balanced(16)),
 }
 
 

@@ -177,8 +177,7 @@ def block_of(args: argparse.Namespace, plan: Plan, sizes: tuple[int, ...]) -> di
     return {
         "levels": levels,
         "report_interval": 0,
-        "verify_interval": 0,
-        "prefetch_depth": args.prefetch_depth,
+        "advanced": {"verify_interval": 0, "prefetch_depth": args.prefetch_depth},
         "dense_sync": plan.dense_sync,
         "token_exchange": plan.token_exchange,
         "auto_codecs": list(plan.auto_codecs),
@@ -274,8 +273,8 @@ def settle(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int) -> Non
     if planner is None:
         return
     planner._begin_anew(engine._attachment_of(run.engine).runtime)  # steps of the last rate and batch say nothing
-    planner._next_look = planner._num_steps + planner._config.replan_interval
-    train(run, corpus, args, rows, planner._config.replan_interval)
+    planner._next_look = planner._num_steps + planner._config.advanced.replan_interval
+    train(run, corpus, args, rows, planner._config.advanced.replan_interval)
     planner.num_quiet_looks = 0
     for step in range(AUTO_MOST_STEPS + AUTO_TRIAL_STEPS):
         # A plan that is being tried when time is up is no pick.

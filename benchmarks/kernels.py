@@ -45,9 +45,6 @@ CODECS = {
     "int8": "int8",
     "int4": "int4",
     "int2": "int2",
-    "sign": "sign",
-    "top_k": "top_k",
-    "top_k_1024": {"type": "top_k", "block": 1024, "k": 20, "value_bits": 4},
     "low_rank_4": "low_rank",
     "low_rank_8": {"type": "low_rank", "rank": 8},
 }

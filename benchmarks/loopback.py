@@ -88,8 +88,9 @@ def build(args: argparse.Namespace, plan: dict[str, Any] | None) -> Run:
     if plan is not None:
         dc, gpu = plan["domain_sizes"]
         levels = [{"name": "dc", "size": 2, "domain_size": dc}, {"name": "gpu", "size": 2, "domain_size": gpu}]
-        block = {"levels": levels, "token_exchange": plan["token_exchange"], "kernels": args.kernels}
-        ds_hybridep.attach(engine, {**block, "report_interval": 0, "verify_interval": 0})
+        block = {"levels": levels, "token_exchange": plan["token_exchange"], "report_interval": 0}
+        advanced = {"kernels": args.kernels, "verify_interval": 0}
+        ds_hybridep.attach(engine, {**block, "advanced": advanced})
     return Run(engine, [])
 
 

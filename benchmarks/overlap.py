@@ -49,7 +49,7 @@ def build_engine(args: argparse.Namespace) -> Any:
                 {"name": "dc", "size": 2, "domain_size": 2, "weight_codec": codec, "gradient_codec": codec},
                 {"name": "gpu", "size": args.ep_size // 2, "domain_size": 1},
             ],
-            "prefetch_depth": args.prefetch_depth,
+            "advanced": {"prefetch_depth": args.prefetch_depth},
         },
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

@@ -53,8 +53,8 @@ def block_of(plan: Plan, sizes: tuple[int, ...]) -> dict[str, Any]:
     ]
     levels[0].update(weight_codec=plan.codec, gradient_codec=plan.codec)
     return {
-        "levels": levels, "report_interval": 0, "verify_interval": 0, "dense_sync": plan.dense_sync,
-        "token_exchange": plan.token_exchange,
+        "levels": levels, "report_interval": 0, "dense_sync": plan.dense_sync,
+        "token_exchange": plan.token_exchange, "advanced": {"verify_interval": 0},
     }  # fmt: skip
 
 

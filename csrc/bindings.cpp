@@ -151,14 +151,6 @@ void dequantise_rows(Address records, int64_t num_rows, int64_t hidden, int form
                               at<void>(out), to_type(out_type));
 }
 
-void scatter_rows(Address x, Address slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
-                  int64_t row_bytes, Lane lane, Address out) {
-    require_sizes({num_tokens, top_k, num_rows, row_bytes});
-    const int64_t wrong = hybridep::scatter_rows(at<const void>(x), at<const int64_t>(slot_to_row), num_tokens, top_k,
-                                                 num_rows, row_bytes, to_lane(lane), at<void>(out));
-    require_in_range("slot_to_row", slot_to_row, wrong, num_rows, "rows");
-}
-
 void combine_rows(Address rows, int rows_type, Address slot_to_row, Address weights, int64_t num_tokens, int64_t top_k,
                   int64_t num_rows, int64_t hidden, Lane lane, Address out, int out_type) {
     require_sizes({num_tokens, top_k, num_rows, hidden});
@@ -188,13 +180,6 @@ void dispatch_rows_on(int num_sms, Address x, Address row_to_token, int64_t num_
                                row_bytes, to_lane(lane), at<void>(out));
 }
 
-void scatter_rows_on(int num_sms, Address x, Address slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
-                     int64_t row_bytes, Lane lane, Address out) {
-    require_sizes({num_tokens, top_k, num_rows, row_bytes});
-    hybridep::scatter_rows_on(num_sms, at<const void>(x), at<const int64_t>(slot_to_row), num_tokens, top_k, num_rows,
-                              row_bytes, to_lane(lane), at<void>(out));
-}
-
 void combine_rows_on(int num_sms, Address rows, int rows_type, Address slot_to_row, Address weights,
                      int64_t num_tokens, int64_t top_k, int64_t num_rows, int64_t hidden, Lane lane, Address out,
                      int out_type) {
@@ -206,6 +191,14 @@ void combine_rows_on(int num_sms, Address rows, int rows_type, Address slot_to_r
 
 #endif
 
+void bit_sums(Address data, int64_t num_words, int word_bytes, Lane lane, Address sums) {
+    require_sizes({num_words});
+    if (word_bytes != 1 && word_bytes != 2) {
+        throw py::value_error("word_bytes: got " + std::to_string(word_bytes) + ", wanted 1 or 2");
+    }
+    hybridep::bit_sums(at<const void>(data), num_words, word_bytes, to_lane(lane), at<int64_t>(sums));
+}
+
 // --- Compressed tensors ---------------------------------------------------------------------------------------------
 
 void require_block(int64_t block) {
@@ -214,11 +207,10 @@ void require_block(int64_t block) {
     }
 }
 
-void require_bits(int bits, std::initializer_list<int> allowed) {
-    for (const int one : allowed) {
-        if (bits == one) return;
+void require_bits(int bits) {
+    if (bits != 2 && bits != 4 && bits != 8) {
+        throw py::value_error("bits: got " + std::to_string(bits) + ", wanted 2, 4 or 8");
     }
-    throw py::value_error("bits: got " + std::to_string(bits) + ", which this codec has no layout for");
 }
 
 hybridep::Input to_input(int source, Address a, Address other, int64_t n, int64_t length) {
@@ -241,7 +233,7 @@ void prepare(int source, Address a, Address other, int64_t n, int64_t length, La
 void blockwise_encode(int source, Address a, Address other, int64_t n, int64_t length, int bits, int64_t block,
                       Lane lane, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
     require_block(block);
-    require_bits(bits, {1, 2, 4, 8});
+    require_bits(bits);
     hybridep::blockwise_encode(to_input(source, a, other, n, length), bits, block, to_lane(lane),
                                to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
 }
@@ -250,28 +242,9 @@ void blockwise_decode(Address payload, int64_t stride, int64_t bytes, int64_t n,
                       int64_t block, bool is_add, Lane lane, Address out) {
     require_sizes({n, length});
     require_block(block);
-    require_bits(bits, {1, 2, 4, 8});
+    require_bits(bits);
     hybridep::blockwise_decode(to_payloads(payload, stride, bytes), n, length, bits, block, is_add, to_lane(lane),
                                at<float>(out));
-}
-
-void top_k_encode(int source, Address a, Address other, int64_t n, int64_t length, int64_t block, int64_t k,
-                  int value_bits, Lane lane, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
-    require_block(block);
-    require_bits(value_bits, {1, 2, 4, 16});
-    if (k < 1 || k > block) throw py::value_error("k: got " + std::to_string(k) + ", wanted 1 to block");
-    hybridep::top_k_encode(to_input(source, a, other, n, length), block, k, value_bits, to_lane(lane),
-                           to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
-}
-
-void top_k_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t length, int64_t block, int64_t k,
-                  int value_bits, bool is_add, Lane lane, Address out) {
-    require_sizes({n, length});
-    require_block(block);
-    require_bits(value_bits, {1, 2, 4, 16});
-    if (k < 1 || k > block) throw py::value_error("k: got " + std::to_string(k) + ", wanted 1 to block");
-    hybridep::top_k_decode(to_payloads(payload, stride, bytes), n, length, block, k, value_bits, is_add, to_lane(lane),
-                           at<float>(out));
 }
 
 hybridep::LowRank to_low_rank(int64_t rank, int64_t rows, int64_t cols, int factor, int iterations) {
@@ -308,17 +281,7 @@ void write_headers(Address packets, int64_t stride, int64_t n, uint32_t start, u
 #endif
 }
 
-#ifdef HYBRIDEP_CUDA
-
-void checksum(Address data, int64_t num_words, int word_bytes, Lane lane, Address sums) {
-    require_sizes({num_words});
-    if (word_bytes != 1 && word_bytes != 2) {
-        throw py::value_error("word_bytes: got " + std::to_string(word_bytes) + ", wanted 1 or 2");
-    }
-    hybridep::checksum(at<const void>(data), num_words, word_bytes, to_lane(lane), at<int64_t>(sums));
-}
-
-#else
+#ifndef HYBRIDEP_CUDA
 
 int check_headers(Address packets, int64_t stride, int64_t n, uint32_t start, uint32_t stamp) {
     return hybridep::check_headers(to_payloads(packets, stride, 0), n, start, stamp);
@@ -347,7 +310,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("plan_scratch_bytes", &hybridep::plan_scratch_bytes);
     module.def("plan_routes", &plan_routes, release_gil());
     module.def("dispatch_rows_on", &dispatch_rows_on, release_gil());
-    module.def("scatter_rows_on", &scatter_rows_on, release_gil());
     module.def("combine_rows_on", &combine_rows_on, release_gil());
     module.attr("NONE_WRONG") = hybridep::kNoneWrong;
 #else
@@ -358,20 +320,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("dispatch_rows", &dispatch_rows, release_gil());
     module.def("quantise_rows", &quantise_rows, release_gil());
     module.def("dequantise_rows", &dequantise_rows, release_gil());
-    module.def("scatter_rows", &scatter_rows, release_gil());
     module.def("combine_rows", &combine_rows, release_gil());
     module.def("combine_rows_backward", &combine_rows_backward, release_gil());
+    module.def("bit_sums", &bit_sums, release_gil());
     module.def("prepare", &prepare, release_gil());
     module.def("blockwise_encode", &blockwise_encode, release_gil());
     module.def("blockwise_decode", &blockwise_decode, release_gil());
-    module.def("top_k_encode", &top_k_encode, release_gil());
-    module.def("top_k_decode", &top_k_decode, release_gil());
     module.def("low_rank_encode", &low_rank_encode, release_gil());
     module.def("low_rank_decode", &low_rank_decode, release_gil());
     module.def("write_headers", &write_headers, release_gil());
-#ifdef HYBRIDEP_CUDA
-    module.def("checksum", &checksum, release_gil());
-#else
+#ifndef HYBRIDEP_CUDA
     module.def("check_headers", &check_headers);
 #endif
     module.def("orthonormalise", &orthonormalise, release_gil());

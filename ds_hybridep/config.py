@@ -1,208 +1,171 @@
-"""The "hybridep" block of a DeepSpeed config, read once into frozen settings.
+"""The "hybridep" block of a DeepSpeed config, checked by pydantic and kept in frozen models.
 
-Each field below carries its own reader, so that the place where a setting is declared says what it accepts. A reader
-takes the value and its key path, and returns the value in its final type or raises ConfigError.
+A field's annotation says what the field accepts. `Says` beside it holds the words for people; `explain` makes one
+sentence of them and of what pydantic found wrong.
 """
 
-import difflib
-import json
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from ds_hybridep.cluster_file import find_cluster_file, load_cluster_file
+from ds_hybridep.config_messages import MINIMAL_BLOCK, Says, cut, explain, shown
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
 from ds_hybridep.plan.row_format import RowFormat
 
-Reader = Callable[[object, str], object]
-
-EXPERT_CODECS = ("identity", "int8", "int4", "int2", "sign", "top_k", "low_rank", "sum", "warm_up")
-TOKEN_CODECS = ("identity", *get_args(RowFormat))
-FUTURE_CODECS = ("fp8",)
 AUTO = "auto"
 
 BITS_PER_BYTE = 8
 BITS_PER_GBIT = 1e9
 MS_PER_S = 1e3
 
-MINIMAL_BLOCK = '"hybridep": {"levels": [{"name": "dc", "size": 2}, {"name": "gpu", "size": 4}]}'
-MAX_SHOWN_CHARACTERS = 80  # of a wrong value in an error message
+BLOCKS = tuple(2**power for power in range(3, 11))  # elements of a blockwise codec that may share a scale
+MAX_CHILDREN = 1_000_000  # of a parent: more is a mistake, and finding their divisors would take long
 
 
-# ---- readers of one value ----
+# ---- what a field accepts, and the words for it ----
 
 
-def _read_bool(value: object, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise refused(where, value, "true or false", "write it without quotes")
-    return value
+def _integer(allowed: str, example: int) -> Says:
+    return Says(f"an integer {allowed}", f"write it without quotes and without a fraction, for example {example}")
 
 
-def _integer(*, at_least: int, example: int) -> Reader:
-    def read(value: object, where: str) -> int:
-        # bool is an int to Python, but nobody who writes true means 1.
-        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-            advice = f"write it without quotes and without a fraction, for example {example}"
-            raise refused(where, value, f"an integer >= {at_least}", advice)
-        return value
-
-    return read
+def _is_block(block: int) -> int:
+    if block not in BLOCKS:
+        raise ValueError
+    return block
 
 
-def _zero_or_one(value: object, where: str) -> int:
-    # True == 1 to Python, but nobody who writes true means 1.
-    if isinstance(value, bool) or value not in (0, 1):
-        raise refused(where, value, "0 or 1", "0 keeps replicas as new as their owners")
-    return int(value == 1)
+def _named(codec: object) -> object:
+    """A codec given by its name alone, as an object."""
+    return {"type": codec} if isinstance(codec, str) else codec
 
 
-def _number(*, allowed: str, accepts: Callable[[float], bool], advice: str) -> Reader:
-    def read(value: object, where: str) -> float:
-        number = _as_float(value)
-        if not (math.isfinite(number) and accepts(number)):
-            raise refused(where, value, f"a finite number {allowed}", advice)
-        return number
+_CODECS = Says("a list of codecs", 'for example ["int8"]')
+_LEVELS = Says("a list of at least one level, or the path of a cluster file", f"for example {MINIMAL_BLOCK}")
+_NAME = Says("a string that is not empty", 'give each level its own name, for example "dc"')
+_PATH = Says("a string that is not empty", "give the path of a file, or leave the key out")
+_BANDWIDTH = Says("a finite number > 0", "give Gbit/s (bits, not bytes) of one child's uplink, or leave the key out")
+_LATENCY = Says("a finite number >= 0", "give milliseconds one way, or leave the key out")
+_TIMEOUT = Says("a finite number > 0 and at most 1e9", "give the longest wait in seconds, for example 600")
 
-    return read
-
-
-def _as_float(value: object) -> float:
-    """`value` as a float; nan where it is no number, or one beyond the range of floats."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
+Switch = Annotated[bool, Says("true or false", "write it without quotes")]
+Count = Annotated[int, Field(ge=0), _integer(">= 0", 2)]
+OptionalPath = Annotated[str | None, Field(pattern=r"\S"), _PATH]
+Block = Annotated[int, AfterValidator(_is_block), Says(f"one of {', '.join(map(str, BLOCKS))}", "choose one of these")]
+Rank = Annotated[int, Field(ge=1, le=1024), _integer("from 1 to 1024", 4)]
+OptionalRank = Annotated[int | None, Field(ge=1, le=1024), _integer("from 1 to 1024", 16)]
+Steps = Annotated[int, Field(ge=1, le=10**9), _integer("from 1 to 1000000000", 64)]
+OptionalSteps = Annotated[int | None, Field(ge=1, le=10**9), _integer("from 1 to 1000000000", 20)]
 
 
-def _text(*, advice: str) -> Reader:
-    def read(value: object, where: str) -> str:
-        if not isinstance(value, str) or not value.strip():
-            raise refused(where, value, "a string that is not empty", advice)
-        return value
+class Settings(BaseModel):
+    """Settings that know their keys and types and never change.  `model_copy(update={...})` makes other ones."""
 
-    return read
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-def _choice(*choices: str) -> Reader:
-    def read(value: object, where: str) -> str:
-        if not isinstance(value, str) or value not in choices:
-            raise refused(where, value, f"one of {quoted(choices)}", nearest(value, choices) or "choose one of these")
-        return value
-
-    return read
+# ---- codecs ----
 
 
-def _optional(reader: Reader) -> Reader:
-    return lambda value, where: None if value is None else reader(value, where)
-
-
-def _codec(available: Sequence[str]) -> Reader:
-    """Reader of a codec whose type is one of `available`; its options are checked where the codec is made."""
-    known = (*EXPERT_CODECS, *FUTURE_CODECS, AUTO)
-
-    def read(value: object, where: str) -> "CodecConfig":
-        if isinstance(value, str):
-            value, where_type = {"type": value}, where
-        elif isinstance(value, Mapping) and "type" in value:
-            where_type = f"{where}.type"
-        else:
-            advice = f"available: {quoted(available)}"
-            raise refused(where, value, 'a codec name or an object such as {"type": "identity"}', advice)
-        name = value["type"]
-        if isinstance(name, str) and name not in available and name in known:
-            raise ConfigError(
-                f"{where_type} is {shown(name)}, which is not available yet; choose one of {quoted(available)}"
-            )
-        if not isinstance(name, str) or name not in available:
-            advice = nearest(name, (*available, *known)) or "choose one of these"
-            raise refused(where_type, name, f"one of {quoted(available)}", advice)
-        options = {key: option for key, option in value.items() if key != "type"}
-        try:
-            return CodecConfig(type=name, options=json.dumps(options, sort_keys=True))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{where} is {shown(value)}, but must be JSON: {error}; use plain values") from error
-
-    return read
-
-
-def _token_codec(value: object, where: str) -> "CodecConfig":
-    codec: CodecConfig = _codec(TOKEN_CODECS)(value, where)  # type: ignore[assignment]
-    options = json.loads(codec.options)
-    if options:
-        raise ConfigError(
-            f"{where}.{next(iter(options))} is not a known option; token codecs have none, write {shown(codec.type)}"
-        )
-    return codec
-
-
-def _codec_list(value: object, where: str) -> tuple["CodecConfig", ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise refused(where, value, "a list of codecs", 'for example ["int8"]')
-    read = _codec(EXPERT_CODECS)
-    return tuple(read(entry, f"{where}[{index}]") for index, entry in enumerate(value))  # type: ignore[misc]
-
-
-def _read_domain_size(value: object, where: str) -> object:
-    return value if value == AUTO else _integer(at_least=1, example=1)(value, where)
-
-
-# ---- the settings ----
-
-
-def _read_by(reader: Reader) -> dict[str, Reader]:
-    """Metadata that attaches a reader to a field."""
-    return {"reader": reader}
-
-
-_BANDWIDTH = _number(
-    allowed="> 0",
-    accepts=lambda gbps: gbps > 0 and math.isfinite(gbps * BITS_PER_GBIT),
-    advice="give Gbit/s (bits, not bytes) of one child's uplink, or leave the key out",
-)
-_LATENCY = _number(
-    allowed=">= 0", accepts=lambda ms: ms >= 0, advice="give milliseconds one way, or leave the key out"
-)
-_THRESHOLD = _number(
-    allowed=">= 0 and below 1",
-    accepts=lambda share: 0 <= share < 1,
-    advice="give the share of a step that another plan must save, for example 0.03",
-)
-_TIMEOUT = _number(
-    allowed="> 0 and at most 1e9",
-    accepts=lambda seconds: 0 < seconds <= 1e9,
-    advice="give the longest wait in seconds, for example 600",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodecConfig:
-    """How one kind of payload is encoded on the links of a level.
-
-    type: name of the codec.
-    options: of that type, as JSON.
-    """
+class CodecConfig(Settings):
+    """How one kind of payload is encoded on the links of a level."""
 
     type: str
-    options: str = "{}"
 
     @property
     def spec(self) -> dict[str, Any]:
-        """As `codecs.make_codec` reads it."""
-        return {"type": self.type, **json.loads(self.options)}
+        """The settings as JSON values, without those at their default."""
+        return self.model_dump(mode="json", exclude_defaults=True)
 
 
-IDENTITY = CodecConfig(type="identity")
-AUTO_CODEC = CodecConfig(type=AUTO)
+class IdentityConfig(CodecConfig):
+    """Nothing is left out, except by rounding to `dtype`."""
+
+    type: Literal["identity"]
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
 
-@dataclass(frozen=True, kw_only=True)
-class LevelConfig:
-    """One entry of `levels`, as the user wrote it.
+class BlockwiseConfig(CodecConfig):
+    """Small integers, with a scale for each `block` elements."""
+
+    type: Literal["int8", "int4", "int2"]
+    block: Block = 128
+
+
+PlainCodec = Annotated[IdentityConfig | BlockwiseConfig, Field(discriminator="type"), BeforeValidator(_named)]
+
+
+class LowRankConfig(CodecConfig):
+    """Two thin factors for each matrix; `codecs.low_rank` says what the options do."""
+
+    type: Literal["low_rank"]
+    rank: Rank = 4
+    factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int8"
+    weighting: Literal["none", "rms"] = "none"
+    iterations: Annotated[int, Field(ge=1, le=8), _integer("from 1 to 8", 1)] = 1
+    refresh_interval: Steps = 64
+    fallback: PlainCodec = BlockwiseConfig(type="int4")
+    rest: Annotated[BlockwiseConfig | None, BeforeValidator(_named)] = None
+    first_rank: OptionalRank = None
+    first_steps: OptionalSteps = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "LowRankConfig":
+        if (self.first_rank is None) != (self.first_steps is None):
+            key, other = ("first_steps", "first_rank") if self.first_steps is None else ("first_rank", "first_steps")
+            raise ValueError(
+                f"{key} is missing, but {other} is {getattr(self, other)}; set both, the rank of the first packets "
+                f"and their number, or neither"
+            )
+        return self
+
+
+class AutoConfig(CodecConfig):
+    """Chosen by a job that plans itself."""
+
+    type: Literal["auto"]
+
+
+class TokenCodecConfig(CodecConfig):
+    """How token rows travel to experts."""
+
+    type: Literal["identity", "int8", "fp8"]
+
+
+ExpertCodec = Annotated[
+    IdentityConfig | BlockwiseConfig | LowRankConfig, Field(discriminator="type"), BeforeValidator(_named)
+]
+OpenCodec = Annotated[
+    IdentityConfig | BlockwiseConfig | LowRankConfig | AutoConfig,
+    Field(discriminator="type"),
+    BeforeValidator(_named),
+]
+TokenCodec = Annotated[TokenCodecConfig, BeforeValidator(_named)]
+
+IDENTITY = IdentityConfig(type="identity")
+AUTO_CODEC = AutoConfig(type="auto")
+
+
+# ---- the block ----
+
+
+class LevelConfig(Settings):
+    """One entry of `levels`.
 
     name: unique among the levels.
     size: children of each parent at this level.
@@ -214,15 +177,24 @@ class LevelConfig:
     backend: over what tensors of a GPU cross this level: "auto" is what the job has, "gloo" goes through host memory.
     """
 
-    name: str = field(metadata=_read_by(_text(advice='give each level its own name, for example "dc"')))
-    size: int = field(metadata=_read_by(_integer(at_least=1, example=2)))
-    bandwidth_gbps: float | None = field(default=None, metadata=_read_by(_optional(_BANDWIDTH)))
-    latency_ms: float | None = field(default=None, metadata=_read_by(_optional(_LATENCY)))
-    domain_size: int | Literal["auto"] = field(default=1, metadata=_read_by(_read_domain_size))
-    weight_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec((*EXPERT_CODECS, AUTO))))
-    gradient_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_codec((*EXPERT_CODECS, AUTO))))
-    token_codec: CodecConfig = field(default=IDENTITY, metadata=_read_by(_token_codec))
-    backend: Literal["auto", "gloo", "nccl"] = field(default="auto", metadata=_read_by(_choice(AUTO, "gloo", "nccl")))
+    name: Annotated[str, Field(pattern=r"\S"), _NAME]
+    size: Annotated[int, Field(ge=1, le=MAX_CHILDREN), _integer(f">= 1 and at most {MAX_CHILDREN}", 2)]
+    bandwidth_gbps: Annotated[float | None, Field(gt=0, lt=1e299), _BANDWIDTH] = None  # finite in bits too
+    latency_ms: Annotated[float | None, Field(ge=0), _LATENCY] = None
+    domain_size: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], _integer('>= 1, or "auto"', 1)] = 1
+    weight_codec: OpenCodec = IDENTITY
+    gradient_codec: OpenCodec = IDENTITY
+    token_codec: TokenCodec = TokenCodecConfig(type="identity")
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+
+    @model_validator(mode="after")
+    def _check_domain_size(self) -> "LevelConfig":
+        if self.domain_size != "auto" and self.size % self.domain_size:
+            raise ValueError(
+                f"domain_size is {shown(self.domain_size)}, which does not divide the level's size {self.size}; "
+                f'choose one of {cut(", ".join(map(str, divisors(self.size))))}, or "auto"'
+            )
+        return self
 
     @property
     def row_format(self) -> RowFormat | None:
@@ -231,67 +203,59 @@ class LevelConfig:
 
     def link(self) -> Link:
         """The level's link in bytes per second and seconds."""
-        bandwidth_bytes_per_s = latency_s = None
-        if self.bandwidth_gbps is not None:
-            bandwidth_bytes_per_s = self.bandwidth_gbps * BITS_PER_GBIT / BITS_PER_BYTE
-        if self.latency_ms is not None:
-            latency_s = self.latency_ms / MS_PER_S
-        return Link(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)
+        gbps, latency_ms = self.bandwidth_gbps, self.latency_ms
+        return Link(
+            bandwidth_bytes_per_s=None if gbps is None else gbps * BITS_PER_GBIT / BITS_PER_BYTE,
+            latency_s=None if latency_ms is None else latency_ms / MS_PER_S,
+        )
 
 
-@dataclass(frozen=True, kw_only=True)
-class HybridEPConfig:
+class AdvancedConfig(Settings):
+    """What hardly anybody sets.
+
+    prefetch_depth: layers between the start of a gradient's return in the backward and the wait for it.
+    kernels: "compiled" and "reference" insist on one kind, "auto" prefers compiled ones.
+    verify_interval: optimizer steps between two checks, by checksum, that replicas equal their owners; 0: never.
+    dispatch_sms: multiprocessors of a GPU for dispatch and combine; None: all.
+    probe_cache: JSON file that rank 0 keeps the measured links in; None: measured at every start.
+    replan_interval: optimizer steps between two looks at the plan, where something is "auto"; 0: planned once.
+    """
+
+    prefetch_depth: Count = 2
+    kernels: Literal["auto", "compiled", "reference"] = "auto"
+    verify_interval: Count = 100
+    dispatch_sms: Annotated[int | None, Field(ge=1), _integer(">= 1", 16)] = None
+    probe_cache: OptionalPath = None
+    replan_interval: Count = 5
+
+
+class HybridEPConfig(Settings):
     """The whole "hybridep" block.  Made by `parse_config`, which checks it.
 
     levels: the whole job, slowest link first; the product of their sizes is the world size.
     enabled: False leaves DeepSpeed as it is.
-    prefetch_depth: layers between the start of a gradient's return in the backward and the wait for it.
-    max_staleness: optimizer steps by which replicas may be older than their owners: 0, or 1, which gives weights until
-        the end of the next step to arrive.
     replicas: "persistent" ones are held all the time, "transient" ones around their use: those of the layer that
-        computes and of `prefetch_depth` layers that follow it.
-    verify_interval: optimizer steps between two checks, by checksum, that replicas equal their owners; 0: never.
-    kernels: "compiled" and "reference" insist on one kind, "auto" prefers compiled ones.
-    timeout_s: longest wait for any other rank.
-    report_interval: optimizer steps between two reports; 0: never.
-    report_file: JSON record of the run, written by rank 0; None: no file.
+        computes and of `advanced.prefetch_depth` layers that follow it.
     token_exchange: how tokens travel between domains, see `plan.token_route`; "auto" takes the cheaper way of the two,
         "deepspeed" leaves tokens to DeepSpeed's own all-to-alls, which know no domains.
     dense_sync: how gradients and parameters of everything but the experts travel, see `sync.collectives`.
     auto_codecs: lossy codecs that a codec "auto" may become.
-    replan_interval: optimizer steps between two looks at the plan, where something is "auto"; 0: planned once.
-    replan_threshold: share of a step that another plan must save.
-    probe_cache: JSON file that rank 0 keeps the measured links in; None: measured at every start.
+    timeout_s: longest wait for any other rank.
+    report_interval: optimizer steps between two reports; 0: never.
+    report_file: JSON record of the run, written by rank 0; None: no file.
+    advanced: the rest.
     """
 
-    levels: tuple[LevelConfig, ...]
-    enabled: bool = field(default=True, metadata=_read_by(_read_bool))
-    prefetch_depth: int = field(default=2, metadata=_read_by(_integer(at_least=0, example=2)))
-    max_staleness: Literal[0, 1] = field(default=0, metadata=_read_by(_zero_or_one))
-    replicas: Literal["persistent", "transient"] = field(
-        default="persistent", metadata=_read_by(_choice("persistent", "transient"))
-    )
-    verify_interval: int = field(default=100, metadata=_read_by(_integer(at_least=0, example=100)))
-    kernels: Literal["auto", "compiled", "reference"] = field(
-        default="auto", metadata=_read_by(_choice("auto", "compiled", "reference"))
-    )
-    timeout_s: float = field(default=600.0, metadata=_read_by(_TIMEOUT))
-    report_interval: int = field(default=10, metadata=_read_by(_integer(at_least=0, example=10)))
-    report_file: str | None = field(
-        default=None, metadata=_read_by(_optional(_text(advice="give the path of a file, or leave the key out")))
-    )
-    token_exchange: Literal["auto", "direct", "hierarchical", "deepspeed"] = field(
-        default="auto", metadata=_read_by(_choice("auto", "direct", "hierarchical", "deepspeed"))
-    )
-    dense_sync: Literal["deepspeed", "hierarchical", "auto"] = field(
-        default="deepspeed", metadata=_read_by(_choice("deepspeed", "hierarchical", AUTO))
-    )
-    auto_codecs: tuple[CodecConfig, ...] = field(default=(), metadata=_read_by(_codec_list))
-    replan_interval: int = field(default=5, metadata=_read_by(_integer(at_least=0, example=5)))
-    replan_threshold: float = field(default=0.03, metadata=_read_by(_THRESHOLD))
-    probe_cache: str | None = field(
-        default=None, metadata=_read_by(_optional(_text(advice="give the path of a file, or leave the key out")))
-    )
+    levels: Annotated[tuple[LevelConfig, ...], Field(strict=False, min_length=1), _LEVELS] = ()
+    enabled: Switch = True
+    replicas: Literal["persistent", "transient"] = "persistent"
+    token_exchange: Literal["auto", "direct", "hierarchical", "deepspeed"] = "auto"
+    dense_sync: Literal["deepspeed", "hierarchical", "auto"] = "deepspeed"
+    auto_codecs: Annotated[tuple[ExpertCodec, ...], Field(strict=False), _CODECS] = ()
+    timeout_s: Annotated[float, Field(gt=0, le=1e9), _TIMEOUT] = 600.0
+    report_interval: Count = 10
+    report_file: OptionalPath = None
+    advanced: AdvancedConfig = AdvancedConfig()
 
     @property
     def domain_sizes(self) -> tuple[int, ...]:
@@ -318,9 +282,59 @@ class HybridEPConfig:
 
         `report_file` and `probe_cache` are left out: they concern rank 0 alone.
         """
-        settings: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        del settings["report_file"], settings["probe_cache"]
-        return settings
+        return self.model_dump(mode="json", exclude={"report_file": True, "advanced": {"probe_cache"}})
+
+    # Messages of these checks begin with the key.
+
+    @model_validator(mode="after")
+    def _check_levels(self, info: ValidationInfo) -> "HybridEPConfig":
+        first_of: dict[str, int] = {}
+        for index, level in enumerate(self.levels):
+            if first_of.setdefault(level.name, index) != index:
+                raise ValueError(
+                    f"levels[{index}].name is {shown(level.name)}, which hybridep.levels[{first_of[level.name]}] has "
+                    f"already; give each level its own name"
+                )
+        if not self.enabled:
+            return self
+        if not self.levels:
+            raise ValueError(
+                f"levels is missing; describe the job from the slowest link to the fastest, for example "
+                f"{MINIMAL_BLOCK}"
+            )
+        world_size, product = (info.context or {}).get("world_size"), math.prod(level.size for level in self.levels)
+        if world_size is not None and product != world_size:
+            sizes = cut(" x ".join(f"{level.name} ({level.size})" for level in self.levels))
+            raise ValueError(
+                f"levels: the sizes {sizes} make {shown(product)} ranks, but the job has {world_size}; set the sizes "
+                f"so that their product is {world_size}, or launch {shown(product)} ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "HybridEPConfig":
+        for index, level in enumerate(self.levels if self.enabled else ()):
+            for key, value, known, kind in (
+                ("token_codec", level.token_codec.type, "identity", "codecs"),
+                ("domain_size", level.domain_size, 1, "domains"),
+            ):
+                if self.token_exchange == "deepspeed" and value != known:
+                    raise ValueError(
+                        f'token_exchange is "deepspeed", but hybridep.levels[{index}].{key} is {shown(value)}: '
+                        f"DeepSpeed's own all-to-alls know no {kind}; set the {key} to {shown(known)}, or "
+                        f'token_exchange to "auto"'
+                    )
+            # Transient replicas are gathered as they are: there is nothing that a change could be added to.
+            if self.replicas == "transient" and level.weight_codec != IDENTITY:
+                raise ValueError(
+                    f"levels[{index}].weight_codec is {shown(level.weight_codec.type)}, but hybridep.replicas is "
+                    f'"transient": a lossy codec sends changes, and replicas that are not kept have nothing to add '
+                    f'them to; set weight_codec to "identity" (gradient_codec is free), or replicas to "persistent"'
+                )
+        return self
+
+
+# ---- from what a user wrote ----
 
 
 def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | Path = ".") -> HybridEPConfig:
@@ -336,194 +350,37 @@ def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | P
     Raises:
         ConfigError: names the key path, the value found, what is allowed and what to do.
     """
-    settings = _read_fields(HybridEPConfig, block, "hybridep")
-    enabled = settings.get("enabled", True)
-    if "levels" not in block:
-        if enabled:
-            raise ConfigError(
-                f"hybridep.levels is missing; describe the job from the slowest link to the fastest, for example "
-                f"{MINIMAL_BLOCK}"
-            )
-        return HybridEPConfig(levels=(), **settings)
-    entries, where = block["levels"], "hybridep.levels"
-    if isinstance(entries, str):
-        path = _find_cluster_file(entries, base_dir)
-        entries, where = _load_cluster_file(path), f"cluster file {path}: {where}"
-    levels = _read_levels(entries, where)
-    if enabled:
-        _check_world_size(levels, where, world_size)
-        _check_token_exchange(settings.get("token_exchange"), levels)
-        _check_replicas(settings, levels, where)
-    return HybridEPConfig(levels=levels, **settings)
-
-
-# ---- objects and lists of settings ----
-
-
-def _read_fields(kind: type[Any], block: object, where: str) -> dict[str, Any]:
-    """The settings that `block` gives, by field name of the dataclass `kind`; fields without a reader are left out."""
-    if not isinstance(block, Mapping):
-        raise refused(where, block, "an object with keys", f"known keys: {', '.join(_names(kind))}")
-    for key in block:
-        if key not in _names(kind):
-            advice = nearest(key, _names(kind)) or "remove it"
-            raise ConfigError(f"{where}.{key} is not a known key; {advice} (known keys: {', '.join(_names(kind))})")
-    readers = {item.name: item.metadata["reader"] for item in fields(kind) if "reader" in item.metadata}
-    for item in fields(kind):
-        if item.name in readers and item.default is MISSING and item.name not in block:
-            raise ConfigError(f"{where}.{item.name} is missing; every entry needs it, as in {MINIMAL_BLOCK}")
-    return {name: reader(block[name], f"{where}.{name}") for name, reader in readers.items() if name in block}
-
-
-def _names(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(item.name for item in fields(kind))
-
-
-def _read_levels(entries: object, where: str) -> tuple[LevelConfig, ...]:
-    if not isinstance(entries, Sequence) or isinstance(entries, str | bytes) or not entries:
-        advice = f"for example {MINIMAL_BLOCK}"
-        raise refused(where, entries, "a list of at least one level, or the path of a cluster file", advice)
-    levels = []
-    for index, entry in enumerate(entries):
-        settings = _read_fields(LevelConfig, entry, f"{where}[{index}]")
-        _check_domain_size(settings.get("domain_size", 1), settings["size"], where=f"{where}[{index}].domain_size")
-        levels.append(LevelConfig(**settings))
-    names = [level.name for level in levels]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise ConfigError(
-                f"{where}[{index}].name is {shown(name)}, which hybridep.levels[{names.index(name)}] has already; "
-                f"give each level its own name"
-            )
-    return tuple(levels)
-
-
-def _check_domain_size(domain_size: object, size: int, *, where: str) -> None:
-    allowed = ", ".join(map(str, divisors(size)))
-    if domain_size == AUTO:
-        return
-    if not isinstance(domain_size, int) or size % domain_size:
-        raise ConfigError(
-            f"{where} is {domain_size}, which does not divide the level's size {size}; choose one of {allowed}, or "
-            f'"auto"'
-        )
-
-
-def _check_world_size(levels: Sequence[LevelConfig], where: str, world_size: int) -> None:
-    product = math.prod(level.size for level in levels)
-    if product != world_size:
-        sizes = " x ".join(f"{level.name} ({level.size})" for level in levels)
-        raise ConfigError(
-            f"{where}: the sizes {sizes} make {product} ranks, but the job has {world_size}; set the sizes so that "
-            f"their product is {world_size}, or launch {product} ranks"
-        )
-
-
-def _check_token_exchange(token_exchange: object, levels: Sequence[LevelConfig]) -> None:
-    for index, level in enumerate(levels):
-        if token_exchange == "deepspeed" and level.row_format is not None:
-            raise ConfigError(
-                f'hybridep.token_exchange is "deepspeed", but hybridep.levels[{index}].token_codec is '
-                f"{shown(level.token_codec.type)}: DeepSpeed's own all-to-alls know no codecs; set the token_codec to "
-                f'"identity", or token_exchange to "auto"'
-            )
-        if token_exchange == "deepspeed" and level.domain_size != 1:
-            raise ConfigError(
-                f'hybridep.token_exchange is "deepspeed", but hybridep.levels[{index}].domain_size is '
-                f"{shown(level.domain_size)}: DeepSpeed's own all-to-alls know no domains; set the domain_size to 1, "
-                f'or token_exchange to "auto"'
-            )
-
-
-def _check_replicas(settings: Mapping[str, Any], levels: Sequence[LevelConfig], where: str) -> None:
-    """Transient replicas are gathered as they are: there is nothing that a delta could be added to."""
-    if settings.get("replicas") != "transient":
-        return
-    if settings.get("max_staleness"):
-        raise ConfigError(
-            'hybridep.max_staleness is 1, but hybridep.replicas is "transient": replicas that are not kept cannot be '
-            'old; set max_staleness to 0, or replicas to "persistent"'
-        )
-    for index, level in enumerate(levels):
-        if level.weight_codec != IDENTITY:
-            raise ConfigError(
-                f"{where}[{index}].weight_codec is {shown(level.weight_codec.type)}, but hybridep.replicas is "
-                f'"transient": a lossy codec sends changes, and replicas that are not kept have nothing to add them '
-                f'to; set weight_codec to "identity" (gradient_codec is free), or replicas to "persistent"'
-            )
-
-
-# ---- cluster files ----
-
-
-def _find_cluster_file(name: str, base_dir: str | Path) -> Path:
-    """Path of the cluster file `name`, beside the config or else in the working directory."""
-    candidates = list(dict.fromkeys([Path(base_dir) / name, Path(name)]))
-    for path in candidates:
-        if os.path.isfile(path):  # unlike Path.is_file, False for names that no file can have
-            return path
-    tried = " and ".join(str(path) for path in candidates)
-    raise ConfigError(
-        f"hybridep.levels is the path {shown(name)}, but there is no such file (tried {tried}); correct the path, "
-        f"or write the levels as a list"
-    )
-
-
-def _load_cluster_file(path: Path) -> object:
-    """The `levels` of a JSON file (suffix .json) or of a YAML file (any other)."""
+    given, source = dict(block) if isinstance(block, Mapping) else block, ""
+    if isinstance(block, Mapping) and isinstance(block.get("levels"), str):
+        path = find_cluster_file(block["levels"], base_dir)
+        given, source = {**block, "levels": load_cluster_file(path)}, f"cluster file {path}: "
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else _load_yaml(text, path)
-    except OSError as error:
-        raise ConfigError(f"cluster file {path} cannot be read ({error.strerror}); correct hybridep.levels") from error
-    except ValueError as error:  # syntax, encoding, or a date that does not exist
-        raise ConfigError(f"cluster file {path} cannot be parsed; correct its syntax: {error}") from error
-    if not isinstance(content, Mapping) or "levels" not in content:
-        raise ConfigError(f"cluster file {path} has no key levels at its top; move the list of levels under it")
-    unknown = [key for key in content if key != "levels"]
-    if unknown:
-        raise ConfigError(
-            f"cluster file {path}: {shown(unknown[0])} is not a known key; it may hold levels only, so move other "
-            f"settings to the hybridep block"
-        )
-    return content["levels"]
+        return HybridEPConfig.model_validate(given, context={"world_size": world_size})
+    except ValidationError as error:
+        message = explain(error, given, "hybridep", top=HybridEPConfig, models=_MODELS)
+    raise ConfigError(source + message if message.startswith("hybridep.levels") else message)
 
 
-def _load_yaml(text: str, path: Path) -> object:
-    """Content of a YAML text.  Raises ValueError for bad syntax, as the JSON parser does."""
+def parse_codec(spec: object, *, where: str) -> CodecConfig:
+    """The checked settings of a codec for experts, which is a name or an object.
+
+    Raises:
+        ConfigError: names the key path, which begins with `where`, and as `parse_config`.
+    """
     try:
-        import yaml  # only those who use such a file need the package
-    except ImportError as error:
-        raise ConfigError(f"cluster file {path} needs PyYAML; install it, or write the file as JSON") from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+        return _EXPERT_CODEC.validate_python(spec)
+    except ValidationError as error:
+        message = explain(error, spec, where, top=HybridEPConfig, models=_MODELS)
+    raise ConfigError(message)
 
 
-# ---- parts of messages ----
-
-
-def refused(where: str, value: object, allowed: str, advice: str) -> ConfigError:
-    """The error for a value that cannot be used."""
-    return ConfigError(f"{where} is {shown(value)}, but must be {allowed}; {advice}")
-
-
-def shown(value: object) -> str:
-    """`value` as the user wrote it in JSON, cut where it is long."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
-
-
-def quoted(choices: Iterable[str]) -> str:
-    """The choices of a setting, as they are written."""
-    return ", ".join(f'"{choice}"' for choice in choices)
-
-
-def nearest(value: object, choices: Iterable[object]) -> str | None:
-    """A question that offers the nearest spelling, if one is near."""
-    matches = difflib.get_close_matches(str(value).lower(), [str(choice) for choice in choices], n=1)
-    return f'did you mean "{matches[0]}"?' if matches else None
+_EXPERT_CODEC: TypeAdapter[IdentityConfig | BlockwiseConfig | LowRankConfig] = TypeAdapter(ExpertCodec)
+_MODELS: dict[int | str, type[Settings]] = {  # by the keys and the types of codecs that stand in pydantic's locations
+    "levels": LevelConfig,
+    "advanced": AdvancedConfig,
+    "token_codec": TokenCodecConfig,
+    "identity": IdentityConfig,
+    **dict.fromkeys(("int8", "int4", "int2", "rest"), BlockwiseConfig),
+    "low_rank": LowRankConfig,
+    "auto": AutoConfig,
+}

@@ -39,7 +39,7 @@ def train_lossy(case: parity.Case) -> list[str]:
     parity.use_expert_groups_of(case)
     torch.manual_seed(case.seed)
     model, config = parity.model_of(case, seed=case.seed), case.ds_config(with_block=True)
-    config["hybridep"]["verify_interval"] = 1
+    config["hybridep"]["advanced"]["verify_interval"] = 1
     config["hybridep"]["levels"][0].update(weight_codec="int8", gradient_codec={"type": "low_rank", "rank": 4})
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     losses = []

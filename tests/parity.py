@@ -13,7 +13,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -163,19 +163,19 @@ class Case:
         ]
         if self.token_codec is not None:
             levels[0]["token_codec"] = self.token_codec
-        asked = {
-            "prefetch_depth": self.prefetch_depth,
-            "token_exchange": self.token_exchange,
-            "kernels": self.kernels,
-            "dense_sync": self.dense_sync,
-            "replicas": self.replicas,
-        }
+        asked = {"token_exchange": self.token_exchange, "dense_sync": self.dense_sync, "replicas": self.replicas}
+        advanced = {"prefetch_depth": self.prefetch_depth, "kernels": self.kernels}
         return {
             "enabled": True,
             "levels": levels,
             "timeout_s": 60,
-            **{key: value for key, value in asked.items() if value is not None},
+            **_given(asked),
+            "advanced": _given(advanced),
         }
+
+
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 _NAMED_ABOVE = {
@@ -643,6 +643,12 @@ def domain_size_choices(sizes: Sequence[int], *, ep_size: int, data_before_exper
     spans = ep_spans(sizes, ep_size=ep_size, data_before_expert=data_before_expert)
     divisors = [[divisor for divisor in range(1, span + 1) if span % divisor == 0] for span in spans]
     return list(itertools.product(*divisors))
+
+
+def merged(block: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The block with other settings, those of "advanced" beside the ones that it has there."""
+    advanced = {**block.get("advanced", {}), **settings.get("advanced", {})}
+    return {**block, **settings, "advanced": advanced}
 
 
 def levels_of(sizes: Sequence[int], domain_sizes: Sequence[int]) -> Levels:

@@ -118,7 +118,7 @@ def compare(block: dict[str, Any]) -> dict[str, Any]:
 
 def test_adapters_alone_migrate_and_exactly(pool4: ProcessPool) -> None:
     levels = [{"name": "dc", "size": 2, "domain_size": 2}, {"name": "gpu", "size": 2}]
-    results = pool4.run(compare, block={"levels": levels, "verify_interval": 1, "report_interval": 0})
+    results = pool4.run(compare, block={"levels": levels, "advanced": {"verify_interval": 1}, "report_interval": 0})
     adapters = (HIDDEN * RANK + RANK * FFN + FFN * RANK + RANK * HIDDEN) * FLOAT_BYTES
     step_bytes = NUM_LAYERS * NUM_EXPERTS // 4 * adapters
     for found in results:

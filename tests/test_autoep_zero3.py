@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import deepspeed
 import pytest
-from parity import FP32_TOLERANCE, Case, loss_of, model_of, use_expert_groups_of
+from parity import FP32_TOLERANCE, Case, loss_of, merged, model_of, use_expert_groups_of
 from process_pool import ProcessPool
 from test_autoep import SHAPE, case4
 from test_checkpoint import _batch, train
@@ -38,7 +38,7 @@ def engine_of(case: Case, *, with_block: bool, block: dict[str, Any] | None = No
     config = case.ds_config(with_block=with_block)
     config["zero_optimization"] |= zero
     if with_block:
-        config["hybridep"] |= {"verify_interval": 1, **(block or {})}
+        config["hybridep"] = merged(config["hybridep"], {"advanced": {"verify_interval": 1}, **(block or {})})
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     try:
         yield engine

@@ -37,7 +37,7 @@ def engine_of(case: Case, *, with_block: bool, seed: int = 1) -> Iterator[Engine
     model = model_of(case, seed=seed)
     config = case.ds_config(with_block=with_block)
     if with_block:
-        config["hybridep"]["verify_interval"] = 1
+        config["hybridep"]["advanced"]["verify_interval"] = 1
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     try:
         yield engine

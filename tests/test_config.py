@@ -1,13 +1,18 @@
-import dataclasses
+import contextlib
 import json
 import math
 import sys
+import time
 from collections import OrderedDict
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from ds_hybridep.config import IDENTITY, MINIMAL_BLOCK, CodecConfig, HybridEPConfig, LevelConfig, parse_config
-from ds_hybridep.errors import ConfigError
+from ds_hybridep.config import IDENTITY, AdvancedConfig, HybridEPConfig, LevelConfig, parse_config
+from ds_hybridep.config_messages import MINIMAL_BLOCK
+from ds_hybridep.errors import ConfigError, PlanError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 
 DC = {"name": "dc", "size": 2, "bandwidth_gbps": 1.0, "latency_ms": 20, "domain_size": 2}
@@ -29,6 +34,10 @@ def with_setting(key, value):
     return {**BLOCK, key: value}
 
 
+def with_advanced(key, value):
+    return {**BLOCK, "advanced": {key: value}}
+
+
 def with_level_setting(key, value):
     return {"levels": [DC, {**GPU, key: value}]}
 
@@ -46,16 +55,21 @@ def test_a_minimal_block_gets_the_defaults():
     assert config == HybridEPConfig(
         levels=(LevelConfig(name="gpu", size=8, bandwidth_gbps=None, latency_ms=None, domain_size=1),),
         enabled=True,
-        prefetch_depth=2,
-        verify_interval=100,
-        kernels="auto",
         timeout_s=600.0,
         report_interval=10,
         report_file=None,
         token_exchange="auto",
+        advanced=AdvancedConfig(
+            prefetch_depth=2,
+            kernels="auto",
+            verify_interval=100,
+            dispatch_sms=None,
+            probe_cache=None,
+            replan_interval=5,
+        ),
     )
-    codecs = {config.levels[0].weight_codec, config.levels[0].gradient_codec, config.levels[0].token_codec}
-    assert codecs == {IDENTITY}
+    assert {config.levels[0].weight_codec, config.levels[0].gradient_codec} == {IDENTITY}
+    assert config.levels[0].token_codec.type == "identity"
 
 
 def test_the_block_that_the_errors_show_is_accepted():
@@ -66,24 +80,25 @@ def test_everything_given_is_kept():
     given = {
         "levels": [{**DC, "weight_codec": "identity", "token_codec": {"type": "identity"}}, GPU],
         "enabled": False,
-        "prefetch_depth": 0,
-        "verify_interval": 0,
-        "kernels": "reference",
         "timeout_s": 1.5,
         "report_interval": 0,
         "report_file": "run.json",
         "token_exchange": "hierarchical",
     }
-    config = parse(given)
+    advanced = {
+        "prefetch_depth": 0,
+        "verify_interval": 0,
+        "kernels": "reference",
+        "dispatch_sms": 8,
+        "probe_cache": "links.json",
+        "replan_interval": 0,
+    }
+    config = parse({**given, "advanced": advanced})
     for key in given.keys() - {"levels"}:
         assert getattr(config, key) == given[key]
-    assert config.levels[0].token_codec == CodecConfig(type="identity")
+    assert config.advanced == AdvancedConfig(**advanced)
+    assert config.levels[0].token_codec.type == "identity"
     assert config.domain_sizes == (2, 1)
-
-
-def test_every_field_of_the_block_is_read():
-    assert all("reader" in item.metadata for item in dataclasses.fields(LevelConfig))
-    assert [item.name for item in dataclasses.fields(HybridEPConfig) if "reader" not in item.metadata] == ["levels"]
 
 
 def test_cluster_is_in_bytes_and_seconds():
@@ -103,8 +118,9 @@ def test_any_mapping_will_do():
 
 def test_settings_cannot_be_changed_and_can_be_hashed():
     config = parse(BLOCK)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.timeout_s = 1.0
+    for part, key in ((config, "timeout_s"), (config.levels[0], "size"), (config.advanced, "prefetch_depth")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(part, key, 1)
     assert hash(config) == hash(parse(BLOCK))
 
 
@@ -121,7 +137,12 @@ def test_canonical_is_json_and_the_same_for_the_same_settings():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("prefetch_depth", 3), ("kernels", "compiled"), ("timeout_s", 5), ("token_exchange", "direct")],
+    [
+        ("advanced", {"prefetch_depth": 3}),
+        ("advanced", {"kernels": "compiled"}),
+        ("timeout_s", 5),
+        ("token_exchange", "direct"),
+    ],
 )
 def test_canonical_tells_settings_apart(key, value):
     assert parse(with_setting(key, value)).canonical() != parse(BLOCK).canonical()
@@ -129,6 +150,7 @@ def test_canonical_tells_settings_apart(key, value):
 
 def test_canonical_leaves_out_what_only_rank_0_uses():
     assert parse(with_setting("report_file", "run.json")).canonical() == parse(BLOCK).canonical()
+    assert parse(with_advanced("probe_cache", "links.json")).canonical() == parse(BLOCK).canonical()
 
 
 # ---- switched off ----
@@ -152,15 +174,17 @@ def test_a_block_that_is_no_object_is_refused(block):
 
 
 def test_unknown_keys_are_refused_with_the_nearest_spelling():
-    message = refusal(with_setting("prefetch_dept", 2))
-    assert_says(message, "hybridep.prefetch_dept is not a known key", 'did you mean "prefetch_depth"?')
+    message = refusal(with_setting("report_intervall", 2))
+    assert_says(message, "hybridep.report_intervall is not a known key", 'did you mean "report_interval"?')
+    message = refusal(with_advanced("prefetch_dept", 2))
+    assert_says(message, "hybridep.advanced.prefetch_dept is not a known key", 'did you mean "prefetch_depth"?')
     message = refusal(with_level_setting("bandwith_gbps", 2))
     assert_says(message, "hybridep.levels[1].bandwith_gbps is not a known key", 'did you mean "bandwidth_gbps"?')
 
 
 def test_unknown_keys_unlike_any_other_are_refused_with_the_known_ones():
     message = refusal(with_setting("zzz", 2))
-    assert_says(message, "hybridep.zzz is not a known key; remove it", "known keys: levels, enabled, prefetch_depth")
+    assert_says(message, "hybridep.zzz is not a known key; remove it", "known keys: levels, enabled, replicas")
 
 
 def test_keys_that_are_no_strings_are_refused():
@@ -202,11 +226,20 @@ def test_values_that_are_no_boolean_are_refused(value):
     assert_says(message, f"hybridep.enabled is {json.dumps(value)}", "true or false", "without quotes")
 
 
-@pytest.mark.parametrize("key", ["prefetch_depth", "verify_interval", "report_interval"])
+@pytest.mark.parametrize("key", ["prefetch_depth", "verify_interval", "replan_interval", "report_interval"])
 @pytest.mark.parametrize("value", [-1, *NOT_INTEGERS])
 def test_values_that_are_no_count_are_refused(key, value):
-    message = refusal(with_setting(key, value))
-    assert_says(message, f"hybridep.{key} is {json.dumps(value)}", "an integer >= 0", "for example")
+    is_advanced = key in AdvancedConfig.model_fields
+    message = refusal(with_advanced(key, value) if is_advanced else with_setting(key, value))
+    path = f"hybridep.{'advanced.' if is_advanced else ''}{key}"
+    assert_says(message, f"{path} is {json.dumps(value)}", "an integer >= 0", "for example")
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "8", 8.0, [8], math.nan])
+def test_values_that_are_no_number_of_multiprocessors_are_refused(value):
+    message = refusal(with_advanced("dispatch_sms", value))
+    assert_says(message, f"hybridep.advanced.dispatch_sms is {json.dumps(value)}", "an integer >= 1", "for example 16")
+    assert parse(with_advanced("dispatch_sms", None)).advanced.dispatch_sms is None
 
 
 @pytest.mark.parametrize("key", ["size", "domain_size"])
@@ -244,18 +277,52 @@ def test_values_that_are_no_name_are_refused(value):
 def test_values_that_are_no_file_are_refused(value):
     message = refusal(with_setting("report_file", value))
     assert_says(message, f"hybridep.report_file is {json.dumps(value)}", "not empty", "path of a file")
+    message = refusal(with_advanced("probe_cache", value))
+    assert_says(message, f"hybridep.advanced.probe_cache is {json.dumps(value)}", "not empty", "path of a file")
+
+
+@pytest.mark.parametrize("value", [None, 3, "x", ["prefetch_depth"]])
+def test_advanced_settings_that_are_no_object_are_refused(value):
+    message = refusal(with_setting("advanced", value))
+    assert_says(
+        message, f"hybridep.advanced is {json.dumps(value)}", "an object with keys", "known keys: prefetch_depth"
+    )
+
+
+@pytest.mark.parametrize("key", AdvancedConfig.model_fields)
+def test_a_key_that_moved_is_refused_with_its_new_place(key):
+    message = refusal(with_setting(key, 3))
+    assert_says(message, f"hybridep.{key} moved to hybridep.advanced.{key}", f'write "advanced": {{"{key}": 3}}')
+
+
+@pytest.mark.parametrize(("key", "instead"), [("max_staleness", "weight_codec"), ("replan_threshold", "3%")])
+def test_a_key_that_was_removed_is_refused_with_what_to_write_instead(key, instead):
+    assert_says(refusal(with_setting(key, 1)), f"hybridep.{key} was removed; leave it out", instead)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "nearest"),
+    ("name", "instead"),
+    [("top_k", "low_rank"), ("sign", "int2"), ("sum", '"rest": "int2"'), ("warm_up", '"first_rank": 16')],
+)
+def test_a_codec_that_was_removed_is_refused_with_what_to_write_instead(name, instead):
+    message = refusal(with_level_setting("weight_codec", name))
+    assert_says(message, f'hybridep.levels[1].weight_codec is "{name}", which was removed; write', instead)
+    message = refusal(with_level_setting("gradient_codec", {"type": name, "parts": ["int8"]}))
+    assert_says(message, f'hybridep.levels[1].gradient_codec.type is "{name}", which was removed; write', instead)
+    replacement = message.split("; write ")[1]
+    parse(with_level_setting("gradient_codec", json.loads(replacement.split(" or ")[0])))
+
+
+@pytest.mark.parametrize(
+    ("block", "path", "nearest"),
     [
-        ("kernels", "Compiled", "compiled"),
-        ("kernels", "referense", "reference"),
-        ("token_exchange", "hierarchial", "hierarchical"),
+        (with_advanced("kernels", "Compiled"), 'advanced.kernels is "Compiled"', "compiled"),
+        (with_advanced("kernels", "referense"), 'advanced.kernels is "referense"', "reference"),
+        (with_setting("token_exchange", "hierarchial"), 'token_exchange is "hierarchial"', "hierarchical"),
     ],
 )
-def test_unknown_choices_are_refused_with_the_nearest_spelling(key, value, nearest):
-    assert_says(refusal(with_setting(key, value)), f'hybridep.{key} is "{value}"', f'did you mean "{nearest}"?')
+def test_unknown_choices_are_refused_with_the_nearest_spelling(block, path, nearest):
+    assert_says(refusal(block), f"hybridep.{path}", f'did you mean "{nearest}"?')
 
 
 def test_domains_are_refused_where_tokens_are_left_to_deepspeed():
@@ -271,23 +338,18 @@ def test_weights_of_transient_replicas_are_exact(codec):
     assert parse({**with_level_setting("gradient_codec", codec), "replicas": "transient"}).replicas == "transient"
 
 
-def test_transient_replicas_are_not_old():
-    message = refusal({**BLOCK, "replicas": "transient", "max_staleness": 1})
-    assert_says(message, "hybridep.max_staleness is 1", '"transient"', "set max_staleness to 0", '"persistent"')
-
-
 @pytest.mark.parametrize("value", [None, True, 3, "zzz", ["auto"]])
 def test_unknown_choices_unlike_any_other_are_refused_with_all(value):
-    message = refusal(with_setting("kernels", value))
-    assert_says(message, f"hybridep.kernels is {json.dumps(value)}", '"auto", "compiled", "reference"')
+    message = refusal(with_advanced("kernels", value))
+    assert_says(message, f"hybridep.advanced.kernels is {json.dumps(value)}", '"auto", "compiled", "reference"')
 
 
 def test_values_that_json_cannot_hold_are_shown_all_the_same():
-    assert_says(refusal(with_setting("kernels", {1, 2})), "hybridep.kernels is {1, 2}, but must be")
+    assert_says(refusal(with_advanced("kernels", {1, 2})), "hybridep.advanced.kernels is {1, 2}, but must be")
 
 
 def test_long_values_are_cut():
-    message = refusal(with_setting("kernels", "x" * 1000))
+    message = refusal(with_advanced("kernels", "x" * 1000))
     assert_says(message, "x" * 50, "...")
     assert len(message) < 300
 
@@ -318,14 +380,36 @@ def test_tokens_have_codecs_of_one_byte_without_options():
 
 
 def test_a_codec_keeps_its_options():
-    config = parse_config(with_level_setting("weight_codec", {"rank": 4, "type": "low_rank"}), world_size=8)
-    assert config.levels[1].weight_codec.spec == {"type": "low_rank", "rank": 4}
+    config = parse_config(with_level_setting("weight_codec", {"rank": 8, "type": "low_rank"}), world_size=8)
+    assert config.levels[1].weight_codec.spec == {"type": "low_rank", "rank": 8}
     json.dumps(config.canonical())
 
 
-def test_options_that_are_no_json_are_refused():
-    message = refusal(with_level_setting("weight_codec", {"type": "low_rank", "rank": {4}}))
-    assert_says(message, "hybridep.levels[1].weight_codec is", "must be JSON")
+def test_codecs_with_equal_settings_are_equal_however_they_are_written():
+    short, long = ({"type": "low_rank", "fallback": codec} for codec in ("int2", {"type": "int2", "block": 128}))
+    configs = [parse(with_level_setting("weight_codec", codec)) for codec in (short, long)]
+    assert configs[0] == configs[1]
+    assert configs[0].levels[1].weight_codec.spec == configs[1].levels[1].weight_codec.spec
+    assert parse(with_level_setting("weight_codec", {"type": "identity", "dtype": "fp32"})) == parse(BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [
+        ({"type": "low_rank", "rank": {4}}, ".rank is {4}, but must be an integer from 1 to 1024"),
+        ({"type": "low_rank", "rnak": 4}, '.rnak is not a known option; did you mean "rank"? (options of "low_rank"'),
+        ({"type": "low_rank", "fallback": {"type": "int8", "block": 5}}, ".fallback.block is 5, but must be one of 8"),
+        ({"type": "low_rank", "rest": "low_rank"}, '.rest is "low_rank", but must be one of "int8", "int4"'),
+        ({"type": "low_rank", "rest": {"type": "int8", "block": 8.0}}, ".rest.block is 8.0, but must be one of 8, 16"),
+        ({"type": "low_rank", "rest": 3}, ".rest is 3, but must be a codec name or an object"),
+        ({"type": "low_rank", "first_rank": 8}, ".first_steps is missing, but first_rank is 8; set both"),
+    ],
+)
+def test_options_of_codecs_are_checked_with_the_block(codec, message):
+    for key in ("weight_codec", "gradient_codec"):
+        assert_says(refusal(with_level_setting(key, codec)), f"hybridep.levels[1].{key}{message}")
+    block = {"levels": [GPU], "auto_codecs": ["int8", codec]}
+    assert_says(refusal(block, world_size=4), f"hybridep.auto_codecs[1]{message}")
 
 
 @pytest.mark.parametrize("key", CODEC_KEYS)
@@ -399,6 +483,162 @@ def test_codecs_to_choose_from_are_a_list_of_codecs():
 def test_two_levels_of_one_name_are_refused():
     message = refusal({"levels": [DC, {"name": "dc", "size": 4}]})
     assert_says(message, 'hybridep.levels[1].name is "dc", which hybridep.levels[0] has already', "its own name")
+
+
+# ---- values that are too large, too long or junk ----
+
+
+def test_a_huge_size_is_refused_before_its_divisors_are_looked_for():
+    for level in ({"size": 10**30}, {"size": 10**30, "domain_size": 2}, {"size": 10**5000}):
+        for block in (
+            {"levels": [{"name": "gpu", **level}]},
+            {"enabled": False, "levels": [{"name": "gpu", **level}]},
+        ):
+            message = refusal(block)
+            assert_says(message, "hybridep.levels[0].size is ", "an integer >= 1 and at most 1000000")
+    message = refusal({"levels": [{"name": "gpu", "size": 10**6, "domain_size": 7}]})
+    assert_says(message, "hybridep.levels[0].domain_size is 7", "size 1000000; choose one of 1, 2, 4, 5, 8")
+    message = refusal({"levels": [{"name": f"level {index}", "size": 10**6} for index in range(5000)]})
+    assert_says(message, "hybridep.levels: the sizes level 0 (1000000)", "but the job has 8")
+
+
+LONG = "x" * 10_000
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"levels": LONG},
+        {"levels": [LONG]},
+        {"levels": [{"name": LONG, "size": 2}]},
+        {"levels": [{"name": LONG, "size": 8}] * 2},
+        {"levels": [{"name": LONG, "size": LONG}]},
+        with_level_setting("weight_codec", LONG),
+        with_level_setting("weight_codec", {"type": LONG}),
+        with_level_setting("weight_codec", {"type": "low_rank", LONG: 3}),
+        with_level_setting("gradient_codec", {"type": "low_rank", "fallback": LONG}),
+        with_level_setting("token_codec", LONG),
+        with_level_setting(LONG, 2),
+        with_setting(LONG, LONG),
+        with_setting("token_exchange", LONG),
+        with_setting("prefetch_depth", LONG),
+        with_advanced("kernels", LONG),
+        with_advanced(LONG, LONG),
+        LONG,
+    ],
+    ids=str,
+)
+def test_long_values_and_keys_are_cut_wherever_they_stand(block):
+    message = refusal(block)
+    assert "x" * 50 in message
+    assert "x" * 81 not in message
+    assert len(message) <= MOST_CHARACTERS
+
+
+MOST_CHARACTERS = 600
+VALID_BLOCKS = [
+    BLOCK,
+    {"enabled": False},
+    {
+        "levels": [
+            {**DC, "weight_codec": "int8", "gradient_codec": {"type": "low_rank", "rank": 4, "rest": "int2"}},
+            GPU,
+        ]
+    },
+    {"levels": [{**DC, "domain_size": "auto", "weight_codec": "auto"}, GPU], "auto_codecs": ["int8", "low_rank"]},
+    {"levels": [{**DC, "token_codec": {"type": "fp8"}}, GPU], "replicas": "transient", "dense_sync": "auto"},
+    {
+        "levels": [DC, {**GPU, "gradient_codec": {"type": "low_rank", "fallback": {"type": "int4", "block": 64}}}],
+        "report_file": "run.json",
+        "advanced": {"prefetch_depth": 0, "kernels": "reference", "dispatch_sms": 8, "probe_cache": None},
+    },
+]
+
+
+def _nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+CYCLE = {"levels": []}
+CYCLE["levels"].append(CYCLE)
+UNPRINTABLE = {  # by name, since some cannot be shown when a test fails
+    "an integer of 5000 digits": 10**5000,
+    "a string of 10000 characters": LONG,
+    "a zero": "\0",
+    "half a character": "\ud800",
+    "bytes": b"bytes",
+    "a tuple": (),
+    "a set": {1, 2},
+    "an object": object(),
+    "an endless dictionary": CYCLE,
+    "an endless list": [CYCLE],
+    "a long list": [0] * 100_000,
+    "500 lists in each other": _nested(500),
+    "100000 lists in each other": _nested(100_000),
+}
+WORDS = ["auto", "identity", "int8", "low_rank", "top_k", "sum", "fp8", "deepspeed", "transient", "", "type", "levels"]
+KEYS = st.one_of(
+    st.sampled_from([*HybridEPConfig.model_fields, *LevelConfig.model_fields, *AdvancedConfig.model_fields]),
+    st.sampled_from(["type", "rank", "rest", "fallback", "block", "max_staleness", LONG, "\ud800", None, (1, 2)]),
+    st.text(max_size=5),
+    st.integers(),
+)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 12),
+    st.sampled_from([2**63, 10**30, -(10**400)]),
+    st.floats(),
+    st.sampled_from(WORDS),
+    st.text(max_size=20),
+    st.sampled_from(list(UNPRINTABLE)).map(lambda name: UNPRINTABLE[name]),
+)
+JUNK = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+def _places(value, path=()):
+    """Paths of all values in a block, the block itself first."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, one in inner for place in _places(one, (*path, key)))]
+
+
+def _changed(value, path, junk, key):
+    """With `junk` in the place of what stands at `path`, or beside it as `key` of an object."""
+    if not path:
+        return junk if key is _NOT_ADDED or not isinstance(value, dict) else {**value, key: junk}
+    copied = dict(value) if isinstance(value, dict) else list(value)
+    copied[path[0]] = _changed(value[path[0]], path[1:], junk, key)
+    return copied
+
+
+_NOT_ADDED = object()
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_a_block_with_junk_in_it_is_accepted_or_refused_with_a_short_message_that_names_the_key(data):
+    block = data.draw(st.sampled_from(VALID_BLOCKS))
+    # All paths are those of the valid block, since junk may be endless.
+    for path in data.draw(st.lists(st.sampled_from(_places(block)), min_size=1, max_size=3, unique=True)):
+        key, junk = data.draw(st.one_of(st.just(_NOT_ADDED), KEYS)), data.draw(JUNK)
+        with contextlib.suppress(LookupError, TypeError):  # what stood there is gone
+            block = _changed(block, path, junk, key)
+    begin_s = time.process_time()
+    message = ""
+    try:
+        json.dumps(parse(block).canonical())
+    except (ConfigError, PlanError) as error:
+        message = str(error)
+    assert time.process_time() - begin_s < 1.0
+    assert message == "" or message.startswith("hybridep"), message
+    assert len(message) <= MOST_CHARACTERS, message
 
 
 # ---- cluster files ----

@@ -16,7 +16,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
-from parity import FP32_TOLERANCE, Case, levels_of, use_expert_groups_of
+from parity import FP32_TOLERANCE, Case, levels_of, merged, use_expert_groups_of
 from process_pool import ProcessPool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -53,7 +53,7 @@ def engine_of(
     )
     ds_config = {**case.ds_config(with_block=with_block), **config}
     if hybridep is not None:
-        ds_config["hybridep"] = {**ds_config.get("hybridep", {}), **hybridep}
+        ds_config["hybridep"] = merged(ds_config.get("hybridep", {}), hybridep)
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
     try:
         yield engine
@@ -88,7 +88,7 @@ def _batch(case: Case, step: int, micro_step: int = 0) -> tuple[torch.Tensor, to
 
 
 def block_of(case: Case, **settings: Any) -> dict[str, Any]:
-    return {**case.ds_config(with_block=True)["hybridep"], **settings}
+    return merged(case.ds_config(with_block=True)["hybridep"], settings)
 
 
 def moe_layers(model: nn.Module) -> list[MOELayer]:
@@ -176,7 +176,7 @@ def stats_after_two_steps(case: Case) -> dict[str, Any]:
 
 def change_by_hand(case: Case, ranks: tuple[int, ...], layer: int, *, refreshes: bool) -> tuple[str, list[float]]:
     """Error of a step after `ranks` changed their experts of `layer`, and the losses of all steps."""
-    with engine_of(case, with_block=True, hybridep={"verify_interval": 1}) as engine:
+    with engine_of(case, with_block=True, hybridep={"advanced": {"verify_interval": 1}}) as engine:
         losses = train(engine, case, 0, 2)
         _shift_experts(engine, ranks, layer)
         if refreshes:
@@ -423,7 +423,9 @@ def thaw_after_attach(case: Case) -> tuple[str, str]:
 def losses_beside_groups_of_some_ranks(case: Case) -> list[float]:
     """Losses where the user made process groups that not all ranks are in, before the start and after it."""
     dist.new_group([0, 2])
-    with engine_of(case, with_block=True, hybridep={"report_interval": 1, "verify_interval": 1}) as engine:
+    with engine_of(
+        case, with_block=True, hybridep={"report_interval": 1, "advanced": {"verify_interval": 1}}
+    ) as engine:
         dist.new_group([1, 2, 3])
         return train(engine, case, 0, 3)
 
@@ -634,18 +636,18 @@ def test_a_domain_beyond_the_span_of_the_group(pool4: ProcessPool) -> None:
 
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_rank_with_another_setting_is_named_on_all_ranks(pool4: ProcessPool, rank: int) -> None:
-    by_rank = {rank: {"prefetch_depth": 5}}
+    by_rank = {rank: {"advanced": {"prefetch_depth": 5}}}
     for kind, message in pool4.run(initialize_differently, case=world4(2, 1), by_rank=by_rank, timeout_s=20.0):
         assert kind == "AgreementError"
-        assert f"rank {rank} differs from rank 0 in config.prefetch_depth: 5 instead of 2" in message
+        assert f"rank {rank} differs from rank 0 in config.advanced.prefetch_depth: 5 instead of 2" in message
 
 
 def test_a_setting_that_only_rank_0_has(pool4: ProcessPool) -> None:
-    by_rank = {0: {"verify_interval": 7}}
+    by_rank = {0: {"advanced": {"verify_interval": 7}}}
     for kind, message in pool4.run(initialize_differently, case=world4(2, 1), by_rank=by_rank, timeout_s=20.0):
         assert kind == "AgreementError"
         for rank in (1, 2, 3):
-            assert f"rank {rank} differs from rank 0 in config.verify_interval: 100 instead of 7" in message
+            assert f"rank {rank} differs from rank 0 in config.advanced.verify_interval: 100 instead of 7" in message
 
 
 @pytest.mark.parametrize("missing_rank", [0, 2])
@@ -659,12 +661,12 @@ def test_a_rank_that_does_not_attach_is_named(pool4: ProcessPool, missing_rank: 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_config_error_of_one_rank_reaches_the_others_at_once(pool4: ProcessPool, rank: int) -> None:
-    by_rank = {rank: {"prefetch_depht": 5}}
+    by_rank = {rank: {"advanced": {"prefetch_depht": 5}}}
     # The block's own time limit is 60 s: they do not wait for it.
     results = pool4.run(initialize_differently, case=world4(2, 1), by_rank=by_rank, timeout_s=20.0)
     for other, (kind, message) in enumerate(results):
         assert kind == ("ConfigError" if other == rank else "AgreementError")
-        assert 'hybridep.prefetch_depht is not a known key; did you mean "prefetch_depth"?' in message
+        assert 'hybridep.advanced.prefetch_depht is not a known key; did you mean "prefetch_depth"?' in message
         if other != rank:
             assert f"rank {rank} cannot start" in message
 

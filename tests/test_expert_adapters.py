@@ -57,7 +57,7 @@ def engine_of(case: Case, targets: tuple[str, ...], *, with_block: bool, seed: i
     model = adapted_model(case, targets, seed=seed)
     config = case.ds_config(with_block=with_block)
     if with_block:
-        config["hybridep"]["verify_interval"] = 1
+        config["hybridep"]["advanced"]["verify_interval"] = 1
         config["expert_parallel"]["moe_layer_pattern"] = PATTERN
     else:
         del config["expert_parallel"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
-from parity import Case, levels_of
+from parity import Case, levels_of, merged
 from process_pool import ProcessPool
 from test_engine import Engine, _batch, engine_of, error_of, moe_layers, train
 from toy_model import ToyConfig
@@ -23,9 +23,9 @@ from ds_hybridep.codecs import make_codec
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 LOW_RANK = {"type": "low_rank", "rank": 2}
-# Two codecs with packets of one length.
-WARM_UP = {"type": "warm_up", "steps": 2, "first": {**LOW_RANK, "refresh_interval": 4}, "then": LOW_RANK}
-TOP_K = {"type": "top_k", "k": 8, "block": 256}
+STAGED = {"type": "low_rank", "rank": 1, "first_rank": 2, "first_steps": 2}
+COARSE = {"type": "int2", "block": 256}
+RANK_1_AND_REST = {"type": "low_rank", "rank": 1, "rest": "int2"}
 STEPS = 6
 Codecs = list[tuple[Any, Any]]  # (weights, gradients) of each level
 
@@ -45,22 +45,26 @@ def block_with(case: Case, codecs: Codecs, **settings: Any) -> dict[str, Any]:
             case.ds_config(with_block=True)["hybridep"]["levels"], codecs, strict=True
         )
     ]
-    return {"levels": levels, "verify_interval": 1, **settings}
+    return merged({"levels": levels, "advanced": {"verify_interval": 1}}, settings)
+
+
+def runtime_of(engine: Engine) -> Any:
+    return engine.__dict__["_hybridep_attachment"]["hybridep"].runtime
 
 
 def migration_of(engine: Engine) -> Any:
-    return engine.__dict__["_hybridep_attachment"]["hybridep"].runtime.migration
+    return runtime_of(engine).migration
 
 
-def stores_of(engine: Engine) -> list[Any]:
-    return [layer.store for layer in migration_of(engine)._layers]
+def replicas_of(engine: Engine) -> list[Any]:
+    return [layer.replicas for layer in migration_of(engine).layers]
 
 
 def train_lossy(case: Case, codecs: Codecs, num_steps: int) -> dict[str, Any]:
     """Losses, bytes by level and kind, and how far replicas are from the weights that they stand for."""
     with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
         losses = train(engine, case, 0, num_steps)
-        migration_of(engine).verify()
+        runtime_of(engine).verify()
         stats = ds_hybridep.stats(engine)
         return {
             "losses": losses,
@@ -76,12 +80,14 @@ def distance_of_mirrors(case: Case, codecs: Codecs) -> list[float]:
         distances = []
         for num_messages in (0, 1, 30):
             for _ in range(num_messages):
-                migration_of(engine)._drain_weights()
+                migration_of(engine).finish_shipments()
                 migration_of(engine)._ship(is_exact=False)
-            migration_of(engine)._drain_weights()
-            migration_of(engine).verify()
+            migration_of(engine).finish_shipments()
+            runtime_of(engine).verify()
             sums = [
-                m.squared_distance(s.source_weights()) for s in stores_of(engine) for m in s.lossy.mirrors.values()
+                m.squared_distance(r.source_weights())
+                for r in replicas_of(engine)
+                for m in r.feedback.mirrors.values()
             ]
             distances.append((sum(apart for apart, _ in sums) / sum(whole for _, whole in sums)) ** 0.5)
         return distances
@@ -96,7 +102,7 @@ def returned_gradients(engine: Engine, case: Case, step: int) -> list[torch.Tens
 
 
 def residuals_of(engine: Engine) -> list[torch.Tensor]:
-    return [r.clone() for s in stores_of(engine) for e in s.lossy.encoders.values() for r in e.residuals]
+    return [r.clone() for one in replicas_of(engine) for e in one.feedback.encoders.values() for r in e.residuals]
 
 
 def skip_steps(case: Case, codecs: Codecs) -> dict[str, bool]:
@@ -107,8 +113,8 @@ def skip_steps(case: Case, codecs: Codecs) -> dict[str, bool]:
         first = returned_gradients(engine, case, 7)  # dropped by zero_grad
         dropped = residuals_of(engine)
         engine.backward(engine(*_batch(case, 7)))
-        migration_of(engine).before_step()
-        migration_of(engine).after_step(was_applied=False)
+        runtime_of(engine).before_step()
+        runtime_of(engine).after_step(was_applied=False)
         skipped = residuals_of(engine)
         engine.zero_grad()
         again = returned_gradients(engine, case, 7)
@@ -150,8 +156,7 @@ def resume(case: Case, codecs: Codecs, folder: str, then: Codecs | None = None) 
     with engine_of(replace(case, seed=5), with_block=True, hybridep=block) as engine:  # other weights at first
         train(engine, replace(case, seed=5), 0, 1)
         engine.load_checkpoint(folder)
-        undelivered = [s.lossy.undelivered for s in stores_of(engine) if s.lossy.undelivered is not None]
-        handed_over = weighted_sum_of(part for one in undelivered for part in one.parts)
+        handed_over = undelivered_of(engine)
         again = train(engine, case, 3, 2)
         return {
             "losses": losses,
@@ -159,7 +164,7 @@ def resume(case: Case, codecs: Codecs, folder: str, then: Codecs | None = None) 
             "equal": all(map(torch.equal, parameters, engine.module.parameters())),
             "residual": residual,
             "handed over": handed_over,
-            "left": [s.lossy.undelivered is not None for s in stores_of(engine)],
+            "left": bool(runtime_of(engine)._undelivered.parts),
         }
 
 
@@ -195,9 +200,7 @@ def load_twice(case: Case, codecs: Codecs, folder: str) -> dict[str, Any]:
 
 
 def undelivered_of(engine: Engine) -> float:
-    return weighted_sum_of(
-        part for s in stores_of(engine) if s.lossy.undelivered for part in s.lossy.undelivered.parts
-    )
+    return weighted_sum_of(part for parts in runtime_of(engine)._undelivered.parts.values() for part in parts)
 
 
 def lose_a_file(case: Case, codecs: Codecs, folder: str) -> tuple[str, str]:
@@ -223,7 +226,7 @@ def freeze_experts(case: Case, codecs: Codecs) -> list[float]:
     with engine_of(case, with_block=False) as engine:
         for layer in moe_layers(engine.module):
             layer.experts.requires_grad_(False)
-        ds_hybridep.attach(engine, {**case.ds_config(with_block=True)["hybridep"], **block_with(case, codecs)})
+        ds_hybridep.attach(engine, merged(case.ds_config(with_block=True)["hybridep"], block_with(case, codecs)))
         losses = train(engine, case, 0, 3)
         ds_hybridep.detach(engine)
         return losses
@@ -257,7 +260,7 @@ def job_reports(case: Case, codecs: Codecs) -> dict[str, Any]:
     """Each rank's own numbers of codecs, and on rank 0 those of the job at the same step."""
     with engine_of(case, with_block=True, hybridep=block_with(case, codecs, report_interval=2)) as engine:
         train(engine, case, 0, 2)
-        migration_of(engine)._drain_weights()
+        migration_of(engine).finish_shipments()
         stats = ds_hybridep.stats(engine)
         return {
             "own": [layer["codecs"] for layer in stats["layers"]],
@@ -277,10 +280,10 @@ def weighted_sum_of(tensors: Iterable[torch.Tensor]) -> float:
 def corrupt_replica(case: Case, codecs: Codecs) -> tuple[str, str]:
     with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
         train(engine, case, 0, 2)
-        migration_of(engine)._drain_weights()
+        migration_of(engine).finish_shipments()
         if dist.get_rank() == 2:
-            store = stores_of(engine)[1]
-            next(iter(store.lossy.replicas.values())).values[0][0, 0, 0] += 2**-10
+            feedback = replicas_of(engine)[1].feedback
+            next(iter(feedback.replicas.values())).values[0][0, 0, 0] += 2**-10
         return error_of(train, engine, case, 2, 2)
 
 
@@ -310,12 +313,12 @@ def wrong_codec(case: Case, codecs: Codecs) -> tuple[str, str]:
     [
         ((2, 1), [("int8", "int8"), ("identity", "identity")]),
         ((2, 2), [(LOW_RANK, LOW_RANK), ("identity", "identity")]),
-        ((2, 2), [("sign", TOP_K), ("int8", "int4")]),
+        ((2, 2), [(COARSE, {"type": "low_rank", "rank": 1}), ("int8", "int4")]),
         ((2, 2), [("int4", "int4"), ("int4", "identity")]),
         ((1, 2), [("identity", "identity"), ("int2", LOW_RANK)]),
-        ((2, 1), [(WARM_UP, {"type": "sum", "parts": [LOW_RANK, "int2"]}), ("identity", "identity")]),
+        ((2, 1), [(STAGED, {**LOW_RANK, "rest": "int2"}), ("identity", "identity")]),
     ],
-    ids=["2x1-int8", "2x2-low_rank", "2x2-sign-int8", "2x2-shared-int4", "1x2-int2", "2x1-warm_up-sum"],
+    ids=["2x1-int8", "2x2-low_rank", "2x2-int2-int8", "2x2-shared-int4", "1x2-int2", "2x1-first_rank-rest"],
 )
 def test_replicas_equal_mirrors_after_every_step(
     pool4: ProcessPool, domain_sizes: tuple[int, ...], codecs: Codecs, dtype: str, zero_stage: int
@@ -330,7 +333,7 @@ def test_replicas_equal_mirrors_after_every_step(
             assert layer["decode_s"] > 0
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "sign", TOP_K, LOW_RANK], ids=str)
+@pytest.mark.parametrize("codec", ["int8", "int4", COARSE, LOW_RANK], ids=str)
 def test_one_expert_per_rank(pool4: ProcessPool, codec: Any) -> None:
     case = world4(2, 2, toy=ToyConfig(num_experts=4, ffn=35, hidden=17))
     codecs: Codecs = [(codec, codec), (codec, codec)]
@@ -358,14 +361,16 @@ def test_int8_both_ways_trains_as_exact_does(pool4: ProcessPool) -> None:
         assert other["losses"] != one["losses"]
 
 
-@pytest.mark.parametrize(("codec", "left"), [("int8", 1e-6), ("int4", 1e-6), (TOP_K, 0.05), (LOW_RANK, 0.05)], ids=str)
+@pytest.mark.parametrize(
+    ("codec", "left"), [("int8", 1e-6), ("int4", 1e-6), (LOW_RANK, 0.05), (RANK_1_AND_REST, 0.05)], ids=str
+)
 def test_what_a_codec_left_out_goes_out_later(pool4: ProcessPool, codec: Any, left: float) -> None:
     for case in (world4(2, 1), world4(2, 1, dtype="bf16", zero_stage=1)):
         for trained, _, later in pool4.run(distance_of_mirrors, case=case, codecs=[(codec, "identity")] * 2):
             assert later < max(left * trained, 1e-8)
 
 
-@pytest.mark.parametrize("codec", ["int4", LOW_RANK, TOP_K], ids=str)
+@pytest.mark.parametrize("codec", ["int4", LOW_RANK, COARSE], ids=str)
 def test_a_skipped_step_leaves_no_trace(pool4: ProcessPool, codec: Any) -> None:
     codecs: Codecs = [("int8", codec), ("identity", "int8")]
     for found in pool4.run(skip_steps, case=world4(2, 2), codecs=codecs):
@@ -388,7 +393,7 @@ def test_a_resumed_training_goes_on_bit_for_bit(
     pool4: ProcessPool, tmp_path: Path, dtype: str, zero_stage: int, accumulation: int
 ) -> None:
     case = world4(2, 2, dtype=dtype, zero_stage=zero_stage, accumulation=accumulation)
-    codecs: Codecs = [(LOW_RANK, TOP_K), ("int8", "int4")]
+    codecs: Codecs = [(LOW_RANK, COARSE), ("int8", "int4")]
     for found in pool4.run(resume, case=case, codecs=codecs, folder=str(tmp_path)):
         assert found["residual"] != 0
         assert found["again"] == found["losses"]
@@ -398,14 +403,14 @@ def test_a_resumed_training_goes_on_bit_for_bit(
 
 def test_at_another_plan_residuals_go_to_the_owners(pool4: ProcessPool, tmp_path: Path) -> None:
     case = world4(2, 2)
-    codecs: Codecs = [(LOW_RANK, TOP_K), ("int8", "int4")]
+    codecs: Codecs = [(LOW_RANK, COARSE), ("int8", "int4")]
     for name, then in (("codec", [("int8", "int8")] * 2), ("exact", [("identity", "identity")] * 2)):
         results = pool4.run(resume, case=case, codecs=codecs, folder=str(tmp_path / name), then=then)
         saved = sum(found["residual"] for found in results)
         assert abs(saved) > 1e-3
         assert sum(found["handed over"] for found in results) == pytest.approx(saved, rel=1e-5)
         for found in results:
-            assert not any(found["left"])  # used in the first step
+            assert not found["left"]  # used in the first step
             assert all(loss == loss for loss in found["again"])
 
 
@@ -420,7 +425,7 @@ def test_a_checkpoint_of_before_the_first_step(pool4: ProcessPool, tmp_path: Pat
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_residuals_are_handed_over_once(pool4: ProcessPool, tmp_path: Path, ep_size: int) -> None:
     case = world4(*((2, 2) if ep_size == 4 else (1, 2)), toy=ToyConfig(ep_size=ep_size))
-    results = pool4.run(load_twice, case=case, codecs=[("int4", TOP_K)] * 2, folder=str(tmp_path))
+    results = pool4.run(load_twice, case=case, codecs=[("int4", COARSE)] * 2, folder=str(tmp_path))
     saved, once, twice, again, module_only = (
         sum(found[name] for found in results) for name in ("saved", "once", "twice", "again", "module only")
     )
@@ -469,7 +474,7 @@ def test_a_wrong_option_of_a_codec_names_its_key_path(pool4: ProcessPool) -> Non
 
 def test_bytes_over_the_slow_level_are_those_that_the_codec_promised(pool4: ProcessPool) -> None:
     case = world4(2, 2)
-    codecs: Codecs = [(LOW_RANK, TOP_K), ("identity", "identity")]
+    codecs: Codecs = [(LOW_RANK, COARSE), ("identity", "identity")]
     few, more = (
         pool4.run(train_lossy, case=case, codecs=codecs, num_steps=num_steps) for num_steps in (STEPS, STEPS + 1)
     )
@@ -477,7 +482,7 @@ def test_bytes_over_the_slow_level_are_those_that_the_codec_promised(pool4: Proc
     shapes = [(toy.ffn, toy.hidden), (1, toy.ffn), (toy.hidden, toy.ffn), (1, toy.hidden)]
     num_experts = toy.num_experts // 4
     for before, after in zip(few, more, strict=True):
-        for kind, spec in (("expert_weights", LOW_RANK), ("expert_gradients", TOP_K)):
+        for kind, spec in (("expert_weights", LOW_RANK), ("expert_gradients", COARSE)):
             codec = make_codec(spec)
             sizes = [num_experts * codec.packet_bytes(rows, cols) for rows, cols in shapes]
             message = sum(math.ceil(size / 16) * 16 for size in sizes)  # parts begin aligned
@@ -490,8 +495,8 @@ def test_bytes_over_the_slow_level_are_those_that_the_codec_promised(pool4: Proc
     ("domain_sizes", "codecs"),
     [
         ((2, 1), [("identity", "identity"), ("identity", "identity")]),
-        ((2, 2), [(LOW_RANK, TOP_K), ("int8", LOW_RANK)]),
-        ((2, 2), [("int4", "identity"), ("int4", "sign")]),
+        ((2, 2), [(LOW_RANK, COARSE), ("int8", LOW_RANK)]),
+        ((2, 2), [("int4", "identity"), ("int4", "int2")]),
     ],
     ids=["exact", "lossy", "shared"],
 )
@@ -507,12 +512,12 @@ def test_memory_is_what_the_estimators_say(
 
 def test_statistics_of_codecs_count_their_messages(pool4: ProcessPool) -> None:
     case = world4(2, 1)
-    codecs: Codecs = [(LOW_RANK, TOP_K), ("identity", "identity")]
+    codecs: Codecs = [(LOW_RANK, COARSE), ("identity", "identity")]
     results = pool4.run(job_reports, case=case, codecs=codecs)
     toy, num_experts = case.toy, case.toy.num_experts // 4
     shapes = [(toy.ffn, toy.hidden), (1, toy.ffn), (toy.hidden, toy.ffn), (1, toy.hidden)]
     raw = 4 * num_experts * sum(rows * cols for rows, cols in shapes)
-    for kind, spec in (("weight", LOW_RANK), ("gradient", TOP_K)):
+    for kind, spec in (("weight", LOW_RANK), ("gradient", COARSE)):
         codec = make_codec(spec)
         sizes = [num_experts * codec.packet_bytes(rows, cols) for rows, cols in shapes]
         message = sum(math.ceil(size / 16) * 16 for size in sizes)

@@ -172,7 +172,9 @@ def trainer_of(rule: Rule, *, with_block: bool, **ds_config: Any) -> Iterator[Tr
     if not rule.managed:
         config["managed_gradient_accumulation"] = False
     if with_block:
-        config["hybridep"]["verify_interval"] = 1  # replica == owner, proved before every step but the first
+        config["hybridep"]["advanced"]["verify_interval"] = (
+            1  # replica == owner, proved before every step but the first
+        )
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
     try:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
-from parity import FP32_TOLERANCE, Case, levels_of
+from parity import FP32_TOLERANCE, Case, levels_of, merged
 from process_pool import ProcessPool
 from test_engine import Engine, _batch, block_of, engine_of, error_of, evaluate, moe_layers, train
-from test_lossy import block_with, migration_of
+from test_lossy import block_with, replicas_of, runtime_of
 from toy_model import ToyConfig
 
 import ds_hybridep
@@ -22,8 +22,8 @@ from ds_hybridep.adaptive.options import Choice
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 SIZES = ((1, 1), (2, 1), (1, 1))
-TOP_K = {"type": "top_k", "k": 8, "block": 256}
-LOSSY = [(TOP_K, TOP_K), ("identity", "identity")]
+COARSE = {"type": "int2", "block": 256}
+LOSSY = [(COARSE, COARSE), ("identity", "identity")]
 EXACT = [("identity", "identity")] * 2
 
 
@@ -62,18 +62,17 @@ def losses_over(case: Case, blocks: list[dict[str, Any]], steps: int) -> tuple[l
 def block_of_sizes(case: Case, domain_sizes: tuple[int, ...], **settings: Any) -> dict[str, Any]:
     levels = case.ds_config(with_block=True)["hybridep"]["levels"]
     sized = [{**level, "domain_size": size} for level, size in zip(levels, domain_sizes, strict=True)]
-    return {"levels": sized, "verify_interval": 1, **settings}
+    return merged({"levels": sized, "advanced": {"verify_interval": 1}}, settings)
 
 
 def kept_back(engine: Engine) -> dict[str, torch.Tensor]:
     """By layer, what this rank's senders have not delivered, [M, numbers]."""
     result = {}
-    for layer in migration_of(engine)._layers:
-        store = layer.store
-        total = torch.zeros(len(store.domain_ranks), sum(part.rows * part.cols for part in store.parts) * 2)
-        for (_, slot), encoder in store.lossy.encoders.items():
+    for replicas in replicas_of(engine):
+        total = torch.zeros(len(replicas.domain_ranks), sum(part.rows * part.cols for part in replicas.parts) * 2)
+        for (_, slot), encoder in replicas.feedback.encoders.items():
             total[slot] += torch.cat([residual.reshape(-1) for residual in encoder.residuals])
-        result[store.layer] = total
+        result[replicas.layer] = total
     return result
 
 
@@ -82,22 +81,18 @@ def residuals_before_and_after(case: Case, block: dict[str, Any]) -> list[tuple[
     with engine_of(case, with_block=True, hybridep=block_with(case, LOSSY)) as engine:
         train(engine, case, 0, 3)
         before = kept_back(engine)
-        stores = {layer.store.layer: layer.store for layer in migration_of(engine)._layers}
         owed = {}
-        for name, store in stores.items():
+        for replicas in replicas_of(engine):
+            name = replicas.layer
             everywhere = [torch.empty_like(before[name]) for _ in range(dist.get_world_size())]
             dist.all_gather(everywhere, before[name])
-            owed[name] = sum(everywhere[rank][store.own_index] for rank in store.domain_ranks)
+            owed[name] = sum(everywhere[rank][replicas.own_slot] for rank in replicas.domain_ranks)
         ds_hybridep.replan(engine, block_of(case, **block))
         attachment = attachment_of(engine)
-        if attachment.runtime._carried is not None:
-            taken = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._carried.parts.items()}
-        else:
-            stores = {layer.store.layer: layer.store for layer in migration_of(engine)._layers}
-            taken = {name: store.lossy.undelivered.parts for name, store in stores.items()}
+        taken = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._undelivered.parts.items()}
         pairs = [(owed[name], torch.cat([part.reshape(-1) for part in taken[name]])) for name in owed]
         train(engine, case, 3, 1)
-        assert attachment.runtime._carried is None
+        assert not attachment.runtime._undelivered.parts
         return pairs
 
 
@@ -107,7 +102,7 @@ def gradients_of_nothing(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
         train(engine, case, 0, 3)
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1, 1))))
         attachment = attachment_of(engine)
-        carried = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._carried.parts.items()}
+        carried = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._undelivered.parts.items()}
         order = [
             name for name, _ in next(iter(attachment.layers.values())).experts.deepspeed_experts[0].named_parameters()
         ]
@@ -134,7 +129,7 @@ def _tokens(case: Case) -> Any:
 
 def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[list[float], dict[str, Any]]:
     """Losses and record of a run whose planner is told, look by look, which domain sizes are best."""
-    block = planned_block(case, replan_interval=1, verify_interval=1, token_exchange="direct")
+    block = planned_block(case, advanced={"replan_interval": 1, "verify_interval": 1}, token_exchange="direct")
     with engine_of(case, with_block=True, hybridep=block) as engine:
         planner = attachment_of(engine).planner
         share, planning.LOOK_SHARE = planning.LOOK_SHARE, math.inf  # steps of a toy are shorter than a look
@@ -165,7 +160,9 @@ def cached_links(case: Case, path: str) -> tuple[list[dict[str, Any]], int]:
     levels = [{"name": "dc", "size": 2, "domain_size": "auto"}, {"name": "gpu", "size": 2}]
     long_enough_s, probe.LONG_ENOUGH_S = probe.LONG_ENOUGH_S, 0.01
     try:
-        with engine_of(case, with_block=True, hybridep={"levels": levels, "probe_cache": path}) as engine:
+        with engine_of(
+            case, with_block=True, hybridep={"levels": levels, "advanced": {"probe_cache": path}}
+        ) as engine:
             dist.barrier()  # nobody leaves while others still connect
             planner = attachment_of(engine).planner
             sent_bytes = planner._transport.traffic.sent_bytes.get((0, "control"), 0)
@@ -207,15 +204,15 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
     Returns the plan then, the norm of what was kept back before, and how far a step of nothing moves parameters.
     """
     block = planned_block(case)
-    block["levels"][0]["gradient_codec"] = TOP_K
+    block["levels"][0]["gradient_codec"] = COARSE
     with engine_of(case, with_block=True, hybridep=block) as engine:
         train(engine, case, 0, 1)
         engine.save_checkpoint(folder, tag="plain")
-        ds_hybridep.replan(engine, block_of(case, **block_with(case, [("identity", TOP_K)])))
+        ds_hybridep.replan(engine, block_of(case, **block_with(case, [("identity", COARSE)])))
         train(engine, case, 1, 2)
         engine.backward(engine(*_batch(case, 3)))
         engine.step()
-        kept = migration_of(engine).undelivered_norm
+        kept = runtime_of(engine).undelivered_norm
         engine.load_checkpoint(folder, tag="plain")
         engine.zero_grad()
         return attachment_of(engine).planner.current.label, kept, movement_of_nothing(engine, case)
@@ -223,8 +220,8 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
 
 def carried_norm(engine: Engine) -> float:
     """L2 norm of what waits at parameters without replicas."""
-    carried = attachment_of(engine).runtime._carried
-    parts = [] if carried is None else [part for parts in carried.parts.values() for part in parts]
+    carried = attachment_of(engine).runtime._undelivered
+    parts = [part for parts in carried.parts.values() for part in parts]
     return sum(float(part.square().sum()) for part in parts) ** 0.5
 
 
@@ -235,7 +232,7 @@ def expert_gradient_norm(module: torch.nn.Module) -> float:
 
 def carry_over_two_backwards(case: Case) -> list[float]:
     """Norms of what is carried, of experts' gradients after backwards of nothing, and of what is left."""
-    block = block_with(case, [("identity", TOP_K)])
+    block = block_with(case, [("identity", COARSE)])
     settings = {"hybridep": block, "managed_gradient_accumulation": False}
     with engine_of(case, with_block=True, **settings) as engine:
         train(engine, case, 0, 3)
@@ -256,7 +253,7 @@ def carry_without_engine(case: Case) -> list[float]:
     with engine_of(case, with_block=False) as engine:
         model = engine.module
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        ds_hybridep.attach(model, block_of(case, **block_with(case, [("identity", TOP_K)])))
+        ds_hybridep.attach(model, block_of(case, **block_with(case, [("identity", COARSE)])))
         found = []
         for step in range(5):
             if step == 3:
@@ -274,7 +271,7 @@ def carry_without_engine(case: Case) -> list[float]:
 
 def replan_before_the_step(case: Case) -> tuple[float, float, float]:
     """What is carried when the plan changes after the backward, after that step, and after the next."""
-    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", TOP_K)])) as engine:
+    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
         train(engine, case, 0, 3)
         engine.backward(engine(*_batch(case, 3)))
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1,))))
@@ -287,7 +284,7 @@ def replan_before_the_step(case: Case) -> tuple[float, float, float]:
 
 def save_what_is_carried(case: Case, folder: str, domain_size: int) -> tuple[float, float, float]:
     """Movement of a step of nothing after a lossy plan was left, and after loading a checkpoint saved in between."""
-    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", TOP_K)])) as engine:
+    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
         train(engine, case, 0, 3)
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (domain_size,))))
         engine.save_checkpoint(folder, tag="between")
@@ -299,12 +296,12 @@ def save_what_is_carried(case: Case, folder: str, domain_size: int) -> tuple[flo
 
 def fail_to_replan(case: Case) -> tuple[str, float, float]:
     """Error of a change to a codec that does not exist, and what senders have kept back before and after it."""
-    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", TOP_K)])) as engine:
+    with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
         train(engine, case, 0, 3)
-        before = migration_of(engine).undelivered_norm
+        before = runtime_of(engine).undelivered_norm
         wrong = block_with(case, [("identity", {"type": "top_k", "k": 99999, "block": 256})])
         error, _ = error_of(ds_hybridep.replan, engine, block_of(case, **wrong))
-        return error, before, migration_of(engine).undelivered_norm
+        return error, before, runtime_of(engine).undelivered_norm
 
 
 def wrap_and_replan(case: Case, folder: str) -> tuple[bool, int, list[bool]]:
@@ -317,7 +314,7 @@ def wrap_and_replan(case: Case, folder: str) -> tuple[bool, int, list[bool]]:
             return inner(*args, **kwargs)
 
         engine.save_checkpoint = save_checkpoint
-        earlier = attachment_of(engine).runtime.migration._layers[0].store
+        earlier = replicas_of(engine)[0]
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1,))))
         freed = earlier.weights == [] and earlier.sums == []
         train(engine, case, 0, 1)
@@ -346,7 +343,7 @@ def record_by_hand(case: Case, folder: str) -> tuple[Any, str, list[float], str]
 
 def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
     """Options of a planned job, and changes after seven steps: with frozen experts, or trained as an evaluation."""
-    block = planned_block(case, replan_interval=1, auto_codecs=["int8"])
+    block = planned_block(case, advanced={"replan_interval": 1}, auto_codecs=["int8"])
     block["levels"][0].update(weight_codec="auto", gradient_codec="auto")
     with engine_of(case, with_block=False) as engine:
         if is_frozen:
@@ -365,7 +362,7 @@ def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
     measure = planning._free_and_working_bytes
     planning._free_and_working_bytes = lambda device, num_neighbours: (1e6 * (7 - dist.get_rank()), 1000.0)
     try:
-        with engine_of(case, with_block=True, hybridep=planned_block(case, replan_interval=1)) as engine:
+        with engine_of(case, with_block=True, hybridep=planned_block(case, advanced={"replan_interval": 1})) as engine:
             planner, found = attachment_of(engine).planner, []
             choose = planner._chooser.choose
 
@@ -445,7 +442,7 @@ def test_losses_are_deepspeeds_over_changes_of_plan(pool4: ProcessPool, zero_sta
     case = world4(1, 1, zero_stage=zero_stage, accumulation=accumulation)
     blocks = [block_of_sizes(case, sizes) for sizes in SIZES]
     blocks.append(block_of_sizes(case, (1, 1), token_exchange="deepspeed", dense_sync="hierarchical"))
-    blocks.append(block_of_sizes(case, (2, 2), prefetch_depth=0))
+    blocks.append(block_of_sizes(case, (2, 2), advanced={"prefetch_depth": 0}))
     plain = pool4.run(plain_losses, case=case, num_steps=2 * len(blocks))
     hybrid = pool4.run(losses_over, case=case, blocks=blocks, steps=2, timeout_s=120)
     for rank in range(4):

@@ -13,7 +13,7 @@ from deepspeed import comm as dist
 from parity import Case, assert_parity, levels_of
 from process_pool import ProcessPool
 from test_engine import change_by_hand, engine_of, error_of, evaluate, train
-from test_lossy import block_with, migration_of, stores_of
+from test_lossy import block_with, migration_of, replicas_of
 from test_migration_rules import (
     Rule,
     abandoned_forward,
@@ -107,14 +107,14 @@ def peak_blocks(case: Case) -> dict[str, int]:
 
     def sample() -> None:
         progress()
-        held.append(sum(weights.untyped_storage().nbytes() for store in stores for weights in store.weights))
+        held.append(sum(weights.untyped_storage().nbytes() for one in layers for weights in one.weights))
 
     with (
         torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile,
         engine_of(case, with_block=True) as engine,
     ):
-        stores, migration = stores_of(engine), migration_of(engine)
-        block_bytes = stores[0].weights[0].nbytes
+        layers, migration = replicas_of(engine), migration_of(engine)
+        block_bytes = layers[0].weights[0].nbytes
         progress, migration.progress = migration.progress, sample
         train(engine, case, 0, 2)
         said = {

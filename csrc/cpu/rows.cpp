@@ -158,23 +158,6 @@ int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_to
     return kAllInRange;
 }
 
-int64_t scatter_rows(const void* x, const int64_t* slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
-                     int64_t row_bytes, int num_threads, void* out) {
-    const int64_t wrong = first_outside(slot_to_row, num_tokens * top_k, kAnyNegative, num_rows);
-    if (wrong != kAllInRange || row_bytes == 0) return wrong;
-    const char* source = static_cast<const char*>(x);
-    char* target = static_cast<char*>(out);
-    const int threads = threads_for_bytes(num_rows * row_bytes, num_threads);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t token = 0; token < num_tokens; ++token) {
-        for (int64_t slot = token * top_k; slot < (token + 1) * top_k; ++slot) {
-            if (slot_to_row[slot] < 0) continue;
-            std::memcpy(target + slot_to_row[slot] * row_bytes, source + token * row_bytes, row_bytes);
-        }
-    }
-    return kAllInRange;
-}
-
 // --- Rows of one byte an element ------------------------------------------------------------------------------------
 
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Blockwise quantisation, packet headers and checksums on CUDA devices.  What each function computes is told in
+// Blockwise quantisation and packet headers on CUDA devices.  What each function computes is told in
 // hybridep_codecs.h; the layouts are drawn in ds_hybridep/codecs/.
 //
 // A warp takes pieces of kSegments * 128 elements of a tensor: lane l holds elements s * 128 + 4 l .. + 3 of segment
@@ -36,11 +36,6 @@ __device__ __forceinline__ void store_codes(uint8_t* codes, int64_t at, int64_t 
     uint32_t word = 0;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) word |= (at + j < length ? code[j] : 0) << (j * bits);
-    if (bits == 1) {  // two lanes fill a byte
-        word |= __shfl_xor_sync(kAllLanes, word, 1) << 4;
-        if (lane_idx() % 2 == 0 && at < length) codes[at / 8] = static_cast<uint8_t>(word);
-        return;
-    }
     uint8_t* to = codes + at * bits / 8;
     if (bits == 8 && at + 4 <= length && reinterpret_cast<uintptr_t>(to) % 4 == 0) {
         *reinterpret_cast<uint32_t*>(to) = word;
@@ -294,26 +289,6 @@ __global__ void put_headers(Payloads packets, int64_t n, Words words, const uint
     }
 }
 
-// A thread per word, grid-stride; sums of integers do not depend on their order.
-template <typename Word>
-__global__ void __launch_bounds__(kCodecBlock)
-    sum_words(const Word* __restrict__ words, int64_t num_words, unsigned long long* __restrict__ sums) {
-    unsigned long long sum = 0, weighted = 0;
-    for (int64_t i = global_thread(); i < num_words; i += num_threads()) {
-        const auto word = static_cast<unsigned long long>(static_cast<int64_t>(words[i]));
-        sum += word;
-        weighted += word * static_cast<unsigned long long>(i % 65521 + 1);
-    }
-    sum = warp_sum(sum);
-    weighted = warp_sum(weighted);
-    if (lane_idx() == 0) {
-        atomicAdd(sums, sum);
-        atomicAdd(sums + 1, weighted);
-    }
-}
-
-constexpr int64_t kChecksumGrid = 1024;
-
 }  // namespace
 
 void prepare(const Input& input, Stream stream, float* x, uint8_t* is_bad) {
@@ -329,19 +304,6 @@ void prepare(const Input& input, Stream stream, float* x, uint8_t* is_bad) {
 void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, const uint8_t* is_bad, Stream stream) {
     launch({.grid = blocks_for(n, kCodecBlock), .block = kCodecBlock, .stream = stream}, put_headers, packets, n,
            Words{{words[0], words[1], words[2], words[3]}}, is_bad);
-}
-
-void checksum(const void* data, int64_t num_words, int word_bytes, Stream stream, int64_t* sums) {
-    fill_bytes(sums, 0, 2 * sizeof(int64_t), stream);
-    const int64_t grid = std::min(blocks_for(num_words, kCodecBlock), kChecksumGrid);
-    auto* to = reinterpret_cast<unsigned long long*>(sums);
-    if (word_bytes == 2) {
-        launch({.grid = grid, .block = kCodecBlock, .stream = stream}, sum_words<int16_t>,
-               static_cast<const int16_t*>(data), num_words, to);
-    } else {
-        launch({.grid = grid, .block = kCodecBlock, .stream = stream}, sum_words<uint8_t>,
-               static_cast<const uint8_t*>(data), num_words, to);
-    }
 }
 
 }  // namespace hybridep

@@ -13,9 +13,8 @@ namespace {
 
 constexpr int kLoopBlock = 512;
 
-int require_sms(int num_sms) {
+void require_sms(int num_sms) {
     if (num_sms < 1) throw std::runtime_error("num_sms: got " + std::to_string(num_sms) + ", wanted 1 or more");
-    return num_sms;
 }
 
 // The work of this block: tasks blockIdx.x, blockIdx.x + gridDim.x, ... below `all`.
@@ -25,64 +24,61 @@ int require_sms(int num_sms) {
 
 // --- Dispatch -------------------------------------------------------------------------------------------------------
 //
-// One warp.  A stage holds a piece of a token; lane k stores it to the row of slot k.  A stage may be loaded again
-// when all lanes' stores have read it, which is looked at kLag tasks later.
+// One warp.  A stage holds a piece of a row, which the first lane loads and stores.  A stage may be loaded again when its
+// store has read it, which is looked at kLag tasks later.
 
 constexpr int kStageBytes = 16 * 1024;
 [[maybe_unused]] constexpr int kLag = 2;
 constexpr int kMaxStages = 12;
 
 __global__ void __launch_bounds__(kLanes)
-    scatter_in_bulk(const char* __restrict__ x, const int64_t* __restrict__ slot_to_row, int64_t num_tokens,
-                    int64_t top_k, int64_t num_rows, int64_t row_bytes, int num_stages, char* __restrict__ out) {
+    gather_in_bulk(const char* __restrict__ x, const int64_t* __restrict__ row_to_token, int64_t num_tokens,
+                   int64_t num_rows, int64_t row_bytes, int num_stages, char* __restrict__ out) {
 #ifdef HYBRIDEP_HAS_BULK
     char* stages = dynamic_shared<char>();
     auto* is_full = reinterpret_cast<Barrier*>(stages + num_stages * kStageBytes);
     const int64_t num_pieces = (row_bytes + kStageBytes - 1) / kStageBytes;
-    const int64_t num_tasks = num_own_tasks(num_tokens * num_pieces);
+    const int64_t num_tasks = num_own_tasks(num_rows * num_pieces);
     const int lane = lane_idx();
 
-    const auto token_of = [&](int64_t i) { return (blockIdx.x + i * gridDim.x) / num_pieces; };
+    const auto row_of = [&](int64_t i) { return (blockIdx.x + i * gridDim.x) / num_pieces; };
     const auto begin_of = [&](int64_t i) { return (blockIdx.x + i * gridDim.x) % num_pieces * kStageBytes; };
     const auto bytes_of = [&](int64_t i) {
         const int64_t left = row_bytes - begin_of(i);
         return static_cast<int>(left < kStageBytes ? left : kStageBytes);
     };
+    int64_t tokens = 0;  // of the 32 tasks from the last multiple of 32 on, one in each lane
     const auto start_load = [&](int64_t i) {
+        if (i % kLanes == 0 && i + lane < num_tasks) {
+            tokens = row_to_token[row_of(i + lane)];
+            if (tokens < 0 || tokens >= num_tokens) fail_index("row_to_token", tokens, num_tokens, "tokens");
+        }
+        const int64_t token = __shfl_sync(kAllLanes, tokens, static_cast<int>(i % kLanes));
+        if (lane != 0) return;
         const int stage = static_cast<int>(i % num_stages);
         barrier_arrive(is_full + stage, bytes_of(i));
-        bulk_load(stages + stage * kStageBytes, x + token_of(i) * row_bytes + begin_of(i), bytes_of(i),
-                  is_full + stage);
-    };
-    const auto own_row = [&](int64_t i) -> int64_t {
-        return i < num_tasks && lane < top_k ? slot_to_row[token_of(i) * top_k + lane] : -1;
+        bulk_load(stages + stage * kStageBytes, x + token * row_bytes + begin_of(i), bytes_of(i), is_full + stage);
     };
 
     if (lane == 0) {
         for (int stage = 0; stage < num_stages; ++stage) barrier_init(is_full + stage, 1);
         barrier_publish();
-        for (int64_t i = 0; i < num_stages && i < num_tasks; ++i) start_load(i);
     }
     __syncwarp();
-    int64_t next_row = own_row(0);
+    for (int64_t i = 0; i < num_stages && i < num_tasks; ++i) start_load(i);
     for (int64_t i = 0; i < num_tasks; ++i) {
         const int stage = static_cast<int>(i % num_stages);
-        int64_t row = next_row;
-        next_row = own_row(i + 1);
         barrier_wait(is_full + stage, static_cast<int>(i / num_stages % 2));
-        for (int64_t k = lane; k < top_k; k += kLanes) {
-            if (k >= kLanes) row = slot_to_row[token_of(i) * top_k + k];
-            if (row >= num_rows) fail_index("slot_to_row", row, num_rows, "rows");
-            if (row >= 0) bulk_store(out + row * row_bytes + begin_of(i), stages + stage * kStageBytes, bytes_of(i));
+        if (lane == 0) {
+            bulk_store(out + row_of(i) * row_bytes + begin_of(i), stages + stage * kStageBytes, bytes_of(i));
+            bulk_commit();
+            bulk_wait_read<kLag>();
         }
-        bulk_commit();
-        bulk_wait_read<kLag>();
         __syncwarp();
         const int64_t next = i - kLag + num_stages;
-        if (lane == 0 && i >= kLag && next < num_tasks) start_load(next);
-        __syncwarp();
+        if (i >= kLag && next < num_tasks) start_load(next);
     }
-    bulk_wait_read<0>();
+    if (lane == 0) bulk_wait_read<0>();
 #else
     __trap();
 #endif
@@ -181,40 +177,26 @@ __global__ void __launch_bounds__(kLanes + kSummers)
 
 int64_t dispatch_rows_on(int num_sms, const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
                          int64_t row_bytes, Stream stream, void* out) {
-    const int64_t grid = std::min<int64_t>(require_sms(num_sms), blocks_for(num_rows * kLanes, kLoopBlock));
-    with_unit(x, out, row_bytes, [&](auto unit) {
-        using Unit = decltype(unit);
-        launch({.grid = grid, .block = kLoopBlock, .stream = stream}, gather_rows<Unit, kLoopBlock>,
-               static_cast<const Unit*>(x), row_to_token, num_tokens, num_rows,
-               row_bytes / static_cast<int64_t>(sizeof(Unit)), static_cast<Unit*>(out));
-    });
-    return kAllInRange;
-}
-
-int64_t scatter_rows_on(int num_sms, const void* x, const int64_t* slot_to_row, int64_t num_tokens, int64_t top_k,
-                        int64_t num_rows, int64_t row_bytes, Stream stream, void* out) {
     require_sms(num_sms);
-    if (row_bytes > 0 && row_bytes % 16 == 0 && is_aligned(16, x, out) && has_bulk_copies(scatter_in_bulk)) {
+    if (row_bytes > 0 && row_bytes % 16 == 0 && is_aligned(16, x, out) && has_bulk_copies(gather_in_bulk)) {
         const int64_t stage_bytes = kStageBytes + static_cast<int64_t>(sizeof(Barrier));
         const int64_t num_stages = std::min<int64_t>(max_shared_bytes() / stage_bytes, kMaxStages);
-        const int64_t num_tasks = num_tokens * blocks_for(row_bytes, kStageBytes);
+        const int64_t num_tasks = num_rows * blocks_for(row_bytes, kStageBytes);
         launch({.grid = std::min<int64_t>(num_sms, num_tasks),
                 .block = kLanes,
                 .stream = stream,
                 .shared_bytes = static_cast<size_t>(num_stages * stage_bytes)},
-               scatter_in_bulk, static_cast<const char*>(x), slot_to_row, num_tokens, top_k, num_rows, row_bytes,
+               gather_in_bulk, static_cast<const char*>(x), row_to_token, num_tokens, num_rows, row_bytes,
                static_cast<int>(num_stages), static_cast<char*>(out));
         return kAllInRange;
     }
     with_unit(x, out, row_bytes, [&](auto unit) {
         using Unit = decltype(unit);
-        const int64_t num_units = row_bytes / static_cast<int64_t>(sizeof(Unit));
-        const int64_t num_tasks = num_tokens * blocks_for(num_units, kInFlight * kLanes);
-        launch({.grid = std::min<int64_t>(num_sms, blocks_for(num_tasks * kLanes, kLoopBlock)),
+        launch({.grid = std::min<int64_t>(num_sms, blocks_for(num_rows * kLanes, kLoopBlock)),
                 .block = kLoopBlock,
                 .stream = stream},
-               scatter_tokens<Unit, kLoopBlock>, static_cast<const Unit*>(x), slot_to_row, num_tokens, top_k, num_rows,
-               num_units, static_cast<Unit*>(out));
+               gather_rows<Unit, kLoopBlock>, static_cast<const Unit*>(x), row_to_token, num_tokens, num_rows,
+               row_bytes / static_cast<int64_t>(sizeof(Unit)), static_cast<Unit*>(out));
     });
     return kAllInRange;
 }

@@ -27,21 +27,6 @@ int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_to
     return kAllInRange;
 }
 
-int64_t scatter_rows(const void* x, const int64_t* slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
-                     int64_t row_bytes, Stream stream, void* out) {
-    with_unit(x, out, row_bytes, [&](auto unit) {
-        using Unit = decltype(unit);
-        const int64_t num_units = row_bytes / static_cast<int64_t>(sizeof(Unit));
-        const int64_t num_tasks = num_tokens * blocks_for(num_units, kInFlight * kLanes);
-        launch({.grid = std::min(blocks_for(num_tasks * kLanes, kRowBlock), kMaxGrid),
-                .block = kRowBlock,
-                .stream = stream},
-               scatter_tokens<Unit, kRowBlock>, static_cast<const Unit*>(x), slot_to_row, num_tokens, top_k, num_rows,
-               num_units, static_cast<Unit*>(out));
-    });
-    return kAllInRange;
-}
-
 // --- Rows of one byte an element ------------------------------------------------------------------------------------
 
 namespace {

@@ -63,8 +63,7 @@ inline uint16_t scale_of(const float* values, int64_t count, int64_t size, int b
         const float largest = std::bit_cast<float>(largest_magnitude_bits(values, size));
         return round_scale_up(largest / (bits == 8 ? 127.0f : 7.0f));
     }
-    const float mean = mean_magnitude(values, count, size);
-    return round_scale(bits == 2 ? mean * 1.25f : mean);
+    return round_scale(mean_magnitude(values, count, size) * 1.25f);
 }
 
 // --- Codes ----------------------------------------------------------------------------------------------------------
@@ -82,24 +81,20 @@ inline void make_codes(const float* values, int64_t size, int bits, uint16_t sca
             code = code < -largest ? -largest : code;
             codes[i] = static_cast<uint8_t>(static_cast<int32_t>(code + largest + 1.0f));
         }
-    } else if (bits == 2) {
+    } else {
 #pragma omp simd
         for (int64_t i = 0; i < size; ++i) {
             const float code = values[i] / s;
             codes[i] = static_cast<uint8_t>((code >= -1.0f) + (code >= 0.0f) + (code >= 1.0f));
         }
-    } else {
-#pragma omp simd
-        for (int64_t i = 0; i < size; ++i) codes[i] = values[i] >= 0.0f;
     }
 }
 
 inline void make_values(const uint8_t* codes, int64_t size, int bits, uint16_t scale, float* values) {
     const float s = scale_value(scale);
-    const float factor = bits == 1 ? 2.0f : 1.0f;
-    const float offset = bits == 8 ? 128.0f : bits == 4 ? 8.0f : bits == 2 ? 1.5f : 1.0f;
+    const float offset = bits == 8 ? 128.0f : bits == 4 ? 8.0f : 1.5f;
 #pragma omp simd
-    for (int64_t i = 0; i < size; ++i) values[i] = (static_cast<float>(codes[i]) * factor - offset) * s;
+    for (int64_t i = 0; i < size; ++i) values[i] = (static_cast<float>(codes[i]) - offset) * s;
 }
 
 // packed [ceil(count * bits / 8)] from codes, which are readable and 0 up to the next multiple of 8.
@@ -111,17 +106,10 @@ inline void pack_codes(const uint8_t* codes, int64_t count, int bits, uint8_t* p
         for (int64_t i = 0; i < num_bytes; ++i) {
             packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
         }
-    } else if (bits == 2) {
+    } else {
         for (int64_t i = 0; i < num_bytes; ++i) {
             const uint8_t* four = codes + 4 * i;
             packed[i] = static_cast<uint8_t>(four[0] | four[1] << 2 | four[2] << 4 | four[3] << 6);
-        }
-    } else {
-        for (int64_t i = 0; i < num_bytes; ++i) {
-            uint64_t eight;
-            std::memcpy(&eight, codes + 8 * i, 8);
-            // Moves bit 0 of byte j to bit j of the highest byte.
-            packed[i] = static_cast<uint8_t>((eight * 0x0102040810204080u) >> 56);
         }
     }
 }

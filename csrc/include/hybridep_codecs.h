@@ -42,22 +42,15 @@ struct Input {
 // element is inf or nan, else 0.  For codecs that need the whole tensor at once.
 void prepare(const Input& input, int num_threads, float* x, uint8_t* is_bad);
 
-// Blocks of `block` elements (a power of two, at most 1024) to `bits` bits (8, 4, 2 or 1) and a bf16 scale.
+// Blocks of `block` elements (a power of two, at most 1024) to `bits` bits (8, 4 or 2) and a bf16 scale.
 // is_bad [n] becomes 1 where an element is inf or nan, or a scale overflowed, else 0.
-//   bits = 1, block = 8, a = {1, -3, 2, 2, 0, 0, 0, 0}  ->  scale 1, codes 0b11111101
+//   bits = 2, block = 8, a = {1, -3, 2, 2, 0, 0, 0, 0}  ->  scale 1.25, codes {2, 0, 3, 3, 2, 2, 2, 2}
 void blockwise_encode(const Input& input, int bits, int64_t block, int num_threads, const Payloads& payloads,
                       uint8_t* is_bad);
 
 // out [n, length] = or += the values of payloads; is_add chooses.
 void blockwise_decode(const Payloads& payloads, int64_t n, int64_t length, int bits, int64_t block, bool is_add,
                       int num_threads, float* out);
-
-// The k largest magnitudes of each block: codes of (log2(block) + value_bits) bits.  As blockwise_encode otherwise.
-void top_k_encode(const Input& input, int64_t block, int64_t k, int value_bits, int num_threads,
-                  const Payloads& payloads, uint8_t* is_bad);
-
-void top_k_decode(const Payloads& payloads, int64_t n, int64_t length, int64_t block, int64_t k, int value_bits,
-                  bool is_add, int num_threads, float* out);
 
 // How an element of a factor is written; quantised ones in blocks of 256 that share a scale.
 enum class Factor : int { kFp32 = 0, kBf16 = 1, kInt8 = 2, kInt4 = 3, kInt2 = 4, kLog4 = 5 };
@@ -113,12 +106,6 @@ void blockwise_encode(const Input& input, int bits, int64_t block, Stream stream
 void blockwise_decode(const Payloads& payloads, int64_t n, int64_t length, int bits, int64_t block, bool is_add,
                       Stream stream, float* out);
 
-void top_k_encode(const Input& input, int64_t block, int64_t k, int value_bits, Stream stream,
-                  const Payloads& payloads, uint8_t* is_bad);
-
-void top_k_decode(const Payloads& payloads, int64_t n, int64_t length, int64_t block, int64_t k, int value_bits,
-                  bool is_add, Stream stream, float* out);
-
 void low_rank_encode(const Input& input, const LowRank& shape, const float* start, Stream stream,
                      const LowRankState& state, const Payloads& payloads, uint8_t* is_bad);
 
@@ -130,10 +117,5 @@ void orthonormalise(float* p, int64_t n, int64_t rank, int64_t rows, Stream stre
 void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, Stream stream);
 
 void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, const uint8_t* is_bad, Stream stream);
-
-// sums [2] int64 = the sum of the words of data, and that of the words times their position modulo 65521 plus 1, both
-// modulo 2^64.  A word is 2 bytes with its sign, or a byte without.
-//   data = {1, 2, -3} as 2-byte words  ->  sums = {0, -4}
-void checksum(const void* data, int64_t num_words, int word_bytes, Stream stream, int64_t* sums);
 
 }  // namespace hybridep

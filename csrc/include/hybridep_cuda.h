@@ -204,13 +204,4 @@ __device__ __forceinline__ T warp_sum(T value) {
     return value;
 }
 
-__device__ __forceinline__ uint32_t warp_max(uint32_t value) {
-#pragma unroll
-    for (int bits = kLanes / 2; bits > 0; bits /= 2) {
-        const uint32_t other = __shfl_xor_sync(kAllLanes, value, bits);
-        value = other > value ? other : value;
-    }
-    return value;
-}
-
 }  // namespace hybridep

@@ -38,32 +38,6 @@ __global__ void __launch_bounds__(kBlock, 1)
     }
 }
 
-// A warp per token and piece of kInFlight * 32 units, which it reads once and writes to each of the token's rows.
-template <typename Unit, int kBlock>
-__global__ void __launch_bounds__(kBlock, 1)
-    scatter_tokens(const Unit* __restrict__ x, const int64_t* __restrict__ slot_to_row, int64_t num_tokens,
-                   int64_t top_k, int64_t num_rows, int64_t num_units, Unit* __restrict__ out) {
-    const int64_t num_pieces = (num_units + kInFlight * kLanes - 1) / (kInFlight * kLanes);
-    for (int64_t task = global_warp(); task < num_tokens * num_pieces; task += num_threads() / kLanes) {
-        const int64_t token = task / num_pieces;
-        const int64_t begin = task % num_pieces * (kInFlight * kLanes) + lane_idx();
-        Unit values[kInFlight];
-#pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
-            if (begin + i * kLanes < num_units) values[i] = x[token * num_units + begin + i * kLanes];
-        }
-        for (int64_t slot = token * top_k; slot < (token + 1) * top_k; ++slot) {
-            const int64_t row = slot_to_row[slot];
-            if (row < 0) continue;
-            if (row >= num_rows) fail_index("slot_to_row", row, num_rows, "rows");
-#pragma unroll
-            for (int i = 0; i < kInFlight; ++i) {
-                if (begin + i * kLanes < num_units) out[row * num_units + begin + i * kLanes] = values[i];
-            }
-        }
-    }
-}
-
 // Calls body(Unit{}) with the widest unit that rows of row_bytes at these addresses can be moved in.
 template <typename Body>
 void with_unit(const void* x, const void* out, int64_t row_bytes, Body&& body) {

@@ -68,13 +68,6 @@ int64_t first_not_below(const int32_t* values, int64_t count, int64_t limit);
 int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
                       int64_t row_bytes, int num_threads, void* out);
 
-// out [R, row_bytes] = the row of x [T, row_bytes] whose slots name it; rows that no slot names stay as they were.
-// What dispatch_rows does with row_to_token, by token: each row of x is read once.  slot_to_row [T, K] names a row for
-// one token only, and is first_slot_to_row of a plan (with slot_to_row rows are written as often as they are named).
-//   x = {aa, bb}, slot_to_row = {2, 0,  -1, 1}  ->  out = {aa, bb, aa}
-int64_t scatter_rows(const void* x, const int64_t* slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
-                     int64_t row_bytes, int num_threads, void* out);
-
 // --- Rows of one byte an element ------------------------------------------------------------------------------------
 //
 // A row of D elements is a record of record_bytes(D): its codes, an exponent for each kScaleBlock elements, zeros.
@@ -127,6 +120,15 @@ int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows
                               const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
                               int num_threads, int64_t* scratch, void* grad_rows, float* grad_weights);
 
+// --- Sums of bits ---------------------------------------------------------------------------------------------------
+
+// sums [2] = the sum of the words of data, and that of the words times their position modulo kPositions plus 1, both
+// modulo 2^64.  A word is 2 bytes with their sign, or a byte without.
+//   data = {1, 2, -3} as 2-byte words  ->  sums = {0, -4}
+void bit_sums(const void* data, int64_t num_words, int word_bytes, int num_threads, int64_t* sums);
+
+inline constexpr int64_t kPositions = 65521;  // a word times its position fits 32 bits
+
 // --- On CUDA devices, see hybridep_stream.h -------------------------------------------------------------------------
 
 // Why the current device has no code of this module to run, in CUDA's words; empty where it has.
@@ -148,9 +150,6 @@ inline constexpr int64_t kNoneWrong = 0x7f7f7f7f7f7f7f7f;
 int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
                       int64_t row_bytes, Stream stream, void* out);
 
-int64_t scatter_rows(const void* x, const int64_t* slot_to_row, int64_t num_tokens, int64_t top_k, int64_t num_rows,
-                     int64_t row_bytes, Stream stream, void* out);
-
 int64_t quantise_rows(const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes, RowFormat format,
                       Stream stream, uint8_t* records);
 
@@ -164,13 +163,12 @@ int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows
                               const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
                               Stream stream, int64_t* scratch, void* grad_rows, float* grad_weights);
 
+void bit_sums(const void* data, int64_t num_words, int word_bytes, Stream stream, int64_t* sums);
+
 // The same on at most num_sms multiprocessors, so that other kernels have the rest: blocks that stay, one to each.
 // Rows that bulk copies can move (compute capability 9.0, addresses and rows of whole 16 bytes) go through them.
 int64_t dispatch_rows_on(int num_sms, const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
                          int64_t row_bytes, Stream stream, void* out);
-
-int64_t scatter_rows_on(int num_sms, const void* x, const int64_t* slot_to_row, int64_t num_tokens, int64_t top_k,
-                        int64_t num_rows, int64_t row_bytes, Stream stream, void* out);
 
 int64_t combine_rows_on(int num_sms, const void* rows, Type rows_type, const int64_t* slot_to_row,
                         const float* weights, const CombineSizes& sizes, Stream stream, void* out, Type out_type);

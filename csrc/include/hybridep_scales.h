@@ -67,24 +67,20 @@ HYBRIDEP_BOTH uint32_t code_of(float value, float s, int bits) {
         code = code < -largest ? -largest : code;
         return static_cast<uint32_t>(static_cast<int32_t>(code + largest + 1.0f));
     }
-    if (bits == 2) {
-        const float code = value / s;
-        return static_cast<uint32_t>((code >= -1.0f) + (code >= 0.0f) + (code >= 1.0f));
-    }
-    return value >= 0.0f;
+    const float code = value / s;
+    return static_cast<uint32_t>((code >= -1.0f) + (code >= 0.0f) + (code >= 1.0f));
 }
 
 HYBRIDEP_BOTH float value_of(uint32_t code, float scale, int bits) {
-    const float factor = bits == 1 ? 2.0f : 1.0f;
-    const float offset = bits == 8 ? 128.0f : bits == 4 ? 8.0f : bits == 2 ? 1.5f : 1.0f;
-    return (static_cast<float>(code) * factor - offset) * scale;
+    const float offset = bits == 8 ? 128.0f : bits == 4 ? 8.0f : 1.5f;
+    return (static_cast<float>(code) - offset) * scale;
 }
 
-// The scale of a block, from its largest magnitude (8 and 4 bits) or its mean magnitude (2 bits and 1).
+// The scale of a block, from its largest magnitude (8 and 4 bits) or its mean magnitude (2 bits).
 HYBRIDEP_BOTH uint16_t scale_from(float size, int bits) {
     if (bits == 8) return round_scale_up(size / 127.0f);
     if (bits == 4) return round_scale_up(size / 7.0f);
-    return round_scale(bits == 2 ? size * 1.25f : size);
+    return round_scale(size * 1.25f);
 }
 
 // --- Rows of one byte an element ------------------------------------------------------------------------------------

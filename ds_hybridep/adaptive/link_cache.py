@@ -29,7 +29,7 @@ def write(path: str, fingerprint: str, values: Sequence[float]) -> None:
     try:
         _update(Path(path), fingerprint, values)
     except OSError as error:
-        log.warning("hybridep: measured links are not kept in hybridep.probe_cache: %s", error)
+        log.warning("hybridep: measured links are not kept in hybridep.advanced.probe_cache: %s", error)
 
 
 def _update(target: Path, fingerprint: str, values: Sequence[float]) -> None:

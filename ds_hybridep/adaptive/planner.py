@@ -5,7 +5,7 @@
     steps     every `replan_interval` optimizer steps or more, and as soon as steps become longer or shorter, right
               before the optimizer: a short burst over slow levels, the median step since the last look, the
               tokens of a call; every plan is priced for them
-    switch    where another plan is expected to be faster by more than `replan_threshold` at two looks in a row
+    switch    where another plan is expected to be faster by more than `REPLAN_THRESHOLD` at two looks in a row
 
 Rank 0 chooses and the others are told, so that ranks cannot differ however they round.  Transfers of training itself
 are no measure of a link: they wait for the slower of two ranks, and DeepSpeed's are not ours to see.
@@ -71,6 +71,7 @@ FIRST_LOOK = 5
 TRIAL_LOOK = 3  # steps after a change of plan; where the plan is a bad one, they are the price
 THOROUGH_LOOKS = 4  # every so many, all levels' links are looked at
 MOST_INTERVAL = 100  # steps from one look to the next, whatever a look costs
+REPLAN_THRESHOLD = 0.03  # share of a step that another plan must be expected to save
 PATIENCE = 2  # looks in a row at which another plan must be better
 CLEARLY = 0.3  # share of a step; a plan that saves as much needs one look only
 BURST_SHARE = 0.02  # of the time since the last look
@@ -185,7 +186,8 @@ class JobPlanner:
         self._trainable_params = expert_params(spec, trainable_only=True)
         self._rates = measure_experts(spec, self._probe, self._cluster)
         self._codecs = {
-            name: measure_codec(name, one, spec, self._probe, config.kernels) for name, one in codec_configs.items()
+            name: measure_codec(name, one, spec, self._probe, config.advanced.kernels)
+            for name, one in codec_configs.items()
         }
         self._configs = {"identity": IDENTITY, **codec_configs}
         self._spans = partition.spans
@@ -198,7 +200,7 @@ class JobPlanner:
         self._since = Since()
         self._plan_begin = PlanBegin()
         self._begin_s = self._paused_s = self._look_s = 0.0
-        self._interval = config.replan_interval
+        self._interval = config.advanced.replan_interval
         self._num_steps, self._next_look = 0, FIRST_LOOK
         self._skipped_steps = WARM_UP_STEPS
         self._pulse, self._step_watch = Pulse(self._transport), StepWatch()
@@ -253,17 +255,24 @@ class JobPlanner:
         for level, size, codecs in zip(self._config.levels, option.domain_sizes, option.codecs, strict=True):
             is_used = size > 1
             levels.append(
-                replace(
-                    level,
-                    domain_size=size,
-                    weight_codec=self._configs[codecs.weight.name] if is_used else _plain(level.weight_codec),
-                    gradient_codec=self._configs[codecs.gradient.name] if is_used else _plain(level.gradient_codec),
+                level.model_copy(
+                    update={
+                        "domain_size": size,
+                        "weight_codec": self._configs[codecs.weight.name] if is_used else _plain(level.weight_codec),
+                        "gradient_codec": self._configs[codecs.gradient.name]
+                        if is_used
+                        else _plain(level.gradient_codec),
+                    }
                 )
             )
         links = zip(levels, self._cluster.levels, strict=True)
-        levels = [replace(level, **_link_settings(measured.link)) for level, measured in links]
-        return replace(
-            self._config, levels=tuple(levels), token_exchange=option.exchange, dense_sync=option.dense_sync
+        levels = [level.model_copy(update=_link_settings(measured.link)) for level, measured in links]
+        return self._config.model_copy(
+            update={
+                "levels": tuple(levels),
+                "token_exchange": option.exchange,
+                "dense_sync": option.dense_sync,
+            }
         )
 
     @property
@@ -273,7 +282,7 @@ class JobPlanner:
 
     def _option_of(self, config: HybridEPConfig, runtime: HybridRuntime) -> Option | None:
         """The option that given settings are; None where they are not among those left open."""
-        config = replace(config, token_exchange=runtime.token_exchange)
+        config = config.model_copy(update={"token_exchange": runtime.token_exchange})
         return next((one for one in self._options if _same_settings(self.config_of(one), config)), None)
 
     # -- measuring --------------------------------------------------------------------------------------------------
@@ -288,7 +297,11 @@ class JobPlanner:
         about = {"levels": [[level.name, level.size] for level in given.levels], "hosts": hosts}
         fingerprint = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
         nothing = [-1.0] * (2 * len(given.levels))
-        cached = link_cache.read(config.probe_cache, fingerprint, len(nothing)) if self._transport.rank == 0 else None
+        cached = (
+            link_cache.read(config.advanced.probe_cache, fingerprint, len(nothing))
+            if self._transport.rank == 0
+            else None
+        )
         told = probe.table(nothing if cached is None else cached)[0]  # rank 0 has the file and tells the others
         levels, measured = [], list(told)
         for index, level in enumerate(given.levels):
@@ -301,8 +314,8 @@ class JobPlanner:
                 else:
                     link = Link(told[2 * index], told[2 * index + 1])
             levels.append(Level(level.name, level.size, link))
-        if self._transport.rank == 0 and config.probe_cache is not None and cached is None:
-            link_cache.write(config.probe_cache, fingerprint, measured)
+        if self._transport.rank == 0 and config.advanced.probe_cache is not None and cached is None:
+            link_cache.write(config.advanced.probe_cache, fingerprint, measured)
         return Cluster(tuple(levels))
 
     def _measure_links(self, elapsed_s: float, *, slowdown: float, has_changed: bool) -> None:
@@ -388,7 +401,7 @@ class JobPlanner:
         predicted_s = job.predict(self._current).step_s
         # Where the link is another one now, nobody knows for how many of the measured steps it has been.
         if measured_s is not None and abs(predicted_s - before_s) < CHANGED_STEP * measured_s:
-            weight = min(num_steps / max(self._config.replan_interval - 1, 1), 1.0)
+            weight = min(num_steps / max(self._config.advanced.replan_interval - 1, 1), 1.0)
             self._chooser.note(self._current, predicted_s, measured_s, weight)
         told = [-1.0, 0.0, 0.0]
         if self._transport.rank == 0:
@@ -405,7 +418,7 @@ class JobPlanner:
                 fits=lambda option: self._fits(job, option),
             )
             # A plan that just began is left for what is known of it, not for what was known before.
-            is_better = measured_s is not None and choice.saves(self._config.replan_threshold)
+            is_better = measured_s is not None and choice.saves(REPLAN_THRESHOLD)
             told = [self._options.index(choice.best), is_better, is_better and choice.saves(CLEARLY)]
         index, is_better, is_clear = self._probe.table(told)[0]
         self._num_wins = self._num_wins + (PATIENCE if is_clear else 1) if is_better else 0
@@ -414,7 +427,7 @@ class JobPlanner:
         if index != self._favourite and is_better:
             self._num_wins -= earlier_wins  # they were another plan's
         self._favourite = index
-        is_settled = not is_better and not self._config.replan_interval
+        is_settled = not is_better and not self._config.advanced.replan_interval
         self._next_look = math.inf if is_settled else self._num_steps + (1 if is_better else self._interval)
         if self._num_wins < PATIENCE:
             return None
@@ -428,7 +441,7 @@ class JobPlanner:
         if any(abs(now[option] - before_s) >= CHANGED_STEP * step_s for option, before_s in self._predicted_s.items()):
             self._unchanged_since = self._num_steps
         self._predicted_s = now
-        if not self._config.replan_interval:  # the only choice
+        if not self._config.advanced.replan_interval:  # the only choice
             return math.inf
         return max(self._num_steps - self._unchanged_since, LEAST_HORIZON)
 
@@ -471,7 +484,7 @@ class JobPlanner:
             self._budget.note_switch(self._change_s)
             self._budget.replaced_s = self._choice.current_s
         self._is_changing = False
-        goes_on = self._config.replan_interval > 0 and option is not None
+        goes_on = self._config.advanced.replan_interval > 0 and option is not None
         self._next_look = self._num_steps + min(TRIAL_LOOK, self._interval) if goes_on else math.inf
         self.history.append({"step": self._num_steps, "from": before, "to": self._label, "reason": reason})
         self._begin_anew(runtime)
@@ -511,7 +524,7 @@ class JobPlanner:
         if step_s > 0:
             look_s = min(row[-2] for row in table)  # of the rank that waited for no other
             steps = min(math.ceil(look_s * len(table) / (LOOK_SHARE * step_s)), MOST_INTERVAL)
-            self._interval = max(self._config.replan_interval, steps)  # the user's own choice may be longer
+            self._interval = max(self._config.advanced.replan_interval, steps)  # the user's own choice may be longer
         if not calls:
             return None, elapsed_s
         tokens_per_rank = max(round(tokens / calls), 1)
@@ -530,7 +543,7 @@ class JobPlanner:
             trainable_dense_params=self._facts.trainable_dense_params,
         )
         if row_calls:
-            layout = self._current.layout(self._spans, self._config.prefetch_depth)
+            layout = self._current.layout(self._spans, self._config.advanced.prefetch_depth)
             expected = sum(row_counts(layout, self._workload)) if not layout.is_padded else 0.0
             if expected > 0:
                 self._row_scale = rows / row_calls / expected
@@ -546,7 +559,7 @@ class JobPlanner:
             spans=self._spans,
             workload=workload,
             rates=self._rates,
-            prefetch_depth=self._config.prefetch_depth,
+            prefetch_depth=self._config.advanced.prefetch_depth,
             token_codecs=tuple(
                 token_codec(level.row_format, self._model.hidden, self._param_bytes) for level in self._config.levels
             ),
@@ -636,8 +649,8 @@ class JobPlanner:
 
 def name_of(codec: CodecConfig) -> str:
     """Of a codec with its options, for people; different for different settings."""
-    options = json.loads(codec.options)
-    return " ".join([codec.type, *(f"{key} {value}" for key, value in sorted(options.items()))])
+    options = sorted((key, value) for key, value in codec.spec.items() if key != "type")
+    return " ".join([codec.type, *(f"{key} {value}" for key, value in options)])
 
 
 def _same_of_all(specs: Sequence[LayerSpec]) -> LayerSpec:

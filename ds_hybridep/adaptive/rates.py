@@ -46,10 +46,8 @@ def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkPr
     """Ratio and speed, in bytes of the parameters' type per second, of a codec on one layer's experts.
 
     Speeds are the mean over all ranks, which must all call.
-
-    Raises ConfigError where the codec's settings are no settings.
     """
-    codec = make_codec(config.spec, where="hybridep.auto_codecs", kernels=kernels)
+    codec = make_codec(config, kernels=kernels)
     parts = tuple(
         PacketPart(piece.name, piece.shape, spec.num_local)
         for block in lay_out(spec.experts[0], is_grouped=spec.is_grouped)

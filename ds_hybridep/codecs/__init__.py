@@ -4,8 +4,7 @@
     interface.py  Codec and CodecState: encode, decode, and the fused forms that keep mirrors and residuals
     packet.py     the header of a packet, and PacketOrder, which applies each packet once
     registry.py   make_codec: a codec from its config
-    identity.py, blockwise.py, top_k.py, low_rank.py   one family each, its byte layout and its error bound
-    composed.py   sums of codecs, and a mild codec for the first steps
+    identity.py, blockwise.py, low_rank.py   one family each, its byte layout and its error bound
 
 The owner's side and a replica's side of one weight:
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""int8, int4, int2 and sign: blocks of consecutive elements share a scale, elements become 8, 4, 2 or 1 bits.
+"""int8, int4 and int2: blocks of consecutive elements share a scale, elements become 8, 4 or 2 bits.
 
 Payload of a tensor of L elements: the scales of ceil(L / block) blocks as bf16, then the codes, lowest bits first.
 The last block may be short.  Values, with the block's scale s:
@@ -8,14 +8,13 @@ The last block may be short.  Values, with the block's scale s:
     8     -127..127   code * s                   largest magnitude / 127, rounded up
     4     -7..7       code * s                   largest magnitude / 7, rounded up
     2     -2..1       (code + 0.5) * s           1.25 * mean magnitude
-    1     0, 1        -s, s                      mean magnitude
 
 A scale below the smallest normal number counts as 0, so that processors which flush subnormal numbers agree.
 
 Sums are made by halving: x[:h] + x[h:] until one number is left.  That order is the same in every language.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -78,13 +77,10 @@ def quantise(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
         scales = to_bf16_up(blocks.abs().amax(dim=-1) / largest if x.numel() else blocks.sum(dim=-1))
         s = _divisor(scales)
         codes = torch.round(blocks / s).clamp_(-largest, largest) + (largest + 1)
-    elif bits == 2:
+    else:
         mean = halving_sum(blocks.abs()) / block_counts(length, block, x.device)
         scales = to_bf16(mean * INT2_STEP)
         codes = torch.floor(blocks / _divisor(scales)).clamp_(-2.0, 1.0) + 2.0
-    else:
-        scales = to_bf16(halving_sum(blocks.abs()) / block_counts(length, block, x.device))
-        codes = blocks >= 0
     return codes.to(torch.uint8).flatten(-2)[..., :length], scales
 
 
@@ -99,10 +95,8 @@ def dequantise(codes: Tensor, scales: Tensor, bits: int, block: int) -> Tensor:
     values = codes.float()
     if bits in LARGEST_CODE:
         values -= LARGEST_CODE[bits] + 1
-    elif bits == 2:
-        values -= 1.5
     else:
-        values = values * 2.0 - 1.0
+        values -= 1.5
     scaled = to_blocks(values, block) * scales.float().unsqueeze(-1)
     return scaled.flatten(-2)[..., : codes.shape[-1]]
 
@@ -159,17 +153,15 @@ class Blockwise(Codec):
         8 bits  at most s / 2 per element, s <= a / 127 * (1 + 2^-7)
         4 bits  at most s / 2 per element, s <= a / 7 * (1 + 2^-7)
         2 bits  sum of squares at most (1 - 0.8 / B) of the block's
-        1 bit   sum of squares at most (1 - 0.9 / B) of the block's
 
-    The last two let error feedback converge; for normal numbers they leave 12% and 36%.
+    2 bits let error feedback converge; for normal numbers they leave 12%.
     """
 
     codec_id: ClassVar[int] = 1
     name: ClassVar[str] = "blockwise"
-    is_fused: ClassVar[bool] = True
 
     bits: int
-    block: int = field(default=128)
+    block: int = 128
 
     def settings(self) -> str:
         """See `Codec.settings`."""
@@ -185,9 +177,6 @@ class Blockwise(Codec):
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """See `Codec.encode_payload`."""
-        is_overflow = self.encode_fused(Source.ENCODE, x, None, state, payload)
-        if is_overflow is not None:
-            return is_overflow.bool()
         num_bytes = quantised_bytes(x.shape[1] * x.shape[2], self.bits, self.block)
         payload[:, num_bytes:] = 0
         return write_quantised(x.flatten(1), payload[:, :num_bytes], self.bits, self.block)
@@ -220,4 +209,4 @@ class Blockwise(Codec):
             kernels.blockwise_decode(payload, into, bits=self.bits, block=self.block, is_add=True)
 
 
-BIT_NAMES = {8: "int8", 4: "int4", 2: "int2", 1: "sign"}
+BIT_NAMES = {8: "int8", 4: "int4", 2: "int2"}

@@ -38,25 +38,19 @@ class CodecState:
     """What an encoder remembers between steps.  Equal states and inputs give equal packets.
 
     step: packets encoded so far; the sequence number of the next one.
-    tensors: for example warm-start factors, the experts first.
-    parts: states of the codecs inside a composed one.
+    tensors: for example the factors that the next step starts from; the experts are the first dimension.
     """
 
     step: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    parts: list["CodecState"] = field(default_factory=list)
 
     def all_tensors(self) -> list[Tensor]:
-        """Those of the parts too."""
-        return [*self.tensors.values(), *(tensor for part in self.parts for tensor in part.all_tensors())]
+        """What takes memory."""
+        return list(self.tensors.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy as plain dicts, lists, ints and tensors, for a checkpoint or for a step that may be undone."""
-        return {
-            "step": self.step,
-            "tensors": {name: tensor.clone() for name, tensor in self.tensors.items()},
-            "parts": [part.state_dict() for part in self.parts],
-        }
+        """Copy as plain dicts, ints and tensors, for a checkpoint or for a step that may be undone."""
+        return {"step": self.step, "tensors": {name: tensor.clone() for name, tensor in self.tensors.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Become what `saved` was.
@@ -64,21 +58,16 @@ class CodecState:
         Raises:
             PacketError: `saved` is of a codec with other settings or of another shape; nothing was changed.
         """
-        mine, other = _outline(self.state_dict()), _outline(saved)
+        mine, other = _shapes(self.tensors), _shapes(saved["tensors"])
         if mine != other:
             raise PacketError(f"codec state is {other}, wanted {mine}; load it with the settings that saved it")
         self.step = saved["step"]
         for name, tensor in saved["tensors"].items():
             self.tensors[name].copy_(tensor)
-        for part, part_saved in zip(self.parts, saved["parts"], strict=True):
-            part.load_state_dict(part_saved)
 
 
-def _outline(saved: dict[str, Any]) -> str:
-    """Names and shapes of a saved state."""
-    tensors = {name: list(tensor.shape) for name, tensor in saved["tensors"].items()}
-    parts = ", ".join(_outline(part) for part in saved["parts"])
-    return f"{tensors}" + (f" [{parts}]" if parts else "")
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,27 +80,35 @@ class Codec(ABC):
     """
 
     kernels: Mode = field(default="auto", compare=False, repr=False)
-    _layouts: dict[tuple[int, int], "_Layout"] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # By shape and codec of the step.
+    _layouts: dict[tuple[int, int, int], "_Layout"] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     codec_id: ClassVar[int]
     name: ClassVar[str]
-    is_fused: ClassVar[bool] = False  # `encode_fused` does something where kernels are compiled
 
     # ---- what a codec is asked ----
 
     def packet_bytes(self, rows: int, cols: int, *, step: int | None = None) -> int:
         """Bytes of one packet at encoder step `step`, exact and known before encoding.
 
-        Without `step` the largest over all steps, for buffers.  Only a codec with a warm-up depends on the step.
+        Without `step` the largest over all steps, for buffers.  Only a codec with `first_steps` depends on the step.
         """
-        return self._layout(rows, cols).num_bytes
+        codecs = self.stages if step is None else (self.at(step),)
+        return max(self._layout(rows, cols, codec).num_bytes for codec in codecs)
 
     def ratio(self, rows: int, cols: int, dtype: torch.dtype = torch.float32) -> float:
-        """Bytes of a [rows, cols] tensor of `dtype` over the bytes of its packet, header and all, after a warm-up."""
-        return rows * cols * dtype.itemsize / self.packet_bytes(rows, cols, step=2**31)
+        """Bytes of [rows, cols] in `dtype` over those of its packet, headers included, after the first steps."""
+        return rows * cols * dtype.itemsize / self._layout(rows, cols, self.stages[-1]).num_bytes
+
+    @property
+    def stages(self) -> tuple["Codec", ...]:
+        """The codecs of the first steps and of all later ones; one where no step differs."""
+        return (self,)
 
     def at(self, step: int) -> "Codec":
-        """The codec of encoder step `step`: this one, but for a warm-up."""
+        """The codec of encoder step `step`."""
         return self
 
     def resolve(self, rows: int, cols: int) -> "Codec":
@@ -120,8 +117,10 @@ class Codec(ABC):
 
     def new_state(self, n: int, rows: int, cols: int, *, device: torch.device | str = "cpu") -> CodecState:
         """The state of an encoder of [n, rows, cols] that has encoded nothing yet."""
-        codec = self.resolve(rows, cols)
-        return codec.initial_state(n, rows, cols, torch.device(device))
+        tensors: dict[str, Tensor] = {}
+        for codec in self.stages:
+            tensors |= codec.resolve(rows, cols).initial_tensors(n, rows, cols, torch.device(device))
+        return CodecState(tensors=tensors)
 
     def encode(
         self, x: Tensor, state: CodecState, *, out: Tensor | None = None, sequence: int | None = None
@@ -222,19 +221,21 @@ class Codec(ABC):
         """
         return None
 
-    def initial_state(self, n: int, rows: int, cols: int, device: torch.device) -> CodecState:
-        """The state before the first step."""
-        return CodecState()
+    def initial_tensors(self, n: int, rows: int, cols: int, device: torch.device) -> dict[str, Tensor]:
+        """Tensors of the state before the first step."""
+        return {}
 
     def header_number(self, rows: int, cols: int) -> int:
         """The codec's own number in the header."""
         return 0
 
     def settings(self) -> str:
-        """Name and options in one form, for the stamp."""
+        """Name and options in one form, for the stamp.  Options that are not in use are left out."""
         options = {item.name: getattr(self, item.name) for item in fields(self) if item.compare}
         parts = ", ".join(
-            f"{name}={value.settings() if isinstance(value, Codec) else value!r}" for name, value in options.items()
+            f"{name}={value.settings() if isinstance(value, Codec) else value!r}"
+            for name, value in options.items()
+            if value is not None
         )
         return f"{self.name}({parts})"
 
@@ -253,7 +254,7 @@ class Codec(ABC):
         n, rows, cols = require_tensors("x", a)
         if other is not None and require_tensors("mirror or residual", other) != (n, rows, cols):
             raise ValueError(f"mirror or residual: got shape {tuple(other.shape)}, wanted that of x, {tuple(a.shape)}")
-        layout = self._layout(rows, cols)
+        layout = self._layout(rows, cols, self.at(state.step))
         codec = layout.codec
         packets = codec._packets_for(a, layout.num_bytes, out)
         payload = packets[:, HEADER_BYTES:]
@@ -311,7 +312,11 @@ class Codec(ABC):
     def _open(self, packets: Tensor, name: str, target: Tensor) -> tuple["Codec", bool]:
         """The codec that made the packets of a tensor like `target`, and whether some may be flagged."""
         n, rows, cols = require_tensors(name, target)
-        layout = self._layout(rows, cols)
+        layout = self._layout(rows, cols, self.stages[-1])
+        for codec in self.stages[:-1]:
+            # Where both stages make packets of one length, they lay them out in one way.
+            other = self._layout(rows, cols, codec)
+            layout = other if packets.shape[-1] == other.num_bytes else layout
         if packets.shape != (n, layout.num_bytes) or packets.dtype != torch.uint8:
             raise PacketError(
                 f"packets: got {packets.dtype} {tuple(packets.shape)}, wanted torch.uint8 {(n, layout.num_bytes)} for "
@@ -333,16 +338,18 @@ class Codec(ABC):
         else:
             write_headers(packets, codec_id=self.codec_id, **words, is_bad=is_bad)
 
-    def _layout(self, rows: int, cols: int) -> "_Layout":
-        """What packets of this shape look like; worked out once."""
-        found = self._layouts.get((rows, cols))
+    def _layout(self, rows: int, cols: int, stage: "Codec") -> "_Layout":
+        """What packets of this shape look like at one stage of this codec; worked out once."""
+        key = (rows, cols, id(stage))
+        found = self._layouts.get(key)
         if found is None:
-            codec = self.resolve(rows, cols)
-            found = self._layouts[rows, cols] = _Layout(
+            codec = stage.resolve(rows, cols)
+            settings = (self if codec is stage else codec).settings()
+            found = self._layouts[key] = _Layout(
                 codec=codec,
                 num_bytes=HEADER_BYTES + codec.payload_bytes(rows, cols),
                 number=codec.header_number(rows, cols),
-                stamp=stamp_of(codec.settings(), rows, cols),
+                stamp=stamp_of(settings, rows, cols),
             )
         return found
 

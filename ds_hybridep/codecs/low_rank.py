@@ -24,8 +24,8 @@ the size of its row and column, as it does under an optimizer such as Adam, whic
 Source: the scheme is PowerSGD's (arXiv 1905.13727), with the refresh and the projection onto quantised factors added.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import ClassVar, Literal
 
 import torch
@@ -43,7 +43,7 @@ from ds_hybridep.codecs.blockwise import (
     write_quantised,
 )
 from ds_hybridep.codecs.interface import Codec, CodecState, round_up
-from ds_hybridep.kernels import Source
+from ds_hybridep.kernels import CompiledCodecs, Source
 
 FACTOR_BLOCK = 256  # elements of a factor column that share a scale
 FACTOR_BITS = {"int8": 8, "int4": 4, "int2": 2, "log4": 4}
@@ -59,7 +59,12 @@ SMALLEST_RMS = 1e-3  # of the largest: rows and columns below count as if they h
 class LowRank(Codec):
     """Factors of rank `rank`, `factors` telling how they are sent; vectors and small matrices go to `fallback`.
 
-    Small means that the fallback's packet is not longer.  `iterations` power iterations are made each step.
+    Small means that the fallback's packet is not longer than the factors.  `iterations` power iterations are made each
+    step.
+
+    rest: encodes what the factors leave out, and its payload follows theirs.
+    first_rank: the rank of the first `first_steps` packets.  They have a state of their own, and the packets after
+        them begin as those of a new encoder.
 
     Error: the sum of squares left is never more than there was by more than the rounding of Q; with fp32 factors it is
     that of a projection onto `rank` directions near the largest.  With weighting this holds for the balanced matrix.
@@ -67,7 +72,6 @@ class LowRank(Codec):
 
     codec_id: ClassVar[int] = 3
     name: ClassVar[str] = "low_rank"
-    is_fused: ClassVar[bool] = True
 
     rank: int = 4
     factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int8"
@@ -75,31 +79,54 @@ class LowRank(Codec):
     iterations: int = 1
     refresh_interval: int = 64
     fallback: Codec = Blockwise(bits=4)
+    rest: Blockwise | None = None
+    first_rank: int | None = None
+    first_steps: int | None = None
+
+    # Of a stage: what its tensors are called in the state, and how many steps were made before it.
+    _prefix: str = field(default="", compare=False, repr=False)
+    _steps_before: int = field(default=0, compare=False, repr=False)
+
+    @cached_property
+    def stages(self) -> tuple[Codec, ...]:
+        """See `Codec.stages`."""
+        if self.first_rank is None or self.first_steps is None:
+            return (self,)
+        then = replace(self, first_rank=None, first_steps=None, _steps_before=self.first_steps)
+        return replace(then, rank=self.first_rank, _prefix="first_", _steps_before=0), then
+
+    def at(self, step: int) -> Codec:
+        """See `Codec.at`."""
+        return self if self.first_steps is None else self.stages[step >= self.first_steps]
 
     def resolve(self, rows: int, cols: int) -> Codec:
         """See `Codec.resolve`."""
-        is_small = self.payload_bytes(rows, cols) >= self.fallback.payload_bytes(rows, cols)
+        is_small = self.factor_bytes(rows, cols) >= self.fallback.payload_bytes(rows, cols)
         return self.fallback if min(rows, cols) <= 1 or is_small else self
 
     def effective_rank(self, rows: int, cols: int) -> int:
         """Columns of the factors: no more than the matrix has."""
         return min(self.rank, rows, cols)
 
+    def factor_bytes(self, rows: int, cols: int) -> int:
+        """Bytes of P and Q in a payload."""
+        return round_up(self.effective_rank(rows, cols) * (self._column_bytes(rows) + self._column_bytes(cols)))
+
     def payload_bytes(self, rows: int, cols: int) -> int:
         """See `Codec.payload_bytes`."""
-        return round_up(self.effective_rank(rows, cols) * (self._column_bytes(rows) + self._column_bytes(cols)))
+        rest_bytes = 0 if self.rest is None else self.rest.payload_bytes(rows, cols)
+        return self.factor_bytes(rows, cols) + rest_bytes
 
     def header_number(self, rows: int, cols: int) -> int:
         """The effective rank."""
         return self.effective_rank(rows, cols)
 
-    def initial_state(self, n: int, rows: int, cols: int, device: torch.device) -> CodecState:
-        """See `Codec.initial_state`."""
-        tensors = {"q": torch.zeros(n, self.effective_rank(rows, cols), cols, device=device)}
+    def initial_tensors(self, n: int, rows: int, cols: int, device: torch.device) -> dict[str, Tensor]:
+        """See `Codec.initial_tensors`."""
+        shapes: dict[str, tuple[int, ...]] = {"q": (n, self.effective_rank(rows, cols), cols)}
         if self.weighting == "rms":
-            tensors["row_rms"] = torch.zeros(n, rows, device=device)
-            tensors["col_rms"] = torch.zeros(n, cols, device=device)
-        return CodecState(tensors=tensors)
+            shapes |= {"row_rms": (n, rows), "col_rms": (n, cols)}
+        return {self._prefix + name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
 
     def encode_fused(
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
@@ -108,7 +135,41 @@ class LowRank(Codec):
         kernels = self.compiled(a.device)
         if kernels is None:
             return None
-        q = state.tensors["q"]
+        if self.rest is None:
+            return self._encode_factors(kernels, source, a, other, state, payload)
+        factors, rest = self._factors_and_rest(payload, a.shape[1], a.shape[2])
+        left = a.clone() if other is None else a - other if source == Source.UPDATE else a + other
+        # `left` is to each encoder what a residual is to a codec.
+        nothing = torch.zeros_like(a)
+        is_bad = self._encode_factors(kernels, Source.RESIDUAL, nothing, left, state, factors)
+        flags = self.rest.encode_fused(Source.RESIDUAL, nothing, left, state, rest)
+        assert flags is not None, "the rest has no kernels where the factors have them"
+        is_bad |= flags
+        if other is None:
+            return is_bad
+        # On an accelerator without a look, which would be a device-to-host sync.
+        keep = is_bad.bool()[:, None, None] if a.device.type != "cpu" or bool(is_bad.any()) else None
+        if source == Source.UPDATE:
+            self.decode_add_payload(payload, other)
+            if keep is not None:
+                other.masked_fill_(keep, torch.nan)
+        else:
+            self.decode_payload(payload, left)
+            residual = (a + other).sub_(left)
+            other.copy_(residual if keep is None else torch.where(keep, other, residual))
+        return is_bad
+
+    def _encode_factors(
+        self,
+        kernels: CompiledCodecs,
+        source: Source,
+        a: Tensor,
+        other: Tensor | None,
+        state: CodecState,
+        payload: Tensor,
+    ) -> Tensor:
+        """As `encode_fused`, P and Q alone."""
+        q = state.tensors[self._prefix + "q"]
         wanted = (len(a), self.effective_rank(a.shape[1], a.shape[2]), a.shape[2])
         if q.shape != wanted:
             raise ValueError(f"state: holds q of shape {tuple(q.shape)}, wanted {wanted}; make it with new_state")
@@ -118,8 +179,8 @@ class LowRank(Codec):
             other,
             payload,
             q=q,
-            row_rms=state.tensors.get("row_rms"),
-            col_rms=state.tensors.get("col_rms"),
+            row_rms=state.tensors.get(self._prefix + "row_rms"),
+            col_rms=state.tensors.get(self._prefix + "col_rms"),
             start=self._fresh_start(state.step, q),
             factor=FACTOR_CODES[self.factors],
             iterations=self.iterations,
@@ -127,20 +188,24 @@ class LowRank(Codec):
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
         """See `Codec.encode_payload`.  Factors stand as rows here, [n, rank, rows or cols]."""
-        before = {name: tensor.clone() for name, tensor in state.tensors.items()}
-        is_overflow = self.encode_fused(Source.ENCODE, x, None, state, payload)
-        if is_overflow is None:
-            is_overflow = self._encode_by_definition(x, state, payload)
-        for name, tensor in state.tensors.items():
-            keep = (is_bad | is_overflow.bool()).view(-1, *[1] * (tensor.dim() - 1))
+        mine = {name: state.tensors[name] for name in self.initial_tensors(0, x.shape[1], x.shape[2], x.device)}
+        before = {name: tensor.clone() for name, tensor in mine.items()}
+        factors, rest = self._factors_and_rest(payload, x.shape[1], x.shape[2])
+        is_overflow = self._encode_by_definition(x, state, factors)
+        for name, tensor in mine.items():
+            keep = (is_bad | is_overflow).view(-1, *[1] * (tensor.dim() - 1))
             tensor.copy_(torch.where(keep, before[name], tensor))
-        return is_overflow.bool()
+        if self.rest is not None:
+            value = torch.empty_like(x)
+            self._decode_factors(factors, value, is_add=False)
+            is_overflow = is_overflow | self.rest.encode_payload(x - value, state, rest, is_bad)
+        return is_overflow
 
     def _encode_by_definition(self, x: Tensor, state: CodecState, payload: Tensor) -> Tensor:
         n, rows, cols = x.shape
         p_payload, q_payload = self._split(payload, rows, cols)
         payload[:, p_payload[0].numel() + q_payload[0].numel() :] = 0
-        q = state.tensors["q"]
+        q = state.tensors[self._prefix + "q"]
         start = self._fresh_start(state.step, q)
         q = q if start is None else start.repeat(n, 1, 1)
         row_weight, col_weight = self._weights(x, state)
@@ -154,7 +219,9 @@ class LowRank(Codec):
 
         # 2. Q for that P.
         q = divide_by_gram(_times_rows(x, p), p)
-        state.tensors["q"].copy_(q)  # in its place: memory of another stream must not be freed in this one
+        state.tensors[self._prefix + "q"].copy_(
+            q
+        )  # in its place: memory of another stream must not be freed in this one
         self._write(q * col_weight, q_payload)
         return ~self._read(q_payload, cols).isfinite().flatten(1).all(dim=1)
 
@@ -167,40 +234,53 @@ class LowRank(Codec):
             return x.new_ones(()).expand(len(x), 1, x.shape[1]), x.new_ones(()).expand(len(x), 1, x.shape[2])
         weights = []
         for name, dim in (("row_rms", 2), ("col_rms", 1)):
-            mean = RMS_DECAY * state.tensors[name].double().square() + (1 - RMS_DECAY) * x.double().square().mean(dim)
-            rms = state.tensors[name].copy_(mean.sqrt())
+            rms = state.tensors[self._prefix + name]
+            mean = RMS_DECAY * rms.double().square() + (1 - RMS_DECAY) * x.double().square().mean(dim)
+            rms.copy_(mean.sqrt())
             largest = rms.amax(dim=1, keepdim=True)
             weights.append(torch.where(largest > 0, (rms / largest).clamp(min=SMALLEST_RMS), 1.0).unsqueeze(1))
         return weights[0], weights[1]
 
     def decode_payload(self, payload: Tensor, out: Tensor) -> None:
         """See `Codec.decode_payload`."""
+        factors, rest = self._factors_and_rest(payload, out.shape[1], out.shape[2])
+        self._decode_factors(factors, out, is_add=False)
+        if self.rest is not None:
+            self.rest.decode_add_payload(rest, out)
+
+    def decode_add_payload(self, payload: Tensor, into: Tensor) -> None:
+        """See `Codec.decode_add_payload`.  The value of the factors is added first, then that of the rest."""
+        factors, rest = self._factors_and_rest(payload, into.shape[1], into.shape[2])
+        self._decode_factors(factors, into, is_add=True)
+        if self.rest is not None:
+            self.rest.decode_add_payload(rest, into)
+
+    def _decode_factors(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
+        """Assign or add P Q^T."""
         kernels = self.compiled(out.device)
         if kernels is not None:
             rank = self.effective_rank(out.shape[1], out.shape[2])
-            kernels.low_rank_decode(payload, out, rank=rank, factor=FACTOR_CODES[self.factors], is_add=False)
+            kernels.low_rank_decode(payload, out, rank=rank, factor=FACTOR_CODES[self.factors], is_add=is_add)
             return
         p_payload, q_payload = self._split(payload, out.shape[1], out.shape[2])
         p, q = self._read(p_payload, out.shape[1]), self._read(q_payload, out.shape[2])
-        for column in range(p.shape[1]):
-            # The outer product is a tensor of its own: fused with the sum it would be rounded once instead of twice.
-            product = p[:, column, :, None] * q[:, column, None, :]
-            if column:
-                out += product
-            else:
-                out.copy_(product)
-
-    def decode_add_payload(self, payload: Tensor, into: Tensor) -> None:
-        """See `Codec.decode_add_payload`."""
-        kernels = self.compiled(into.device)
-        if kernels is None:
-            super().decode_add_payload(payload, into)
+        # The outer product is a tensor of its own: fused with the sum it would be rounded once instead of twice.
+        value = p[:, 0, :, None] * q[:, 0, None, :]
+        for column in range(1, p.shape[1]):
+            value += p[:, column, :, None] * q[:, column, None, :]
+        if is_add:
+            out += value
         else:
-            rank = self.effective_rank(into.shape[1], into.shape[2])
-            kernels.low_rank_decode(payload, into, rank=rank, factor=FACTOR_CODES[self.factors], is_add=True)
+            out.copy_(value)
+
+    def _factors_and_rest(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+        """The part of P and Q, and that of the rest, which may be empty."""
+        end = self.factor_bytes(rows, cols)
+        return payload[:, :end], payload[:, end:]
 
     def _fresh_start(self, step: int, q: Tensor) -> Tensor | None:
         """Where to begin [rank, cols], if not from the previous step's q [n, rank, cols]."""
+        step -= self._steps_before
         if step % self.refresh_interval:
             return None
         return _random_start(q.shape[1], q.shape[2], step).to(q.device)

@@ -67,11 +67,6 @@ def sequence_of(packets: Tensor) -> int:
     return int(numbers.pop()) % SEQUENCE_MODULUS
 
 
-def stamp_in(packets: Tensor) -> int:
-    """The stamp of the first of n packets.  Reading it is a device-to-host sync on an accelerator."""
-    return int(_words(packets[:1])[0, 3]) % 2**32
-
-
 def check_headers(packets: Tensor, *, codec_id: int, stamp: int, what: str) -> None:
     """Raise PacketError unless packets [n, packet_bytes] were made by the codec `what` for this shape.
 

@@ -3,9 +3,10 @@
 
 At the same plan everything comes back as it was, and training goes on bit for bit.  At another plan mirrors begin anew
 from the weights, and gradients that were not delivered yet go to the owners of their experts, who add them to the next
-ones; for that a rank reads the files of all.
+ones.  For that a rank opens the files of all, and reads from each what concerns its own experts.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,37 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hybridep.experts.replicas import ReplicaStore
+from ds_hybridep.experts.replicas import Replicas
 
 PATTERN = "hybridep_rank_*.pt"
-
-
-def file_of(folder: Path, rank: int) -> Path:
-    """Where a rank's state lies in the folder of a checkpoint."""
-    return folder / f"hybridep_rank_{rank:05d}.pt"
-
-
-def capture(stores: Sequence[ReplicaStore], plan: str, step: int) -> dict[str, Any]:
-    """This rank's state, as torch.save writes it; nothing may be under way, and replicas must hold the weights.
-
-    plan, step: what the state belongs to; a file of another checkpoint may lie in the same folder.
-    """
-    return {"plan": plan, "step": step, "layers": {store.layer: _capture_layer(store) for store in stores}}
-
-
-def forget(stores: Sequence[ReplicaStore]) -> None:
-    """Drop what belongs to gradients that were computed before a load."""
-    for store in stores:
-        store.lossy.encoders.clear()
-        store.lossy.decoders.clear()
-        store.lossy.undelivered = None
-
-
-def restore(stores: Sequence[ReplicaStore], saved: Mapping[str, Any]) -> None:
-    """Become what `capture` saw at the same plan; replicas must hold exact weights by now."""
-    forget(stores)
-    for store in stores:
-        _restore_layer(store, saved["layers"][store.layer])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +38,68 @@ class OwnedExperts:
     share: float
     device: torch.device
 
-    def record(self, parts: Sequence[Tensor]) -> dict[str, Any]:
-        """As `capture` writes a layer of which nothing is kept but gradients that were not delivered."""
-        nothing: dict[str, Any] = {"mirrors": {}, "replicas": [], "encoders": [], "decoders": []}
-        return {**nothing, "undelivered": [{"experts": list(self.experts), "residuals": list(parts)}]}
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Where a rank's state lies in the folder of a checkpoint."""
+    return folder / f"hybridep_rank_{rank:05d}.pt"
+
+
+def write(folder: Path, rank: int, world_size: int, saved: Mapping[str, Any] | None) -> None:
+    """Write this rank's file, or remove it where there is nothing to save.
+
+    Files of earlier checkpoints in the same folder, of more ranks, are removed.
+    """
+    path = file_of(folder, rank)
+    if saved is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".partial")
+        torch.save(saved, unfinished)
+        os.replace(unfinished, path)
+    else:
+        path.unlink(missing_ok=True)
+    if rank == 0:
+        for other in set(folder.glob(PATTERN)) - {file_of(folder, one) for one in range(world_size)}:
+            other.unlink(missing_ok=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What `write` has written.  Tensors are mapped: only those that are used are read from the disk."""
+    saved: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    return saved
+
+
+def capture(
+    layers: Sequence[Replicas],
+    owned: Sequence[OwnedExperts],
+    undelivered: Mapping[str, Sequence[Tensor]],
+    plan: str,
+    step: int,
+) -> dict[str, Any]:
+    """This rank's state; nothing may be under way, and replicas must hold the weights.
+
+    plan, step: what the state belongs to; a file of another checkpoint may lie in the same folder.
+    """
+    captured = {replicas.layer: _capture_layer(replicas) for replicas in layers}
+    for layer in owned:
+        if layer.name in undelivered:
+            record = captured.setdefault(layer.name, {"mirrors": {}, "replicas": [], "encoders": [], "decoders": []})
+            record["undelivered"] = [{"experts": list(layer.experts), "residuals": list(undelivered[layer.name])}]
+    return {"plan": plan, "step": step, "layers": captured}
+
+
+def restore(layers: Sequence[Replicas], saved: Mapping[str, Any]) -> dict[str, list[Tensor]]:
+    """Become what `capture` saw at the same plan; replicas must hold exact weights by now.
+
+    Returns:
+        By layer what waited for the next gradients of the owned experts.
+    """
+    for replicas in layers:
+        _restore_layer(replicas, saved["layers"][replicas.layer])
+    return {
+        name: [part.clone() for part in record["undelivered"][0]["residuals"]]
+        for name, record in saved["layers"].items()
+        if record.get("undelivered")
+    }
 
 
 def undelivered(layers: Sequence[OwnedExperts], files: Sequence[Path], step: int) -> dict[str, list[Tensor]]:
@@ -78,12 +109,12 @@ def undelivered(layers: Sequence[OwnedExperts], files: Sequence[Path], step: int
     """
     found: dict[str, list[Tensor]] = {}
     for path in files:
-        saved = torch.load(path, weights_only=True, map_location="cpu")
+        saved = read(path)
         if saved["step"] != step:
             continue  # of an earlier checkpoint in this folder
         for layer in layers:
-            kept = saved["layers"].get(layer.name, {"encoders": [], "undelivered": []})
-            for record in kept["encoders"] + kept["undelivered"]:
+            kept = saved["layers"].get(layer.name, {})
+            for record in [*kept.get("encoders", ()), *kept.get("undelivered", ())]:
                 for own_idx, expert in enumerate(layer.experts):
                     if expert not in record["experts"]:
                         continue
@@ -96,44 +127,45 @@ def undelivered(layers: Sequence[OwnedExperts], files: Sequence[Path], step: int
     return found
 
 
-def _capture_layer(store: ReplicaStore) -> dict[str, Any]:
-    lossy = store.lossy
+def _capture_layer(replicas: Replicas) -> dict[str, Any]:
+    feedback = replicas.feedback
+    if feedback is None:
+        return {"mirrors": {}, "replicas": [], "encoders": [], "decoders": []}
     return {
-        "mirrors": {name: mirror.state_dict() for name, mirror in lossy.mirrors.items()},
+        "mirrors": {name: mirror.state_dict() for name, mirror in feedback.mirrors.items()},
         "replicas": [
             {"slot": slot, "values": replica.values, "expected": replica.order.expected}
-            for slot, replica in lossy.replicas.items()
+            for slot, replica in feedback.replicas.items()
         ],
         "encoders": [
-            {"level": level, "slot": slot, "experts": list(store.expert_ids(slot)), **encoder.state_dict()}
-            for (level, slot), encoder in lossy.encoders.items()
+            {"level": level, "slot": slot, "experts": list(replicas.expert_ids(slot)), **encoder.state_dict()}
+            for (level, slot), encoder in feedback.encoders.items()
         ],
         "decoders": [
             {"sender": sender, "slot": slot, "expected": decoder.committed_step}
-            for (sender, slot), decoder in lossy.decoders.items()
+            for (sender, slot), decoder in feedback.decoders.items()
         ],
-        "undelivered": [{"experts": list(store.expert_ids(store.own_index)), "residuals": lossy.undelivered.parts}]
-        if lossy.undelivered is not None
-        else [],
     }
 
 
-def _restore_layer(store: ReplicaStore, saved: Mapping[str, Any]) -> None:
-    lossy, device = store.lossy, store.weights[0].device
-    for name, mirror in lossy.mirrors.items():
+def _restore_layer(replicas: Replicas, saved: Mapping[str, Any]) -> None:
+    feedback = replicas.feedback
+    if feedback is None:
+        return
+    for name, mirror in feedback.mirrors.items():
         mirror.load_state_dict(saved["mirrors"][name])
     for record in saved["replicas"]:
-        replica = lossy.replicas[record["slot"]]
+        replica = feedback.replicas[record["slot"]]
         for value, other in zip(replica.values, record["values"], strict=True):
             value.copy_(other)
         replica.order.expected = record["expected"]
-        replica.copy_to(store.weight_parts[record["slot"]])
+        replica.copy_to(replicas.weight_parts[record["slot"]])
     for record in saved["encoders"]:
-        layout = store.gradient_layouts[record["level"]]
-        lossy.encoder(record["level"], record["slot"], layout, device).load_state_dict(record)
+        encoder = feedback.encoder(record["level"], record["slot"])
+        assert encoder is not None, f"{replicas.layer}: level {record['level']} has no gradient codec"
+        encoder.load_state_dict(record)
     for record in saved["decoders"]:
-        layout = store.gradient_layouts[store.level_between(record["sender"], store.domain_ranks[store.own_index])]
-        lossy.decoder(record["sender"], record["slot"], layout).expect(record["expected"])
-    for record in saved["undelivered"]:
-        for own_idx in range(store.num_local):
-            store.add_undelivered(own_idx, [part[own_idx] for part in record["residuals"]])
+        level = replicas.level_between(replicas.domain_ranks.index(record["sender"]), replicas.own_slot)
+        decoder = feedback.decoder(level, record["sender"], record["slot"])
+        assert decoder is not None, f"{replicas.layer}: level {level} has no gradient codec"
+        decoder.expect(record["expected"])

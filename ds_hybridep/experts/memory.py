@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that a rank needs for replicas, without allocating them: the same stores, built on tensors without memory."""
+"""Bytes that a rank needs for replicas, without allocating them: the same objects, built on tensors without memory."""
 
 import copy
 from collections.abc import Sequence
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ds_hybridep.experts.replicas import Encoding, ReplicaStore, gather_levels
+from ds_hybridep.experts.layout import gather_stages
+from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.sync.feedback import Encoding, StepChanges
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeeds:
     """Bytes on one rank beside what DeepSpeed holds; packets and other buffers of the moment are not counted.
 
-    replicas: weights of the domain's experts, in the type they are trained in; those that arrive meanwhile too, where
-        replicas may be older than their owners.
+    replicas: weights of the domain's experts, in the type they are trained in.
     gradient_sums: of those that are trained, fp32.
     codecs: mirrors, replicas in fp32 beside others, residuals with their copy until the step, and encoders' state.
     """
@@ -62,24 +63,19 @@ def without_memory(expert: nn.Module) -> nn.Module:
     return copy.deepcopy(expert, shells)  # which finds the parameters copied already
 
 
-def memory_of_layer(
-    experts: Sequence[nn.Module], partition: Partition, encoding: Encoding, max_staleness: int = 0
-) -> MemoryNeeds:
+def memory_of_layer(experts: Sequence[nn.Module], partition: Partition, encoding: Encoding) -> MemoryNeeds:
     """What each rank of the partition's group needs for one layer once training has begun.
 
     Args:
         experts: the e experts of one rank, from `without_memory`.
         partition: of the layer's expert-parallel group.
         encoding: how weights and gradients travel.
-        max_staleness: steps by which replicas may be older than their owners.
     """
     if partition.domain_size == 1:
         return MemoryNeeds()
     rank = partition.group_ranks[0]
-    store = ReplicaStore("", experts, partition, gather_levels(partition, rank), rank, encoding)
-    store.make_encoders()
-    replicas = sum(weights.nbytes for weights in store.weights)
-    sums = sum(sums.nbytes for sums in store.sums if sums is not None)
-    codecs = store.replica_bytes - replicas - sums
-    deferred = store.deferred_bytes if max_staleness else 0
-    return MemoryNeeds(replicas=replicas + deferred, gradient_sums=sums, codecs=codecs)
+    held = Replicas("", experts, partition, gather_stages(partition, rank), rank, encoding, StepChanges())
+    held.make_encoders()
+    replicas = sum(weights.nbytes for weights in held.weights)
+    sums = sum(sums.nbytes for sums in held.sums if sums is not None)
+    return MemoryNeeds(replicas=replicas, gradient_sums=sums, codecs=held.num_bytes - replicas - sums)

@@ -7,6 +7,7 @@ of that, and everything here takes them as they are.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,15 +23,10 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id")
 
 
-def parameters_of(expert: nn.Module) -> dict[str, nn.Parameter]:
-    """An expert's parameters by name.  Asked for one by one in a forward, ZeRO-3 would gather them, and ever after."""
-    return dict(expert.named_parameters())
-
-
 @contextmanager
 def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Context in which parameters are whole; the ranks that share them must enter it together."""
-    away = [parameter for parameter in parameters if _is_away(parameter)]
+    away: list[Any] = [parameter for parameter in parameters if _is_away(parameter)]
     if away:
         away[0].all_gather(param_list=away)
     try:
@@ -61,6 +57,6 @@ def take_away(parameters: Sequence[nn.Parameter]) -> None:
             parameter.data = parameter.data.new_empty(0)
 
 
-def _is_away(parameter: nn.Parameter) -> bool:
+def _is_away(parameter: Any) -> bool:
     # Neither whole nor on its way: ZeRO-3 fetches ahead for modules that ran in earlier forwards.
-    return is_partitioned(parameter) and parameter.ds_status.name != "AVAILABLE"
+    return is_partitioned(parameter) and bool(parameter.ds_status.name != "AVAILABLE")

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ds_hybridep.experts.migration import LayerExperts, MigrationManager, is_in_backward, refuse_released
-from ds_hybridep.experts.replicas import WeightGather
+from ds_hybridep.experts.migration import LayerExperts, MigrationManager, Weights, is_in_backward
 from ds_hybridep.plan.replica_pool import ReplicaPool
 from ds_hybridep.transport.channels import Transport, profiler_range
 
@@ -75,7 +74,7 @@ class TransientMigration(MigrationManager):
     """Holds replica weights of at most `prefetch_depth` + 1 layers.
 
     Args:
-        transport, layers, is_boundary: as for `MigrationManager`; with transient stores.
+        transport, layers, is_boundary: as for `MigrationManager`; with transient replicas.
         prefetch_depth: layers that are gathered ahead, too.
     """
 
@@ -88,11 +87,11 @@ class TransientMigration(MigrationManager):
     ) -> None:
         super().__init__(transport, layers, prefetch_depth, is_boundary)
         self._pool = ReplicaPool(len(layers), prefetch_depth)
-        self._memory = [TransientWeights(layer.store.weights) for layer in layers]
+        self._memory = [TransientWeights(layer.replicas.weights) for layer in layers]
 
     def acquire(self, position: int) -> list[list[dict[str, Tensor]]]:
         """As in `MigrationManager`; views of weights can only be made where there is memory for them."""
-        if self._are_replicas_stale and not is_in_backward():
+        if self.is_stale and not is_in_backward():
             self.refresh(wait=False)
         self._request(position)
         return super().acquire(position)
@@ -103,21 +102,20 @@ class TransientMigration(MigrationManager):
 
     def begin_backward(self, position: int) -> None:
         """Have a layer's replicas for its experts' backward; called before that."""
-        with profiler_range("gather_for_backward", self._layers[position].store.layer):
+        with profiler_range("gather_for_backward", self.layers[position].replicas.layer):
             self.hold(position)
 
     def hold(self, position: int) -> None:
         """Have a layer's replicas, from here on until another layer's are asked for."""
-        refuse_released(self._layers[position].store)
+        self.layers[position].refuse_released()
         self._request(position)
         self.progress()
         self.wait_for_weights(position)
 
-    def verify(self) -> None:
-        """As in `MigrationManager`; layers that are not held are gathered for it, one after the other."""
-        super().verify()
+    def stamp(self) -> None:
+        """Call after owned experts' copies were written outside a shipment."""
         for memory in self._memory:
-            memory.stamp()  # checksums write the owned experts' copy
+            memory.stamp()
 
     def release(self) -> None:
         """Free all that is held."""
@@ -142,29 +140,28 @@ class TransientMigration(MigrationManager):
         for other in given_back:
             self._give_back(other)
         for other in gathered:
-            self._gather(other)
-
-    def _gather(self, position: int) -> None:
-        layer, memory = self._layers[position], self._memory[position]
-        memory.take()
-        layer.gather = WeightGather(layer.store, is_exact=True)
-        memory.stamp()
-        layer.weights.add(layer.gather)
+            self._memory[other].take()
+            self.layers[other].ship(is_exact=True)
+            self._memory[other].stamp()
 
     def _give_back(self, position: int) -> None:
-        self._finish_gather(self._layers[position])  # one that nobody came to need
+        layer = self.layers[position]
+        layer.finish_shipment()  # one that nobody came to need
         self._memory[position].give_back()
+        if layer.weights is Weights.FRESH:
+            layer.weights = Weights.AWAY
 
     def _ship(self, *, is_exact: bool) -> None:
         """All replicas are old: drop them, and gather those that the next forward needs first.
 
         Later stages wait for that forward: after the last step of a job others may be gone already.
         """
-        self.drop_prefetched()
         for position in self._pool.held:
             self._give_back(position)
         self._pool.held = []
-        for memory in self._memory:
+        for layer, memory in zip(self.layers, self._memory, strict=True):
+            layer.prefetched = None  # a node that no forward took
+            layer.weights = Weights.AWAY
             memory.renew()
         self._request(0)
 

@@ -28,12 +28,12 @@ from ds_hybridep.config import AUTO, IDENTITY, HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.migration import MigrationManager
-from ds_hybridep.experts.replicas import no_scale
 from ds_hybridep.integration import adapters as expert_adapters
 from ds_hybridep.integration import autoep as autoep_layer
 from ds_hybridep.integration import dense as dense_hooks
 from ds_hybridep.integration.runtime import HybridRuntime, prepare_runtime
 from ds_hybridep.integration.statistics import monitor_events, summarize
+from ds_hybridep.sync.feedback import no_scale
 from ds_hybridep.tokens.layer import HybridMoE, call_expert
 from ds_hybridep.transport.agreement import announcing_failure
 from ds_hybridep.transport.job import backend_name, group_ranks, is_initialized, world_size
@@ -101,8 +101,7 @@ def detach(engine: nn.Module) -> None:
     """
     attachment = _attachment_of(engine)
     attachment.runtime.finish()
-    migration = attachment.runtime.migration
-    if migration is not None and (norm := migration.undelivered_norm):
+    if norm := attachment.runtime.undelivered_norm:
         log_dist(f"hybridep: detached with gradients of norm {norm:.3g} that codecs had kept back", ranks=[-1])
     attachment.unbind()
 

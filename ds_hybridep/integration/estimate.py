@@ -4,7 +4,6 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from ds_hybridep.errors import ConfigError
 from ds_hybridep.experts.memory import MemoryNeeds, memory_of_layer, most_at_once, without_memory
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.integration.autoep import is_autoep_layer
-from ds_hybridep.integration.runtime import encoding_of
+from ds_hybridep.integration.build import encoding_of
+from ds_hybridep.plan.cluster import divisors
 from ds_hybridep.plan.partition import Partition
 
 DomainSizes = tuple[int, ...]
@@ -105,14 +105,16 @@ def _layers_of(module: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
         return [(expert, module.num_local_experts, module.ep_size)]
     if not is_autoep_layer(module):
         return []
-    grouped = module.experts.parameters()
+    layer: Any = module  # of a class that exists where AutoEP does
+    grouped = layer.experts.parameters()
     expert = _shell([(full_shape(p)[1:], dtype or p.dtype, p.requires_grad) for p in grouped])
-    return [(expert, module.num_local_experts, module.ep_size)]
+    return [(expert, layer.num_local_experts, layer.ep_size)]
 
 
 def _future_layers(model: nn.Module, expert_parallel: Mapping[str, Any], dtype: torch.dtype | None) -> list[Layer]:
     """The layers that AutoEP will make of the model, which stays as it is."""
-    settings, layers = parse_autoep_config(dict(expert_parallel)), []
+    settings = parse_autoep_config(dict(expert_parallel))
+    layers: list[Layer] = []
     for spec in AutoEP(model, settings).ep_parser():
         if spec.num_experts % settings.autoep_size:
             raise ConfigError(
@@ -147,15 +149,13 @@ def _print_needs(
     spans = [Partition.build(cluster, range(ep), alone).spans for _, _, ep in layers]
     common = [math.gcd(*level_spans) for level_spans in zip(*spans, strict=True)]
     needs: dict[DomainSizes, MemoryNeeds] = {}
-    for sizes in itertools.product(*(_divisors(span) for span in common)):
+    for sizes in itertools.product(*(divisors(span) for span in common)):
         by_layer = [
-            memory_of_layer(
-                [expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding, config.max_staleness
-            )
+            memory_of_layer([expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding)
             for expert, num_local, ep in layers
         ]
         if config.replicas == "transient":
-            needs[sizes] = most_at_once(by_layer, config.prefetch_depth + 1, accumulates=accumulation > 1)
+            needs[sizes] = most_at_once(by_layer, config.advanced.prefetch_depth + 1, accumulates=accumulation > 1)
         else:
             needs[sizes] = sum(by_layer, MemoryNeeds())
     print(
@@ -173,16 +173,8 @@ def _print_needs(
 
 def _exact_where_planned(config: HybridEPConfig) -> HybridEPConfig:
     """A codec that the job is to choose counts as none."""
-    levels = [
-        replace(
-            level,
-            weight_codec=IDENTITY if level.weight_codec == AUTO_CODEC else level.weight_codec,
-            gradient_codec=IDENTITY if level.gradient_codec == AUTO_CODEC else level.gradient_codec,
-        )
-        for level in config.levels
-    ]
-    return replace(config, levels=tuple(levels))
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    levels = []
+    for level in config.levels:
+        planned = [key for key in ("weight_codec", "gradient_codec") if getattr(level, key) == AUTO_CODEC]
+        levels.append(level.model_copy(update=dict.fromkeys(planned, IDENTITY)))
+    return config.model_copy(update={"levels": tuple(levels)})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.sync.feedback import CodecSums
+from ds_hybridep.sync.counters import CodecSums
 from ds_hybridep.tokens.layer import HybridMoE
 from ds_hybridep.transport.channels import KINDS, Purpose, Transport
 
@@ -65,7 +65,14 @@ class Statistics:
         return [sums.record() if (sums := self._codec_sums(layer)) is not None else {} for layer, _, _ in self._layers]
 
     def _codec_sums(self, layer: HybridMoE) -> CodecSums | None:
-        return layer.migration.codec_sums(layer.position) if layer.migration is not None else None
+        if layer.migration is None:
+            return None
+        replicas = layer.migration.layers[layer.position].replicas
+        if replicas.feedback is None:
+            return None
+        if replicas.streams is not None:
+            replicas.streams.join()  # the next weights may be encoded already, which changes mirrors
+        return replicas.feedback.sums(replicas.source_weights())
 
     def gather_job(self) -> dict[str, Any] | None:
         """The whole job's counters on rank 0, None elsewhere; all ranks must call at the same step.

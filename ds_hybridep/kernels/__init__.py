@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local operations of token routing (which rows to send, gather them, sum them back) and of codecs.  No communication.
 
-    interface.py  what each operation computes: RoutePlan, the protocol Kernels, the rules its arguments obey
+    interface.py  what each operation computes: RoutePlan and the protocol Kernels
     reference.py  the definition of each operation in plain PyTorch, for every device and dtype
-    compiled.py   the same from csrc/, for the CPU
+    compiled.py   the same from csrc/, for the CPU, and the checks of arguments
     cuda.py       the same from csrc/, for CUDA devices
-    codecs.py     kernels of codecs, for both; their definition is in ds_hybridep.codecs
-    lanes.py      where a call of compiled kernels runs: on how many threads, or in which stream
+    codecs.py     kernels of codecs; their definition is in ds_hybridep.codecs
     build.py      load_kernels, load_codec_kernels: which of them a process gets, and why
 
 One step uses them twice: experts are mapped to domains to dispatch tokens, and to local indices to sort the rows that

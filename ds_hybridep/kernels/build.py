@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 
 from ds_hybridep.errors import KernelBuildError
 from ds_hybridep.kernels.codecs import CompiledCodecs
+from ds_hybridep.kernels.compiled import CompiledKernels
+from ds_hybridep.kernels.cuda import CudaKernels
 from ds_hybridep.kernels.interface import Kernels
 from ds_hybridep.kernels.reference import ReferenceKernels
 
@@ -23,33 +25,38 @@ OUTPUT_TAIL_CHARS = 4000
 logger = logging.getLogger(__name__)
 
 
-def load_kernels(mode: Mode, device_type: str = "cpu") -> Kernels:
+def load_kernels(mode: Mode, device_type: str = "cpu", dispatch_sms: int | None = None) -> Kernels:
     """Kernels for tensors on `device_type`.  The first call in a process may compile for some seconds.
 
     Args:
         mode: "auto" for compiled kernels or, with one warning that tells why, the reference; "compiled" for compiled
             kernels or an error; "reference" for the PyTorch definitions.
         device_type: as in torch.device.type.
+        dispatch_sms: compiled kernels for "cuda" dispatch and combine rows on at most so many multiprocessors; None
+            for all.  Other kernels compute the same and have no multiprocessors to leave free.
 
     Raises:
         KernelBuildError: mode is "compiled" and there are no compiled kernels; the message holds the end of the
             compiler's output.
-        ValueError: mode is none of the three.
+        ValueError: mode is none of the three, or dispatch_sms is less than 1.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"mode: got {mode!r}, wanted one of {', '.join(get_args(Mode))}")
+    if dispatch_sms is not None and dispatch_sms < 1:
+        raise ValueError(f"dispatch_sms: got {dispatch_sms}, wanted 1 or more, or None for all multiprocessors")
     if mode == "reference":
         return ReferenceKernels()
-    if mode == "auto":
-        return _compiled_or_reference(device_type)
-    compiled = _compiled_or_reason(device_type)
-    if isinstance(compiled, str):
+    extension = _extension_or_reason(device_type)
+    if not isinstance(extension, str):
+        return _kernels_of(extension, device_type, dispatch_sms)
+    if mode == "compiled":
         raise KernelBuildError(
-            f"compiled kernels for device type {device_type!r}: {compiled}\n"
-            'Mend the tool chain named above, or choose the kernels "auto" or "reference", '
+            f"compiled kernels for device type {device_type!r}: {extension}\n"
+            'Repair the tool chain named above, or choose the kernels "auto" or "reference", '
             "which compute the same more slowly."
         )
-    return compiled
+    _warn_once(device_type, extension)
+    return ReferenceKernels()
 
 
 @functools.cache  # asked at every encoding
@@ -63,19 +70,22 @@ def load_codec_kernels(mode: Mode, device_type: str = "cpu") -> CompiledCodecs |
     return getattr(load_kernels(mode, device_type), "codecs", None)
 
 
-@functools.cache  # so the warning comes once in a process
-def _compiled_or_reference(device_type: str) -> Kernels:
-    """Compiled kernels, or the reference after a warning with the reason."""
-    compiled = _compiled_or_reason(device_type)
-    if isinstance(compiled, str):
-        logger.warning("kernels: using the slower PyTorch reference on device type %r: %s", device_type, compiled)
-        return ReferenceKernels()
-    return compiled
+@functools.cache
+def _kernels_of(extension: Any, device_type: str, dispatch_sms: int | None) -> CompiledKernels:
+    """The kernels of a module that the builder has loaded."""
+    if device_type == "cuda":
+        return CudaKernels(extension, dispatch_sms=dispatch_sms)
+    return CompiledKernels(extension)
+
+
+@functools.cache
+def _warn_once(device_type: str, reason: str) -> None:
+    logger.warning("kernels: using the slower PyTorch reference on device type %r: %s", device_type, reason)
 
 
 @functools.cache  # a build that failed is not tried again for every layer
-def _compiled_or_reason(device_type: str) -> Kernels | str:
-    """Compiled kernels, or why there are none."""
+def _extension_or_reason(device_type: str) -> Any:
+    """The compiled module, or a string that says why there is none."""
     if device_type not in ("cpu", "cuda"):
         return f"ds_hybridep has compiled kernels for 'cpu' and 'cuda', none for {device_type!r}"
     try:
@@ -91,10 +101,7 @@ def _compiled_or_reason(device_type: str) -> Kernels | str:
             return reason
     except BUILD_ERRORS as error:
         return _describe(error)
-    from ds_hybridep.kernels.compiled import CompiledKernels
-    from ds_hybridep.kernels.cuda import CudaKernels
-
-    return CudaKernels(extension) if device_type == "cuda" else CompiledKernels(extension)
+    return extension
 
 
 def _describe(error: Exception) -> str:

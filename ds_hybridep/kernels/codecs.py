@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The codec kernels of csrc/ on CPU and on CUDA tensors.  Their definitions are in `ds_hybridep.codecs`.
+"""The codec kernels of csrc/.  Their definitions are in `ds_hybridep.codecs`.
 
 Callers have checked shapes: payloads are [n, bytes] uint8 with dense rows, all else is contiguous fp32.  Tensors of a
 call on more than one device are a ValueError.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_hybridep.kernels.lanes import Lane, stream_of, threads_of
+# Where a call of the extension runs: gives the extension's `lane` argument, a number of threads or a CUDA stream.
+Lane = Callable[[torch.device], AbstractContextManager[int]]
 
 
 class Source(IntEnum):
@@ -30,10 +33,10 @@ class Source(IntEnum):
 class CompiledCodecs:
     """Work is split over torch.get_num_threads() threads; the results depend neither on their number nor on n."""
 
-    def __init__(self, extension: Any, lane: Lane = threads_of) -> None:
-        """Wrap `extension`, the module that HybridEPBuilder loads; `lane` says where its calls run."""
+    def __init__(self, extension: Any) -> None:
+        """Wrap `extension`, the module that HybridEPBuilder loads."""
         self._extension = extension
-        self._lane = lane
+        self._lane: Lane = _threads
 
     def prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
         """What is encoded, shaped as a [n, ...] and all zeros in tensors with inf or nan; and [n] bool, which have."""
@@ -59,25 +62,6 @@ class CompiledCodecs:
         """Assign or add the values of payload [n, bytes] to out [n, ...]."""
         with self._lane(_one_device(out=out, payload=payload)) as lane:
             self._extension.blockwise_decode(*_place(payload), *_size(out), bits, block, is_add, lane, out.data_ptr())
-
-    def top_k_encode(
-        self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor, *, block: int, k: int, value_bits: int
-    ) -> Tensor:
-        """As `blockwise_encode`, the k largest of each block."""
-        device = _one_device(a=a, other=other, payload=payload)
-        is_bad = _flags(a)
-        with self._lane(device) as lane:
-            self._extension.top_k_encode(
-                *_input(source, a, other), block, k, value_bits, lane, *_place(payload), is_bad.data_ptr()
-            )
-        return is_bad
-
-    def top_k_decode(self, payload: Tensor, out: Tensor, *, block: int, k: int, value_bits: int, is_add: bool) -> None:
-        """Assign or add the values of payload [n, bytes] to out [n, ...]."""
-        with self._lane(_one_device(out=out, payload=payload)) as lane:
-            self._extension.top_k_decode(
-                *_place(payload), *_size(out), block, k, value_bits, is_add, lane, out.data_ptr()
-            )
 
     def low_rank_encode(
         self,
@@ -143,29 +127,9 @@ class CompiledCodecs:
         return found
 
 
-class CudaCodecs(CompiledCodecs):
-    """The same in the current stream of a CUDA device; nothing is waited for."""
-
-    def __init__(self, extension: Any, lane: Lane = stream_of) -> None:
-        """Wrap `extension`, the module that HybridEPBuilder("cuda") loads; `lane` says where its calls run."""
-        super().__init__(extension, lane)
-
-    def check_headers(self, packets: Tensor, *, start: int, stamp: int) -> int:
-        """1, some packet may be flagged: reading them would be a wait for the device."""
-        return 1
-
-    def checksum(self, tensor: Tensor) -> Tensor:
-        """[2] int64 on the device: sum of a contiguous tensor's words, and that of words times position, mod 2^64.
-
-        A word is 2 bytes with their sign, in tensors of one-byte elements a byte without; positions count modulo 65521
-        from 1.
-        """
-        word_bytes = 2 if tensor.element_size() > 1 else 1
-        num_words = tensor.numel() * tensor.element_size() // word_bytes
-        sums = torch.empty(2, dtype=torch.int64, device=tensor.device)
-        with self._lane(tensor.device) as lane:
-            self._extension.checksum(tensor.data_ptr(), num_words, word_bytes, lane, sums.data_ptr())
-        return sums
+def _threads(device: torch.device) -> AbstractContextManager[int]:
+    """As many threads as torch would use."""
+    return nullcontext(torch.get_num_threads())
 
 
 def _one_device(**tensors: Tensor | None) -> torch.device:

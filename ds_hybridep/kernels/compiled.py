@@ -1,30 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing kernels of csrc/ on CPU tensors, and what those on CUDA tensors (`cuda.py`) share with them.
 
-Checks what the extension cannot see (dtype, device, contiguity), allocates results, and passes addresses, sizes and
-type codes.  Calls go straight to the extension; the same operations stand under `torch.ops.ds_hybridep` with shape
-rules, for torch.compile and opcheck.
+Each call checks what the extension cannot see (shape, dtype, device, contiguity), allocates the result, and passes
+addresses, sizes and type codes.  All of it is in this one file.  The same operations are under `torch.ops.ds_hybridep`
+with shape rules, for torch.compile and opcheck.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
 
-from ds_hybridep.kernels.codecs import CompiledCodecs
-from ds_hybridep.kernels.interface import (
-    RoutePlan,
-    backward_sizes,
-    combine_sizes,
-    dequantise_sizes,
-    dispatch_sizes,
-    plan_sizes,
-    quantise_sizes,
-    scatter_sizes,
-)
-from ds_hybridep.kernels.lanes import Lane, threads_of
+from ds_hybridep.kernels.codecs import CompiledCodecs, Lane
+from ds_hybridep.kernels.interface import RoutePlan
 from ds_hybridep.plan.row_format import RowFormat, record_bytes
 
 # As `enum class Type` and `enum class RowFormat` in csrc/include/hybridep_rows.h.
@@ -35,7 +26,6 @@ SCHEMAS = (
     "dispatch_rows(Tensor x, Tensor row_to_token) -> Tensor",
     "quantise_rows(Tensor x, Tensor row_to_token, str row_format) -> Tensor",
     "dequantise_rows(Tensor records, int hidden, str row_format, ScalarType dtype) -> Tensor",
-    "scatter_rows(Tensor x, Tensor slot_to_row, int num_rows) -> Tensor",
     "combine_rows(Tensor rows, Tensor slot_to_row, Tensor? weights=None, *, ScalarType? out_dtype=None) -> Tensor",
     "combine_rows_backward(Tensor grad, Tensor rows, Tensor slot_to_row, Tensor weights) -> (Tensor, Tensor)",
 )
@@ -56,10 +46,12 @@ class CompiledKernels:
     device_type: ClassVar[str] = "cpu"
     dispatch_key: ClassVar[str | None] = "CPU"  # under which torch.ops finds these kernels
 
-    def __init__(self, extension: Any, lane: Lane = threads_of) -> None:
-        """Wrap `extension`, the module that HybridEPBuilder loads; `lane` says where its calls run."""
+    def __init__(self, extension: Any) -> None:
+        """Wrap `extension`, the module that HybridEPBuilder loads."""
         self._extension = extension
-        self._lane = lane
+        self._dispatch_rows: Callable[..., None] = extension.dispatch_rows
+        self._combine_rows: Callable[..., None] = extension.combine_rows
+        self._lane: Lane = _threads
         self.codecs = CompiledCodecs(extension)
         if self.dispatch_key is not None:
             _register_ops(self, self.dispatch_key)
@@ -105,7 +97,7 @@ class CompiledKernels:
         device = self._device_of(x=x, row_to_token=row_to_token)
         out = torch.empty((num_rows, hidden), dtype=x.dtype, device=device)
         with self._lane(device) as lane:
-            self._extension.dispatch_rows(
+            self._dispatch_rows(
                 x.data_ptr(),
                 row_to_token.data_ptr(),
                 num_tokens,
@@ -148,24 +140,6 @@ class CompiledKernels:
             )
         return out
 
-    def scatter_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
-        """See `Kernels.scatter_rows`."""
-        num_tokens, top_k, hidden = scatter_sizes(x, slot_to_row, num_rows)
-        device = self._device_of(x=x, slot_to_row=slot_to_row)
-        out = torch.empty((num_rows, hidden), dtype=x.dtype, device=device)
-        with self._lane(device) as lane:
-            self._extension.scatter_rows(
-                x.data_ptr(),
-                slot_to_row.data_ptr(),
-                num_tokens,
-                top_k,
-                num_rows,
-                hidden * x.element_size(),
-                lane,
-                out.data_ptr(),
-            )
-        return out
-
     def combine_rows(
         self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> Tensor:
@@ -176,7 +150,7 @@ class CompiledKernels:
         device = self._device_of(rows=rows, slot_to_row=slot_to_row, weights=weights)
         out = torch.empty((num_tokens, hidden), dtype=out_dtype or rows.dtype, device=device)
         with self._lane(device) as lane:
-            self._extension.combine_rows(
+            self._combine_rows(
                 rows.data_ptr(),
                 rows_type,
                 slot_to_row.data_ptr(),
@@ -221,6 +195,15 @@ class CompiledKernels:
             )
         return grad_rows, grad_weights
 
+    def bit_sums(self, tensor: Tensor) -> Tensor:
+        """See `Kernels.bit_sums`."""
+        device = self._device_of(tensor=tensor)
+        word_bytes = min(tensor.element_size(), 2)
+        sums = torch.empty(2, dtype=torch.int64, device=device)
+        with self._lane(device) as lane:
+            self._extension.bit_sums(tensor.data_ptr(), tensor.nbytes // word_bytes, word_bytes, lane, sums.data_ptr())
+        return sums
+
     def _device_of(self, **tensors: Tensor | None) -> torch.device:
         """The device of all tensors.  Raises ValueError unless it is one device of ours, and all are contiguous.
 
@@ -255,6 +238,104 @@ def _type_code(name: str, dtype: torch.dtype) -> int:
     return code
 
 
+def _threads(device: torch.device) -> AbstractContextManager[int]:
+    """As many threads as torch would use."""
+    return nullcontext(torch.get_num_threads())
+
+
+# --- Checks of shapes and dtypes -------------------------------------------------------------------------------------
+
+
+def plan_sizes(topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> tuple[int, int, int]:
+    """T, K and E of a call of plan_routes.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
+    if topk_idx.dim() != 2 or topk_idx.shape[1] < 1:
+        raise ValueError(f"topk_idx: got shape {tuple(topk_idx.shape)}, wanted [T, K] with K of 1 or more")
+    if expert_to_destination.dim() != 1:
+        raise ValueError(f"expert_to_destination: got shape {tuple(expert_to_destination.shape)}, wanted [E]")
+    if num_destinations < 1:
+        raise ValueError(f"num_destinations: got {num_destinations}, wanted 1 or more")
+    _require_dtype("topk_idx", topk_idx, torch.int32)
+    _require_dtype("expert_to_destination", expert_to_destination, torch.int32)
+    num_tokens, top_k = topk_idx.shape
+    return num_tokens, top_k, expert_to_destination.shape[0]
+
+
+def dispatch_sizes(x: Tensor, row_to_token: Tensor) -> tuple[int, int, int]:
+    """T, D and R of a call of dispatch_rows.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
+    if x.dim() != 2:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, wanted [T, D]")
+    if row_to_token.dim() != 1:
+        raise ValueError(f"row_to_token: got shape {tuple(row_to_token.shape)}, wanted [R]")
+    _require_dtype("row_to_token", row_to_token, torch.int64)
+    num_tokens, hidden = x.shape
+    return num_tokens, hidden, row_to_token.shape[0]
+
+
+def quantise_sizes(x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> tuple[int, int, int]:
+    """T, D and R of a call of quantise_rows.  Raises ValueError or TypeError where arguments are wrong."""
+    sizes = dispatch_sizes(x, row_to_token)
+    _require_floating("x", x.dtype)
+    _require_format(row_format)
+    return sizes
+
+
+def dequantise_sizes(records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> int:
+    """R of a call of dequantise_rows.  Raises ValueError or TypeError where arguments are wrong."""
+    if hidden < 0:
+        raise ValueError(f"hidden: got {hidden}, wanted 0 or more")
+    if records.dim() != 2 or records.shape[1] != record_bytes(hidden):
+        wanted = record_bytes(hidden)
+        raise ValueError(f"records: got shape {tuple(records.shape)}, wanted [R, {wanted}] for rows of {hidden}")
+    _require_dtype("records", records, torch.uint8)
+    _require_floating("dtype", dtype)
+    _require_format(row_format)
+    return records.shape[0]
+
+
+def combine_sizes(rows: Tensor, slot_to_row: Tensor, weights: Tensor | None) -> tuple[int, int, int, int]:
+    """T, K, R and D of a call of combine_rows.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
+    if rows.dim() != 2:
+        raise ValueError(f"rows: got shape {tuple(rows.shape)}, wanted [R, D]")
+    if slot_to_row.dim() != 2:
+        raise ValueError(f"slot_to_row: got shape {tuple(slot_to_row.shape)}, wanted [T, K]")
+    _require_floating("rows", rows.dtype)
+    _require_dtype("slot_to_row", slot_to_row, torch.int64)
+    if weights is not None:
+        _require_dtype("weights", weights, torch.float32)
+        if weights.shape != slot_to_row.shape:
+            raise ValueError(
+                f"weights: got shape {tuple(weights.shape)}, wanted that of slot_to_row, {tuple(slot_to_row.shape)}"
+            )
+    num_tokens, top_k = slot_to_row.shape
+    num_rows, hidden = rows.shape
+    return num_tokens, top_k, num_rows, hidden
+
+
+def backward_sizes(grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor) -> tuple[int, int, int, int]:
+    """T, K, R and D of a call of combine_rows_backward.  Raises as `combine_sizes`."""
+    num_tokens, top_k, num_rows, hidden = combine_sizes(rows, slot_to_row, weights)
+    if grad.shape != (num_tokens, hidden):
+        raise ValueError(f"grad: got shape {tuple(grad.shape)}, wanted [T, D] = {(num_tokens, hidden)}")
+    _require_floating("grad", grad.dtype)
+    return num_tokens, top_k, num_rows, hidden
+
+
+def _require_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raise TypeError unless `tensor` has `dtype`."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: got {tensor.dtype}, wanted {dtype}; convert it with {name}.to({dtype})")
+
+
+def _require_floating(name: str, dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise TypeError(f"{name}: got {dtype}, wanted a floating point dtype")
+
+
+def _require_format(row_format: str) -> None:
+    if row_format not in get_args(RowFormat):
+        raise ValueError(f"row_format: got {row_format!r}, wanted one of {', '.join(get_args(RowFormat))}")
+
+
 # --- torch.library: shape rules of the operations whose output sizes follow from input sizes -------------------------
 
 
@@ -273,11 +354,6 @@ def _dequantise_shape(records: Tensor, hidden: int, row_format: RowFormat, dtype
     return records.new_empty((num_rows, hidden), dtype=dtype)
 
 
-def _scatter_shape(x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
-    _, _, hidden = scatter_sizes(x, slot_to_row, num_rows)
-    return x.new_empty((num_rows, hidden))
-
-
 def _combine_shape(
     rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -294,7 +370,6 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "dispatch_rows": _dispatch_shape,
     "quantise_rows": _quantise_shape,
     "dequantise_rows": _dequantise_shape,
-    "scatter_rows": _scatter_shape,
     "combine_rows": _combine_shape,
     "combine_rows_backward": _combine_backward_shape,
 }

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the routing kernels compute, and the rules that arguments of every implementation obey.
+"""What the kernels compute: types and documentation, which no step of a training enters.
 
 The operations come in adjoint pairs, so a backward pass needs no kernel of its own except for gate weights:
 
     forward                                          gradient of its first argument
     dispatch_rows(x, row_to_token)                   combine_rows(grad_rows, first_slot_to_row)
-    scatter_rows(x, first_slot_to_row, R)            the same: it is the same operation, given by token
     combine_rows(rows, first_slot_to_row)            dispatch_rows(grad, row_to_token)
     combine_rows(rows, slot_to_row, weights)         combine_rows_backward(grad, rows, slot_to_row, weights)
 
@@ -16,12 +15,12 @@ gradient: a caller who wants one takes that of dispatch_rows, as if nothing had 
 """
 
 from dataclasses import dataclass
-from typing import Protocol, get_args
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ds_hybridep.plan.row_format import RowFormat, record_bytes
+from ds_hybridep.plan.row_format import RowFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,21 +115,6 @@ class Kernels(Protocol):
             TypeError, ValueError: a dtype, a shape or the format is wrong.
         """
 
-    def scatter_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
-        """Rows out[slot_to_row[t, k]] = x[t], [R, D] in x.dtype.
-
-        With first_slot_to_row of a plan this is dispatch_rows, with each token read once instead of once for each row.
-
-        Args:
-            x: [T, D], any dtype.
-            slot_to_row: [T, K] int64 below R; a row is named by one token only, or by none, and then holds anything.
-            num_rows: R.
-
-        Raises:
-            IndexError: an entry of slot_to_row is R or more.
-            TypeError, ValueError: a dtype or a shape is wrong.
-        """
-
     def combine_rows(
         self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> Tensor:
@@ -170,105 +154,18 @@ class Kernels(Protocol):
             TypeError, ValueError: a dtype or a shape is wrong.
         """
 
+    def bit_sums(self, tensor: Tensor) -> Tensor:
+        """[2] int64: the sum of a tensor's words, and that of words times position, both modulo 2^64.
 
-def plan_sizes(topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> tuple[int, int, int]:
-    """T, K and E of a call of plan_routes.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
-    if topk_idx.dim() != 2 or topk_idx.shape[1] < 1:
-        raise ValueError(f"topk_idx: got shape {tuple(topk_idx.shape)}, wanted [T, K] with K of 1 or more")
-    if expert_to_destination.dim() != 1:
-        raise ValueError(f"expert_to_destination: got shape {tuple(expert_to_destination.shape)}, wanted [E]")
-    if num_destinations < 1:
-        raise ValueError(f"num_destinations: got {num_destinations}, wanted 1 or more")
-    require_dtype("topk_idx", topk_idx, torch.int32)
-    require_dtype("expert_to_destination", expert_to_destination, torch.int32)
-    num_tokens, top_k = topk_idx.shape
-    return num_tokens, top_k, expert_to_destination.shape[0]
+        Two ranks compare these instead of the tensors themselves.  A word is two bytes with their sign; in tensors of
+        one-byte elements it is a byte without sign.  Positions count from 1 and begin anew after 65521 words.  The
+        extra memory is bounded, and nothing is waited for: the result is on the tensor's device.
 
+            int16 {1, 2, -3}  ->  {0, -4}
 
-def dispatch_sizes(x: Tensor, row_to_token: Tensor) -> tuple[int, int, int]:
-    """T, D and R of a call of dispatch_rows.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
-    if x.dim() != 2:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, wanted [T, D]")
-    if row_to_token.dim() != 1:
-        raise ValueError(f"row_to_token: got shape {tuple(row_to_token.shape)}, wanted [R]")
-    require_dtype("row_to_token", row_to_token, torch.int64)
-    num_tokens, hidden = x.shape
-    return num_tokens, hidden, row_to_token.shape[0]
+        Args:
+            tensor: contiguous, any shape and dtype.
 
-
-def quantise_sizes(x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> tuple[int, int, int]:
-    """T, D and R of a call of quantise_rows.  Raises ValueError or TypeError where arguments are wrong."""
-    sizes = dispatch_sizes(x, row_to_token)
-    _require_floating("x", x.dtype)
-    _require_format(row_format)
-    return sizes
-
-
-def dequantise_sizes(records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> int:
-    """R of a call of dequantise_rows.  Raises ValueError or TypeError where arguments are wrong."""
-    if hidden < 0:
-        raise ValueError(f"hidden: got {hidden}, wanted 0 or more")
-    if records.dim() != 2 or records.shape[1] != record_bytes(hidden):
-        wanted = record_bytes(hidden)
-        raise ValueError(f"records: got shape {tuple(records.shape)}, wanted [R, {wanted}] for rows of {hidden}")
-    require_dtype("records", records, torch.uint8)
-    _require_floating("dtype", dtype)
-    _require_format(row_format)
-    return records.shape[0]
-
-
-def scatter_sizes(x: Tensor, slot_to_row: Tensor, num_rows: int) -> tuple[int, int, int]:
-    """T, K and D of a call of scatter_rows.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
-    if x.dim() != 2:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, wanted [T, D]")
-    num_tokens, hidden = x.shape
-    if slot_to_row.dim() != 2 or slot_to_row.shape[0] != num_tokens:
-        raise ValueError(f"slot_to_row: got shape {tuple(slot_to_row.shape)}, wanted [T, K] with T = {num_tokens}")
-    require_dtype("slot_to_row", slot_to_row, torch.int64)
-    if num_rows < 0:
-        raise ValueError(f"num_rows: got {num_rows}, wanted 0 or more")
-    return num_tokens, slot_to_row.shape[1], hidden
-
-
-def combine_sizes(rows: Tensor, slot_to_row: Tensor, weights: Tensor | None) -> tuple[int, int, int, int]:
-    """T, K, R and D of a call of combine_rows.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
-    if rows.dim() != 2:
-        raise ValueError(f"rows: got shape {tuple(rows.shape)}, wanted [R, D]")
-    if slot_to_row.dim() != 2:
-        raise ValueError(f"slot_to_row: got shape {tuple(slot_to_row.shape)}, wanted [T, K]")
-    _require_floating("rows", rows.dtype)
-    require_dtype("slot_to_row", slot_to_row, torch.int64)
-    if weights is not None:
-        require_dtype("weights", weights, torch.float32)
-        if weights.shape != slot_to_row.shape:
-            raise ValueError(
-                f"weights: got shape {tuple(weights.shape)}, wanted that of slot_to_row, {tuple(slot_to_row.shape)}"
-            )
-    num_tokens, top_k = slot_to_row.shape
-    num_rows, hidden = rows.shape
-    return num_tokens, top_k, num_rows, hidden
-
-
-def backward_sizes(grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor) -> tuple[int, int, int, int]:
-    """T, K, R and D of a call of combine_rows_backward.  Raises as `combine_sizes`."""
-    num_tokens, top_k, num_rows, hidden = combine_sizes(rows, slot_to_row, weights)
-    if grad.shape != (num_tokens, hidden):
-        raise ValueError(f"grad: got shape {tuple(grad.shape)}, wanted [T, D] = {(num_tokens, hidden)}")
-    _require_floating("grad", grad.dtype)
-    return num_tokens, top_k, num_rows, hidden
-
-
-def require_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Raise TypeError unless `tensor` has `dtype`."""
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name}: got {tensor.dtype}, wanted {dtype}; convert it with {name}.to({dtype})")
-
-
-def _require_floating(name: str, dtype: torch.dtype) -> None:
-    if not dtype.is_floating_point:
-        raise TypeError(f"{name}: got {dtype}, wanted a floating point dtype")
-
-
-def _require_format(row_format: str) -> None:
-    if row_format not in get_args(RowFormat):
-        raise ValueError(f"row_format: got {row_format!r}, wanted one of {', '.join(get_args(RowFormat))}")
+        Raises:
+            ValueError: the tensor is not contiguous.
+        """

@@ -6,20 +6,21 @@ import struct
 import torch
 from torch import Tensor
 
-from ds_hybridep.kernels.interface import (
-    RoutePlan,
+from ds_hybridep.kernels.compiled import (
     backward_sizes,
     combine_sizes,
     dequantise_sizes,
     dispatch_sizes,
     plan_sizes,
     quantise_sizes,
-    scatter_sizes,
 )
+from ds_hybridep.kernels.interface import RoutePlan
 from ds_hybridep.plan.row_format import SCALE_BLOCK, RowFormat, num_scales, record_bytes
 
 FP32_BIAS, FP32_INFINITY, NOT_FINITE = 127, 0x7F800000, 255
 SMALLEST_EXPONENT = 17  # scale 2^-110: no step of a format is then a subnormal number, which processors may flush
+POSITIONS = 65521  # of words in `bit_sums`, then they begin anew: a product of a word and its position fits 32 bits
+WORDS_AT_A_TIME = 2**20  # bounds the memory of `bit_sums`
 LARGEST_SCALED = {"int8": 127.0, "fp8": 464.0}  # 464 is the largest that rounds to 448, which is fp8's largest
 
 
@@ -101,16 +102,6 @@ class ReferenceKernels:
         largest = torch.finfo(dtype).max
         return values.clamp(-largest, largest).to(dtype)
 
-    def scatter_rows(self, x: Tensor, slot_to_row: Tensor, num_rows: int) -> Tensor:
-        """See `Kernels.scatter_rows`."""
-        _, top_k, hidden = scatter_sizes(x, slot_to_row, num_rows)
-        _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
-        out = x.new_zeros((num_rows + 1, hidden))  # the last row takes what slots without a row would write
-        for k in range(top_k):
-            row = slot_to_row[:, k]
-            out[torch.where(row < 0, num_rows, row)] = x
-        return out[:num_rows]
-
     def combine_rows(
         self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> Tensor:
@@ -144,6 +135,18 @@ class ReferenceKernels:
             dot = (wide_grad * rows.index_select(0, row.clamp(min=0))).sum(dim=1)
             grad_weights[:, k] = torch.where(is_missing, 0.0, dot)
         return grad_rows[:num_rows].to(rows.dtype), grad_weights
+
+    def bit_sums(self, tensor: Tensor) -> Tensor:
+        """See `Kernels.bit_sums`."""
+        if not tensor.is_contiguous():
+            raise ValueError(f"tensor: strides {tensor.stride()} are not contiguous; pass tensor.contiguous()")
+        words = tensor.view(-1).view(torch.int16 if tensor.element_size() > 1 else torch.uint8)
+        sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+        for begin in range(0, len(words), WORDS_AT_A_TIME):
+            wide = words[begin : begin + WORDS_AT_A_TIME].long()
+            positions = torch.arange(begin, begin + len(wide), device=tensor.device) % POSITIONS + 1
+            sums += torch.stack([wide.sum(), (wide * positions).sum()])
+        return sums
 
 
 def _exponents_of(blocks: Tensor, largest_scaled: float) -> Tensor:

@@ -47,7 +47,7 @@ def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
             if codec != IDENTITY:
                 entry[f"{kind}_codec"] = codec.name
         levels.append(entry)
-    block: dict[str, Any] = {"levels": levels, "prefetch_depth": layout.prefetch_depth}
+    block: dict[str, Any] = {"levels": levels, "advanced": {"prefetch_depth": layout.prefetch_depth}}
     if layout.is_transient:
         block["replicas"] = "transient"
     if sum(count > 1 for count in layout.domain_counts) > 1:

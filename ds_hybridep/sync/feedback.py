@@ -11,16 +11,15 @@ Gradients travel as they are, plus what earlier packets of the same sender left 
 """
 
 import math
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hybridep.codecs import Codec, CodecState, PacketOrder
+from ds_hybridep.sync.counters import CodecCounters, CodecSums
 
 ALIGNMENT_BYTES = 16
 
@@ -187,27 +186,53 @@ class Replica:
                 self.layout.codec.decode_add(part, value)
 
 
-class ResidualEncoder:
-    """Sender of one slot's gradients over one level.
+class StepChanges:
+    """What the optimizer step under way has changed, and how to undo it.
 
-    What a packet left out is added to the next gradient.  Changes are provisional until the optimizer step was done:
-    `commit` keeps them, `restore` undoes them.
+    Encoders and decoders go on with every gradient, but a step may be skipped, or its gradients dropped.  Each notes
+    here how to go back to where it was, once a step.
     """
 
-    def __init__(self, layout: MessageLayout, device: torch.device) -> None:
+    def __init__(self) -> None:
+        self._undo: dict[Any, Callable[[], None]] = {}
+
+    def __contains__(self, changed: object) -> bool:
+        return changed in self._undo
+
+    def note(self, changed: object, undo: Callable[[], None]) -> None:
+        """`changed` differs from now on; `undo` brings it back.  The first note of a step counts."""
+        self._undo.setdefault(changed, undo)
+
+    def keep(self) -> None:
+        """The optimizer step was applied."""
+        self._undo.clear()
+
+    def undo(self) -> None:
+        """The optimizer step was skipped, or its gradients were dropped."""
+        for undo in self._undo.values():
+            undo()
+        self._undo.clear()
+
+
+class ResidualEncoder:
+    """Sender of one slot's gradients over one level; adds to each gradient what earlier packets left out."""
+
+    def __init__(self, layout: MessageLayout, device: torch.device, changes: StepChanges) -> None:
         self.layout = layout
         self.residuals = layout.new_values(device)
         self.states = layout.new_states(device)
-        # As they were after the last optimizer step, while a later message is provisional.
+        self._changes = changes
+        # As they were after the last applied step; in use while `changes` has a note of this encoder.
         self._saved_residuals = layout.new_values(device)
-        self._saved_states: list[dict[str, Any]] | None = None
+        self._saved_states: list[dict[str, Any]] = []
 
     def encode(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
         """The message of gradients ([e, *shape] fp32 for each part), divided by the loss scale; uint8."""
-        if self._saved_states is None:
+        if self not in self._changes:
             for saved, residual in zip(self._saved_residuals, self.residuals, strict=True):
                 saved.copy_(residual)
             self._saved_states = [state.state_dict() for state in self.states]
+            self._changes.note(self, self._go_back)
         step = self.states[0].step
         message = torch.empty(self.layout.num_bytes(step), dtype=torch.uint8, device=self.residuals[0].device)
         packets = self.layout.packets(message, step)
@@ -219,18 +244,8 @@ class ResidualEncoder:
             self.layout.codec.encode_with_residual(unscaled, residual, state, out=out)
         return message
 
-    def commit(self) -> None:
-        """The optimizer step was done."""
-        self._saved_states = None
-
-    def restore(self) -> None:
-        """The optimizer step was skipped, or the gradients were dropped."""
-        if self._saved_states is not None:
-            for residual, saved in zip(self.residuals, self._saved_residuals, strict=True):
-                residual.copy_(saved)
-            for state, saved_state in zip(self.states, self._saved_states, strict=True):
-                state.load_state_dict(saved_state)
-            self._saved_states = None
+    def _go_back(self) -> None:
+        self.load_state_dict({"residuals": self._saved_residuals, "states": self._saved_states})
 
     def tensors(self) -> list[Tensor]:
         """All that it holds."""
@@ -241,8 +256,8 @@ class ResidualEncoder:
         return sum(float(residual.double().square().sum()) for residual in self.residuals)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the last optimizer step."""
-        is_provisional = self._saved_states is not None
+        """As of the last applied step."""
+        is_provisional = self in self._changes
         residuals = self._saved_residuals if is_provisional else self.residuals
         return {
             "residuals": [residual.clone() for residual in residuals],
@@ -259,10 +274,11 @@ class ResidualEncoder:
 class GradientDecoder:
     """Receiver of one sender's messages for one slot."""
 
-    def __init__(self, layout: MessageLayout) -> None:
+    def __init__(self, layout: MessageLayout, changes: StepChanges) -> None:
         self.layout = layout
         self._order = PacketOrder()
-        self._saved: int | None = None
+        self._changes = changes
+        self._saved = 0
 
     @property
     def step(self) -> int:
@@ -271,8 +287,8 @@ class GradientDecoder:
 
     @property
     def committed_step(self) -> int:
-        """The encoder step of the next message as of the last optimizer step."""
-        return self._order.expected if self._saved is None else self._saved
+        """The encoder step of the next message as of the last applied step."""
+        return self._saved if self in self._changes else self._order.expected
 
     def expect(self, step: int) -> None:
         """Go on with the sender's message of this step."""
@@ -280,8 +296,9 @@ class GradientDecoder:
 
     def add(self, message: Tensor, sums: Sequence[Tensor], scale: float) -> None:
         """Add what a message holds, times the loss scale, to `sums` ([e, *shape] fp32 for each part)."""
-        if self._saved is None:
+        if self not in self._changes:
             self._saved = self._order.expected
+            self._changes.note(self, lambda: self.expect(self._saved))
         packets = self.layout.packets(message, self.step)
         if not self._order.accept(packets[0]):
             return
@@ -292,123 +309,99 @@ class GradientDecoder:
             else:
                 matrices.add_(self.layout.codec.decode(packet, torch.empty_like(matrices)), alpha=scale)
 
-    def commit(self) -> None:
-        """The optimizer step was done."""
-        self._saved = None
 
-    def restore(self) -> None:
-        """The sender goes back to where it was."""
-        if self._saved is not None:
-            self._order.expected, self._saved = self._saved, None
+def no_master(_: nn.Parameter) -> Tensor | None:
+    """For optimizers that keep no copy of their own."""
+    return None
 
 
-@dataclass
-class Undelivered:
-    """Gradients of the owned experts that earlier senders, now gone, had kept back; unscaled fp32 [e, *shape]."""
-
-    parts: list[Tensor]
-    is_added: bool = False  # to the gradients of the step that is under way
+def no_scale() -> float:
+    """For losses that are not scaled."""
+    return 1.0
 
 
-@dataclass
-class CodecCounters:
-    """What codecs of one layer did on this rank under one plan; sums, so that those of all ranks add up.
+@dataclass(frozen=True)
+class Encoding:
+    """How weights and gradients travel; codecs by level index, None where they go as they are.
 
-    Bytes are of encoded messages as they were sent, beside the fp32 bytes of what these held.  Seconds are the host's:
-    on a device, where work is only queued, they say what queueing takes, and what was waited for.
+    master_of: the optimizer's fp32 copy of a parameter, flat or shaped; None where this rank does not hold all of it.
+    loss_scale: by which gradients are multiplied now.
     """
 
-    weight_bytes: float = 0.0
-    weight_fp32_bytes: float = 0.0
-    gradient_bytes: float = 0.0
-    gradient_fp32_bytes: float = 0.0
-    encode_s: float = 0.0
-    decode_s: float = 0.0
-    exposed_s: float = 0.0
-
-    def count(self, kind: Literal["weight", "gradient"], message: Tensor, layout: MessageLayout) -> None:
-        """One message is sent."""
-        for name, num_bytes in ((f"{kind}_bytes", message.nbytes), (f"{kind}_fp32_bytes", layout.fp32_bytes)):
-            setattr(self, name, getattr(self, name) + num_bytes)
-
-    @contextmanager
-    def timing(self, name: Literal["encode_s", "decode_s", "exposed_s"]) -> Iterator[None]:
-        """Count the seconds inside."""
-        begin_s = time.perf_counter()
-        yield
-        setattr(self, name, getattr(self, name) + time.perf_counter() - begin_s)
+    weight_codecs: tuple[Codec | None, ...]
+    gradient_codecs: tuple[Codec | None, ...]
+    master_of: Callable[[nn.Parameter], Tensor | None] = field(default=no_master, compare=False)
+    loss_scale: Callable[[], float] = field(default=no_scale, compare=False)
 
 
-@dataclass
-class CodecSums(CodecCounters):
-    """The counters, and sums of squares as they are now."""
+class Feedback:
+    """All that lossy codecs keep for one layer on this rank.
 
-    squared_error: float = 0.0  # of mirrors against weights
-    squared_weight: float = 0.0  # of those weights
-    squared_residual: float = 0.0  # of gradients not delivered yet
+    Args:
+        encoding: codecs by level.
+        parts: trainable parameters of a slot.
+        levels: that the layer's weights and gradients cross.
+        replicas: by slot of another rank the level to its owner, and its weights [e, *shape] for each part.
+        changes: of the step under way, shared by all layers.
+    """
 
-    def record(self, num_ranks: int = 1) -> dict[str, float]:
-        """For `ds_hybridep.stats` and reports, of one rank or of sums over `num_ranks`; seconds are means over these.
-
-        weight_bytes, gradient_bytes: encoded bytes sent under this plan.
-        weight_ratio, gradient_ratio: fp32 bytes of what they held over those; 0 where nothing was sent.
-        weight_error: relative L2 distance of the replicas from the weights that they stand for, seen by their owner.
-        residual_norm: L2 norm of the gradients that were not delivered yet.
-        encode_s, decode_s, exposed_s: seconds under this plan; exposed are those in which this layer's computation
-            waited for weights or gradients, decoding meanwhile included.
-        """
-        return {
-            "weight_bytes": self.weight_bytes,
-            "weight_ratio": self.weight_fp32_bytes / self.weight_bytes if self.weight_bytes else 0.0,
-            "weight_error": (self.squared_error / self.squared_weight) ** 0.5 if self.squared_weight else 0.0,
-            "gradient_bytes": self.gradient_bytes,
-            "gradient_ratio": self.gradient_fp32_bytes / self.gradient_bytes if self.gradient_bytes else 0.0,
-            "residual_norm": self.squared_residual**0.5,
-            "encode_s": self.encode_s / num_ranks,
-            "decode_s": self.decode_s / num_ranks,
-            "exposed_s": self.exposed_s / num_ranks,
+    def __init__(
+        self,
+        encoding: Encoding,
+        parts: tuple[PacketPart, ...],
+        levels: Sequence[int],
+        replicas: Mapping[int, tuple[int, Sequence[Tensor]]],
+        device: torch.device,
+        changes: StepChanges,
+    ) -> None:
+        self.changes = changes
+        self.counters = CodecCounters()
+        self.mirrors: dict[str, Mirror] = {}  # by codec settings
+        self.mirror_names: dict[int, str] = {}  # by level, the mirror that owned weights leave by
+        self.replicas: dict[int, Replica] = {}  # by slot
+        self.encoders: dict[tuple[int, int], ResidualEncoder] = {}  # by (level, slot)
+        self.decoders: dict[tuple[int, int], GradientDecoder] = {}  # by (sender, slot)
+        self._device = device
+        self.gradient_layouts = {
+            level: MessageLayout(codec, parts)
+            for level in levels
+            if (codec := encoding.gradient_codecs[level]) is not None
         }
+        for level in levels:
+            if (codec := encoding.weight_codecs[level]) is not None:
+                name = self.mirror_names[level] = codec.settings()
+                if name not in self.mirrors:
+                    self.mirrors[name] = Mirror(MessageLayout(codec, parts), device)
+        for slot, (level, weights) in replicas.items():
+            if (codec := encoding.weight_codecs[level]) is not None:
+                values = [
+                    weight.view(part.num_experts, part.rows, part.cols)
+                    if weight.dtype == torch.float32
+                    else torch.zeros(part.num_experts, part.rows, part.cols, device=device)
+                    for part, weight in zip(parts, weights, strict=True)
+                ]
+                self.replicas[slot] = Replica(MessageLayout(codec, parts), values)
 
+    def encoder(self, level: int, slot: int) -> ResidualEncoder | None:
+        """The sender of a slot's gradients over a level; None where they go as they are."""
+        if (level, slot) not in self.encoders and level in self.gradient_layouts:
+            layout = self.gradient_layouts[level]
+            self.encoders[level, slot] = ResidualEncoder(layout, self._device, self.changes)
+        return self.encoders.get((level, slot))
 
-@dataclass
-class LossyState:
-    """All that lossy codecs keep for one layer on this rank; empty where everything is exact."""
+    def decoder(self, level: int, sender: int, slot: int) -> GradientDecoder | None:
+        """The receiver of a rank's messages for a slot; None where they come as they are."""
+        if (sender, slot) not in self.decoders and level in self.gradient_layouts:
+            self.decoders[sender, slot] = GradientDecoder(self.gradient_layouts[level], self.changes)
+        return self.decoders.get((sender, slot))
 
-    mirrors: dict[str, Mirror] = field(default_factory=dict)  # by codec settings
-    replicas: dict[int, Replica] = field(default_factory=dict)  # by slot
-    encoders: dict[tuple[int, int], ResidualEncoder] = field(default_factory=dict)  # by (level, slot)
-    decoders: dict[tuple[int, int], GradientDecoder] = field(default_factory=dict)  # by (sender, slot)
-    undelivered: "Undelivered | None" = None
-    counters: "CodecCounters" = field(default_factory=lambda: CodecCounters())
-
-    def encoder(self, level: int, slot: int, layout: MessageLayout, device: torch.device) -> ResidualEncoder:
-        """The sender of a slot's gradients over a level."""
-        if (level, slot) not in self.encoders:
-            self.encoders[level, slot] = ResidualEncoder(layout, device)
-        return self.encoders[level, slot]
-
-    def decoder(self, sender: int, slot: int, layout: MessageLayout) -> GradientDecoder:
-        """The receiver of a rank's messages for a slot."""
-        if (sender, slot) not in self.decoders:
-            self.decoders[sender, slot] = GradientDecoder(layout)
-        return self.decoders[sender, slot]
-
-    def commit(self) -> None:
-        """The optimizer step was done."""
-        for one in (*self.encoders.values(), *self.decoders.values()):
-            one.commit()
-        if self.undelivered is not None and self.undelivered.is_added:
-            self.undelivered = None
-
-    def restore(self) -> None:
-        """The optimizer step was skipped, or the gradients were dropped."""
-        for one in (*self.encoders.values(), *self.decoders.values()):
-            one.restore()
-        if self.undelivered is not None:
-            self.undelivered.is_added = False
+    def forget_gradients(self) -> None:
+        """Drop residuals, and what is expected of other ranks' encoders."""
+        self.encoders.clear()
+        self.decoders.clear()
 
     def sums(self, weights: Sequence[Tensor]) -> CodecSums:
-        """What codecs did, for owned weights [e, *shape] of each part; all zero where nothing is lossy."""
+        """What codecs did, for owned weights [e, *shape] of each part."""
         distances = [mirror.squared_distance(weights) for mirror in self.mirrors.values()]
         return CodecSums(
             **asdict(self.counters),
@@ -418,7 +411,7 @@ class LossyState:
         )
 
     def num_bytes(self, weights: Sequence[Tensor]) -> int:
-        """Bytes held beside weights and sums of the store; replicas that are views of `weights` are not counted."""
+        """Bytes held beside weights and gradient sums; replicas that are views of `weights` are not counted."""
         shared = {tensor.untyped_storage()._cdata for tensor in weights}  # by identity: some have no address
         held = [tensor for mirror in self.mirrors.values() for tensor in mirror.tensors()]
         held += [
@@ -428,5 +421,4 @@ class LossyState:
             if value.untyped_storage()._cdata not in shared
         ]
         held += [tensor for encoder in self.encoders.values() for tensor in encoder.tensors()]
-        held += self.undelivered.parts if self.undelivered is not None else []
         return sum(tensor.nbytes for tensor in held)

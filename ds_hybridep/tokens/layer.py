@@ -33,11 +33,10 @@ def call_expert(expert: nn.Module, weights: dict[str, Tensor], rows: Tensor, _co
     """The expert's output rows, [n, D] -> [n, D]; `weights` replace the module's own parameters of those names."""
     # Four dimensions, as DeepSpeed calls its experts ([group, expert, capacity, hidden]).
     rows_4d = rows[None, None]
-    output = functional_call(expert, weights, (rows_4d,)) if weights else expert(rows_4d)
+    output: Tensor | tuple[Tensor, ...] = functional_call(expert, weights, (rows_4d,)) if weights else expert(rows_4d)
     if isinstance(output, tuple):
         output = output[0]  # DeepSpeed's convention: (output, bias)
-    result: Tensor = output.reshape(rows.shape)
-    return result
+    return output.reshape(rows.shape)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def test_residual_is_exactly_what_the_packet_leaves_out(codec, shape):
         assert_same_bits(residual, total - decoded(codec, packets, x))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "int2", "sign", "top_k_1", "top_k_2"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
 def test_feedback_conserves_integer_sums_exactly(name):
     """Scales of powers of two and inputs of few bits: nothing rounds over many steps, so nothing may be lost."""
     codec = make_codec(SPECS[name])

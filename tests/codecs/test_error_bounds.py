@@ -31,26 +31,16 @@ def test_int8_and_int4_err_by_half_a_scale(name, largest, x):
 
 @settings(deadline=None)
 @given(x=tensors())
-@pytest.mark.parametrize(("name", "gain"), [("int2", 0.8), ("sign", 0.9)])
-def test_int2_and_sign_leave_less_than_there_was(name, gain, x):
-    error = to_blocks(left_over(name, x).flatten(1), 128).square().sum(dim=-1)
+def test_int2_leaves_less_than_there_was(x):
+    error = to_blocks(left_over("int2", x).flatten(1), 128).square().sum(dim=-1)
     size = to_blocks(x.double().flatten(1), 128).square().sum(dim=-1)
-    assert (error <= size * (1 - gain / 128) + 1e-60).all()
+    assert (error <= size * (1 - 0.8 / 128) + 1e-60).all()
 
 
-@pytest.mark.parametrize(("name", "left"), [("int8", 0.01), ("int4", 0.12), ("int2", 0.36), ("sign", 0.61)])
+@pytest.mark.parametrize(("name", "left"), [("int8", 0.01), ("int4", 0.12), ("int2", 0.36)])
 def test_normal_numbers_keep_the_share_of_error_that_is_stated(name, left):
     x = normal(1, 64, 512)
     assert left_over(name, x).norm() <= left * x.double().norm()
-
-
-@settings(deadline=None)
-@given(x=tensors())
-def test_top_k_leaves_at_most_its_share(x):
-    spec = {"type": "top_k", "block": 16, "k": 4, "value_bits": 16}
-    error = to_blocks(left_over(spec, x).flatten(1), 16).square().sum(dim=-1)
-    size = to_blocks(x.double().flatten(1), 16).square().sum(dim=-1)
-    assert (error <= size * (1 - 4 / 16 + 2.0**-17) + 1e-60).all()
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])

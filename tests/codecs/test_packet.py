@@ -51,12 +51,11 @@ def test_a_lost_packet_is_named():
 
 
 def test_packets_of_other_settings_are_refused():
-    first, second = {"type": "top_k", "block": 16, "k": 2}, {"type": "top_k", "block": 16, "k": 2, "value_bits": 4}
-    packets = packets_of(0, first, (2, 8, 16))
+    packets = packets_of(0, {"type": "int4", "block": 16}, (2, 8, 16))
     with pytest.raises(
-        PacketError, match="packets: got .* wanted .*value_bits=4.*encode and decode with equal settings"
+        PacketError, match=r"packets: got .* wanted .*int4\(block=32\).*encode and decode with equal settings"
     ):
-        make_codec(second).decode(packets, torch.empty(2, 8, 16))
+        make_codec({"type": "int4", "block": 32}).decode(packets, torch.empty(2, 8, 16))
 
 
 def test_packets_of_another_shape_of_equal_size_are_refused():

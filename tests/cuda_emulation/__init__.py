@@ -14,7 +14,7 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pybind11
 
@@ -35,8 +35,13 @@ class EmulatedKernels(CudaKernels):
 
 
 @functools.cache
-def load_emulated() -> EmulatedKernels:
-    """The kernels, compiled now unless that was done before.  Raises CalledProcessError with the compiler's output."""
+def load_emulated(dispatch_sms: int | None = None) -> EmulatedKernels:
+    """The kernels, compiled now unless that was done before.  Raises RuntimeError with the compiler's output."""
+    return EmulatedKernels(_extension(), lane=lambda device: nullcontext(0), dispatch_sms=dispatch_sms)
+
+
+@functools.cache
+def _extension() -> Any:
     sources = [CSRC / "bindings.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
     headers = [*sorted((CSRC / "include").glob("*.h")), HERE / "cuda_emulation.h"]
     sha = hashlib.sha256(repr([FLAGS, sys.version, pybind11.__version__]).encode())
@@ -56,7 +61,7 @@ def load_emulated() -> EmulatedKernels:
     assert spec.loader is not None
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
-    return EmulatedKernels(extension, lane=lambda device: nullcontext(0))
+    return extension
 
 
 def _compile(source: Path, name: str, folder: Path) -> str:

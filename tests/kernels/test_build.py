@@ -25,7 +25,7 @@ HybridEPBuilder = builder_module.HybridEPBuilder
 @pytest.fixture
 def forget_builds():
     """Let load_kernels decide anew, now and for the tests that follow."""
-    caches = (build._compiled_or_reason, build._compiled_or_reference)
+    caches = (build._extension_or_reason, build._kernels_of, build._warn_once)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -67,6 +67,17 @@ def test_each_mode_gives_the_kernels_of_its_name():
 def test_unknown_mode():
     with pytest.raises(ValueError, match="mode: got 'fast', wanted one of auto, compiled, reference"):
         load_kernels("fast")
+
+
+@pytest.mark.parametrize("mode", ["auto", "compiled", "reference"])
+def test_fewer_than_one_multiprocessor_is_refused_for_all_kernels(mode):
+    with pytest.raises(ValueError, match="dispatch_sms: got 0, wanted 1 or more, or None for all multiprocessors"):
+        load_kernels(mode, "cpu", 0)
+
+
+def test_multiprocessors_have_no_effect_on_the_cpu():
+    assert load_kernels("compiled", "cpu", 8).name == load_kernels("compiled", "cpu").name == "compiled"
+    assert load_kernels("reference", "cpu", 8).name == "reference"
 
 
 def test_compiled_never_falls_back_and_shows_what_the_compiler_said(broken_source):

@@ -4,6 +4,7 @@
 "compiled" are those for the CPU, "emulated" those for CUDA run on the CPU (see cuda_emulation), "cuda" those on a GPU.
 """
 
+import math
 import re
 import threading
 
@@ -13,6 +14,7 @@ from cuda_emulation import load_emulated
 from hypothesis import given, settings
 from kernels.on_device import on_cuda
 from kernels.refs import assert_same_plan, combines, large_routes, payload, routes, token_rows
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hybridep.kernels import load_kernels
 
@@ -29,9 +31,9 @@ LOADED = {
     "compiled": lambda: load_kernels("compiled"),
     "compiled, 3 threads": lambda: load_kernels("compiled"),
     "emulated": load_emulated,
-    "emulated on 3 SMs": lambda: load_emulated().on_sms(3),
+    "emulated on 3 SMs": lambda: load_emulated(dispatch_sms=3),
     "cuda": lambda: on_cuda(load_kernels("compiled", "cuda")),
-    "cuda on 8 SMs": lambda: on_cuda(load_kernels("compiled", "cuda").on_sms(8)),
+    "cuda on 8 SMs": lambda: on_cuda(load_kernels("compiled", "cuda", dispatch_sms=8)),
 }
 ALL = [pytest.param(name, marks=[pytest.mark.gpu] if "cuda" in name else []) for name in LOADED]
 
@@ -125,17 +127,6 @@ def test_rounding_to_fp8_is_that_of_torch(compiled):
 
 
 @settings(deadline=None)
-@given(arguments=routes())
-def test_scatter_equals_dispatch(compiled, arguments):
-    plan = reference.plan_routes(*arguments)
-    for dtype, hidden in ((torch.float32, 7), (torch.bfloat16, 8), (torch.uint8, 5), (torch.float64, 2)):
-        x = (payload(arguments[0].shape[0], hidden) * 100).abs().to(dtype)
-        wanted = reference.dispatch_rows(x, plan.row_to_token)
-        assert_identical(compiled.scatter_rows(x, plan.first_slot_to_row, len(wanted)), wanted)
-        assert_identical(reference.scatter_rows(x, plan.first_slot_to_row, len(wanted)), wanted)
-
-
-@settings(deadline=None)
 @given(arguments=combines())
 def test_combine_equals_the_reference_bit_for_bit(compiled, arguments):
     rows, slot_to_row, weights = arguments
@@ -173,7 +164,6 @@ def test_routed_tokens_there_and_back(compiled, dtype, hidden):
     rows = compiled.dispatch_rows(x, plan.row_to_token)
     assert 700 < len(rows) < 700 * 4  # some slots share a row
     assert_identical(rows, x[plan.row_to_token])
-    assert_identical(compiled.scatter_rows(x, plan.first_slot_to_row, len(rows)), rows)
     assert_identical(
         compiled.combine_rows(rows, plan.slot_to_row, weights), reference.combine_rows(rows, plan.slot_to_row, weights)
     )
@@ -251,6 +241,69 @@ def test_calls_from_several_threads(compiled):
         assert_identical(result, wanted)
 
 
+# --- Sums of bits ----------------------------------------------------------------------------------------------------
+
+BIT_SUM_DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.int8, torch.bool]
+
+
+def bit_sums_by_loops(tensor):
+    """As documented, over Python numbers."""
+    size = 2 if tensor.element_size() > 1 else 1
+    data = tensor.view(-1).view(torch.uint8).numpy().tobytes()
+    words = [int.from_bytes(data[i : i + size], "little", signed=size > 1) for i in range(0, len(data), size)]
+    sums = [sum(words), sum(word * (i % 65521 + 1) for i, word in enumerate(words))]
+    return [(value + 2**63) % 2**64 - 2**63 for value in sums]
+
+
+@pytest.mark.parametrize("dtype", BIT_SUM_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0,), (1,), (), (3, 5, 7), (70_001,)], ids=str)
+def test_bit_sums_are_what_loops_give(kernels, dtype, shape):
+    tensor = (payload(1, math.prod(shape)) * 100).to(dtype).view(shape)
+    sums = kernels.bit_sums(tensor)
+    assert sums.dtype == torch.int64
+    assert sums.tolist() == bit_sums_by_loops(tensor)
+
+
+def test_bit_sums_of_the_documented_example(kernels):
+    assert kernels.bit_sums(torch.tensor([1, 2, -3], dtype=torch.int16)).tolist() == [0, -4]
+
+
+@pytest.mark.parametrize("value", [-(2**15), 2**15 - 1])
+def test_bit_sums_of_large_tensors_agree(compiled, value):
+    """More words than the definition takes at a time, and all as large as they can be."""
+    tensor = torch.full((3 * 2**20 + 11,), value, dtype=torch.int16)
+    if compiled.name.startswith("emulated"):
+        tensor = tensor[: 2**17 + 11]  # a fiber for each thread takes long
+    assert compiled.bit_sums(tensor).tolist() == reference.bit_sums(tensor).tolist()
+
+
+def test_bit_sums_tell_two_swapped_rows_apart(kernels):
+    tensor = payload(4, 8, torch.bfloat16)
+    first, second = kernels.bit_sums(tensor), kernels.bit_sums(tensor[[1, 0, 2, 3]])
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+
+
+def test_bit_sums_take_bounded_memory_beside_the_tensor():
+    """Verification compares whole replicas, which leave no room for wider copies of themselves."""
+
+    class Largest(TorchDispatchMode):
+        num_bytes = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != address:
+                self.num_bytes = max(self.num_bytes, out.nbytes)
+            return out
+
+    tensor = torch.ones(2**24 + 3, dtype=torch.bfloat16)
+    address = tensor.untyped_storage().data_ptr()
+    for kernels, limit in ((reference, 2**20 * 8), (load_kernels("compiled"), 16)):
+        with Largest() as largest:
+            kernels.bit_sums(tensor)
+        assert 0 < largest.num_bytes <= limit
+
+
 # --- torch.library ---------------------------------------------------------------------------------------------------
 
 
@@ -267,7 +320,6 @@ def test_ops_pass_opcheck(for_the_cpu, num_rows):
     opcheck(ops.dispatch_rows.default, (grad, torch.zeros(num_rows, dtype=torch.int64)))
     opcheck(ops.quantise_rows.default, (grad, torch.zeros(num_rows, dtype=torch.int64), "fp8"))
     opcheck(ops.dequantise_rows.default, (torch.ones(num_rows, 16, dtype=torch.uint8), 4, "int8", torch.bfloat16))
-    opcheck(ops.scatter_rows.default, (grad, slot_to_row, num_rows))
     opcheck(ops.combine_rows.default, (rows, slot_to_row))
     opcheck(ops.combine_rows.default, (rows, slot_to_row, weights), {"out_dtype": torch.bfloat16})
     opcheck(ops.combine_rows_backward.default, (grad, rows, slot_to_row, weights))
@@ -393,18 +445,6 @@ RECORDS = torch.zeros(2, 16, dtype=torch.uint8)
             "row_format: got 'int4', wanted one of int8, fp8",
             lambda k: k.dequantise_rows(RECORDS, 4, "int4", torch.float32),
         ),
-        (
-            IndexError,
-            "slot_to_row: holds 3, but there are 3 rows",
-            lambda k: k.scatter_rows(ROWS[:1], torch.tensor([[0, 3]]), 3),
-        ),
-        (
-            ValueError,
-            "slot_to_row: got shape (1, 2), wanted [T, K] with T = 3",
-            lambda k: k.scatter_rows(ROWS, SLOTS, 3),
-        ),
-        (ValueError, "x: got shape (4,), wanted [T, D]", lambda k: k.scatter_rows(ROWS[0], SLOTS, 3)),
-        (ValueError, "num_rows: got -1, wanted 0 or more", lambda k: k.scatter_rows(ROWS[:1], SLOTS, -1)),
         (IndexError, "slot_to_row: holds 3, but there are 3 rows", lambda k: k.combine_rows(ROWS, SLOTS + 1)),
         (
             IndexError,
@@ -487,6 +527,11 @@ def test_wrong_arguments(kernels, error, message, call):
         ),
         (
             ValueError,
+            "tensor: strides (1, 3) are not contiguous; pass tensor.contiguous()",
+            lambda k: k.bit_sums(torch.ones(4, 3).t()),
+        ),
+        (
+            ValueError,
             "topk_idx: strides (1, 2) are not contiguous",
             lambda k: k.plan_routes(TOPK_IDX.expand(2, 2).t().contiguous().t(), DESTINATIONS, 2),
         ),
@@ -501,11 +546,6 @@ def test_wrong_arguments(kernels, error, message, call):
 def test_arguments_that_only_the_reference_takes(load, error, message, call):
     with pytest.raises(error, match=re.escape(message)):
         call(load())
-
-
-def test_no_multiprocessors_are_refused():
-    with pytest.raises(ValueError, match="num_sms: got 0, wanted 1 or more"):
-        load_emulated().on_sms(0)
 
 
 def test_extension_refuses_unknown_type_codes_and_negative_sizes(for_the_cpu):

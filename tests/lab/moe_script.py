@@ -34,7 +34,7 @@ def levels_after(num_steps, domain_size):
     for layer in layers:
         layer.set_deepspeed_parallelism()
     levels = [{"name": "dc", "size": 2, "domain_size": domain_size}, {"name": "gpu", "size": 2, "domain_size": 1}]
-    ds_hybridep.attach(model, {"levels": levels, "verify_interval": 0, "report_interval": 0})
+    ds_hybridep.attach(model, {"levels": levels, "advanced": {"verify_interval": 0}, "report_interval": 0})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(num_steps):
         x = torch.randn(TOKENS, HIDDEN)

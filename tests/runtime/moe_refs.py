@@ -76,9 +76,8 @@ class MoeCase:
         ]
         return {
             "levels": levels,
-            "kernels": "reference",
             "token_exchange": self.exchange,
-            "prefetch_depth": self.prefetch_depth,
+            "advanced": {"kernels": "reference", "prefetch_depth": self.prefetch_depth},
             "timeout_s": 30,
             "report_interval": 0,
             **options,
@@ -345,7 +344,8 @@ def token_bytes(
 def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambda: True, **options: Any) -> Any:
     """The runtime of `case` on this rank, and its experts by layer.  All ranks must call."""
     from ds_hybridep.config import parse_config
-    from ds_hybridep.integration.runtime import LayerSpec, build_runtime
+    from ds_hybridep.experts.layer_spec import LayerSpec
+    from ds_hybridep.integration.runtime import prepare_runtime
     from ds_hybridep.tokens.layer import call_expert
 
     owned = [
@@ -369,7 +369,7 @@ def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambd
         for layer, experts in enumerate(owned)
     ]
     config = parse_config(case.block(**options), world_size=case.world_size)
-    return build_runtime(config, specs, is_boundary), owned
+    return prepare_runtime(config, specs, is_boundary)(), owned
 
 
 def open_transport(cluster: Any, timeout_s: float) -> Any:
@@ -406,7 +406,7 @@ def toy_engine(case: Any, **block_options: Any) -> Iterator[Any]:
         seed=case.seed,
     )
     config = case.ds_config(with_block=True)
-    config["hybridep"].update(kernels="reference", **block_options)
+    config["hybridep"] = parity.merged(config["hybridep"], {"advanced": {"kernels": "reference"}, **block_options})
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     try:
         yield engine

@@ -5,6 +5,7 @@ The other device is "meta", which computes nothing and needs no driver.  FakeTen
 a build of torch without CUDA refuses to index such tensors.
 """
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,12 +18,15 @@ from torch.utils._pytree import tree_leaves
 
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.experts.replicas import Encoding, GradientReturn, ReplicaStore, WeightGather, gather_levels
+from ds_hybridep.experts.layout import gather_stages
+from ds_hybridep.experts.replicas import Replicas
+from ds_hybridep.experts.shipment import GradientReturn, WeightShipment
 from ds_hybridep.integration import engine
 from ds_hybridep.kernels import RoutePlan, load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.collectives import LevelCollectives
+from ds_hybridep.sync.feedback import Encoding, StepChanges
 from ds_hybridep.tokens import exchange as row_exchange
 from ds_hybridep.tokens.dispatch import (
     DispatchState,
@@ -41,12 +45,10 @@ CODECS: tuple[Any, ...] = (
     "identity",
     "int8",
     "int2",
-    "sign",
-    {"type": "top_k", "k": 5, "block": 64, "value_bits": 4},
     {"type": "low_rank", "rank": 2},
     {"type": "low_rank", "rank": 2, "weighting": "rms", "factors": "log4", "iterations": 2},
-    {"type": "sum", "parts": ["low_rank", "int4"]},
-    {"type": "warm_up", "steps": 1, "first": "int4", "then": "top_k"},
+    {"type": "low_rank", "rest": "int4"},
+    {"type": "low_rank", "rank": 2, "first_rank": 3, "first_steps": 1},
 )
 
 
@@ -102,24 +104,18 @@ def test_migration_of_a_layer_stays_on_the_device(weights_codec: str, gradient_c
     ]
     encoding = Encoding(weight_codecs=(codecs[0],) * 2, gradient_codecs=(codecs[1],) * 2, loss_scale=lambda: 8.0)
     channel = NoChannel()
-    levels = tuple(
-        level.__class__(level.level, level.ranks, level.own_offset, channel, channel)
-        for level in gather_levels(partition, 1)
-    )
+    stages = tuple(replace(stage, weights=channel, gradients=channel) for stage in gather_stages(partition, 1))
+    changes = StepChanges()
     with OneDevice():
-        store = ReplicaStore("layer", experts, partition, levels, 1, encoding)
+        replicas = Replicas("layer", experts, partition, stages, 1, encoding, changes)
         for is_exact in (True, False, False):
-            for operation in (WeightGather(store, is_exact=is_exact), GradientReturn(store)):
-                while not operation.is_complete:
-                    operation.advance()
-            store.add_replica_gradients(
-                torch.empty_like(view)
-                for slot in store.replica_slots()
-                for index in range(len(experts))
-                for view in store.expert_weights(slot, index).values()
-            )
-            store.take_undelivered()
-            store.lossy.restore()
+            shipment = WeightShipment(replicas, is_exact=is_exact)
+            shipment.load()
+            for transfer in (shipment, GradientReturn(replicas)):
+                while not transfer.is_complete:
+                    transfer.advance()
+            replicas.add_gradients(map(torch.empty_like, replicas.trainable_weights(replicas.replica_slots)))
+            changes.undo()
     assert all(sent == received for sent, received in channel.num_bytes)
 
 

@@ -67,7 +67,7 @@ def train_over_fake_streams(
     """
     cuda = FakeCuda(*dropped)
     checker = StreamChecker(cuda)
-    settings = {"kernels": "reference", "report_interval": 1, **settings}
+    settings = {"advanced": {"kernels": "reference"}, "report_interval": 1, **settings}
     block = block_with(case, [codecs] * len(case.levels), **settings)
     nccl = fake_nccl(cuda, checker) if is_nccl else nullcontext()
     with fake_device(cuda, checker), nccl, engine_of(case, with_block=True, hybridep=block, **SMALL_BUCKETS) as engine:
@@ -87,7 +87,7 @@ def train_over_fake_streams(
 def train_on_the_cpu(
     case: Case, codecs: tuple[Any, Any], num_steps: int = 2, is_nccl: bool = False, **settings: Any
 ) -> list[float]:
-    settings = {"kernels": "reference", "report_interval": 1, **settings}
+    settings = {"advanced": {"kernels": "reference"}, "report_interval": 1, **settings}
     block = block_with(case, [codecs] * len(case.levels), **settings)
     with engine_of(case, with_block=True, hybridep=block, **SMALL_BUCKETS) as engine:
         return train(engine, case, 0, num_steps)
@@ -97,8 +97,6 @@ WAYS = {
     "exact": (CASE, EXACT, {}),
     "lossy": (CASE, LOSSY, {}),
     "bf16": (replace(CASE, dtype="bf16", accumulation=1), LOSSY, {}),
-    "stale": (replace(CASE, accumulation=1), LOSSY, {"max_staleness": 1, "num_steps": 3}),
-    "stale exact": (CASE, EXACT, {"max_staleness": 1, "num_steps": 3}),
     "transient": (CASE, ("identity", "int8"), {"replicas": "transient"}),
     "low rank": (CASE, (LOW_RANK, LOW_RANK), {}),
     "without reports": (CASE, LOSSY, {"report_interval": 0}),
@@ -120,13 +118,11 @@ def test_training_over_streams_has_no_race_and_the_losses_of_a_cpu(pool2: Proces
 
 
 WAITS = {
-    "encode behind the copy of the weights": ("lossy", "WeightGather.__init__"),
-    "send behind what made it": ("exact", "StagedOperation.advance", "DeviceStreams.within", "!Staging"),
-    "decode behind what read the replicas": ("stale", "WeightGather.apply", "DeviceStreams.within"),
-    "forward behind the decoding": ("lossy", "StagedOperation.join"),
-    "forward behind late decoding": ("stale", "MigrationManager._finish_gather", "DeviceStreams.join"),
-    "report behind encoding": ("lossy", "MigrationManager.codec_sums"),
-    "release behind encoding": ("without reports", "MigrationManager.release"),
+    "encode behind the copy of the weights": ("lossy", "WeightShipment.load"),
+    "send behind what made it": ("exact", "StagedTransfer.advance", "DeviceStreams.within", "!Staging"),
+    "forward behind the decoding": ("lossy", "StagedTransfer.join"),
+    "report behind encoding": ("lossy", "Statistics._codec_sums"),
+    "release behind encoding": ("without reports", "LayerExperts.release"),
     "copy to the host behind what is sent": ("exact", "Staging.__init__"),
     "send behind the copy to the host": ("exact", "Staging.await_sends"),
     "end of a batch behind nccl": ("nccl", "NcclGroup.start", "FakeNccl.wait"),
@@ -140,7 +136,6 @@ WAITS = {
 def test_a_wait_that_is_left_out_is_found(pool2: ProcessPool, wait: str) -> None:
     way, *dropped = WAITS[wait]
     case, codecs, settings = WAYS[way]
-    settings = {**settings, "evaluates": way == "stale"}
     found = pool2.run(train_over_fake_streams, case=case, codecs=codecs, dropped=tuple(dropped), **settings)
     assert all(one["dropped"] for one in found)
     assert any(one["races"] for one in found)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that an earlier plan's codecs had kept back, until an optimizer step has used them.
+
+The senders of a layer's gradients, and what each has not delivered of the others' experts, differ from plan to plan.
+So before a change every rank sends what it has kept to the owners, exactly, and they add it to the next gradients:
+
+    before    rank 1: residual of expert 0      rank 0, owner of expert 0: parameter, gradient
+    after     rank 1: nothing                   rank 0: ..., and what rank 1 had kept
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hybridep.experts.layout import lay_out
+from ds_hybridep.experts.partitioned import full_shape
+from ds_hybridep.experts.replicas import Replicas
+from ds_hybridep.sync.feedback import StepChanges
+from ds_hybridep.transport.channels import Purpose, Transport
+
+
+def collect(replicas: Replicas, transport: Transport) -> list[Tensor]:
+    """What no rank of the domain has delivered of this rank's experts, fp32 [e, *shape] for each of `parts`.
+
+    All ranks of the domain must call, with nothing under way; the residuals are gone from the encoders afterwards.
+    """
+    feedback = replicas.feedback
+    assert feedback is not None, f"{replicas.layer}: nothing is lossy"
+    shapes = [(part.num_experts, *part.shape) for part in replicas.parts]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    kept = torch.zeros(len(replicas.domain_ranks), sum(sizes), device=replicas.device)
+    for (_, slot), encoder in feedback.encoders.items():
+        kept[slot] += torch.cat([residual.reshape(-1) for residual in encoder.residuals])
+    feedback.forget_gradients()
+    total = kept[replicas.own_slot]
+    if feedback.gradient_layouts:  # where gradients go as they are, nobody has kept anything for others
+        others = [(slot, replicas.domain_ranks[slot]) for slot in replicas.replica_slots]
+        arrived = {slot: torch.empty(sum(sizes), device=replicas.device) for slot, _ in others}
+        channel = transport.channel("hand_over", replicas.domain_ranks)
+        sends = [(rank, kept[slot]) for slot, rank in others]
+        receives = [(rank, arrived[slot]) for slot, rank in others]
+        channel.start(sends, receives, Purpose("expert_gradients", "hand-over of residuals", replicas.layer)).wait()
+        for slot, _ in others:  # in the order of ranks: the same sum every time
+            total = total + arrived[slot]
+    return [piece.view(shape) for piece, shape in zip(total.split(sizes), shapes, strict=True)]
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """What waits for the gradient of one parameter."""
+
+    values: Tensor  # view of what is kept, of the parameter's shape
+    is_added: bool = False  # to the gradient of the step that is under way
+    handle: Any = None
+
+
+class UndeliveredGradients:
+    """Gradients of the owned experts that wait for the next step; none at first.
+
+    Each is added once, to the first gradient that its parameter gets at an accumulation boundary, and is kept until
+    the step that uses it was applied.
+
+    Args:
+        experts: by layer the modules with those that this rank owns, one each or one for all.
+        is_boundary: True when the backward that runs is the last before the optimizer step.
+        loss_scale: by which gradients are multiplied now.
+        changes: of the step under way.
+    """
+
+    def __init__(
+        self,
+        experts: Mapping[str, Sequence[nn.Module]],
+        is_boundary: Callable[[], bool],
+        loss_scale: Callable[[], float],
+        changes: StepChanges,
+    ) -> None:
+        self._experts, self._changes = experts, changes
+        self._is_boundary, self._loss_scale = is_boundary, loss_scale
+        self.parts: Mapping[str, Sequence[Tensor]] = {}
+        self._waiting: list[_Waiting] = []
+
+    def take_over(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        """Add `parts` to the next gradients: by layer, unscaled fp32 [e, *shape] for each trainable parameter in block
+        order.  They are changed in place, and replace what waited before.
+        """
+        self.remove()
+        self.parts = parts
+        for layer, tensors in parts.items():
+            for local_idx, expert in enumerate(self._experts[layer]):
+                for part, parameter in zip(tensors, _trainable_in_order(expert), strict=True):
+                    waiting = _Waiting(part if part.shape == full_shape(parameter) else part[local_idx])
+                    waiting.handle = parameter.register_hook(partial(self._add, waiting))
+                    self._waiting.append(waiting)
+
+    def _add(self, waiting: _Waiting, gradient: Tensor) -> Tensor | None:
+        if waiting.is_added or not self._is_boundary():
+            return None
+        waiting.is_added = True
+        self._changes.note(waiting, lambda: setattr(waiting, "is_added", False))
+        return (gradient.float() + waiting.values * self._loss_scale()).to(gradient.dtype)
+
+    def deliver(self) -> None:
+        """The optimizer step was applied: forget what was added to its gradients."""
+        for waiting in self._waiting:
+            if waiting.is_added:
+                waiting.values.zero_()
+                waiting.handle.remove()
+        self._waiting = [waiting for waiting in self._waiting if not waiting.is_added]
+        if not self._waiting:
+            self.parts = {}
+
+    def remove(self) -> Mapping[str, Sequence[Tensor]]:
+        """Stop adding, for another plan takes over.  Returns what was not added yet."""
+        self.deliver()  # gradients that are there go on to their step
+        for waiting in self._waiting:
+            waiting.handle.remove()
+        left, self.parts, self._waiting = self.parts, {}, []
+        return left
+
+
+def _trainable_in_order(expert: nn.Module) -> list[nn.Parameter]:
+    """Trainable parameters of an expert, in the order of `Replicas.parts`."""
+    parameters = dict(expert.named_parameters())
+    return [parameters[piece.name] for block in lay_out(expert) if block.is_trainable for piece in block.slices]

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the layers of a plan, from the settings and from what the model's MoE layers are."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ds_hybridep.codecs import Codec, make_codec
+from ds_hybridep.config import IDENTITY, CodecConfig, HybridEPConfig
+from ds_hybridep.experts.codec_checkpoint import OwnedExperts
+from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
+from ds_hybridep.experts.layout import connect, gather_stages, lay_out
+from ds_hybridep.experts.migration import LayerExperts, MigrationManager
+from ds_hybridep.experts.replicas import Replicas
+from ds_hybridep.experts.shipment import StagePipeline
+from ds_hybridep.experts.transient import TransientMigration
+from ds_hybridep.kernels import Kernels
+from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
+from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.tokens.exchange import Exchange, build_exchanges
+from ds_hybridep.tokens.layer import HybridMoE, expert_to_slot
+from ds_hybridep.transport.channels import Transport
+
+# Tokens per rank for which the token exchange is chosen where "token_exchange" is "auto"; only the ratio of bytes to
+# latency depends on it.
+TYPICAL_NUM_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """A layer with its domains and the way of its tokens (None: DeepSpeed's own)."""
+
+    spec: LayerSpec
+    partition: Partition
+    exchange: TokenExchange | None
+
+    def canonical(self) -> dict[str, Any]:
+        """What ranks must agree on, JSON-able."""
+        return {
+            "name": self.spec.name,
+            "num_experts": self.spec.num_experts,
+            "top_k": self.spec.top_k,
+            "ep_size": len(self.spec.group_ranks),
+            "spans": list(self.partition.spans),
+            "domain_sizes": list(self.partition.domain_sizes),
+            "token_exchange": self.exchange,
+            "expert": [
+                [str(block.dtype), block.is_trainable, [[piece.name, list(piece.shape)] for piece in block.slices]]
+                for block in lay_out(self.spec.experts[0], is_grouped=self.spec.is_grouped)
+            ],
+        }
+
+    def owned(self, rank: int, world_size: int) -> OwnedExperts:
+        """The layer's experts on `rank`."""
+        spec = self.spec
+        first = spec.group_ranks.index(rank) * spec.num_local
+        blocks = lay_out(spec.experts[0], is_grouped=spec.is_grouped)
+        return OwnedExperts(
+            name=spec.name,
+            experts=range(first, first + spec.num_local),
+            shapes=tuple((spec.num_local, *p.shape) for block in blocks if block.is_trainable for p in block.slices),
+            share=len(spec.group_ranks) / world_size,
+            device=spec.sample.device,
+        )
+
+
+class Builder:
+    """Makes the layers of one plan and what moves their experts.
+
+    Args:
+        config, transport, kernels: of the job.
+        encoding: how weights and gradients travel.
+        changes: of the step under way.
+        is_boundary: True when the backward that runs is the last before the optimizer step.
+    """
+
+    def __init__(
+        self,
+        config: HybridEPConfig,
+        transport: Transport,
+        kernels: Kernels,
+        encoding: Encoding,
+        changes: StepChanges,
+        is_boundary: Callable[[], bool],
+    ) -> None:
+        self._config, self._transport, self._kernels = config, transport, kernels
+        self._encoding, self._changes, self._is_boundary = encoding, changes, is_boundary
+        self._pipelines: dict[str, tuple[StagePipeline, StagePipeline]] = {}  # by expert-parallel group
+
+    def build(self, layers: Sequence[PlannedLayer]) -> tuple[dict[str, HybridMoE], MigrationManager | None]:
+        """The layers by name, and the manager of those that have replicas.
+
+        Makes channels: for each layer those of tokens, then those of weights and gradients by level.  All ranks must
+        call with the same layers.
+        """
+        exchanges: list[tuple[Exchange, ...]] = []
+        experts: dict[str, LayerExperts] = {}
+        for layer in layers:
+            exchanges.append(self._exchanges_of(layer))
+            if layer.partition.domain_size > 1:
+                experts[layer.spec.name] = self._experts_of(layer)
+        migration: MigrationManager | None = None
+        if experts:
+            manager = TransientMigration if self._config.replicas == "transient" else MigrationManager
+            migration = manager(
+                self._transport, list(experts.values()), self._config.advanced.prefetch_depth, self._is_boundary
+            )
+        positions = {name: position for position, name in enumerate(experts)}
+        built = {
+            layer.spec.name: self._layer_of(layer, route, migration, positions.get(layer.spec.name, -1))
+            for layer, route in zip(layers, exchanges, strict=True)
+        }
+        return built, migration
+
+    def _exchanges_of(self, layer: PlannedLayer) -> tuple[Exchange, ...]:
+        spec = layer.spec
+        assert layer.exchange is not None
+        stages = build_route(layer.partition, self._transport.rank, spec.num_experts, layer.exchange)
+        return build_exchanges(
+            stages, self._transport, spec.group, self._kernels, spec.name, spec.sample.device,
+            level_formats=[level.row_format for level in self._config.levels],
+        )  # fmt: skip
+
+    def _experts_of(self, layer: PlannedLayer) -> LayerExperts:
+        spec, rank = layer.spec, self._transport.rank
+        stages = connect(gather_stages(layer.partition, rank), self._transport, spec.group, spec.sample.device)
+        replicas = Replicas(
+            spec.name, spec.experts, layer.partition, stages, rank, self._encoding, self._changes,
+            is_grouped=spec.is_grouped, is_transient=self._config.replicas == "transient",
+        )  # fmt: skip
+        if spec.group not in self._pipelines:
+            self._pipelines[spec.group] = StagePipeline(self._transport), StagePipeline(self._transport)
+        return LayerExperts(replicas, *self._pipelines[spec.group])
+
+    def _layer_of(
+        self,
+        layer: PlannedLayer,
+        exchanges: tuple[Exchange, ...],
+        migration: MigrationManager | None,
+        position: int,
+    ) -> HybridMoE:
+        spec, partition = layer.spec, layer.partition
+        domain = partition.domain_index(self._transport.rank)
+        experts = partition.domain_experts(domain, spec.num_experts)
+        return HybridMoE(
+            name=spec.name,
+            experts=spec.experts,
+            num_local=spec.num_local,
+            exchanges=exchanges,
+            expert_to_slot=expert_to_slot(experts, spec.num_experts, spec.sample.device),
+            num_slots=partition.domain_size,
+            kernels=self._kernels,
+            migration=migration if position >= 0 else None,
+            position=position,
+            call=spec.call,
+            weighs_inputs=spec.weighs_inputs,
+        )
+
+
+def describe(
+    planned: Sequence[PlannedLayer], config: HybridEPConfig, backends: Sequence[str], kernels: str, memory: str
+) -> str:
+    """A plan in one line, for the log."""
+    first = planned[0]
+    names = [level.name for level in config.levels]
+    domains = ", ".join(f"{n} {s}" for n, s in zip(names, first.partition.domain_sizes, strict=True))
+    dense = ", dense gradients and parameters by level" if config.dense_sync == "hierarchical" else ""
+    over = f", over {', '.join(backends)}" if first.spec.sample.is_cuda else ""
+    return (
+        f"hybridep: {len(planned)} MoE layers, domain sizes {domains}, tokens {first.exchange or 'deepspeed'}, "
+        f"{kernels} kernels, {memory}{over}{dense}" + _describe_codecs(config, first)
+    )
+
+
+def _describe_codecs(config: HybridEPConfig, layer: PlannedLayer) -> str:
+    codecs = [
+        f", {kind} {codec.type} over {level.name}"
+        + (" (no effect: its domain_size is 1)" if level.domain_size == 1 else "")
+        for level in config.levels
+        for kind, codec in (("weights", level.weight_codec), ("gradients", level.gradient_codec))
+        if codec != IDENTITY
+    ]
+    codecs += [
+        f", dispatched tokens {level.token_codec.type} over {level.name}"
+        + ("" if layer.exchange and count > 1 else " (no effect: no tokens of ours cross it)")
+        for level, count in zip(config.levels, layer.partition.domain_counts, strict=True)
+        if level.row_format is not None
+    ]
+    return "".join(codecs)
+
+
+def encoding_of(config: HybridEPConfig) -> Encoding:
+    """How weights and gradients travel, without an optimizer."""
+
+    def made(settings: CodecConfig) -> Codec | None:
+        return None if settings == IDENTITY else make_codec(settings, kernels=config.advanced.kernels)
+
+    return Encoding(
+        tuple(made(level.weight_codec) for level in config.levels),
+        tuple(made(level.gradient_codec) for level in config.levels),
+    )
+
+
+def plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:
+    cluster = config.cluster()
+    partition = Partition.build(cluster, spec.group_ranks, config.domain_sizes)
+    if partition.domain_size > 1:
+        check_experts(spec)
+    exchange: TokenExchange | None
+    if config.token_exchange == "auto":
+        row_bytes = spec.hidden * spec.sample.element_size()
+        exchange = choose_exchange(partition, cluster, spec.num_experts, spec.top_k, row_bytes, TYPICAL_NUM_TOKENS)
+    else:
+        exchange = None if config.token_exchange == "deepspeed" else config.token_exchange
+    return PlannedLayer(spec, partition, exchange)

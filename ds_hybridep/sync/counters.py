@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lossy codecs did, in numbers that add up over ranks."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class CodecCounters:
+    """What codecs of one layer did on this rank under one plan; sums, so that those of all ranks add up.
+
+    Bytes are of encoded messages as they were sent, beside the fp32 bytes of what these held.  Seconds are the host's:
+    on a device, where work is only queued, they say what queueing takes, and what was waited for.
+    """
+
+    weight_bytes: float = 0.0
+    weight_fp32_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    gradient_fp32_bytes: float = 0.0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    exposed_s: float = 0.0
+
+    def count(self, kind: Literal["weight", "gradient"], num_bytes: int, fp32_bytes: int) -> None:
+        """One message is sent."""
+        for name, more in ((f"{kind}_bytes", num_bytes), (f"{kind}_fp32_bytes", fp32_bytes)):
+            setattr(self, name, getattr(self, name) + more)
+
+    @contextmanager
+    def timing(self, name: Literal["encode_s", "decode_s", "exposed_s"]) -> Iterator[None]:
+        """Count the seconds inside."""
+        begin_s = time.perf_counter()
+        yield
+        setattr(self, name, getattr(self, name) + time.perf_counter() - begin_s)
+
+
+@dataclass
+class CodecSums(CodecCounters):
+    """The counters, and sums of squares as they are now."""
+
+    squared_error: float = 0.0  # of mirrors against weights
+    squared_weight: float = 0.0  # of those weights
+    squared_residual: float = 0.0  # of gradients not delivered yet
+
+    def record(self, num_ranks: int = 1) -> dict[str, float]:
+        """For `ds_hybridep.stats` and reports, of one rank or of sums over `num_ranks`; seconds are means over these.
+
+        weight_bytes, gradient_bytes: encoded bytes sent under this plan.
+        weight_ratio, gradient_ratio: fp32 bytes of what they held over those; 0 where nothing was sent.
+        weight_error: relative L2 distance of the replicas from the weights that they stand for, seen by their owner.
+        residual_norm: L2 norm of the gradients that were not delivered yet.
+        encode_s, decode_s, exposed_s: seconds under this plan; exposed are those in which this layer's computation
+            waited for weights or gradients, decoding meanwhile included.
+        """
+        return {
+            "weight_bytes": self.weight_bytes,
+            "weight_ratio": self.weight_fp32_bytes / self.weight_bytes if self.weight_bytes else 0.0,
+            "weight_error": (self.squared_error / self.squared_weight) ** 0.5 if self.squared_weight else 0.0,
+            "gradient_bytes": self.gradient_bytes,
+            "gradient_ratio": self.gradient_fp32_bytes / self.gradient_bytes if self.gradient_bytes else 0.0,
+            "residual_norm": self.squared_residual**0.5,
+            "encode_s": self.encode_s / num_ranks,
+            "decode_s": self.decode_s / num_ranks,
+            "exposed_s": self.exposed_s / num_ranks,
+        }

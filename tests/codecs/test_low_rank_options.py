@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`rest`, `first_rank` and `first_steps` of low_rank, against what they mean, written with plain codecs."""
+
+import pytest
+import torch
+from codec_cases import normal
+
+from ds_hybridep.codecs import HEADER_BYTES, make_codec, non_finite, sequence_of
+from ds_hybridep.errors import PacketError
+
+pytestmark = pytest.mark.timeout(300)
+
+RESTS = ["int8", "int4", "int2", {"type": "int2", "block": 64}]
+FACTORS = [
+    {"type": "low_rank", "rank": 2, "refresh_interval": 3},
+    {"type": "low_rank", "rank": 5, "factors": "log4", "weighting": "rms", "iterations": 2},
+]
+SHAPE = (2, 24, 40)
+
+
+@pytest.fixture(params=["reference", "compiled"])
+def kernels(request):
+    return request.param
+
+
+def assert_same_bits(actual, wanted):
+    assert torch.equal(actual.view(torch.int32), wanted.view(torch.int32))
+
+
+class SlowRest:
+    """Factors of x, then the rest of x - P Q, each by a plain codec."""
+
+    def __init__(self, factors, rest, kernels):
+        self.codecs = [make_codec(spec, kernels=kernels) for spec in (factors, rest)]
+        self.states = [codec.new_state(*SHAPE) for codec in self.codecs]
+
+    def encode(self, x):
+        """Payloads in their order, and the values that they stand for, likewise."""
+        payloads, values, left = [], [], x
+        for codec, state in zip(self.codecs, self.states, strict=True):
+            packets = codec.encode(left.contiguous(), state)
+            values.append(codec.decode(packets, torch.empty(SHAPE)))
+            payloads.append(packets[:, HEADER_BYTES:])
+            left = left - values[-1]
+        return torch.cat(payloads, dim=1), values
+
+
+@pytest.mark.parametrize("factors", FACTORS, ids=["plain", "weighted"])
+@pytest.mark.parametrize("rest", RESTS, ids=str)
+def test_rest_encodes_what_the_factors_leave(kernels, factors, rest):
+    codec, slow = make_codec({**factors, "rest": rest}, kernels=kernels), SlowRest(factors, rest, kernels)
+    state = codec.new_state(*SHAPE)
+    for step in range(5):
+        x = normal(*SHAPE, seed=step)
+        packets = codec.encode(x, state)
+        payload, (of_factors, of_rest) = slow.encode(x)
+        assert torch.equal(packets[:, HEADER_BYTES:], payload)
+        assert_same_bits(codec.decode(packets, torch.empty(SHAPE)), of_factors + of_rest)
+        into = normal(*SHAPE, seed=9)
+        assert_same_bits(codec.decode_add(packets, into.clone()), into + of_factors + of_rest)
+
+
+@pytest.mark.parametrize("factors", FACTORS, ids=["plain", "weighted"])
+@pytest.mark.parametrize("rest", RESTS, ids=str)
+def test_mirrors_and_residuals_take_factors_and_rest(kernels, factors, rest):
+    codec = make_codec({**factors, "rest": rest}, kernels=kernels)
+    weights, mirror, residual = normal(*SHAPE), torch.zeros(SHAPE), torch.zeros(SHAPE)
+    update_state, residual_state = codec.new_state(*SHAPE), codec.new_state(*SHAPE)
+    slow_update, slow_residual = SlowRest(factors, rest, kernels), SlowRest(factors, rest, kernels)
+    for step in range(5):
+        weights += 0.1 * normal(*SHAPE, seed=step)
+        payload, (of_factors, of_rest) = slow_update.encode(weights - mirror)
+        wanted = mirror + of_factors + of_rest
+        assert torch.equal(codec.encode_update(weights, mirror, update_state)[:, HEADER_BYTES:], payload)
+        assert_same_bits(mirror, wanted)
+
+        gradient = normal(*SHAPE, seed=step + 100)
+        total = gradient + residual
+        payload, (of_factors, of_rest) = slow_residual.encode(total)
+        packets = codec.encode_with_residual(gradient, residual, residual_state)
+        assert torch.equal(packets[:, HEADER_BYTES:], payload)
+        assert_same_bits(residual, total - (of_factors + of_rest))
+
+
+def test_small_tensors_go_to_the_fallback_without_a_rest():
+    codec = make_codec({"type": "low_rank", "rank": 4, "rest": "int2", "fallback": "int8"})
+    for rows, cols in ((1, 70), (4, 4)):
+        assert codec.resolve(rows, cols).settings() == "int8(block=128)"
+        assert codec.packet_bytes(rows, cols) == make_codec("int8").packet_bytes(rows, cols)
+
+
+def test_the_rest_does_not_decide_what_is_small():
+    rest = {"type": "low_rank", "rank": 2, "rest": "int8", "fallback": "int2"}
+    codec = make_codec(rest)
+    assert codec.resolve(64, 64) is codec
+    assert codec.packet_bytes(64, 64) > make_codec("int8").packet_bytes(64, 64)
+
+
+def test_a_rest_that_overflows_flags_the_packet(kernels):
+    """Rank 1 leaves nearly all of random signs times 3e38, and 1.25 times their mean is more than bf16 holds."""
+    codec = make_codec(
+        {"type": "low_rank", "rank": 1, "factors": "fp32", "rest": {"type": "int2", "block": 8}}, kernels=kernels
+    )
+    x = torch.zeros(2, 64, 64)
+    x[0] = normal(64, 64)
+    x[1] = normal(64, 64).sign() * 3e38
+    residual, state = torch.zeros_like(x), codec.new_state(*x.shape)
+    packets = codec.encode_with_residual(x, residual, state)
+    assert non_finite(packets).tolist() == [False, True]
+    assert torch.equal(residual[1], torch.zeros(64, 64))
+    assert residual[0].abs().max() > 0
+
+
+@pytest.mark.parametrize("rest", [None, "int2"])
+@pytest.mark.parametrize("factors", FACTORS, ids=["plain", "weighted"])
+@pytest.mark.parametrize("first_rank", [1, 7])
+def test_the_first_steps_have_a_rank_of_their_own(kernels, factors, rest, first_rank):
+    """As one encoder for the first steps and a new one for all later ones."""
+    base = {**factors, "rest": rest}
+    codec = make_codec({**base, "first_rank": first_rank, "first_steps": 4}, kernels=kernels)
+    first, then = make_codec({**base, "rank": first_rank}, kernels=kernels), make_codec(base, kernels=kernels)
+    encoders = {True: (first, first.new_state(*SHAPE)), False: (then, then.new_state(*SHAPE))}
+    state, mirror, wanted = codec.new_state(*SHAPE), torch.zeros(SHAPE), torch.zeros(SHAPE)
+    replica = torch.zeros(SHAPE)
+    for step in range(10):
+        weights = normal(*SHAPE, seed=step)
+        packets = codec.encode_update(weights, mirror, state)
+        of_step, state_of_step = encoders[step < 4]
+        others = of_step.encode_update(weights, wanted, state_of_step)
+        assert packets.shape[1] == codec.packet_bytes(24, 40, step=step) == of_step.packet_bytes(24, 40)
+        assert torch.equal(packets[:, HEADER_BYTES:], others[:, HEADER_BYTES:])
+        assert sequence_of(packets) == step
+        codec.decode_add(packets, replica)
+        assert_same_bits(mirror, wanted)
+        assert_same_bits(replica, wanted)
+    assert codec.packet_bytes(24, 40) == max(first.packet_bytes(24, 40), then.packet_bytes(24, 40))
+    assert codec.ratio(24, 40) == then.ratio(24, 40)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 24, 3), (2, 40, 10), (2, 1, 70)], ids=["rank 3 of both", "one falls back", "both"]
+)
+def test_stages_of_any_shape_are_told_apart(kernels, shape):
+    """A rank is no more than the matrix has, and a large one leaves small matrices to the fallback."""
+    spec = {"type": "low_rank", "rank": 3, "first_rank": 9, "first_steps": 2, "fallback": {"type": "int8", "block": 8}}
+    codec = make_codec(spec, kernels=kernels)
+    weights, mirror, state = normal(*shape), torch.zeros(shape), codec.new_state(*shape)
+    replica = torch.zeros(shape)
+    for step in range(5):
+        packets = codec.encode_update(weights, mirror, state)
+        assert packets.shape[1] == codec.packet_bytes(*shape[1:], step=step)
+        codec.decode_add(packets, replica)
+        assert_same_bits(replica, mirror)
+
+
+def test_packets_of_other_first_steps_are_refused():
+    spec = {"type": "low_rank", "rank": 2, "first_rank": 4}
+    codec, other = (make_codec({**spec, "first_steps": steps}) for steps in (2, 3))
+    packets = codec.encode(normal(*SHAPE), codec.new_state(*SHAPE))
+    with pytest.raises(PacketError, match="stamp 0x.*encode and decode with equal codec settings"):
+        other.decode(packets, torch.empty(SHAPE))
+
+
+def test_a_layout_asked_for_by_step_does_not_change_the_stamp():
+    """Messages ask `at(step)` for sizes before anything is encoded."""
+    spec = {"type": "low_rank", "rank": 2, "first_rank": 4, "first_steps": 1}
+    asked, other = make_codec(spec), make_codec(spec)
+    for step in range(2):
+        asked.at(step).packet_bytes(24, 40)
+    state = asked.new_state(*SHAPE)
+    for step in range(2):
+        packets = asked.encode(normal(*SHAPE, seed=step), state)
+        assert other.decode(packets, torch.empty(SHAPE)).isfinite().all()
