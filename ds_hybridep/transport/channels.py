@@ -24,7 +24,7 @@ from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.groups import connect_gloo, first_line
 from ds_hybridep.transport.nccl import NcclGroup
 from ds_hybridep.transport.staging import Part, Staging
-from ds_hybridep.transport.streams import DeviceStreams, HostStreams, streams_of
+from ds_hybridep.transport.streams import DeviceStreams, streams_of
 
 _NO_RANGE = contextlib.nullcontext()
 EXIT_LIMIT_S = 60.0  # how long a process that ends waits for transfers under way
@@ -192,7 +192,7 @@ class Channel:
             CommunicationError: not all members came within the time limit.
         """
         streams = _streams_on(device)
-        if self._nccl is None and self.has_equal_lengths and isinstance(streams, DeviceStreams):
+        if self._nccl is None and self.has_equal_lengths and streams is not None:
             self._nccl = NcclGroup(self.name, self.ranks, self.transport, streams)
 
     def start(
@@ -214,10 +214,10 @@ class Channel:
         transfer = Transfer(self, purpose, sends, receives)
         streams = _streams_on((sends or receives)[0][1].device) if sends or receives else None
         try:
-            if isinstance(streams, DeviceStreams):
-                self._start_on_device(transfer, streams, sends, receives)
-            else:
+            if streams is None:
                 self._post(transfer, sends, receives)
+            else:
+                self._start_on_device(transfer, streams, sends, receives)
         except RuntimeError as error:
             raise CommunicationError(transfer.describe(f"failed: {first_line(error)}")) from error
         self.transport.count_sent(sends, purpose.kind)
@@ -415,9 +415,10 @@ class Transport:
         self.on_close.clear()
 
 
-def _streams_on(device: torch.device) -> HostStreams | None:
+def _streams_on(device: torch.device) -> DeviceStreams | None:
     """The streams of the device that holds the tensors of a transfer; None on a CPU."""
-    return streams_of(device) if device.type != "cpu" else None
+    streams = streams_of(device) if device.type != "cpu" else None
+    return streams if isinstance(streams, DeviceStreams) else None
 
 
 def profiler_range(*words: str) -> contextlib.AbstractContextManager[Any]:

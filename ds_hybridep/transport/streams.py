@@ -19,42 +19,23 @@ A CPU has no streams: work runs where it is written.
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Mark = Any  # a point in a stream; None on a CPU, where all is done already
-
-_HERE = nullcontext()
+Mark = Any  # a point in a stream
 
 
 class HostStreams:
     """Of a CPU: everything is done where it is written."""
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Work inside runs in the side stream, behind what the current stream was given so far."""
-        return _HERE
-
-    def mark(self, *, is_awaited: bool = False) -> Mark:
-        """The point that the current stream has come to.
-
-        is_awaited: a thread will sleep until then, rather than look at it again and again.
-        """
-        return None
-
-    def follow(self, mark: Mark) -> None:
-        """The current stream goes on behind `mark`.  Does not block."""
-
-    def join(self) -> None:
-        """The current stream goes on behind all that the side stream was given so far.  Does not block."""
-
     def synchronize(self) -> None:
-        """Block until the current stream is empty, before a clock is read."""
+        """Nothing is left to wait for."""
 
 
-class DeviceStreams(HostStreams):
+class DeviceStreams:
     """Of one CUDA device.
 
     Whoever hands a tensor from one stream to another keeps it until the other stream, or the host, was waited for:
@@ -82,22 +63,30 @@ class DeviceStreams(HostStreams):
             yield
 
     def aside(self) -> AbstractContextManager[None]:
+        """Work inside runs in the side stream, behind what the current stream was given so far."""
         return self.within(self._side, after=self.mark())
 
     def mark(self, *, is_awaited: bool = False) -> Mark:
+        """The point that the current stream has come to.
+
+        is_awaited: a thread will sleep until then, rather than look at it again and again.
+        """
         mark = self._api.Event(blocking=is_awaited)
         mark.record(self._api.current_stream(self.device))
         return mark
 
     def follow(self, mark: Mark) -> None:
+        """The current stream goes on behind `mark`.  Does not block."""
         self._api.current_stream(self.device).wait_event(mark)
 
     def join(self) -> None:
+        """The current stream goes on behind all that the side stream was given so far.  Does not block."""
         mark = self._api.Event()
         mark.record(self._side)
         self.follow(mark)
 
     def synchronize(self) -> None:
+        """Block until the current stream is empty, before a clock is read."""
         self._api.current_stream(self.device).synchronize()
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
@@ -111,7 +100,7 @@ class DeviceStreams(HostStreams):
 _HOST = HostStreams()
 
 
-def streams_of(device: torch.device) -> HostStreams:
+def streams_of(device: torch.device) -> DeviceStreams | HostStreams:
     """The streams that all layers and transfers of this process share on a device."""
     return _streams_of(device) if device.type == "cuda" else _HOST
 
