@@ -1,24 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the package must know of one MoE layer, and which experts can have replicas."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layout import lay_out
-
-
-def call_expert(expert: nn.Module, weights: dict[str, Tensor], rows: Tensor, _counts: Sequence[int]) -> Tensor:
-    """The expert's output rows, [n, D] -> [n, D]; `weights` replace the module's own parameters of those names."""
-    # Four dimensions, as DeepSpeed calls its experts ([group, expert, capacity, hidden]).
-    rows_4d = rows[None, None]
-    output: Tensor | tuple[Tensor, ...] = functional_call(expert, weights, (rows_4d,)) if weights else expert(rows_4d)
-    if isinstance(output, tuple):
-        output = output[0]  # DeepSpeed's convention: (output, bias)
-    return output.reshape(rows.shape)
 
 
 @dataclass(frozen=True)
@@ -33,8 +22,8 @@ class LayerSpec:
         top_k: K.
         hidden: D.
         experts: modules with the e experts owned by this rank: one each, or, `is_grouped`, one for all.
-        is_grouped: parameters of the module are [e, *shape].
         call: runs one of `experts`, as in `HybridMoE`.
+        is_grouped: parameters of the module are [e, *shape].
         weighs_inputs: gate weights multiply the experts' inputs; otherwise their outputs.
     """
 
@@ -45,8 +34,8 @@ class LayerSpec:
     top_k: int
     hidden: int
     experts: tuple[nn.Module, ...]
+    call: Callable[..., Tensor]
     is_grouped: bool = False
-    call: Callable[..., Tensor] = call_expert
     weighs_inputs: bool = False
 
     @property

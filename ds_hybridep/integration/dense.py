@@ -15,6 +15,7 @@ from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.sync.collectives import LevelCollectives
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.job import group_ranks
+from ds_hybridep.transport.stand_in import StandInGroup
 
 _REMEDY = 'or set hybridep.dense_sync to "deepspeed"'
 
@@ -64,7 +65,7 @@ class DenseHooks:
     def __init__(self, engine: Any, collectives: LevelCollectives, transport: Transport) -> None:
         self._collectives = collectives
         self._original = engine.seq_data_parallel_group
-        self._group = transport.stand_in(self._original, self._all_reduce, collectives.all_gather)
+        self._group = StandInGroup(transport, self._original, self._all_reduce, collectives.all_gather)
         self._slices: list[tuple[int, int]] | None = None
         self._undo: list[Callable[[], None]] = []
 

@@ -34,7 +34,7 @@ from ds_hybridep.integration import dense as dense_hooks
 from ds_hybridep.integration.runtime import HybridRuntime, prepare_runtime
 from ds_hybridep.integration.statistics import monitor_events, summarize
 from ds_hybridep.sync.feedback import no_scale
-from ds_hybridep.tokens.layer import HybridMoE
+from ds_hybridep.tokens.layer import HybridMoE, call_expert
 from ds_hybridep.transport.agreement import announcing_failure
 from ds_hybridep.transport.job import backend_name, group_ranks, is_initialized, world_size
 from ds_hybridep.transport.trace import record_trace
@@ -691,6 +691,7 @@ def _spec_of(name: str, layer: nn.Module) -> LayerSpec:
         top_k=layer.gate.k,
         hidden=hidden,
         experts=tuple(layer.experts.deepspeed_experts),
+        call=call_expert,
     )
 
 

@@ -28,12 +28,18 @@ GATHER = Purpose("dense", "gather of dense parameters")
 
 
 @dataclass(frozen=True)
-class _Stage:
-    """One level: the ranks that differ from this one there only, and the blocks that each of them carries further."""
+class _LevelPeers:
+    """The ranks that differ from this one at one level only, and the blocks that each of them carries further."""
 
     channel: Channel
-    siblings: tuple[int, ...]  # global ranks by their coordinate at the level, this rank among them
-    blocks: tuple[tuple[int, ...], ...]  # of each sibling: ranks below the group that have its coordinate
+    ranks: tuple[int, ...]  # by their coordinate at the level, this rank among them
+    blocks: tuple[tuple[int, ...], ...]  # of each: all ranks that share its coordinates from this level inwards
+    own: int  # index of this rank
+
+    @property
+    def others(self) -> list[int]:
+        """Indices of the other ranks."""
+        return [at for at in range(len(self.ranks)) if at != self.own]
 
 
 class LevelCollectives:
@@ -51,25 +57,23 @@ class LevelCollectives:
         self.rank = transport.rank
         self.world_size = transport.world_size
         cluster = transport.cluster
-        place = cluster.place_of(self.rank)
-        self._stages: list[_Stage] = []  # slowest level first
+        places = [cluster.place_of(rank) for rank in range(self.world_size)]
+        own = places[self.rank]
+        self._levels: list[_LevelPeers] = []  # slowest first
         for level, size in enumerate(cluster.sizes):
-            if size == 1:
-                continue
-            siblings = tuple(cluster.rank_at((*place[:level], at, *place[level + 1 :])) for at in range(size))
-            blocks: tuple[list[int], ...] = tuple([] for _ in range(size))
-            for rank in range(self.world_size):
-                other = cluster.place_of(rank)
-                if other[level + 1 :] == place[level + 1 :]:
-                    blocks[other[level]].append(rank)
-            channel = transport.channel("dense", siblings)
-            self._stages.append(_Stage(channel, siblings, tuple(map(tuple, blocks))))
+            if size > 1:
+                ranks = tuple(cluster.rank_at((*own[:level], at, *own[level + 1 :])) for at in range(size))
+                blocks = tuple(
+                    tuple(rank for rank, place in enumerate(places) if place[level:] == (at, *own[level + 1 :]))
+                    for at in range(size)
+                )
+                self._levels.append(_LevelPeers(transport.channel("dense", ranks), ranks, blocks, own[level]))
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by its sum over all ranks."""
-        blocks = tensor.detach().view(-1).tensor_split(self.world_size)
-        self._reduce(list(blocks))
-        self._gather(list(blocks))
+        blocks = list(tensor.detach().view(-1).tensor_split(self.world_size))
+        self._reduce(blocks)
+        self._gather(blocks)
 
     def reduce_slices(self, tensor: Tensor, slices: Sequence[tuple[int, int]]) -> None:
         """Replace the slices of a contiguous tensor that are this rank's by their sums; the others stay as they are.
@@ -96,26 +100,22 @@ class LevelCollectives:
 
     def _reduce(self, blocks: list[Tensor]) -> None:
         """Sum block r to rank r; what other blocks hold afterwards is of no use."""
-        for stage in reversed(self._stages):
-            others = [at for at, rank in enumerate(stage.siblings) if rank != self.rank]
-            own = stage.blocks[stage.siblings.index(self.rank)]
-            sends = [(stage.siblings[at], blocks[block]) for at in others for block in stage.blocks[at]]
-            parts = {(at, block): torch.empty_like(blocks[block]) for at in others for block in own}
-            receives = [(stage.siblings[at], part) for (at, _), part in parts.items()]
-            stage.channel.start(sends, receives, SUM).wait()
+        for level in reversed(self._levels):
+            own = level.blocks[level.own]
+            sends = [(level.ranks[at], blocks[block]) for at in level.others for block in level.blocks[at]]
+            parts = {(at, block): torch.empty_like(blocks[block]) for at in level.others for block in own}
+            receives = [(level.ranks[at], part) for (at, _), part in parts.items()]
+            level.channel.start(sends, receives, SUM).wait()
             for block in own:
-                _sum_in_order(
-                    blocks[block], [parts.get((at, block), blocks[block]) for at in range(len(stage.siblings))]
-                )
+                total = blocks[block]
+                _sum_in_order(total, [parts.get((at, block), total) for at in range(len(level.ranks))])
 
     def _gather(self, blocks: Sequence[Tensor]) -> None:
         """Fill every block r with that of rank r: the trades of `_reduce` backwards."""
-        for stage in self._stages:
-            others = [at for at, rank in enumerate(stage.siblings) if rank != self.rank]
-            own = stage.blocks[stage.siblings.index(self.rank)]
-            sends = [(stage.siblings[at], blocks[block]) for at in others for block in own]
-            receives = [(stage.siblings[at], blocks[block]) for at in others for block in stage.blocks[at]]
-            stage.channel.start(sends, receives, GATHER).wait()
+        for level in self._levels:
+            sends = [(level.ranks[at], blocks[block]) for at in level.others for block in level.blocks[level.own]]
+            receives = [(level.ranks[at], blocks[block]) for at in level.others for block in level.blocks[at]]
+            level.channel.start(sends, receives, GATHER).wait()
 
 
 def _sum_in_order(target: Tensor, parts: Sequence[Tensor]) -> None:

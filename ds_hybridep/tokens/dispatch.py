@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ds_hybridep.kernels import Kernels, RoutePlan
-from ds_hybridep.tokens.exchange import Arrival, Exchange, dispatch_rows, swap
+from ds_hybridep.tokens.exchange import Exchange, dispatch_rows, swap
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,14 @@ class DispatchState:
     plan: RoutePlan
     send_splits: tuple[int, ...]  # rows to each destination
     recv_splits: tuple[int, ...]  # rows from each destination; the way back swaps the two
+
+    def send(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Rows go to their destinations."""
+        return swap(self.exchange, tensors, self.send_splits, self.recv_splits, what)
+
+    def send_back(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Rows return to where they came from."""
+        return swap(self.exchange, tensors, self.recv_splits, self.send_splits, what)
 
 
 def dispatch(
@@ -56,25 +64,28 @@ def dispatch(
     # The only device-to-host sync of the exchange: split sizes must be Python ints before it starts.
     send_splits = tuple(plan.rows_per_destination.tolist())
     with torch.no_grad():
-        arrival = dispatch_rows(exchange, plan, send_splits, x, topk_weights)
-    state = DispatchState(exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=arrival.splits)
-    rows, row_weights, row_topk_idx = _Dispatch.apply(x, topk_weights, arrival, state)
+        recv_splits, *arrived = dispatch_rows(exchange, plan, send_splits, x, topk_weights)
+    state = DispatchState(exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=recv_splits)
+    rows, row_weights, row_topk_idx = _Dispatch.apply(x, topk_weights, arrived, state)
     return rows, row_topk_idx, row_weights, state
 
 
 def combine(partial_sums: Tensor, state: DispatchState) -> Tensor:
     """Sum of each token's partial results, [R, D] -> [T, D]; accumulates in fp32, in destination order."""
-    return _Combine.apply(partial_sums, state)
+    sums: Tensor = _Combine.apply(partial_sums, state)
+    return sums
 
 
 def permute_to_experts(rows: Tensor, plan: RoutePlan, kernels: Kernels) -> Tensor:
     """Rows ordered by expert, [R, D] -> [P, D]; a row appears once per expert that it goes to."""
-    return _PermuteToExperts.apply(rows, plan, kernels)
+    expert_rows: Tensor = _PermuteToExperts.apply(rows, plan, kernels)
+    return expert_rows
 
 
 def weighted_sum(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan, kernels: Kernels) -> Tensor:
     """Gate-weighted sum of each row's expert outputs, [P, D] -> [R, D]; accumulates in fp32."""
-    return _WeightedSum.apply(expert_rows, row_weights, plan, kernels)
+    sums: Tensor = _WeightedSum.apply(expert_rows, row_weights, plan, kernels)
+    return sums
 
 
 def weigh_rows(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan) -> Tensor:
@@ -86,35 +97,26 @@ def weigh_rows(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan) -> Ten
     return (expert_rows.float() * weights[:, None]).to(expert_rows.dtype)
 
 
-def _swap_there(state: DispatchState, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-    """Rows go to their destinations."""
-    return swap(state.exchange, tensors, state.send_splits, state.recv_splits, what)
-
-
-def _swap_back(state: DispatchState, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-    """Rows return to where they came from."""
-    return swap(state.exchange, tensors, state.recv_splits, state.send_splits, what)
-
-
 class _Dispatch(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, topk_weights: Tensor, arrival: Arrival, state: DispatchState
+        ctx: Any, _x: Tensor, _topk_weights: Tensor, arrived: list[Tensor], state: DispatchState
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What arrived, as a function of what was sent."""
         ctx.state = state
-        row_topk_idx, row_weights = (part.contiguous() for part in arrival.metadata.chunk(2, dim=1))
+        metadata, rows = arrived
+        row_topk_idx, row_weights = (part.contiguous() for part in metadata.chunk(2, dim=1))
         ctx.mark_non_differentiable(row_topk_idx)
-        return arrival.rows, row_weights.view(torch.float32), row_topk_idx
+        return rows, row_weights.view(torch.float32), row_topk_idx
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_rows: Tensor, grad_row_weights: Tensor, _: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor, Tensor, None, None]:
         state = ctx.state
         plan, kernels = state.plan, state.exchange.kernels
-        grad_row_weights, grad_rows = _swap_back(state, [grad_row_weights, grad_rows], "return of input gradients")
+        grad_row_weights, grad_rows = state.send_back([grad_row_weights, grad_rows], "return of input gradients")
         grad_x = kernels.combine_rows(grad_rows, plan.first_slot_to_row)
         # Each slot (t, k) was served by one row; one row more takes the slots that were not routed.
         padded = torch.cat([grad_row_weights, grad_row_weights.new_zeros(1, grad_row_weights.shape[1])])
@@ -126,7 +128,7 @@ class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, partial_sums: Tensor, state: DispatchState) -> Tensor:
         ctx.state = state
-        (returned,) = _swap_back(state, [partial_sums], "combine of rows")
+        (returned,) = state.send_back([partial_sums], "combine of rows")
         return state.exchange.kernels.combine_rows(returned, state.plan.first_slot_to_row)
 
     @staticmethod
@@ -134,7 +136,7 @@ class _Combine(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         state = ctx.state
         grad_rows = state.exchange.kernels.dispatch_rows(grad.contiguous(), state.plan.row_to_token)
-        (grad_partial_sums,) = _swap_there(state, [grad_rows], "dispatch of output gradients")
+        (grad_partial_sums,) = state.send([grad_rows], "dispatch of output gradients")
         return grad_partial_sums, None
 
 

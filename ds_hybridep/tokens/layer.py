@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ds_hybridep.experts.checkpoint_guard import refuse_checkpoints
-from ds_hybridep.experts.layer_spec import call_expert
-from ds_hybridep.experts.migration import MigrationManager, is_in_backward
+from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.kernels import Kernels
-from ds_hybridep.tokens.dispatch import combine, dispatch, permute_to_experts, weigh_rows, weighted_sum
+from ds_hybridep.tokens.dispatch import DispatchState, combine, dispatch, permute_to_experts, weigh_rows, weighted_sum
 from ds_hybridep.tokens.exchange import Exchange
 from ds_hybridep.transport.channels import profiler_range
 
@@ -27,6 +27,16 @@ class LayerStats:
     rows_computed: int = 0  # rows that experts processed here
     plain_rows: int | Tensor = 0  # that plain EP would have sent to each rank of the group, [G] or one number for all
     was_recorded: bool = False  # the last forward that was no recomputation entered autograd
+
+
+def call_expert(expert: nn.Module, weights: dict[str, Tensor], rows: Tensor, _counts: Sequence[int]) -> Tensor:
+    """The expert's output rows, [n, D] -> [n, D]; `weights` replace the module's own parameters of those names."""
+    # Four dimensions, as DeepSpeed calls its experts ([group, expert, capacity, hidden]).
+    rows_4d = rows[None, None]
+    output: Tensor | tuple[Tensor, ...] = functional_call(expert, weights, (rows_4d,)) if weights else expert(rows_4d)
+    if isinstance(output, tuple):
+        output = output[0]  # DeepSpeed's convention: (output, bias)
+    return output.reshape(rows.shape)
 
 
 @dataclass(frozen=True)
@@ -70,25 +80,30 @@ class HybridMoE:
         """
         # Acquired before the dispatch, so that in the backward tokens go first and expert gradients after them.
         replicas = self.migration.acquire(self.position) if self.migration is not None else None
-        rows, row_idx, row_weights, states = x, topk_idx, topk_weights, []
-        for exchange in self.exchanges:
-            rows, row_idx, row_weights, state = dispatch(rows, row_idx, row_weights, exchange)
-            states.append(state)
-            self.stats.rows_sent += sum(state.send_splits) - state.send_splits[exchange.self_index]
-        if self.migration is not None:
-            self.migration.wait_for_weights(self.position)
+        rows, row_idx, row_weights, states = self._dispatch(x, topk_idx, topk_weights)
         partial_sums = self._compute(rows, row_idx, row_weights, replicas)
-        if self.migration is not None:
-            partial_sums = self.migration.watch_backward(self.position, partial_sums)
         for state in reversed(states):
             partial_sums = combine(partial_sums, state)
         self.stats.calls += 1
         return partial_sums
 
+    def _dispatch(
+        self, rows: Tensor, row_idx: Tensor, row_weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, list[DispatchState]]:
+        """Rows for the experts of this rank's domain, after all exchanges, and what `combine` needs to undo each."""
+        states = []
+        for exchange in self.exchanges:
+            rows, row_idx, row_weights, state = dispatch(rows, row_idx, row_weights, exchange)
+            states.append(state)
+            self.stats.rows_sent += sum(state.send_splits) - state.send_splits[exchange.self_index]
+        return rows, row_idx, row_weights, states
+
     def _compute(
         self, rows: Tensor, row_idx: Tensor, row_weights: Tensor, replicas: list[list[dict[str, Tensor]]] | None
     ) -> Tensor:
         """Every expert of the domain on its rows, with zero rows too: all ranks must run the same operations."""
+        if self.migration is not None:
+            self.migration.wait_for_weights(self.position)
         with profiler_range("experts", self.name):
             plan = self.kernels.plan_routes(row_idx, self.expert_to_slot, self.num_slots * self.num_local)
             splits = plan.rows_per_destination.tolist()
@@ -101,13 +116,14 @@ class HybridMoE:
             per_module = self.num_local // len(self.experts)
             counts = [splits[first : first + per_module] for first in range(0, len(splits), per_module)]
             chunks = expert_rows.split([sum(count) for count in counts])
-            outputs = []
+            outputs: list[Tensor] = []
             with self._checked_experts():
                 for slot in range(self.num_slots):
                     for module_idx, module in enumerate(self.experts):
                         weights = replicas[slot][module_idx] if replicas is not None else {}
                         outputs.append(self.call(module, weights, chunks[len(outputs)], counts[len(outputs)]))
-            return weighted_sum(torch.cat(outputs), row_weights, plan, self.kernels)
+            partial_sums = weighted_sum(torch.cat(outputs), row_weights, plan, self.kernels)
+        return partial_sums if self.migration is None else self.migration.watch_backward(self.position, partial_sums)
 
     def _checked_experts(self) -> AbstractContextManager[None]:
         """Where weights of replicas enter autograd: refuse experts that checkpoint inside themselves."""
@@ -121,7 +137,7 @@ class HybridMoE:
 
     def count_plain_ep(self, rows: Tensor | int) -> None:
         """Note the rows to each rank, [G] or one number for all, of a dispatch of plain EP, and of its combine."""
-        if is_in_backward():
+        if torch._C._current_graph_task_id() != -1:  # inside a running backward
             # A recomputation; a re-entrant one is the first to enter autograd, so its backward is counted here.
             num_exchanges = 2 if self.stats.was_recorded else 4
         else:

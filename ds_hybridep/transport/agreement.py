@@ -54,8 +54,8 @@ class _Startup:
     """One start-up in the job's store: payloads of all ranks, the verdict of rank 0.
 
     Every rank counts its own start-ups, so that the n-th of one rank meets the n-th of the others however far apart
-    they are: a rank that fails three times in a row is three ahead for a while.  One that the others gave up waiting
-    for, and who meanwhile started again, goes on to their next.
+    they are: a rank that fails three times in a row is three ahead for a while.  A rank that the others gave up
+    waiting for, and that finds them in a later start-up, skips to their next.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -63,7 +63,7 @@ class _Startup:
         self._timeout_s = timeout_s
         self._rank = dist.get_rank()
         self.generation = self._count(self._rank, 1)
-        while self._store.check([f"{self._prefix}/missed/{self._rank}"]) and self._others_went_on():
+        while self._was_missed(self._rank) and self._others_went_on():
             self.generation = self._count(self._rank, 1)
 
     def _count(self, rank: int, more: int) -> int:
@@ -74,17 +74,19 @@ class _Startup:
         others = range(1, dist.get_world_size()) if self._rank == 0 else (0,)
         return any(self._count(rank, 0) > self.generation for rank in others)
 
-    @property
-    def _prefix(self) -> str:
-        return f"ds_hybridep/startup/{self.generation}"
+    def _was_missed(self, rank: int) -> bool:
+        return bool(self._store.check([self._key(f"missed/{rank}")]))
+
+    def _key(self, name: str) -> str:
+        return f"ds_hybridep/startup/{self.generation}/{name}"
 
     def publish(self, payload: Mapping[str, Any]) -> None:
-        self._store.set(f"{self._prefix}/{self._rank}", json.dumps(payload, sort_keys=True))
+        self._store.set(self._key(str(self._rank)), json.dumps(payload, sort_keys=True))
 
     def announce(self, reason: str) -> None:
         """This rank failed and will not wait."""
         if self._rank == 0:
-            self._store.set(f"{self._prefix}/verdict", f"rank 0 cannot start: {reason}")
+            self._store.set(self._key("verdict"), f"rank 0 cannot start: {reason}")
         else:
             self.publish({"error": reason})
 
@@ -94,69 +96,61 @@ class _Startup:
         # Once the limit has passed, a round trip to the store is still granted to those who are there.
         texts = [self._get(str(rank), max(deadline - time.monotonic(), 1.0)) for rank in range(dist.get_world_size())]
         missing = [rank for rank, text in enumerate(texts) if text is None]
-        for rank in missing:
-            self._set_missed(rank)
         if missing:
-            verdict = self._absence(f"ranks {missing}", self._timeout_s)
+            verdict = self._give_up(missing, f"ranks {missing}", self._timeout_s)
         else:
             verdict = _compare_payloads([json.loads(text) for text in texts if text is not None])
-        if not verdict and self._store.check([f"{self._prefix}/missed/0"]):
+        if not verdict and self._was_missed(0):
             verdict = "other ranks gave up waiting for rank 0 before it came; start all ranks together"
-        self._store.set(f"{self._prefix}/verdict", verdict)
+        self._store.set(self._key("verdict"), verdict)
         return verdict
 
     def await_verdict(self) -> str:
         """Other ranks: what rank 0 found.  Rank 0 may itself wait for the limit before it can say who is missing."""
         limit_s = 1.25 * self._timeout_s + 5.0
         verdict = self._get("verdict", limit_s)
-        if verdict is None:
-            self._set_missed(0)
-            verdict = self._absence("rank 0", limit_s)
-        return verdict
+        return self._give_up([0], "rank 0", limit_s) if verdict is None else verdict
 
-    def _set_missed(self, rank: int) -> None:
-        self._store.set(f"{self._prefix}/missed/{rank}", "")
-
-    @staticmethod
-    def _absence(who: str, limit_s: float) -> str:
+    def _give_up(self, missing: Sequence[int], who: str, limit_s: float) -> str:
+        """Tell the missing ranks that nobody waits for them any more; the verdict on this start-up."""
+        for rank in missing:
+            self._store.set(self._key(f"missed/{rank}"), "")
         return (
             f"{who} did not join the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there "
             f"and give every rank the same ds_config (hybridep.timeout_s sets the limit)"
         )
 
-    def _get(self, key: str, limit_s: float) -> str | None:
-        """The value of `key` once it is there; None when the limit passes first."""
-        path = f"{self._prefix}/{key}"
+    def _get(self, name: str, limit_s: float) -> str | None:
+        """The value of that name once it is there; None when the limit passes first."""
+        key = self._key(name)
         try:
-            self._store.wait([path], timedelta(seconds=limit_s))
+            self._store.wait([key], timedelta(seconds=limit_s))
         except dist.DistStoreError:
             return None
         except RuntimeError as error:
             raise AgreementError(
                 f"the job's store failed: {error}; look at the log of the rank that hosts it"
             ) from error
-        return str(self._store.get(path), "utf-8")
+        return str(self._store.get(key), "utf-8")
 
 
 def _compare_payloads(payloads: Sequence[Mapping[str, Any]]) -> str:
     """Empty if all payloads are equal to rank 0's; else what is wrong, in one sentence per rank."""
     failed = [f"rank {rank} cannot start: {p['error']}" for rank, p in enumerate(payloads) if "error" in p]
-    if failed:
-        return "; ".join(failed)
     different = [
         f"rank {rank} differs from rank 0 in {path}: {theirs!r} instead of {ours!r}"
         for rank, payload in enumerate(payloads)
         for path, ours, theirs in _differences(payloads[0], payload, "")
     ]
-    return "; ".join(different[:8])
+    return "; ".join(failed or different[:8])
 
 
 def _differences(ours: Any, theirs: Any, path: str) -> list[tuple[str, Any, Any]]:
     if isinstance(ours, dict) and isinstance(theirs, dict):
         keys = sorted(set(ours) | set(theirs))
-        return [d for key in keys for d in _differences(ours.get(key), theirs.get(key), f"{path}.{key}".lstrip("."))]
-    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        return [
-            d for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) for d in _differences(a, b, f"{path}[{i}]")
-        ]
-    return [] if ours == theirs else [(path, ours, theirs)]
+        pairs = [(f"{path}.{key}".lstrip("."), ours.get(key), theirs.get(key)) for key in keys]
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))]
+    else:
+        return [] if ours == theirs else [(path, ours, theirs)]
+    return [difference for path, a, b in pairs for difference in _differences(a, b, path)]

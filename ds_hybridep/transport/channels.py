@@ -7,7 +7,6 @@ ranks on one channel match in the order in which they were started, so ranks onl
 
 import atexit
 import contextlib
-import hashlib
 import queue
 import threading
 import time
@@ -15,22 +14,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.transport.nccl import BatchInNccl, NcclGroup
-from ds_hybridep.transport.staging import Staging
-from ds_hybridep.transport.stand_in import StandInGroup
+from ds_hybridep.transport.groups import connect_gloo, first_line
+from ds_hybridep.transport.nccl import NcclGroup
+from ds_hybridep.transport.staging import Part, Staging
 from ds_hybridep.transport.streams import DeviceStreams, streams_of
 
 _NO_RANGE = contextlib.nullcontext()
 EXIT_LIMIT_S = 60.0  # how long a process that ends waits for transfers under way
-Part = tuple[int, Tensor]  # (global rank, contiguous tensor that goes there or comes from there)
 KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
 
 
@@ -56,30 +53,37 @@ class Purpose:
         return f"{self.operation} of {self.layer}" if self.layer else self.operation
 
 
-@dataclass(frozen=True)
-class TransferRecord:
-    """One finished background transfer, for traces.  Times are `time.perf_counter_ns()`."""
+class Work(Protocol):
+    """A send, a receive or a batch of both that is under way."""
 
-    purpose: Purpose
-    level: int
-    num_bytes: int
-    start_ns: int
-    end_ns: int
+    def wait(self, timeout: timedelta) -> object:
+        """Block until it is over.  Raises RuntimeError where it failed or the time limit passed."""
+
+
+class DeviceSide(Protocol):
+    """What a transfer of a device's tensors does on the device: a `Staging` over gloo, an `NcclBatch` over NCCL."""
+
+    def release_sends(self) -> None:
+        """The transfer is over: give up the memory of what was sent."""
+
+    def deliver(self) -> None:
+        """Let the current stream go on behind what arrived.  The host does not wait."""
 
 
 class Transfer:
-    """Handle of a started batch of sends and receives.  `wait` returns when all have finished.
+    """A started batch of sends and receives.
 
-    Of tensors on a device `wait` returns when the current stream will go on behind what arrived.
+    Times are `time.perf_counter_ns()`; only background transfers have an end.
     """
 
     def __init__(self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part]) -> None:
         self.channel = channel
         self.purpose = purpose
         self.start_ns = time.perf_counter_ns()
+        self.end_ns = self.start_ns
         self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
-        self.works: list[Any] = []
-        self.staging: Staging | BatchInNccl | None = None  # of tensors on a device
+        self.works: list[Work] = []
+        self.device_side: DeviceSide | None = None  # of tensors on a device
         self._destinations = [rank for rank, _ in sends]
         self._sources = [rank for rank, _ in receives]
         # Foreground transfers finish in `wait` or not at all; the event is for the thread of a background channel.
@@ -92,6 +96,9 @@ class Transfer:
 
     def wait(self) -> None:
         """Block until everything was sent and received.
+
+        For tensors of a device the current stream goes on behind what arrived.  The host does not wait for a
+        foreground transfer over NCCL.
 
         Raises:
             CommunicationError: the time limit (`hybridep.timeout_s`) passed or the transport failed.
@@ -107,9 +114,9 @@ class Transfer:
                     self._failure = f"passed the time limit of {transport.timeout_s:g} s"
         if self._failure is not None:
             raise CommunicationError(self.describe(self._failure))
-        if self.staging is not None:
-            self.staging.deliver()
-            self.staging = None
+        if self.device_side is not None:
+            self.device_side.deliver()
+            self.device_side = None
 
     def finish(self) -> None:
         """Wait in the calling thread and mark the transfer finished; a failure is kept for `wait`."""
@@ -120,15 +127,16 @@ class Transfer:
         except RuntimeError as error:
             self.fail(error)
         self.works = []
-        if self.staging is not None:
-            self.staging.forget_sends()
+        if self.device_side is not None:
+            self.device_side.release_sends()
         if self._finished is not None:
+            self.end_ns = time.perf_counter_ns()
             self._finished.set()
 
     def fail(self, error: RuntimeError) -> None:
         """Keep the first failure for `wait`."""
         if self._failure is None:
-            self._failure = _failed(error)
+            self._failure = f"failed: {first_line(error)}"
 
     def describe(self, failure: str) -> str:
         """One sentence: who moved what over which level, what went wrong, and what to do."""
@@ -142,12 +150,12 @@ class Transfer:
 
 
 class Channel:
-    """Connections of its own between `ranks`, for transfers of one purpose.
+    """Connections between `ranks` that serve one purpose.
 
-    A background channel has a thread that waits for transfers (it starts none): gloo reports the completion of a
-    send or receive only to a waiter, and `is_done` and traces need the moment of completion.  Where it carries tensors
-    of a device it has a second one, which starts sends as they come to the host, in the order of `start`; receives are
-    started by the caller.
+    A background channel has a thread that waits for transfers: gloo reports the end of a send or receive only to a
+    waiter, and `is_done` and traces need the moment of the end.  If the channel carries tensors of a device through
+    gloo, a second thread starts each send when its copy has reached the host, in the order of `start`.  The caller's
+    thread starts everything else.
     """
 
     def __init__(self, transport: "Transport", name: str, ranks: Sequence[int], level: int, background: bool) -> None:
@@ -157,7 +165,7 @@ class Channel:
         self.level = level
         self.is_background = background
         self._index_of_rank = {rank: index for index, rank in enumerate(self.ranks)}
-        self._group: Any = _connect(name, self.ranks, transport)
+        self._group: Any = connect_gloo(name, self.ranks, transport)
         self._nccl: NcclGroup | None = None  # from `prepare`
         self._failure: str | None = None  # after which nothing is sent any more: messages match by their order
         # Made when they are needed: they refer to the channel, which otherwise is freed with its last user.
@@ -166,7 +174,12 @@ class Channel:
 
     @property
     def has_equal_lengths(self) -> bool:
-        """True where a message must be as long as the room that its receiver has made for it."""
+        """True if a message over NCCL must be as long as the room that its receiver has made for it.
+
+        Over gloo it may be shorter.  The sender's length decides: gloo's TCP transport sends it ahead of each message,
+        and checks that it is at most the receiver's (`Pair::prepareRead`).  tests/runtime/test_comm.py checks that the
+        installed torch still does so.
+        """
         return self.transport.backends[self.level] == "nccl"
 
     def prepare(self, device: torch.device) -> None:
@@ -178,24 +191,12 @@ class Channel:
         Raises:
             CommunicationError: not all members came within the time limit.
         """
-        streams = streams_of(device)
-        if self._nccl is not None or not self.has_equal_lengths or not isinstance(streams, DeviceStreams):
-            return
-        try:
+        streams = _streams_on(device)
+        if self._nccl is None and self.has_equal_lengths and streams is not None:
             self._nccl = NcclGroup(self.name, self.ranks, self.transport, streams)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.transport.rank}: connecting ranks {list(self.ranks)} for {self.name} over NCCL "
-                f"{_failed(error)}; look at the log of those ranks for the first error, and at NCCL_DEBUG=INFO"
-            ) from error
 
     def start(
-        self,
-        sends: Sequence[Part],
-        receives: Sequence[Part],
-        purpose: Purpose,
-        *,
-        counts_receives: bool = True,
+        self, sends: Sequence[Part], receives: Sequence[Part], purpose: Purpose, *, counts_receives: bool = True
     ) -> Transfer:
         """Start sending and receiving; the tensors must stay untouched until the transfer has finished.
 
@@ -203,24 +204,22 @@ class Channel:
 
         Args:
             sends: (global rank, contiguous tensor); empty tensors are skipped on both ends.
-            receives: (global rank, contiguous tensor that is filled; a shorter message fills its beginning, but see
-                `has_equal_lengths`).
+            receives: (global rank, contiguous tensor to fill); see `has_equal_lengths` for shorter messages.
             purpose: kind, operation and layer, for counters and errors.
-            counts_receives: False where messages may be shorter; the caller counts them by `count_received`.
+            counts_receives: False if messages may be shorter; the caller then counts them with `count_received`.
         """
         assert self._group is not None, f"channel {self.name} was closed"
         sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
         receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
         transfer = Transfer(self, purpose, sends, receives)
-        streams = streams_of((sends or receives)[0][1].device) if sends or receives else None
+        streams = _streams_on((sends or receives)[0][1].device) if sends or receives else None
         try:
-            if isinstance(streams, DeviceStreams):
-                start = self._start_in_nccl if self.has_equal_lengths else self._start_staged
-                start(transfer, streams, sends, receives)
-            else:
+            if streams is None:
                 self._post(transfer, sends, receives)
+            else:
+                self._start_on_device(transfer, streams, sends, receives)
         except RuntimeError as error:
-            raise CommunicationError(transfer.describe(_failed(error))) from error
+            raise CommunicationError(transfer.describe(f"failed: {first_line(error)}")) from error
         self.transport.count_sent(sends, purpose.kind)
         if counts_receives:
             for rank, tensor in receives:
@@ -241,34 +240,31 @@ class Channel:
             for rank, tensor in sends:
                 transfer.works.append(group.send([tensor], self._index_of_rank[rank], 0))
 
-    def _start_staged(
+    def _start_on_device(
         self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
     ) -> None:
-        """Queue the copies of what is sent; receives start now, sends when the host has them."""
-        transfer.staging = staging = Staging(streams, sends, receives, is_awaited=self.is_background)
+        """A batch in NCCL; or in gloo the receives now, and the sends when their copies have reached the host."""
+        if self.has_equal_lengths:
+            self.prepare(streams.device)
+            assert self._nccl is not None
+            transfer.device_side = batch = self._nccl.start(sends, receives)
+            transfer.works = [batch] if self.is_background else []
+            return
+        transfer.device_side = staging = Staging(streams, sends, receives, is_awaited=self.is_background)
         self._post(transfer, (), staging.receives)
         if self.is_background:
             if self._departing is None:
                 self._departing = _Line(f"hybridep-{self.name}-departures", self._depart)
             return
-        # A foreground transfer is waited for right away, and its peers have to do this first as well.
+        # The caller waits for a foreground transfer right away, and the peers do the same first.
         with self.transport.exposed(transfer.purpose):
             staging.await_sends()
         self._post(transfer, staging.sends, ())
 
-    def _start_in_nccl(
-        self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
-    ) -> None:
-        self.prepare(streams.device)
-        assert self._nccl is not None
-        transfer.staging = self._nccl.start(sends, receives)
-        if self.is_background:
-            transfer.works.append(transfer.staging)
-
     def _watch(self, transfer: Transfer) -> None:
         if self._under_way is None:
-            # A script may end with its last step, whose weights still travel.  A thread that came back from gloo after
-            # the interpreter has begun to go would abort the process.
+            # A script may end with its last step, while its weights still travel.  A thread that came back from gloo
+            # while the interpreter ends would abort the process.
             atexit.register(self._end_threads)
             self._under_way = _Line(f"hybridep-{self.name}", self._finish)
         (self._departing or self._under_way).put(transfer)
@@ -278,12 +274,12 @@ class Channel:
         if transfer is None:
             self._under_way.end()
             return
-        if isinstance(transfer.staging, Staging):
+        if isinstance(staging := transfer.device_side, Staging):
             try:
                 if self._failure is not None:
                     raise RuntimeError(self._failure)
-                transfer.staging.await_sends()
-                self._post(transfer, transfer.staging.sends, ())
+                staging.await_sends()
+                self._post(transfer, staging.sends, ())
             except RuntimeError as error:
                 self._failure = str(error)
                 transfer.fail(error)
@@ -341,21 +337,21 @@ class Transport:
         cluster: levels, for counting and errors.
         timeout_s: the longest wait.
         generation: from `agree`.
-        backends: "gloo" or "nccl" for each level, by which tensors of a device travel; others go over gloo.  All gloo
-            where nothing is given.
+        backends: "gloo" or "nccl" for each level, for tensors of a device; those of the host go over gloo.  Empty:
+            gloo for all.
     """
 
     def __init__(self, cluster: Cluster, timeout_s: float, generation: int, backends: Sequence[str] = ()) -> None:
         self.cluster = cluster
         self.backends = tuple(backends) or ("gloo",) * len(cluster.levels)
         self.timeout_s = timeout_s
-        self.generation = generation  # of the start-up that all ranks agreed on: names of channels are unique by it
+        self.generation = generation  # makes the names of this transport's connections unique in the job
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.traffic = Traffic()
-        self.records: list[TransferRecord] | None = None  # a list while a trace is taken
+        self.records: list[Transfer] | None = None  # finished background transfers, while a trace is taken
+        self.on_close: list[Callable[[], object]] = []
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
-        self._stand_ins: list[StandInGroup] = []
         self.num_finished = 0  # background transfers that have ended
         self._level_of_rank: dict[int, int] = {}
         self._finished = threading.Condition()
@@ -367,15 +363,6 @@ class Transport:
             level = min(self.level_to(rank) for rank in ranks if rank != self.rank)
             self._channels[key] = Channel(self, name, ranks, level, background)
         return self._channels[key]
-
-    def stand_in(
-        self, group: Any, all_reduce: Callable[[Tensor], None], all_gather: Callable[[Tensor, Tensor], None]
-    ) -> "StandInGroup":
-        """A process group like `group` that torch knows until `close`, whose large sums and gathers go elsewhere."""
-        stand_in = StandInGroup(group, all_reduce, all_gather)
-        stand_in.register()
-        self._stand_ins.append(stand_in)
-        return stand_in
 
     def level_to(self, rank: int) -> int:
         """Index of the slowest level that a message to `rank` crosses."""
@@ -400,15 +387,7 @@ class Transport:
         """Called by the waiting threads: wakes whoever waits for background transfers."""
         records = self.records  # the main thread may end a trace at any time
         if records is not None:
-            records.append(
-                TransferRecord(
-                    purpose=transfer.purpose,
-                    level=transfer.channel.level,
-                    num_bytes=transfer.num_bytes,
-                    start_ns=transfer.start_ns,
-                    end_ns=time.perf_counter_ns(),
-                )
-            )
+            records.append(transfer)
         with self._finished:
             self.num_finished += 1
             self._finished.notify_all()
@@ -431,41 +410,20 @@ class Transport:
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
-        for stand_in in self._stand_ins:
-            stand_in.unregister()
-        self._stand_ins.clear()
+        for undo in self.on_close:
+            undo()
+        self.on_close.clear()
 
 
-def _failed(error: RuntimeError) -> str:
-    return f"failed: {str(error).splitlines()[0]}"
-
-
-def _connect(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
-    """A gloo process group over `ranks`, made by its members only.
-
-    Not `dist.new_group`: made by all ranks it costs a barrier over the job per group, and made by its members it is
-    named after the number of groups that a rank knows, which differs between ranks as soon as the user makes groups.
-
-    Raises:
-        CommunicationError: not all members came within the time limit.
-    """
-    members = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
-    path = f"ds_hybridep/{transport.generation}/{name}/{members}"
-    store = dist.PrefixStore(path, dist.distributed_c10d._get_default_store())
-    limit = timedelta(seconds=transport.timeout_s)
-    try:
-        return dist.distributed_c10d.ProcessGroupGloo(store, ranks.index(transport.rank), len(ranks), limit)
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {transport.rank}: connecting ranks {list(ranks)} for {name} failed within the time limit of "
-            f"{transport.timeout_s:g} s: {str(error).splitlines()[0]}; look at the log of those ranks for the first "
-            f"error, and at GLOO_SOCKET_IFNAME if they cannot reach each other"
-        ) from error
+def _streams_on(device: torch.device) -> DeviceStreams | None:
+    """The streams of the device that holds the tensors of a transfer; None on a CPU."""
+    streams = streams_of(device) if device.type != "cpu" else None
+    return streams if isinstance(streams, DeviceStreams) else None
 
 
 def profiler_range(*words: str) -> contextlib.AbstractContextManager[Any]:
     """A range "hybridep::..." for torch's profiler; free of cost where none runs."""
-    if torch.autograd._profiler_enabled():
+    if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function("::".join(("hybridep", *words)))
     return _NO_RANGE
 

@@ -52,32 +52,23 @@ def backend_name() -> str:
     return str(dist.get_backend_config())
 
 
-def backend_for(wanted: str, device: torch.device, where: str) -> str:
-    """Over what tensors of `device` travel: "gloo" or "nccl".
-
-    Args:
-        wanted: "auto" for what the job has, or one of the two.
-        device: of the model.
-        where: key path of `wanted`.
+def backends_of(config: HybridEPConfig, device: torch.device) -> tuple[str, ...]:
+    """The backend, "gloo" or "nccl", that carries tensors of the model's device over each level.
 
     Raises:
-        UnsupportedError: NCCL cannot be had.
+        UnsupportedError: a level asks for what is not there.
     """
+    return tuple(
+        backend_for(level.backend, device, f"hybridep.levels[{index}].backend")
+        for index, level in enumerate(config.levels)
+    )
+
+
+def backend_for(wanted: str, device: torch.device, where: str) -> str:
+    """The backend of one level that has `wanted` ("auto": the job's) at the key path `where`."""
     if wanted == "auto":
         return "nccl" if device.type == "cuda" and "nccl" in backend_name() else "gloo"
     if wanted == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
         reason = "this build of torch has none" if device.type == "cuda" else f"the model is on {device.type!r}"
         raise UnsupportedError(f'{where} is "nccl", but {reason}; set it to "auto" or "gloo"')
     return wanted
-
-
-def backends_of(config: HybridEPConfig, device: torch.device) -> tuple[str, ...]:
-    """Over what tensors of the model's device cross each level.
-
-    Raises:
-        UnsupportedError: a level asks for what cannot be had.
-    """
-    return tuple(
-        backend_for(level.backend, device, f"hybridep.levels[{index}].backend")
-        for index, level in enumerate(config.levels)
-    )

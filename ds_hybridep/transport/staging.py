@@ -18,15 +18,15 @@ from torch import Tensor
 
 from ds_hybridep.transport.streams import DeviceStreams
 
-Part = tuple[int, Tensor]
+Part = tuple[int, Tensor]  # (global rank, contiguous tensor that goes there or comes from there)
 
 
 class Staging:
-    """The host's side of one transfer.
+    """Copies of one transfer's tensors in pinned host memory.
 
     Args:
         streams: of the device.
-        sends, receives: (global rank, tensor of the device), as for `Channel.start`; kept until they were copied.
+        sends, receives: as for `Channel.start`; kept until they were copied.
         is_awaited: a thread sleeps until what is sent has come to the host; otherwise it is looked for.
     """
 
@@ -38,7 +38,7 @@ class Staging:
         self._handed_over = streams.mark()
         self.sends = [(rank, streams.pinned_like(tensor)) for rank, tensor in sends]
         self.receives = [(rank, streams.pinned_like(tensor)) for rank, tensor in receives]
-        with streams.outbound(self._handed_over):
+        with streams.within(streams.outbound, after=self._handed_over):
             for (_, copy), origin in zip(self.sends, self._origins, strict=True):
                 copy.copy_(origin, non_blocking=True)
             self._copied = streams.mark(is_awaited=is_awaited)
@@ -53,13 +53,13 @@ class Staging:
             self._copied.synchronize()
             self._origins = []
 
-    def forget_sends(self) -> None:
+    def release_sends(self) -> None:
         """Give up the host memory of what was sent."""
         self.sends = []
 
     def deliver(self) -> None:
         """Queue the copies of what has arrived; the current stream goes on behind them."""
-        with self._streams.inbound(self._handed_over):
+        with self._streams.within(self._streams.inbound, after=self._handed_over):
             for (_, copy), place in zip(self.receives, self._places, strict=True):
                 # `.data`: as with gloo's own writes, graphs that have saved these tensors must not note a change.
                 place.data.copy_(copy, non_blocking=True)

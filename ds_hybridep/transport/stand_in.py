@@ -2,11 +2,16 @@
 """A process group that torch accepts in place of another, and that sends large sums and gathers another way."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ds_hybridep.transport.channels import Transport
+
+_ProcessGroup: Any = dist.ProcessGroup  # its stub lacks this constructor and asks for other overloads
 
 # Collectives of a process group under all names that torch has had for them since 2.5, but for the two taken over.
 _FORWARDED = (
@@ -17,7 +22,7 @@ _FORWARDED = (
 )  # fmt: skip
 
 
-class StandInGroup(dist.ProcessGroup):  # type: ignore[misc]
+class StandInGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group to hand to code that calls torch's collectives, so that two of them take another way.
 
     Ranks and connections are those of `group`, and so is every collective but these: a sum of at least one element per
@@ -28,13 +33,18 @@ class StandInGroup(dist.ProcessGroup):  # type: ignore[misc]
     lock and wait for the interpreter's to free a tensor, and both wait for ever.
 
     Args:
+        transport: when it is closed, torch forgets this group.
         group: over gloo, or on GPUs over NCCL.
         all_reduce: replaces a contiguous tensor by its sum over the ranks.
         all_gather: (output, own) fills `output` with the tensors `own` of all ranks, in rank order.
     """
 
     def __init__(
-        self, group: Any, all_reduce: Callable[[Tensor], None], all_gather: Callable[[Tensor, Tensor], None]
+        self,
+        transport: Transport,
+        group: Any,
+        all_reduce: Callable[[Tensor], None],
+        all_gather: Callable[[Tensor, Tensor], None],
     ) -> None:
         super().__init__(group.rank(), group.size())
         for device_type, name in _backends_of(group).items():
@@ -45,18 +55,12 @@ class StandInGroup(dist.ProcessGroup):  # type: ignore[misc]
         self.__dict__.update({name: getattr(group, name) for name in _FORWARDED if hasattr(group, name)})
         self._all_reduce = all_reduce
         self._all_gather = all_gather
-
-    def register(self) -> None:
-        """Let torch know ranks and backend of this group, which it keeps in tables and not in the group."""
+        # torch keeps backend and ranks of a group in tables and not in the group.
         world = dist.distributed_c10d._world
-        world.pg_map[self] = world.pg_map[self._original]
-        world.pg_group_ranks[self] = world.pg_group_ranks[self._original]
-
-    def unregister(self) -> None:
-        """Undo `register`."""
-        world = dist.distributed_c10d._world
-        world.pg_map.pop(self, None)
-        world.pg_group_ranks.pop(self, None)
+        tables: tuple[dict[Any, Any], ...] = (world.pg_map, world.pg_group_ranks)
+        for table in tables:
+            table[self] = table[group]
+            transport.on_close.append(partial(table.pop, self, None))
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
         # Scalars (norms, overflow flags) are a matter of latency: they keep the way they had.
@@ -80,6 +84,7 @@ def _backends_of(group: Any) -> dict[str, str]:
 
 def _finished_work(result: list[Tensor]) -> Any:
     devices = sorted({str(tensor.device) for tensor in result if tensor.is_cuda})
-    future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=list(devices))
     future.set_result(result)
-    return torch._C._distributed_c10d._create_work_from_future(future)
+    c10d: Any = torch._C._distributed_c10d  # its stub lacks the function
+    return c10d._create_work_from_future(future)

@@ -11,54 +11,35 @@
 Encoding, decoding and sums of migration run aside.  Copies between device and host have two more streams, one for each
 way, so that they hold up neither computation nor each other.
 
-`aside` waits for more than it must: what is queued there begins after whatever the current stream had been given, also
-where that has nothing to do with it.  In return every border between the two is one of the two verbs.
+`aside` waits for more than it must: what is queued there begins after whatever the current stream had been given.  In
+return, every border between two streams is one of the two verbs.
 
-On a CPU there is nothing of this: work runs where it is written.
+A CPU has no streams: work runs where it is written.
 """
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Mark = Any  # a point in a stream; None on a CPU, where all is done already
-
-_HERE = nullcontext()
+Mark = Any  # a point in a stream
 
 
 class HostStreams:
-    """Of a CPU: one line of work, which is done when it was written."""
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Work inside runs in the side stream, behind what the current stream was given so far."""
-        return _HERE
-
-    def mark(self, *, is_awaited: bool = False) -> Mark:
-        """The point that the current stream has come to.
-
-        is_awaited: a thread will sleep until then, rather than look at it again and again.
-        """
-        return None
-
-    def follow(self, mark: Mark) -> None:
-        """The current stream goes on behind `mark`.  Does not block."""
-
-    def join(self) -> None:
-        """The current stream goes on behind all that the side stream was given so far.  Does not block."""
+    """Of a CPU: everything is done where it is written."""
 
     def synchronize(self) -> None:
-        """Block until the current stream is empty, before a clock is read."""
+        """Nothing is left to wait for."""
 
 
-class DeviceStreams(HostStreams):
+class DeviceStreams:
     """Of one CUDA device.
 
-    Tensors that pass from one stream to another are kept by whoever handed them over until the other stream, or the
-    host, has been waited for: memory that is freed goes back to the stream that it was allocated in.
+    Whoever hands a tensor from one stream to another keeps it until the other stream, or the host, was waited for:
+    memory that is freed goes back to the stream that it was allocated in.
 
     Args:
         device: with its index.
@@ -67,53 +48,45 @@ class DeviceStreams(HostStreams):
 
     def __init__(self, device: torch.device, api: Any = torch.cuda) -> None:
         self.device, self._api = device, api
-        self._side, self._outbound, self._inbound = (api.Stream(device) for _ in range(3))
+        self._side, self.outbound, self.inbound = (self.new_stream() for _ in range(3))
 
-    def aside(self) -> AbstractContextManager[None]:
-        """See `HostStreams.aside`."""
-        return self._in(self._side, self.mark())
-
-    def outbound(self, after: Mark) -> AbstractContextManager[None]:
-        """Copies inside go from the device to the host, behind `after`."""
-        return self._in(self._outbound, after)
-
-    def inbound(self, after: Mark) -> AbstractContextManager[None]:
-        """Copies inside go from the host to the device, behind `after`."""
-        return self._in(self._inbound, after)
+    def new_stream(self) -> Any:
+        """A stream for `within`."""
+        return self._api.Stream(self.device)
 
     @contextmanager
-    def _in(self, stream: Any, after: Mark) -> Iterator[None]:
-        stream.wait_event(after)
+    def within(self, stream: Any, *, after: Mark = None) -> Iterator[None]:
+        """Work inside runs in `stream`, behind `after` and what that stream was given."""
+        if after is not None:
+            stream.wait_event(after)
         with self._api.stream(stream):
             yield
 
-    def another(self) -> Any:
-        """One stream more, for `within`."""
-        return self._api.Stream(self.device)
-
-    def within(self, stream: Any) -> AbstractContextManager[None]:
-        """Work inside runs in `stream`, behind nothing but what that was given."""
-        context: AbstractContextManager[None] = self._api.stream(stream)
-        return context
+    def aside(self) -> AbstractContextManager[None]:
+        """Work inside runs in the side stream, behind what the current stream was given so far."""
+        return self.within(self._side, after=self.mark())
 
     def mark(self, *, is_awaited: bool = False) -> Mark:
-        """See `HostStreams.mark`."""
+        """The point that the current stream has come to.
+
+        is_awaited: a thread will sleep until then, rather than look at it again and again.
+        """
         mark = self._api.Event(blocking=is_awaited)
         mark.record(self._api.current_stream(self.device))
         return mark
 
     def follow(self, mark: Mark) -> None:
-        """See `HostStreams.follow`."""
+        """The current stream goes on behind `mark`.  Does not block."""
         self._api.current_stream(self.device).wait_event(mark)
 
     def join(self) -> None:
-        """See `HostStreams.join`."""
+        """The current stream goes on behind all that the side stream was given so far.  Does not block."""
         mark = self._api.Event()
         mark.record(self._side)
         self.follow(mark)
 
     def synchronize(self) -> None:
-        """See `HostStreams.synchronize`."""
+        """Block until the current stream is empty, before a clock is read."""
         self._api.current_stream(self.device).synchronize()
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
@@ -127,7 +100,7 @@ class DeviceStreams(HostStreams):
 _HOST = HostStreams()
 
 
-def streams_of(device: torch.device) -> HostStreams:
+def streams_of(device: torch.device) -> DeviceStreams | HostStreams:
     """The streams that all layers and transfers of this process share on a device."""
     return _streams_of(device) if device.type == "cuda" else _HOST
 

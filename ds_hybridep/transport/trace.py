@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ds_hybridep.transport.channels import TransferRecord, Transport
+from ds_hybridep.transport.channels import Transfer, Transport
 
 CLOCK_MARK = "hybridep::clock"
 TRANSFER_CATEGORY = "hybridep_transfer"
@@ -47,27 +47,28 @@ def record_trace(transport: Transport, path: str | Path) -> Iterator[None]:
 
 
 def _transfer_events(
-    events: Sequence[dict[str, Any]], records: Sequence[TransferRecord], marked_ns: int, transport: Transport
+    events: Sequence[dict[str, Any]], transfers: Sequence[Transfer], marked_ns: int, transport: Transport
 ) -> list[dict[str, Any]]:
-    """Complete events of the transfers, one row per level and kind, in the trace's microseconds."""
+    """Complete events of finished transfers, one row per level and kind, in the trace's microseconds."""
     mark_us = next(float(event["ts"]) for event in events if event.get("name") == CLOCK_MARK)
-    rows = sorted({(record.level, record.purpose.kind) for record in records})
     process = "hybridep transfers"
+    rows = sorted({(transfer.channel.level, transfer.purpose.kind) for transfer in transfers})
+    names = [f"{kind} over {transport.cluster.levels[level].name}" for level, kind in rows]
     named: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": process, "args": {"name": process}}]
-    for level, kind in rows:
-        name = f"{kind} over {transport.cluster.levels[level].name}"
-        row = rows.index((level, kind))
-        named.append({"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": name}})
+    named += [
+        {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": name}}
+        for row, name in enumerate(names)
+    ]
     return named + [
         {
             "ph": "X",
             "cat": TRANSFER_CATEGORY,
-            "name": str(record.purpose),
+            "name": str(transfer.purpose),
             "pid": process,
-            "tid": rows.index((record.level, record.purpose.kind)),
-            "ts": mark_us + (record.start_ns - marked_ns) / _NS_PER_US,
-            "dur": (record.end_ns - record.start_ns) / _NS_PER_US,
-            "args": {"kind": record.purpose.kind, "layer": record.purpose.layer, "bytes": record.num_bytes},
+            "tid": rows.index((transfer.channel.level, transfer.purpose.kind)),
+            "ts": mark_us + (transfer.start_ns - marked_ns) / _NS_PER_US,
+            "dur": (transfer.end_ns - transfer.start_ns) / _NS_PER_US,
+            "args": {"kind": transfer.purpose.kind, "layer": transfer.purpose.layer, "bytes": transfer.num_bytes},
         }
-        for record in records
+        for transfer in transfers
     ]

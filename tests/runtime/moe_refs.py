@@ -346,6 +346,7 @@ def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambd
     from ds_hybridep.config import parse_config
     from ds_hybridep.experts.layer_spec import LayerSpec
     from ds_hybridep.integration.runtime import prepare_runtime
+    from ds_hybridep.tokens.layer import call_expert
 
     owned = [
         [
@@ -356,6 +357,7 @@ def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambd
     ]
     specs = [
         LayerSpec(
+            call=call_expert,
             name=f"layer {layer}",
             group="ep",
             group_ranks=case.group_of(rank),

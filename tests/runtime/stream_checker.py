@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_hybridep.experts import replicas as expert_gather
-from ds_hybridep.transport import channels, job, nccl, staging
+from ds_hybridep.transport import channels, groups, job, nccl, staging
 from ds_hybridep.transport.streams import DeviceStreams
 
 Clock = dict[str, int]  # actor (a stream or a thread) -> its time
@@ -282,7 +282,7 @@ class FakeNccl:
 
     def __init__(self, cuda: FakeCuda, checker: StreamChecker, name: str, ranks: Any, transport: Any) -> None:
         self._cuda, self._checker = cuda, checker
-        self._group = channels._connect(f"{name}_fake_nccl", ranks, transport)
+        self._group = groups.connect_gloo(f"{name}_fake_nccl", ranks, transport)
         self._stream = FakeStream(cuda, f"nccl {name} {ranks}")
         self._batch: list[tuple[bool, Tensor, int]] = []
 
@@ -328,7 +328,7 @@ def fake_nccl(cuda: FakeCuda, checker: StreamChecker) -> Iterator[None]:
         return FakeNccl(cuda, checker, name, ranks, transport)
 
     with mock.patch.object(job, "backend_for", return_value="nccl"):
-        with mock.patch.object(nccl, "_connect_nccl", connect):
+        with mock.patch.object(nccl, "connect_nccl", connect):
             yield
 
 
@@ -338,7 +338,7 @@ def fake_device(cuda: FakeCuda, checker: StreamChecker | None = None) -> Iterato
     streams = FakeStreams(cuda, checker)
     told = _HandOvers(cuda, checker)
     with (
-        mock.patch.object(channels, "streams_of", return_value=streams),
+        mock.patch.object(channels, "_streams_on", return_value=streams),
         mock.patch.object(expert_gather, "streams_of", return_value=streams),
         mock.patch.object(channels._Line, "put", told.wrap(channels._Line.put, told.put)),
         mock.patch.object(channels.Channel, "_depart", told.wrap(channels.Channel._depart, told.take)),
@@ -347,7 +347,7 @@ def fake_device(cuda: FakeCuda, checker: StreamChecker | None = None) -> Iterato
         mock.patch.object(channels.Transfer, "finish", told.wrap(channels.Transfer.finish, told.finish)),
         mock.patch.object(staging.Staging, "await_sends", told.wrap(staging.Staging.await_sends, told.await_sends)),
         mock.patch.object(staging.Staging, "deliver", told.wrap(staging.Staging.deliver, told.deliver)),
-        mock.patch.object(nccl.BatchInNccl, "deliver", told.wrap(nccl.BatchInNccl.deliver, told.deliver)),
+        mock.patch.object(nccl.NcclBatch, "deliver", told.wrap(nccl.NcclBatch.deliver, told.deliver)),
     ):
         yield streams
 
@@ -372,14 +372,14 @@ class _HandOvers:
 
     def take(self, original: Any, channel: Any, transfer: Any) -> None:
         if transfer is not None:
-            merge(self._cuda.thread_clock(), self._told[id(transfer.staging)])
+            merge(self._cuda.thread_clock(), self._told[id(transfer.device_side)])
         original(channel, transfer)
 
     def finish(self, original: Any, transfer: Any) -> None:
-        if self._checker is not None and isinstance(transfer.staging, staging.Staging):
-            for _, tensor in transfer.staging.sends:
+        if self._checker is not None and isinstance(transfer.device_side, staging.Staging):
+            for _, tensor in transfer.device_side.sends if transfer._failure is None else ():  # else nothing was sent
                 self._checker.by_host("network", tensor, is_write=False)
-            for _, tensor in transfer.staging.receives:
+            for _, tensor in transfer.device_side.receives:
                 self._checker.by_host("network", tensor, is_write=True)
         self._tell(transfer)
         original(transfer)
@@ -389,7 +389,7 @@ class _HandOvers:
         original(staged)
 
     def post(self, original: Any, channel: Any, transfer: Any, sends: Any, receives: Any) -> None:
-        for _, tensor in sends if self._checker is not None and transfer.staging is not None else ():
+        for _, tensor in sends if self._checker is not None and transfer.device_side is not None else ():
             self._checker.by_host("send", tensor, is_write=False)
         original(channel, transfer, sends, receives)
 
@@ -401,8 +401,8 @@ class _HandOvers:
                 self._checker.let_go(tensor)
 
     def _tell(self, transfer: Any) -> None:
-        if transfer.staging is not None:
-            merge(self._told[id(transfer.staging)], self._cuda.thread_clock())
+        if transfer.device_side is not None:
+            merge(self._told[id(transfer.device_side)], self._cuda.thread_clock())
 
 
 def _accesses(schema: Any, args: Any, kwargs: Any, outputs: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -262,6 +262,40 @@ def test_empty_tensors_send_nothing(pool2: ProcessPool, is_background: bool) -> 
     assert pool2.run(exchange_nothing, is_background=is_background) == [({}, {})] * 2
 
 
+# -- messages shorter than the room made for them ---------------------------------------------------------------
+
+
+def receive_less_than_there_is_room_for(is_posted_first: bool) -> list[tuple[list[int], list[int]]]:
+    """Rank 0 makes room for 12 bytes, and then for 4; of each first message 5 bytes come, of each second one 4."""
+    transport = open_transport(TWO_DCS, timeout_s=20)
+    channel = transport.channel("rows", (0, 1))
+    found = []
+    for value in range(1, 4):
+        rooms = [torch.full((size,), 99, dtype=torch.uint8) for size in (12, 4)]
+        messages = [torch.full((size,), value, dtype=torch.uint8) for size in (5, 4)]
+        parts = [(1 - dist.get_rank(), tensor) for tensor in (messages if dist.get_rank() == 1 else rooms)]
+        is_first = is_posted_first == (dist.get_rank() == 0)
+        if not is_first:
+            dist.barrier()
+        transfer = channel.start(*((parts, []) if dist.get_rank() == 1 else ([], parts)), ROWS)
+        if is_first:
+            dist.barrier()
+        transfer.wait()
+        found.append(tuple(room.tolist() for room in rooms))
+    transport.close()
+    return found
+
+
+@pytest.mark.parametrize("is_posted_first", [True, False], ids=["receive first", "send first"])
+def test_gloo_still_takes_a_message_shorter_than_its_room(own_pool2: ProcessPool, is_posted_first: bool) -> None:
+    """First messages of a dispatch count on it: the sender's length decides, and the rest of the room is untouched.
+
+    Should a new torch fail here, `Channel.has_equal_lengths` must be true for gloo as well.
+    """
+    found = own_pool2.run(receive_less_than_there_is_room_for, is_posted_first=is_posted_first)[0]
+    assert found == [([value] * 5 + [99] * 7, [value] * 4) for value in range(1, 4)]
+
+
 # -- background completion --------------------------------------------------------------------------------------
 
 

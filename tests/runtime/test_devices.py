@@ -36,7 +36,7 @@ from ds_hybridep.tokens.dispatch import (
     weigh_rows,
     weighted_sum,
 )
-from ds_hybridep.tokens.exchange import Exchange, MessageLayout, RoomForRows, dispatch_rows, swap
+from ds_hybridep.tokens.exchange import Exchange, dispatch_rows, swap
 from ds_hybridep.transport import job as job_module
 from ds_hybridep.transport.channels import Traffic
 
@@ -123,7 +123,7 @@ def test_the_way_of_a_token_stays_on_the_device() -> None:
     num_tokens, hidden, top_k, send_splits, recv_splits = 6, 8, 2, (4, 5), (4, 7)
     kernels, channel = load_kernels("reference"), NoChannel()
     places = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    exchange = Exchange("layer", (0, 1), 0, places, channel, kernels, RoomForRows([0, 3], [0, 4]), (None,) * 2)
+    exchange = Exchange("layer", (0, 1), 0, places, channel, kernels, (None,) * 2, [0, 3], [0, 4])
     x = torch.empty(num_tokens, hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.empty(num_tokens, top_k, device=DEVICE, requires_grad=True)
     plan = RoutePlan(
@@ -135,10 +135,10 @@ def test_the_way_of_a_token_stays_on_the_device() -> None:
     )
     with OneDevice(), mock.patch.object(row_exchange, "row_counts", return_value=[7]):  # the one wait for the device
         with torch.no_grad():
-            arrival = dispatch_rows(exchange, plan, send_splits, x, weights)
-        assert arrival.splits == recv_splits
+            splits, *arrived = dispatch_rows(exchange, plan, send_splits, x, weights)
+        assert splits == recv_splits
         state = DispatchState(exchange=exchange, plan=plan, send_splits=send_splits, recv_splits=recv_splits)
-        rows, row_weights, _ = _Dispatch.apply(x, weights, arrival, state)
+        rows, row_weights, _ = _Dispatch.apply(x, weights, arrived, state)
         local = RoutePlan(
             rows_per_destination=plan.rows_per_destination,
             row_to_token=torch.empty(9, dtype=torch.int64, device=DEVICE),
@@ -159,17 +159,15 @@ def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
     channel, peers = NoChannel(), [0, 5]
     channel.has_equal_lengths = True
     places = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    exchange = Exchange(
-        "layer", (0, 1), 0, places, channel, load_kernels("reference"), RoomForRows(peers, peers), (None,) * 2
-    )
+    exchange = Exchange("layer", (0, 1), 0, places, channel, load_kernels("reference"), (None,) * 2, peers, peers)
     plan = mock.Mock(
         row_to_token=torch.empty(4, dtype=torch.int64, device=DEVICE),
         row_topk_idx=torch.empty(4, 2, dtype=torch.int32, device=DEVICE),
     )
     with mock.patch.object(row_exchange, "row_counts", return_value=[1]):
         dispatch_rows(exchange, plan, (1, 3), torch.empty(4, 8, device=DEVICE), torch.empty(4, 2, device=DEVICE))
-    room_bytes = MessageLayout(4, 8, torch.float32).num_bytes(5)
-    assert channel.num_bytes == [(room_bytes, room_bytes)]
+    room_bytes = 8 + 5 * (4 * 4 + 4 * 8)  # row count; ids and gate weights, elements of 5 rows
+    assert channel.num_bytes == [(room_bytes, room_bytes), (0, 0)]  # first messages, and no surplus
 
 
 def test_sums_by_level_stay_on_the_device() -> None:

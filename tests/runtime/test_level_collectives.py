@@ -18,6 +18,7 @@ from torch import distributed as dist
 
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.sync.collectives import LevelCollectives
+from ds_hybridep.transport.stand_in import StandInGroup
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -160,7 +161,7 @@ def beside_torch(sizes: tuple[int, ...], num_elements: int) -> dict[str, Any]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     collectives = open_collectives(sizes)
     transport = collectives.transport
-    group = transport.stand_in(dist.group.WORLD, collectives.all_reduce, collectives.all_gather)
+    group = StandInGroup(transport, dist.group.WORLD, collectives.all_reduce, collectives.all_gather)
     totals = []
     for _ in range(2):
         ours = torch.sin(torch.arange(num_elements) * (rank + 1.0))

@@ -4,6 +4,7 @@
 See `stream_checker`: operations compute on the CPU, so that losses must be those of a CPU to the last bit.
 """
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ import torch
 from moe_refs import open_transport
 from parity import Case, levels_of
 from process_pool import ProcessPool
-from stream_checker import FakeCuda, StreamChecker, fake_device, fake_nccl
+from stream_checker import FakeCuda, FakeStreams, StreamChecker, fake_device, fake_nccl
 from test_engine import _batch, engine_of, evaluate, train
 from test_lossy import block_with
 from torch import distributed as dist
@@ -30,7 +31,7 @@ from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport import nccl
 from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.channels import Purpose, Transport
-from ds_hybridep.transport.nccl import BatchInNccl
+from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -118,14 +119,14 @@ def test_training_over_streams_has_no_race_and_the_losses_of_a_cpu(pool2: Proces
 
 WAITS = {
     "encode behind the copy of the weights": ("lossy", "WeightShipment.load"),
-    "send behind what made it": ("exact", "StagedTransfer.advance", "DeviceStreams._in", "!Staging"),
+    "send behind what made it": ("exact", "StagedTransfer.advance", "DeviceStreams.within", "!Staging"),
     "forward behind the decoding": ("lossy", "StagedTransfer.join"),
     "report behind encoding": ("lossy", "Statistics._codec_sums"),
     "release behind encoding": ("without reports", "LayerExperts.release"),
     "copy to the host behind what is sent": ("exact", "Staging.__init__"),
     "send behind the copy to the host": ("exact", "Staging.await_sends"),
     "end of a batch behind nccl": ("nccl", "NcclGroup.start", "FakeNccl.wait"),
-    "use behind a batch": ("nccl", "BatchInNccl.deliver"),
+    "use behind a batch": ("nccl", "NcclBatch.deliver"),
     "use behind the copy to the device": ("tokens", "Staging.deliver", "DeviceStreams.follow"),
 }
 
@@ -167,7 +168,7 @@ def receive_where_something_was_read(is_background: bool, dropped: tuple[str, ..
 @pytest.mark.parametrize("is_background", [False, True], ids=["foreground", "background"])
 def test_a_copy_to_the_device_waits_for_earlier_uses_of_its_memory(pool2: ProcessPool, is_background: bool) -> None:
     assert pool2.run(receive_where_something_was_read, is_background=is_background) == [([], True), ([], True)]
-    dropped = ("Staging.deliver", "DeviceStreams._in")
+    dropped = ("Staging.deliver", "DeviceStreams.within")
     (races, _), _ = pool2.run(receive_where_something_was_read, is_background=is_background, dropped=dropped)
     assert "aten::copy_ in inbound writes what was read by compute" in races
 
@@ -177,13 +178,13 @@ def connect_for_training(case: Case) -> list[str]:
     cuda, connected = FakeCuda(), []
     checker = StreamChecker(cuda)
     with fake_device(cuda, checker), fake_nccl(cuda, checker):
-        connect = nccl._connect_nccl
+        connect = nccl.connect_nccl
 
         def note(name: str, *args: Any) -> Any:
             connected.append(name)
             return connect(name, *args)
 
-        with mock.patch.object(nccl, "_connect_nccl", note), engine_of(case, with_block=True):
+        with mock.patch.object(nccl, "connect_nccl", note), engine_of(case, with_block=True):
             return sorted(name.split("_")[-2] for name in connected)
 
 
@@ -225,10 +226,50 @@ class SlowCuda(FakeCuda):
 
 def test_a_batch_in_nccl_that_does_not_end_passes_the_time_limit() -> None:
     looks = iter(range(10_000_000))
-    batch = BatchInNccl(mock.Mock(), mock.Mock(query=lambda: next(looks) < 0), [])
+    batch = NcclBatch(mock.Mock(), mock.Mock(query=lambda: next(looks) < 0), [])
     with pytest.raises(RuntimeError, match="passed the time limit of 0.05 s"):
         batch.wait(timedelta(seconds=0.05))
     assert next(looks) > 1
+
+
+class SlowGroup:
+    """In the place of an NCCL process group: notes what it is asked for, and takes its time."""
+
+    def __init__(self, name: str, log: list[tuple[str, str]]) -> None:
+        self._name, self._log = name, log
+
+    def __getattr__(self, call: str) -> Any:
+        def note(*_: Any) -> Any:
+            self._log.append((self._name, call))
+            time.sleep(0.002)
+            return mock.Mock()
+
+        return note
+
+
+def test_batches_in_nccl_of_two_threads_do_not_mix() -> None:
+    """NCCL puts what two threads start meanwhile into one batch, or launches it in another order on each rank."""
+    streams, log = FakeStreams(FakeCuda(), None), []
+    transport = mock.Mock(rank=0, timeout_s=1.0)
+    with mock.patch.object(nccl, "connect_nccl", lambda name, *_: SlowGroup(name, log)):
+        groups = [NcclGroup(name, (0, 1), transport, streams) for name in ("weights", "tokens")]
+    log.clear()
+    parts = [(1, torch.ones(1))] * 2
+
+    def start_three(group: NcclGroup) -> None:
+        for _ in range(3):
+            group.start(parts, parts)
+
+    threads = [threading.Thread(target=start_three, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    batches = [log[first : first + 6] for first in range(0, len(log), 6)]
+    assert len(batches) == 6
+    for batch in batches:
+        assert [call for _, call in batch] == ["_start_coalescing", "recv", "recv", "send", "send", "_end_coalescing"]
+        assert len({name for name, _ in batch}) == 1
 
 
 def start_many(num_transfers: int, failing: int | None = None) -> dict[str, Any]:

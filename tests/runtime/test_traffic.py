@@ -220,7 +220,7 @@ def verify_once(case: MoeCase) -> list[dict[str, int]]:
     rank = dist.get_rank()
     runtime, _ = build_case(case, rank)
     forward_case(case, rank, runtime)
-    runtime.migration.verify()
+    runtime.verify()
     record = runtime.statistics.local()
     runtime.finish()
     runtime.close()

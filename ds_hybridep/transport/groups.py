@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups over some ranks of the job, made by these ranks alone.
+
+Not `dist.new_group`: made by all ranks it costs a barrier over the job per group, and made by its members it is named
+after the number of groups that a rank knows, which differs between ranks as soon as the user makes groups.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ds_hybridep.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from ds_hybridep.transport.channels import Transport
+
+
+def connect_gloo(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
+    """A gloo process group over `ranks`.
+
+    Raises:
+        CommunicationError: not all members came within the time limit.
+    """
+    store, limit = _store(name, ranks, transport), timedelta(seconds=transport.timeout_s)
+    with naming_ranks(name, ranks, transport, "GLOO_SOCKET_IFNAME if they cannot reach each other"):
+        return dist.distributed_c10d.ProcessGroupGloo(store, ranks.index(transport.rank), len(ranks), limit)
+
+
+def connect_nccl(name: str, ranks: tuple[int, ...], transport: "Transport", device: torch.device) -> Any:
+    """An NCCL process group over `ranks`."""
+    store, index = _store(f"nccl/{name}", ranks, transport), ranks.index(transport.rank)
+    kind, options = dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=transport.timeout_s)
+    options.global_ranks_in_group, options.group_name = list(ranks), store.prefix
+    backend = dist.ProcessGroupNCCL(store, index, len(ranks), options)
+    group = dist.ProcessGroup(store, index, len(ranks))
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cuda"), kind, backend)
+    # Otherwise the first batch would have to be one in which all members take part.
+    backend.eager_connect_single_device(device)
+    return group
+
+
+@contextlib.contextmanager
+def naming_ranks(name: str, ranks: tuple[int, ...], transport: "Transport", hint: str) -> Iterator[None]:
+    """Say which ranks could not be connected, and to look at `hint`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {transport.rank}: connecting ranks {list(ranks)} for {name} failed within the time limit of "
+            f"{transport.timeout_s:g} s: {first_line(error)}; look at the log of those ranks for the first error, and "
+            f"at {hint}"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong; the lines behind it hold a stack of C++."""
+    return str(error).splitlines()[0]
+
+
+def _store(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
+    """A part of the job's store that no other group has used."""
+    members = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
+    path = f"ds_hybridep/{transport.generation}/{name}/{members}"
+    return dist.distributed_c10d.PrefixStore(path, dist.distributed_c10d._get_default_store())
