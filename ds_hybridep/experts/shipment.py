@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.experts.replicas import Replicas
-from ds_hybridep.transport.channels import Part, Purpose, Transfer, Transport
+from ds_hybridep.transport.channels import Purpose, Transfer, Transport
+from ds_hybridep.transport.staging import Part
 from ds_hybridep.transport.streams import Mark
 
 _NOTHING = nullcontext()

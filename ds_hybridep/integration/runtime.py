@@ -92,7 +92,8 @@ class HybridRuntime:
         self._is_stepping = False
         if was_applied:
             self._changes.keep()
-            self._undelivered.deliver()
+            if self._undelivered.parts:
+                self._undelivered.deliver()
             if self.migration is not None:
                 self.migration.after_step(ships=ships)
         else:
