@@ -31,8 +31,8 @@ from torch.profiler import ProfilerActivity
 from toy_model import ToyConfig
 
 import ds_hybridep
-from ds_hybridep.experts.memory import MemoryNeeds
 from ds_hybridep.experts.transient import TransientWeights
+from ds_hybridep.integration.estimate import MemoryNeeds
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 

@@ -4,23 +4,50 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.module_inject.auto_ep import AutoEP
-from deepspeed.module_inject.auto_ep_config import parse_autoep_config
-from deepspeed.moe.ep_repack import repack_expert_requires_grad_flags
 from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_hybridep.config import AUTO_CODEC, IDENTITY, HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.experts.memory import MemoryNeeds, memory_of_layer, most_at_once, without_memory
+from ds_hybridep.experts.layout import gather_stages
 from ds_hybridep.experts.partitioned import full_shape
+from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.integration.autoep import is_autoep_layer
 from ds_hybridep.integration.build import encoding_of
 from ds_hybridep.plan.cluster import divisors
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.sync.feedback import Encoding, StepChanges
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeeds:
+    """Bytes on one rank beside what DeepSpeed holds; packets and other buffers of the moment are not counted.
+
+    replicas: weights of the domain's experts, in the type they are trained in.
+    gradient_sums: of those that are trained, fp32.
+    codecs: mirrors, replicas in fp32 beside others, residuals with their copy until the step, and encoders' state.
+    """
+
+    replicas: int = 0
+    gradient_sums: int = 0
+    codecs: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.replicas + self.gradient_sums + self.codecs
+
+    def __add__(self, other: "MemoryNeeds") -> "MemoryNeeds":
+        return MemoryNeeds(
+            replicas=self.replicas + other.replicas,
+            gradient_sums=self.gradient_sums + other.gradient_sums,
+            codecs=self.codecs + other.codecs,
+        )
+
 
 DomainSizes = tuple[int, ...]
 Layer = tuple[nn.Module, int, int]  # an expert without memory, experts of a rank, ranks of the group
@@ -101,7 +128,8 @@ def estimate_hybridep_mem_needs_all_cold(
 def _layers_of(module: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
     """The module as a layer, if it is one of DeepSpeed's."""
     if isinstance(module, MoE):
-        expert = without_memory(module.deepspeed_moe.experts.deepspeed_experts[0]).to(dtype=dtype)
+        experts = module.deepspeed_moe.experts.deepspeed_experts[0].parameters()
+        expert = _shell([(p.shape, dtype or p.dtype, p.requires_grad) for p in experts])
         return [(expert, module.num_local_experts, module.ep_size)]
     if not is_autoep_layer(module):
         return []
@@ -113,6 +141,10 @@ def _layers_of(module: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
 
 def _future_layers(model: nn.Module, expert_parallel: Mapping[str, Any], dtype: torch.dtype | None) -> list[Layer]:
     """The layers that AutoEP will make of the model, which stays as it is."""
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+    from deepspeed.moe.ep_repack import repack_expert_requires_grad_flags
+
     settings = parse_autoep_config(dict(expert_parallel))
     layers: list[Layer] = []
     for spec in AutoEP(model, settings).ep_parser():
@@ -140,6 +172,32 @@ def _shell(parameters: Iterable[tuple[Sequence[int], torch.dtype, bool]]) -> nn.
     )
 
 
+def _memory_of_layer(experts: Sequence[nn.Module], partition: Partition, encoding: Encoding) -> MemoryNeeds:
+    """What each rank of the group needs for one layer, found by building its replicas without memory."""
+    if partition.domain_size == 1:
+        return MemoryNeeds()
+    rank = partition.group_ranks[0]
+    held = Replicas("", experts, partition, gather_stages(partition, rank), rank, encoding, StepChanges())
+    held.make_encoders()
+    replicas = sum(weights.nbytes for weights in held.weights)
+    sums = sum(sums.nbytes for sums in held.sums if sums is not None)
+    return MemoryNeeds(replicas=replicas, gradient_sums=sums, codecs=held.num_bytes - replicas - sums)
+
+
+def _most_at_once(layers: Sequence[MemoryNeeds], num_held: int, *, accumulates: bool) -> MemoryNeeds:
+    """What transient replicas of these layers need: weights of so many neighbours, and all that codecs keep.
+
+    accumulates: several micro-steps are added up, for which the gradient sums of all layers wait.
+    """
+    windows = [layers[first : first + num_held] for first in range(len(layers))]
+    summed = [layers] if accumulates else windows
+    return MemoryNeeds(
+        replicas=max((sum(layer.replicas for layer in window) for window in windows), default=0),
+        gradient_sums=max((sum(layer.gradient_sums for layer in window) for window in summed), default=0),
+        codecs=sum(layer.codecs for layer in layers),
+    )
+
+
 def _print_needs(
     layers: Sequence[Layer], block: Mapping[str, Any], world_size: int, accumulation: int
 ) -> dict[DomainSizes, MemoryNeeds]:
@@ -151,11 +209,11 @@ def _print_needs(
     needs: dict[DomainSizes, MemoryNeeds] = {}
     for sizes in itertools.product(*(divisors(span) for span in common)):
         by_layer = [
-            memory_of_layer([expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding)
+            _memory_of_layer([expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding)
             for expert, num_local, ep in layers
         ]
         if config.replicas == "transient":
-            needs[sizes] = most_at_once(by_layer, config.advanced.prefetch_depth + 1, accumulates=accumulation > 1)
+            needs[sizes] = _most_at_once(by_layer, config.advanced.prefetch_depth + 1, accumulates=accumulation > 1)
         else:
             needs[sizes] = sum(by_layer, MemoryNeeds())
     print(
