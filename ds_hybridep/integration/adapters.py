@@ -60,6 +60,7 @@ class AdaptedExperts(GroupedExperts):
     For each key of `scalings` the factors are parameters [e, r, cols] and [e, rows, r] named after it.
     """
 
+    is_adapted = True
     scalings: dict[str, float]
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
@@ -171,15 +172,8 @@ def _check_layout(name: str, experts: nn.Module, adapter: Adapter, own: list[int
 # -- checkpoints: DeepSpeed's hold, of what a rank alone has, only w1, w2 and w3 ---------------------------------
 
 
-def adapted_layers(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those of AutoEP's layers whose experts have adapters."""
-    return {name: layer for name, layer in layers.items() if isinstance(layer.experts, AdaptedExperts)}
-
-
 def save(layers: Mapping[str, nn.Module], folder: Path) -> None:
     """Write the factors of the experts that this rank owns, once for all ranks that own the same."""
-    if not layers:
-        return
     first = next(iter(layers.values()))
     if groups._get_expert_data_parallel_rank(first.ep_group_name) != 0:
         return
@@ -204,7 +198,7 @@ def load(layers: Mapping[str, nn.Module], folder: Path) -> None:
         ConfigError: the factors of an expert are missing.
     """
     found: dict[tuple[str, str, int], Tensor] = {}
-    for path in sorted(folder.glob(FILES)) if layers else ():
+    for path in sorted(folder.glob(FILES)):
         for name, entry in torch.load(path, weights_only=True, map_location="cpu").items():
             for key, values in entry["factors"].items():
                 found |= {(name, key, expert): value for expert, value in zip(entry["experts"], values, strict=True)}
