@@ -41,7 +41,9 @@ def format_run_record(record: Mapping[str, Any]) -> str:
             [
                 str(level.get("name", MISSING)),
                 *(
-                    NOT_COUNTED if counts.get(kind, 0) is None else _megabytes_per_step(_number(counts.get(kind)), steps)
+                    NOT_COUNTED
+                    if counts.get(kind, 0) is None
+                    else _megabytes_per_step(_number(counts.get(kind)), steps)
                     for kind in kinds
                 ),
                 _megabytes_per_step(total_bytes if counts else None, steps),

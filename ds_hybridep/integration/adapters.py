@@ -54,7 +54,7 @@ class Adapter:
     scaling: float
 
 
-class AdaptedExperts(GroupedExperts):
+class AdaptedExperts(GroupedExperts):  # type: ignore[misc]  # DeepSpeed has no types
     """DeepSpeed's grouped experts, computed with base weights plus products of factors.
 
     For each key of `scalings` the factors are parameters [e, r, cols] and [e, rows, r] named after it.
@@ -73,7 +73,8 @@ class AdaptedExperts(GroupedExperts):
                 weights[name] = weights[name] + part
         adapted = copy.copy(self)
         adapted.__dict__["_parameters"] = weights
-        return GroupedExperts.forward(adapted, x, num_tokens_per_expert)
+        output: Tensor = GroupedExperts.forward(adapted, x, num_tokens_per_expert)
+        return output
 
 
 def factor_names(parameter: str) -> tuple[str, str]:
@@ -135,7 +136,7 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
         UnsupportedError: AutoEP left a block as it was, or lays weights out in another way.
     """
     for name, adapters in taken.items():
-        layer = model.get_submodule(name)
+        layer: Any = model.get_submodule(name)
         if not getattr(type(layer), "_is_autoep_layer", False):
             raise UnsupportedError(
                 f"{name}: AutoEP did not take this layer, whose experts have adapters; with peft, "
@@ -172,7 +173,7 @@ def _check_layout(name: str, experts: nn.Module, adapter: Adapter, own: list[int
 # -- checkpoints: DeepSpeed's hold, of what a rank alone has, only w1, w2 and w3 ---------------------------------
 
 
-def save(layers: Mapping[str, nn.Module], folder: Path) -> None:
+def save(layers: Mapping[str, Any], folder: Path) -> None:
     """Write the factors of the experts that this rank owns, once for all ranks that own the same."""
     first = next(iter(layers.values()))
     if groups._get_expert_data_parallel_rank(first.ep_group_name) != 0:
@@ -191,7 +192,7 @@ def save(layers: Mapping[str, nn.Module], folder: Path) -> None:
     os.replace(unfinished, path)
 
 
-def load(layers: Mapping[str, nn.Module], folder: Path) -> None:
+def load(layers: Mapping[str, Any], folder: Path) -> None:
     """Read what `save` of all ranks wrote, with any number of experts on a rank.
 
     Raises:
@@ -214,6 +215,6 @@ def load(layers: Mapping[str, nn.Module], folder: Path) -> None:
                 place.copy_(found[name, key, expert])
 
 
-def _factors_of(layer: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+def _factors_of(layer: Any) -> Iterable[tuple[str, nn.Parameter]]:
     names = {name for parameter in layer.experts.scalings for name in factor_names(parameter)}
     return [(name, parameter) for name, parameter in layer.experts.named_parameters() if name in names]

@@ -195,16 +195,17 @@ def _attachment_of(engine: nn.Module) -> Attachment:
 def _checked_config(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None) -> HybridEPConfig:
     if not is_initialized():
         raise ConfigError("hybridep needs the job's process group: call deepspeed.init_distributed() before attach")
-    if isinstance(config, HybridEPConfig):
-        return config
-    if config is None:
+    block: Any = config
+    if isinstance(block, HybridEPConfig):
+        return block
+    if block is None:
         ds_config = getattr(getattr(engine, "_config", None), "_param_dict", {})
         if BLOCK not in ds_config:
             raise ConfigError('ds_config has no "hybridep" block: add one, or pass it to ds_hybridep.attach')
-        config = ds_config[BLOCK]
+        block = ds_config[BLOCK]
     ds_config_path = getattr(engine, "config", None)
     base_dir = Path(ds_config_path).parent if isinstance(ds_config_path, str) else Path(".")
-    return parse_config(config, world_size=world_size(), base_dir=base_dir)
+    return parse_config(block, world_size=world_size(), base_dir=base_dir)
 
 
 def _refuse_combination(

@@ -83,7 +83,8 @@ def call_grouped(experts: nn.Module, weights: dict[str, Tensor], rows: Tensor, c
         outputs = other.forward(padded, padded_counts)
     else:
         outputs = experts(padded, padded_counts)
-    return unpermute_by_local_expert(outputs, places, num_rows)
+    rows_in_order: Tensor = unpermute_by_local_expert(outputs, places, num_rows)
+    return rows_in_order
 
 
 def forward(original: Callable[..., Any], layer: Any, hidden_states: Tensor) -> Any:

@@ -31,7 +31,7 @@ def find_layers(model: nn.Module) -> dict[str, Any]:
 
 def spec_of(name: str, layer: Any) -> LayerSpec:
     """What the runtime must know of a layer of either kind."""
-    return (autoep if autoep.is_autoep_layer(layer) else classic).spec_of(name, layer)
+    return autoep.spec_of(name, layer) if autoep.is_autoep_layer(layer) else classic.spec_of(name, layer)
 
 
 def facts_of(engine: Any, layers: Mapping[str, Any]) -> JobFacts:

@@ -24,7 +24,7 @@ class Statistics:
     Args:
         transport: counts bytes, messages and exposed seconds.
         layers: with their partition and the bytes of one row (hidden size x element size).
-        counts_dense: False where DeepSpeed synchronises dense parameters itself: job records have None for kind "dense".
+        counts_dense: False where DeepSpeed sends dense gradients itself: job records have None for kind "dense".
     """
 
     def __init__(

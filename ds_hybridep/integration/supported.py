@@ -47,7 +47,7 @@ TESTED_WRAPPERS = (
     "FP16_UnfusedOptimizer",
 )  # fmt: skip
 TESTED_OPTIMIZERS = ("AdamW", "SGD")  # torch's; others that treat each element alone should do as well
-_OFF = f'turn it off, or set "hybridep": {{"enabled": false}}'
+_OFF = 'turn it off, or set "hybridep": {"enabled": false}'
 
 
 def check_version(version: str = deepspeed.__version__) -> None:
