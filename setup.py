@@ -85,7 +85,7 @@ setup(
         # 2.5 is the first torch that calls entry points of the group torch.backends, which is how a config is enough.
         "torch>=2.5",
         # ds_hybridep patches internals of DeepSpeed, so a minor version is supported once it has been tried.
-        "deepspeed>=0.19.8,<0.20",
+        "deepspeed>=0.19.5,<0.20",
         "psutil",
         "numpy",
         "pydantic>=2.5",

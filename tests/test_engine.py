@@ -98,7 +98,7 @@ def moe_layers(model: nn.Module) -> list[MOELayer]:
 def traces_of_hybridep(engine: Engine) -> dict[str, Any]:
     """Everything on an engine that attach may have put there; threads that are to end get some time for it."""
     deadline = time.monotonic() + THREAD_LIMIT_S
-    while "_hybridep_attachment" not in engine.__dict__ or not engine.__dict__["_hybridep_attachment"]:
+    while "_hybridep_attachment" not in engine.__dict__:
         if not hybridep_threads() or time.monotonic() > deadline:
             break
         time.sleep(0.01)
@@ -175,7 +175,10 @@ def stats_after_two_steps(case: Case) -> dict[str, Any]:
 
 
 def change_by_hand(case: Case, ranks: tuple[int, ...], layer: int, *, refreshes: bool) -> tuple[str, list[float]]:
-    """Error of a step after `ranks` changed their experts of `layer`, and the losses of all steps."""
+    """Error of a step after `ranks` changed their experts of `layer`, and the losses of all steps.
+
+    Changed through `.data`, which torch does not count as a change of the parameter.
+    """
     with engine_of(case, with_block=True, hybridep={"advanced": {"verify_interval": 1}}) as engine:
         losses = train(engine, case, 0, 2)
         _shift_experts(engine, ranks, layer)
@@ -199,7 +202,7 @@ def _shift_experts(engine: Engine, ranks: tuple[int, ...], layer: int) -> None:
     if dist.get_rank() in ranks:
         with torch.no_grad():
             for parameter in moe_layers(engine.module)[layer].experts.parameters():
-                parameter.add_(0.5)
+                parameter.data.add_(0.5)
 
 
 def untouched(case: Case) -> dict[str, Any]:
@@ -280,6 +283,22 @@ def train_without_engine(case: Case, *, with_block: bool) -> list[float]:
     if with_block:
         ds_hybridep.detach(model)
     return losses
+
+
+def step_with_more_arguments(case: Case) -> list[Any]:
+    """What DeepSpeed's own step gets where it is given eigenvalues too."""
+    with engine_of(case, with_block=False) as engine:
+        plain, found = engine._take_model_step, []
+
+        def take_model_step(lr_kwargs: Any, block_eigenvalue: Any = None) -> None:
+            found.append(block_eigenvalue)
+            plain(lr_kwargs)
+
+        engine._take_model_step = take_model_step
+        ds_hybridep.attach(engine, block_of(case))
+        engine.backward(engine(*_batch(case, 0)))
+        engine._take_model_step(None, block_eigenvalue={"a block": 0.5})
+        return found
 
 
 class OneBitAdam(torch.optim.SGD):
@@ -510,6 +529,8 @@ def test_stats(pool4: ProcessPool) -> None:
         job = trained["job"]
         assert (job["steps"], job["world_size"]) == (2, 4)
         assert job["levels"][0]["sent_bytes"]["expert_gradients"] == 4 * 2 * shipment
+        # DeepSpeed sends them: how much is not known.
+        assert job["levels"][0]["sent_bytes"]["dense"] is job["exposed_s"]["dense"] is None
         assert [layer["name"] for layer in job["layers"]] == list(LAYERS)
         assert all(layer["imbalance"] >= 1 for layer in job["layers"])
 
@@ -571,6 +592,10 @@ def test_destroy_after_a_failed_transfer_neither_fails_nor_waits_again() -> None
     assert seconds < 1.5  # less than another time limit
 
 
+def test_arguments_of_the_step_that_only_some_versions_have_are_passed_on(pool2: ProcessPool) -> None:
+    assert pool2.run(step_with_more_arguments, case=world2()) == [[{"a block": 0.5}]] * 2
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------
 
 
@@ -578,12 +603,12 @@ def test_features_that_are_refused(pool2: ProcessPool) -> None:
     name = "blocks.1.moe.deepspeed_moe"
     expected = {
         "tutel": f"{name}: Tutel does not work",
-        "pipeline": 'pipeline parallelism (PipelineModule) does not work together with the "hybridep" block',
+        "pipeline": 'pipeline parallelism (PipelineModule) was not tested together with the "hybridep" block',
         "buffers": f"{name}: local expert 1 has buffers ['scale']",
         "register_forward_hook": f"{name}: local expert 1 has forward or backward hooks (on ['up'])",
         "register_forward_pre_hook": f"{name}: local expert 1 has forward or backward hooks (on ['up'])",
         "register_full_backward_hook": f"{name}: local expert 1 has forward or backward hooks (on ['up'])",
-        "one bit": "the 1-bit optimizer OneBitAdam does not work",
+        "one bit": "the 1-bit optimizer OneBitAdam was not tested",
         "no layer": "the model has no deepspeed.moe.layer.MoE layer",
     }
     for found in pool2.run(refusals, case=world2()):

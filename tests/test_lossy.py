@@ -49,7 +49,7 @@ def block_with(case: Case, codecs: Codecs, **settings: Any) -> dict[str, Any]:
 
 
 def runtime_of(engine: Engine) -> Any:
-    return engine.__dict__["_hybridep_attachment"]["hybridep"].runtime
+    return engine.__dict__["_hybridep_attachment"].runtime
 
 
 def migration_of(engine: Engine) -> Any:

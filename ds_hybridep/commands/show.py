@@ -15,6 +15,7 @@ BYTES_PER_MB = 1e6
 KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
 NOT_IN_PLAIN_EP = ("dense",)  # travels under plain EP too, and is in no count of it
 MISSING = "-"
+NOT_COUNTED = "not counted"  # null in a record: somebody else sends it
 EXIT_MISUSED = 2  # as argparse does
 
 
@@ -77,7 +78,12 @@ def format_run_record(record: Mapping[str, Any]) -> str:
         rows.append(
             [
                 str(level.get("name", MISSING)),
-                *(megabytes_per_step(number_of(counts.get(kind)), steps) for kind in kinds),
+                *(
+                    NOT_COUNTED
+                    if counts.get(kind, 0) is None
+                    else megabytes_per_step(number_of(counts.get(kind)), steps)
+                    for kind in kinds
+                ),
                 megabytes_per_step(total_bytes if counts else None, steps),
                 megabytes_per_step(plain_ep_bytes, steps),
                 f"{comparable_bytes / plain_ep_bytes:.0%}" if counts and plain_ep_bytes else MISSING,

@@ -13,7 +13,7 @@ Forward and step communicate from the main thread, the backward from autograd's;
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ds_hybridep.errors import GradientNotReturnedError
+from ds_hybridep.errors import GradientNotReturnedError, VerificationError
 from ds_hybridep.experts.partitioned import stand_in, take_away
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.shipment import GradientReturn, StagePipeline, WeightShipment
@@ -69,11 +69,13 @@ class LayerExperts:
     shipment: WeightShipment | None = None  # until it was waited for
     returning: ReturnHandle | None = None
     prefetched: tuple[ReturnHandle, tuple[Tensor, ...]] | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)  # of the owned parameters, when they were shipped
 
     def ship(self, *, is_exact: bool) -> None:
         """Any state to SHIPPING.  Does not block."""
         self.shipment = WeightShipment(self.replicas, is_exact=is_exact)
         self.shipment.load()
+        self.versions = self._versions()
         self.weight_pipeline.start(self.shipment)
         self.weights = Weights.SHIPPING
 
@@ -114,6 +116,24 @@ class LayerExperts:
         if self.gradients in (Gradients.ACCUMULATING, Gradients.RETURNING):
             self.replicas.clear_sums()
             self.gradients = Gradients.EMPTY if self.returning is None else Gradients.DROPPED
+
+    def refuse_changed(self) -> None:
+        """Raise VerificationError where owned parameters were written to since they were shipped.
+
+        Seen is what torch counts: no write to `parameter.data` or to a flat buffer, and nothing under ZeRO-3.
+        """
+        if self.weights in (Weights.SHIPPING, Weights.FRESH) and self.versions != self._versions():
+            # The other ranks do not know: a shipment that this one starts alone would never end.
+            raise VerificationError(
+                f"{self.replicas.layer}: parameters of this rank's experts were changed outside engine.step() and "
+                f"loading, so their replicas are old; call ds_hybridep.refresh(engine) on all ranks after that"
+            )
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """What torch changes with every write to an owned parameter, and with every replacement of its memory."""
+        if self.replicas.is_partitioned:
+            return []
+        return [(p._version, p.data_ptr()) for expert in self.replicas.experts for p in expert.parameters()]
 
     def release(self) -> None:
         """Any state to RELEASED: an earlier graph, which a layer may keep, would keep the memory."""
@@ -180,8 +200,10 @@ class MigrationManager:
         layer = self.layers[position]
         replicas = layer.replicas
         replicas.check_trainability()
-        if layer.weights is Weights.STALE and not is_in_backward():
-            self.refresh(wait=False)
+        if not is_in_backward():
+            if layer.weights is Weights.STALE:
+                self.refresh(wait=False)
+            layer.refuse_changed()
         self.progress()
         own = replicas.owned_parameters()
         if own and torch.is_grad_enabled():

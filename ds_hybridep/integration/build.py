@@ -9,7 +9,7 @@ from ds_hybridep.codecs import Codec, make_codec
 from ds_hybridep.config import IDENTITY, CodecConfig, HybridEPConfig
 from ds_hybridep.experts.codec_checkpoint import OwnedExperts
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
-from ds_hybridep.experts.layout import connect, gather_stages, lay_out
+from ds_hybridep.experts.layout import GatherStage, connect, gather_stages, lay_out
 from ds_hybridep.experts.migration import LayerExperts, MigrationManager
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.shipment import StagePipeline
@@ -94,12 +94,14 @@ class Builder:
         Makes channels: for each layer those of tokens, then those of weights and gradients by level.  All ranks must
         call with the same layers.
         """
-        exchanges: list[tuple[Exchange, ...]] = []
-        experts: dict[str, LayerExperts] = {}
-        for layer in layers:
-            exchanges.append(self._exchanges_of(layer))
-            if layer.partition.domain_size > 1:
-                experts[layer.spec.name] = self._experts_of(layer)
+        # 1. Connections.  A rank that fails in what follows is not waited for in a connection to it.
+        connected = [(self._exchanges_of(layer), self._stages_of(layer)) for layer in layers]
+        # 2. Memory.
+        experts = {
+            layer.spec.name: self._experts_of(layer, stages)
+            for layer, (_, stages) in zip(layers, connected, strict=True)
+            if stages
+        }
         migration: MigrationManager | None = None
         if experts:
             manager = TransientMigration if self._config.replicas == "transient" else MigrationManager
@@ -109,7 +111,7 @@ class Builder:
         positions = {name: position for position, name in enumerate(experts)}
         built = {
             layer.spec.name: self._layer_of(layer, route, migration, positions.get(layer.spec.name, -1))
-            for layer, route in zip(layers, exchanges, strict=True)
+            for layer, (route, _) in zip(layers, connected, strict=True)
         }
         return built, migration
 
@@ -122,11 +124,15 @@ class Builder:
             level_formats=[level.row_format for level in self._config.levels],
         )  # fmt: skip
 
-    def _experts_of(self, layer: PlannedLayer) -> LayerExperts:
-        spec, rank = layer.spec, self._transport.rank
-        stages = connect(gather_stages(layer.partition, rank), self._transport, spec.group, spec.sample.device)
+    def _stages_of(self, layer: PlannedLayer) -> tuple[GatherStage, ...]:
+        """None where every domain is one rank."""
+        stages = gather_stages(layer.partition, self._transport.rank)
+        return connect(stages, self._transport, layer.spec.group, layer.spec.sample.device)
+
+    def _experts_of(self, layer: PlannedLayer, stages: tuple[GatherStage, ...]) -> LayerExperts:
+        spec = layer.spec
         replicas = Replicas(
-            spec.name, spec.experts, layer.partition, stages, rank, self._encoding, self._changes,
+            spec.name, spec.experts, layer.partition, stages, self._transport.rank, self._encoding, self._changes,
             is_grouped=spec.is_grouped, is_transient=self._config.replicas == "transient",
         )  # fmt: skip
         if spec.group not in self._pipelines:

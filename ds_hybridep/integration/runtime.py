@@ -5,7 +5,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,15 +49,19 @@ class HybridRuntime:
             {layer.spec.name: layer.spec.experts for layer in planned}, is_boundary, encoding.loss_scale, self._changes
         )
         self._is_stepping = False
-        # Channels are made here, in the same order on all ranks.
+        # Channels are made here, in the same order on all ranks, and before memory is taken.
+        self.dense = LevelCollectives(transport) if config.dense_sync == "hierarchical" else None
         ours = [layer for layer in planned if layer.exchange is not None]
         builder = Builder(config, transport, kernels, encoding, self._changes, is_boundary)
         self.layers, self.migration = builder.build(ours)
-        self.dense = LevelCollectives(transport) if config.dense_sync == "hierarchical" else None
         self.layer_stats: dict[str, LayerStats] = {name: layer.stats for name, layer in self.layers.items()}
         row_bytes = [layer.spec.hidden * layer.spec.sample.element_size() for layer in ours]
         partitions = [layer.partition for layer in ours]
-        self.statistics = Statistics(transport, list(zip(self.layers.values(), partitions, row_bytes, strict=True)))
+        self.statistics = Statistics(
+            transport,
+            list(zip(self.layers.values(), partitions, row_bytes, strict=True)),
+            counts_dense=self.dense is not None,
+        )
 
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
@@ -319,4 +322,12 @@ def prepare_runtime(
         }
     generation = agree(payload, config.timeout_s)
     transport = Transport(config.cluster(), config.timeout_s, generation, backends)
-    return partial(HybridRuntime, config, transport, kernels, planned, encoding, is_boundary)
+
+    def build() -> HybridRuntime:
+        try:
+            return HybridRuntime(config, transport, kernels, planned, encoding, is_boundary)
+        except BaseException:
+            transport.close()
+            raise
+
+    return build
