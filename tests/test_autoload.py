@@ -181,6 +181,7 @@ def test_missing_deepspeed_is_the_usual_error(run):
     assert run(code).stdout == "No module named 'deepspeed.runtime.engine'\n"
 
 
+@pytest.mark.core
 def test_real_engine_is_patched_without_a_word():
     program = """
 import torch
@@ -194,6 +195,7 @@ print(DeepSpeedEngine._configure_distributed_model.__code__.co_filename)
     assert "not active" not in result.stderr
 
 
+@pytest.mark.core
 def test_entry_point_of_torch_names_install():
     """torch calls what this entry point names; the test needs the package installed, as `make test` does."""
     (entry_point,) = entry_points(group="torch.backends", name="ds_hybridep")

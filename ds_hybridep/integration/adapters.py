@@ -127,11 +127,17 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
 
     Args:
         taken: from `take_off`.
-        sources: DeepSpeed's record of what replaces which parameter, for optimizers that were given the old ones.
+        sources: DeepSpeed's record of what replaces which parameter, for optimizers that were given the old ones;
+            None from DeepSpeed before 0.19.7, which keeps no record.
 
     Raises:
-        UnsupportedError: AutoEP left a block as it was, or lays weights out in another way.
+        UnsupportedError: AutoEP left a block as it was, or lays weights out in another way, or DeepSpeed is too old.
     """
+    if taken and sources is None:
+        raise UnsupportedError(
+            f"{next(iter(taken))}: adapters of experts need DeepSpeed 0.19.7 or newer, whose optimizers take over what "
+            f"replaces a parameter; install it, or leave target_parameters out of the LoraConfig"
+        )
     for name, adapters in taken.items():
         layer = model.get_submodule(name)
         if not getattr(type(layer), "_is_autoep_layer", False):
