@@ -23,7 +23,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 import ds_hybridep
-from ds_hybridep.integration import engine
+from ds_hybridep.integration import api
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm
@@ -265,7 +265,7 @@ def run_block(run: Run, driver: Driver, corpus: Tensor, args: argparse.Namespace
 
 def planner_of(run: Run) -> Any:
     """What plans the run while it trains; None where the plan is given."""
-    return None if run.plan.domain_sizes is None else engine._attachment_of(run.engine).planner
+    return None if run.plan.domain_sizes is None else api._attachment_of(run.engine).planner
 
 
 def settle(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int) -> None:
@@ -273,7 +273,7 @@ def settle(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int) -> Non
     planner = planner_of(run)
     if planner is None:
         return
-    planner._begin_anew(engine._attachment_of(run.engine).runtime)  # steps of the last rate and batch say nothing
+    planner._begin_anew(api._attachment_of(run.engine).runtime)  # steps of the last rate and batch say nothing
     planner._next_look = planner._num_steps + planner._config.replan_interval
     train(run, corpus, args, rows, planner._config.replan_interval)
     planner.num_quiet_looks = 0
@@ -288,7 +288,7 @@ def settle(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int) -> Non
 def finish_transfers(run: Run) -> None:
     """Wait for weights under way, on all ranks."""
     if run.plan.domain_sizes is not None:
-        migration = engine._attachment_of(run.engine).runtime.migration
+        migration = api._attachment_of(run.engine).runtime.migration
         if migration is not None:
             migration.finish()
     dist.barrier()

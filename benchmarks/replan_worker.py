@@ -20,7 +20,7 @@ from deepspeed import comm as dist
 from e2e_worker import CODECS, Driver, Plan, Run, build, train
 
 import ds_hybridep
-from ds_hybridep.integration import engine
+from ds_hybridep.integration import api
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm
@@ -146,9 +146,9 @@ def main() -> None:
                 trial.step()
         record = {"name": name, "step_s": trial.seconds[args.warm_up :], "losses": trial.losses}
         if name == "planned":
-            planner = engine._attachment_of(trial.run.engine).planner
+            planner = api._attachment_of(trial.run.engine).planner
             record["history"] = planner.history
-            record["planning"] = planner.record(engine._attachment_of(trial.run.engine).runtime)
+            record["planning"] = planner.record(api._attachment_of(trial.run.engine).runtime)
         records.append(record)
         trial.run.engine.destroy()
     driver.ask(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ds_hybridep.version import __version__
 
 if TYPE_CHECKING:
-    from ds_hybridep.integration.engine import attach, detach, refresh, replan, stats, trace
+    from ds_hybridep.integration.api import attach, detach, refresh, replan, stats, trace
     from ds_hybridep.integration.estimate import (
         estimate_hybridep_mem_needs_all_cold,
         estimate_hybridep_mem_needs_all_live,
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; its public names are {', '.join(__all__)}"
         )
-    module = "estimate" if name.startswith("estimate") else "engine"
+    module = "estimate" if name.startswith("estimate") else "api"
     return getattr(import_module(f"ds_hybridep.integration.{module}"), name)
 
 

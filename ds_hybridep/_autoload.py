@@ -5,12 +5,11 @@ torch calls `install` at the end of every `import torch` (entry point group `tor
 every program in the environment.  So this module loads nothing but `sys`, does nothing but put one finder on
 `sys.meta_path`, and never raises: an exception here would break `import torch`.
 
-    import torch             -> install()            one finder, nothing loaded
-    import deepspeed         -> _EngineFinder        the normal loader executes deepspeed.runtime.engine,
-                                                     then ds_hybridep.integration.engine.patch_deepspeed_engine(module)
-    patching fails           -> _refuse_block        logged once; an engine whose ds_config has the block raises,
-                                                     every other engine is untouched
-    engine already imported  -> _patch_at_first_use  the same, when the first engine is constructed
+    import torch              -> install()       one finder, nothing loaded
+    import deepspeed          -> _EngineFinder   the normal loader executes deepspeed.runtime.engine, then two methods
+                                                 of its engine ask each engine for the block; still nothing is loaded
+    an engine with the block  -> the rest of ds_hybridep is imported, and attaches itself
+    the methods are missing   -> logged once; an engine whose ds_config has the block raises, others are untouched
 
 `TORCH_DEVICE_BACKEND_AUTOLOAD=0` makes torch skip all entry points; then call `ds_hybridep.attach` in the script.
 """
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 _ENGINE_MODULE = "deepspeed.runtime.engine"
 _BLOCK = "hybridep"
+# Rows of the table in integration/patches.py; what replaces them is in integration/api.py.
+_METHODS = ("_configure_distributed_model", "_configure_expert_parallel")
 
 
 def install() -> None:
@@ -36,7 +37,7 @@ def install() -> None:
         sys.meta_path.insert(0, _EngineFinder())
         module = sys.modules.get(_ENGINE_MODULE)
         if module is not None:
-            _patch_at_first_use(module)
+            _patch(module)
     except Exception as reason:  # noqa: BLE001  whatever happens here must not break `import torch`
         _log_failure(reason, f'a "{_BLOCK}" block in ds_config has NO effect; call ds_hybridep.attach in the script')
 
@@ -82,62 +83,61 @@ class _PatchingLoader:
 
 
 def _patch(module: "ModuleType") -> None:
-    """Patch `module` now; where that fails, leave it usable for every ds_config without the block."""
-    try:
-        from ds_hybridep.integration.engine import patch_deepspeed_engine
-
-        patch_deepspeed_engine(module)
-    except Exception as reason:  # noqa: BLE001  users of DeepSpeed without the block must not suffer from our failure
-        _log_failure(reason, f'a ds_config with a "{_BLOCK}" block will be refused, others are not affected')
-        _refuse_block(module, reason)
-
-
-def _patch_at_first_use(module: "ModuleType") -> None:
-    """Patch `module` when its first engine is constructed: now torch itself may still be half imported."""
-    if getattr(module.__spec__, "_initializing", False):
-        raise RuntimeError(f"{_ENGINE_MODULE} was being imported when ds_hybridep was installed into it")
-    from functools import wraps
-
-    engine_class = module.DeepSpeedEngine
-    plain_init = engine_class.__init__
-
-    @wraps(plain_init)
-    def __init__(self: "Any", *args: "Any", **kwargs: "Any") -> None:
-        engine_class.__init__ = plain_init
-        _patch(module)
-        engine_class.__init__(self, *args, **kwargs)  # looked up again: patching may have replaced it
-
-    engine_class.__init__ = __init__
-
-
-def _refuse_block(module: "ModuleType", reason: Exception) -> None:
-    """Make an engine whose ds_config has the block raise `reason`, so that the block is not silently ignored."""
-    from functools import wraps
-
+    """Let engines of `module` look for the block.  Where that cannot be, engines with the block are refused."""
     engine_class = getattr(module, "DeepSpeedEngine", None)
-    if engine_class is None:
-        return
-    plain_init = engine_class.__init__
+    missing = [name for name in _METHODS if not hasattr(engine_class, name)]
+    for name in _METHODS if not missing else ():
+        _wrap(engine_class, name, _joining(name))
+    if missing:
+        reason = AttributeError(f"DeepSpeedEngine has no {' and no '.join(missing)}")
+        _log_failure(reason, f'a ds_config with a "{_BLOCK}" block will be refused, others are not affected')
+        if engine_class is not None:
+            _wrap(engine_class, "__init__", _refusing(reason))
 
-    @wraps(plain_init)
-    def __init__(self: "Any", *args: "Any", **kwargs: "Any") -> None:
-        if _asks_for_hybridep(plain_init, (self, *args), kwargs):
+
+def _wrap(owner: "Any", name: str, replacement: "Any") -> None:
+    from functools import wraps
+
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def call(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
+        return replacement(original, self, *args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def _joining(name: str) -> "Any":
+    def join(original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> "Any":
+        if not _is_on(engine._config._param_dict):
+            return original(engine, *args, **kwargs)
+        from ds_hybridep.integration import api
+
+        return getattr(api, name.lstrip("_"))(original, engine, *args, **kwargs)
+
+    return join
+
+
+def _refusing(reason: Exception) -> "Any":
+    """So that the block is not silently ignored."""
+
+    def init(original: "Any", *args: "Any", **kwargs: "Any") -> None:
+        import inspect
+
+        arguments = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+        if _is_on(getattr(arguments.get("config_class"), "_param_dict", None) or arguments.get("config")):
             raise RuntimeError(
-                f'ds_config has a "{_BLOCK}" block, but ds_hybridep could not join this DeepSpeed '
-                f"({type(reason).__name__}: {reason}); install a version of DeepSpeed that it supports "
-                f'(see its setup.py), or set "{_BLOCK}": {{"enabled": false}} to train without it'
+                f'ds_config has a "{_BLOCK}" block, but ds_hybridep could not join this DeepSpeed ({reason}); install '
+                f'a version of DeepSpeed that it supports (see its setup.py), or set "{_BLOCK}": {{"enabled": false}} '
+                f"to train without it"
             ) from reason
-        plain_init(self, *args, **kwargs)
+        original(*args, **kwargs)
 
-    engine_class.__init__ = __init__
+    return init
 
 
-def _asks_for_hybridep(init: "Any", args: "tuple[Any, ...]", kwargs: "dict[str, Any]") -> bool:
-    """Whether the engine built by `init(*args, **kwargs)` has the block in its ds_config, and not switched off."""
-    import inspect
-
-    arguments = inspect.signature(init).bind_partial(*args, **kwargs).arguments
-    ds_config = getattr(arguments.get("config_class"), "_param_dict", None) or arguments.get("config")
+def _is_on(ds_config: "Any") -> bool:
+    """Whether a ds_config has the block, and not switched off."""
     block = ds_config.get(_BLOCK) if isinstance(ds_config, dict) else None
     return block is not None and not (isinstance(block, dict) and block.get("enabled") is False)
 

@@ -98,7 +98,7 @@ def moe_layers(model: nn.Module) -> list[MOELayer]:
 def traces_of_hybridep(engine: Engine) -> dict[str, Any]:
     """Everything on an engine that attach may have put there; threads that are to end get some time for it."""
     deadline = time.monotonic() + THREAD_LIMIT_S
-    while "_hybridep_attachment" not in engine.__dict__ or not engine.__dict__["_hybridep_attachment"]:
+    while "_hybridep_attachment" not in engine.__dict__:
         if not hybridep_threads() or time.monotonic() > deadline:
             break
         time.sleep(0.01)
@@ -576,12 +576,12 @@ def test_features_that_are_refused(pool2: ProcessPool) -> None:
     name = "blocks.1.moe.deepspeed_moe"
     expected = {
         "tutel": f"{name}: Tutel does not work",
-        "pipeline": 'pipeline parallelism (PipelineModule) does not work together with the "hybridep" block',
+        "pipeline": 'pipeline parallelism (PipelineModule) was not tested together with the "hybridep" block',
         "buffers": f"{name}: local expert 1 has buffers ['scale']",
         "register_forward_hook": f"{name}: local expert 1 has forward or backward hooks (on ['up'])",
         "register_forward_pre_hook": f"{name}: local expert 1 has forward or backward hooks (on ['up'])",
         "register_full_backward_hook": f"{name}: local expert 1 has forward or backward hooks (on ['up'])",
-        "one bit": "the 1-bit optimizer OneBitAdam does not work",
+        "one bit": "the 1-bit optimizer OneBitAdam was not tested",
         "no layer": "the model has no deepspeed.moe.layer.MoE layer",
     }
     for found in pool2.run(refusals, case=world2()):

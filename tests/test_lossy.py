@@ -49,7 +49,7 @@ def block_with(case: Case, codecs: Codecs, **settings: Any) -> dict[str, Any]:
 
 
 def migration_of(engine: Engine) -> Any:
-    return engine.__dict__["_hybridep_attachment"]["hybridep"].runtime.migration
+    return engine.__dict__["_hybridep_attachment"].runtime.migration
 
 
 def stores_of(engine: Engine) -> list[Any]:

@@ -36,7 +36,7 @@ def world2(domain_size: int, **options: Any) -> Case:
 
 
 def attachment_of(engine: Engine) -> Any:
-    return engine.__dict__["_hybridep_attachment"]["hybridep"]
+    return engine.__dict__["_hybridep_attachment"]
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@
     python tests/versions.py --only 0.19.6     this DeepSpeed, as often as the option is given; prints the table
 
 Each Python has one virtual environment in .cache/versions, whose DeepSpeed is replaced before each run; kernels are
-built anew for each.  A Python is left out where pip would install a torch with CUDA, which takes gigabytes: give one for
-CPUs, as in --torch "torch==2.13.0 --index-url URL".
+built anew for each.  A Python is left out where pip would install a torch with CUDA, which takes gigabytes: give one
+for CPUs, as in --torch "torch==2.13.0 --index-url URL".
 """
 
 import argparse
@@ -223,7 +223,7 @@ def render(rows: Sequence[Row], notes: Sequence[str], torch: str) -> str:
     lines = [
         "# Versions of DeepSpeed",
         "",
-        f"Made by `make test-versions` on {datetime.date.today()}, with torch {torch} on {platform.machine()}; do not edit.",
+        f"Made by `make test-versions` on {datetime.date.today()} with torch {torch} on {platform.machine()}.",
         "Each row is one run of the tests marked `core`: trainings and checkpoints with the block and without it must",
         'agree. "refused" is a message in place of a training.',
         "",

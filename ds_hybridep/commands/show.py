@@ -8,6 +8,7 @@ BYTES_PER_MB = 1e6
 KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
 NOT_IN_PLAIN_EP = ("dense",)  # travels under plain EP too, and is in no count of it
 MISSING = "-"
+NOT_COUNTED = "not counted"  # null in a record: somebody else sends it
 
 
 def format_run_record(record: Mapping[str, Any]) -> str:
@@ -39,7 +40,12 @@ def format_run_record(record: Mapping[str, Any]) -> str:
         rows.append(
             [
                 str(level.get("name", MISSING)),
-                *(_megabytes_per_step(_number(counts.get(kind)), steps) for kind in kinds),
+                *(
+                    NOT_COUNTED
+                    if counts.get(kind, 0) is None
+                    else _megabytes_per_step(_number(counts.get(kind)), steps)
+                    for kind in kinds
+                ),
                 _megabytes_per_step(total_bytes if counts else None, steps),
                 _megabytes_per_step(plain_ep_bytes, steps),
                 f"{comparable_bytes / plain_ep_bytes:.0%}" if counts and plain_ep_bytes else MISSING,

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_hybridep.errors import CommunicationError, GradientNotReturnedError, VerificationError
 from ds_hybridep.experts import codec_checkpoint
+from ds_hybridep.experts.changes import Versions, changed_outside, versions_of
 from ds_hybridep.experts.hand_over import collect
 from ds_hybridep.experts.partitioned import parameters_of, stand_in, take_away
 from ds_hybridep.experts.replicas import GradientReturn, ReplicaStore, StagedOperation, WeightGather
@@ -98,6 +99,14 @@ class LayerExperts:
     is_in_graph: bool = False  # a forward since the last shipment entered autograd with the replicas as they are
     return_in_flight: GradientReturn | None = None
     prefetched: tuple[ReturnHandle, tuple[Tensor, ...]] | None = None
+    seen: Versions | None = None  # owned parameters at the last shipment
+
+    @property
+    def owned(self) -> list[nn.Parameter]:
+        """Owned parameters that only the optimizer and loads may change; none under ZeRO-3, which moves them."""
+        if self.store.is_partitioned:
+            return []
+        return [parameter for expert in self.store.experts for parameter in expert.parameters()]
 
 
 class MigrationManager:
@@ -143,6 +152,12 @@ class MigrationManager:
         store.check_trainability()
         if self._are_replicas_stale and not is_in_backward():
             self.refresh(wait=False)
+        elif changed_outside(layer.owned, layer.seen):
+            # The other ranks do not know: a shipment that this one starts alone would never end.
+            raise VerificationError(
+                f"{store.layer}: parameters of this rank's experts were changed outside engine.step() and loading, so "
+                f"their replicas are old; call ds_hybridep.refresh(engine) on all ranks after such a change"
+            )
         self.progress()
         own = _trainable_parameters(store)
         layer.is_in_graph |= torch.is_grad_enabled()
@@ -446,6 +461,7 @@ class MigrationManager:
             layer.gather = WeightGather(layer.store, is_exact=is_exact, is_deferred=is_deferred)
             layer.weights.add(layer.gather)
             layer.is_in_graph = False
+            layer.seen = versions_of(layer.owned)
 
     def _drain_weights(self) -> None:
         for layer in self._layers:

@@ -53,12 +53,13 @@ class Adapter:
     scaling: float
 
 
-class AdaptedExperts(GroupedExperts):
+class AdaptedExperts(GroupedExperts):  # type: ignore[misc]  # DeepSpeed has no types
     """DeepSpeed's grouped experts, computed with base weights plus products of factors.
 
     For each key of `scalings` the factors are parameters [e, r, cols] and [e, rows, r] named after it.
     """
 
+    is_adapted = True
     scalings: dict[str, float]
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
@@ -71,7 +72,8 @@ class AdaptedExperts(GroupedExperts):
                 weights[name] = weights[name] + part
         adapted = copy.copy(self)
         adapted.__dict__["_parameters"] = weights
-        return GroupedExperts.forward(adapted, x, num_tokens_per_expert)
+        output: Tensor = GroupedExperts.forward(adapted, x, num_tokens_per_expert)
+        return output
 
 
 def factor_names(parameter: str) -> tuple[str, str]:
@@ -139,7 +141,7 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
             f"replaces a parameter; install it, or leave target_parameters out of the LoraConfig"
         )
     for name, adapters in taken.items():
-        layer = model.get_submodule(name)
+        layer: Any = model.get_submodule(name)
         if not getattr(type(layer), "_is_autoep_layer", False):
             raise UnsupportedError(
                 f"{name}: AutoEP did not take this layer, whose experts have adapters; with peft, "
@@ -187,15 +189,8 @@ def _check_layout(name: str, experts: nn.Module, adapter: Adapter, own: list[int
 # -- checkpoints: DeepSpeed's hold, of what a rank alone has, only w1, w2 and w3 ---------------------------------
 
 
-def adapted_layers(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those of AutoEP's layers whose experts have adapters."""
-    return {name: layer for name, layer in layers.items() if isinstance(layer.experts, AdaptedExperts)}
-
-
-def save(layers: Mapping[str, nn.Module], folder: Path) -> None:
+def save(layers: Mapping[str, Any], folder: Path) -> None:
     """Write the factors of the experts that this rank owns, once for all ranks that own the same."""
-    if not layers:
-        return
     first = next(iter(layers.values()))
     if groups._get_expert_data_parallel_rank(first.ep_group_name) != 0:
         return
@@ -213,14 +208,14 @@ def save(layers: Mapping[str, nn.Module], folder: Path) -> None:
     os.replace(unfinished, path)
 
 
-def load(layers: Mapping[str, nn.Module], folder: Path) -> None:
+def load(layers: Mapping[str, Any], folder: Path) -> None:
     """Read what `save` of all ranks wrote, with any number of experts on a rank.
 
     Raises:
         ConfigError: the factors of an expert are missing.
     """
     found: dict[tuple[str, str, int], Tensor] = {}
-    for path in sorted(folder.glob(FILES)) if layers else ():
+    for path in sorted(folder.glob(FILES)):
         for name, entry in torch.load(path, weights_only=True, map_location="cpu").items():
             for key, values in entry["factors"].items():
                 found |= {(name, key, expert): value for expert, value in zip(entry["experts"], values, strict=True)}
@@ -236,6 +231,6 @@ def load(layers: Mapping[str, nn.Module], folder: Path) -> None:
                 place.copy_(found[name, key, expert])
 
 
-def _factors_of(layer: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+def _factors_of(layer: Any) -> Iterable[tuple[str, nn.Parameter]]:
     names = {name for parameter in layer.experts.scalings for name in factor_names(parameter)}
     return [(name, parameter) for name, parameter in layer.experts.named_parameters() if name in names]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that DeepSpeed's AutoEP makes of Hugging Face MoE blocks, as hosts of the runtime.
+"""Layers that DeepSpeed's AutoEP makes of Hugging Face MoE blocks, and how the runtime takes part in them.
 
 AutoEP's router decides, and AutoEP's tail adds shared experts and router logits; in between, the routed experts run
 over expert domains, with the arithmetic of DeepSpeed's `GroupedExperts`, on its own weights and on those of replicas.
@@ -7,8 +7,8 @@ over expert domains, with the arithmetic of DeepSpeed's `GroupedExperts`, on its
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def check_transformers() -> None:
         )
 
 
-def spec_of(name: str, layer: nn.Module) -> LayerSpec:
+def spec_of(name: str, layer: Any) -> LayerSpec:
     """What the runtime must know of an AutoEP layer.
 
     Raises:
@@ -84,26 +84,18 @@ def call_grouped(experts: nn.Module, weights: dict[str, Tensor], rows: Tensor, c
         outputs = other.forward(padded, padded_counts)
     else:
         outputs = experts(padded, padded_counts)
-    return unpermute_by_local_expert(outputs, places, num_rows)
+    rows_in_order: Tensor = unpermute_by_local_expert(outputs, places, num_rows)
+    return rows_in_order
 
 
-def patch_class(layer_class: type[nn.Module]) -> None:
-    """Make AutoEP's layers ask each instance for its hybridep; without one nothing changes.  Idempotent."""
-    original: Callable[..., Any] = layer_class.forward
-    if getattr(original, "is_hybridep", False):
-        return
+def forward(original: Callable[..., Any], layer: Any, hidden_states: Tensor) -> Any:
+    """In the place of the layer's forward.
 
-    @wraps(original)
-    def forward(self: nn.Module, hidden_states: Tensor) -> Any:
-        hybrid = self.__dict__.get("_hybridep")
-        return original(self, hidden_states) if hybrid is None else _forward_layer(self, hybrid, hidden_states)
-
-    forward.is_hybridep = True  # type: ignore[attr-defined]
-    layer_class.forward = forward
-
-
-def _forward_layer(layer: nn.Module, hybrid: HybridMoE, hidden_states: Tensor) -> Any:
-    """AutoEP's router decides; the routed experts run over expert domains; AutoEP's tail does the rest."""
+    AutoEP's router decides; the routed experts run over expert domains; AutoEP's tail does the rest.
+    """
+    hybrid: HybridMoE | None = layer.__dict__.get("_hybridep")
+    if hybrid is None:
+        return original(layer, hidden_states)
     hidden = hidden_states.shape[-1]
     x = hidden_states.reshape(-1, hidden)
     topk_weights, topk_idx, rows_per_expert = layer.router(x, layer.expert_bias)
@@ -130,7 +122,12 @@ def _finalize_output(layer: nn.Module, output: Tensor, x: Tensor, hidden_states:
     return (output, logits) if layer.return_router_logits else output
 
 
-def _refuse_unsupported(name: str, layer: nn.Module) -> None:
+def adapted_layers(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those whose experts have adapters; see adapters.py, which needs modules that older DeepSpeeds do not have."""
+    return {name: layer for name, layer in layers.items() if getattr(layer.experts, "is_adapted", False)}
+
+
+def _refuse_unsupported(name: str, layer: Any) -> None:
     folding = layer.folding_group_handles
     backend = getattr(layer, "comm_backend", "comm")  # from DeepSpeed 0.19.7 on
     reasons = {

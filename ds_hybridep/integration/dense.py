@@ -2,16 +2,16 @@
 """Lets DeepSpeed's own sums of dense gradients and gathers of dense parameters travel level by level.
 
 DeepSpeed's code is not replaced: its scaling, data types and buckets stay as they are.  What changes is the process
-group that it calls torch with, on one engine and its optimizer; `remove` puts the old one back.
+group that it calls torch with, on one engine and its optimizer.
 """
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any
 
 from torch import Tensor
 
 from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.integration.patches import ENGINE, ZERO_OPTIMIZER, Patches
 from ds_hybridep.sync.collectives import LevelCollectives
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.job import group_ranks
@@ -52,65 +52,50 @@ def refuse_unsupported(engine: Any) -> None:
         )
 
 
-class DenseHooks:
-    """What was changed on one engine and its optimizer, and how to undo it.
+class DenseSync:
+    """Carries DeepSpeed's sums and gathers of dense parameters for one engine.
 
     Args:
         engine: its dense data-parallel group holds all ranks in order, see `refuse_unsupported`.
         collectives: carry sums and gathers.
         transport: makes the process group that stands in for DeepSpeed's, and forgets it when closed.
+        patches: undo what is changed.
     """
 
-    def __init__(self, engine: Any, collectives: LevelCollectives, transport: Transport) -> None:
+    def __init__(self, engine: Any, collectives: LevelCollectives, transport: Transport, patches: Patches) -> None:
         self._collectives = collectives
         self._original = engine.seq_data_parallel_group
         self._group = transport.stand_in(self._original, self._all_reduce, collectives.all_gather)
         self._slices: list[tuple[int, int]] | None = None
-        self._undo: list[Callable[[], None]] = []
-
-    def allreduce_bucket(self, original: Callable[..., Any], bucket: Any, dp_group: Any, *args: Any) -> Any:
-        """In the place of the engine's method (ZeRO 0)."""
-        return original(bucket, self._group if dp_group is self._original else dp_group, *args)
+        self._patches = patches
+        patches.keep("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", self._group.unregister)
+        patches.wrap(ENGINE, "allreduce_bucket", engine, self._allreduce_bucket)
 
     def watch(self, optimizer: Any) -> None:
         """Take over the groups of an optimizer that partitions its state (ZeRO 1 and 2); others have none."""
-        if self._undo or not hasattr(optimizer, "real_dp_process_group"):
+        groups = getattr(optimizer, "real_dp_process_group", None)
+        if groups is None or self._group in groups:
             return
-        before = optimizer.dp_process_group, optimizer.real_dp_process_group
-        optimizer.dp_process_group = self._group
-        optimizer.real_dp_process_group = [
-            self._group if group is self._original else group for group in optimizer.real_dp_process_group
-        ]
-
-        def put_back() -> None:
-            optimizer.dp_process_group, optimizer.real_dp_process_group = before
-
-        self._undo.append(put_back)
-        if hasattr(optimizer, "allreduce_and_copy_with_multiple_ranks"):
-            self._sum_for_owners_only(optimizer)
-
-    def remove(self) -> None:
-        """Give the optimizer its groups and its method back."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-
-    def _sum_for_owners_only(self, optimizer: Any) -> None:
-        """ZeRO sums whole buckets over all ranks, and each rank reads its partition of them: sum no more than that."""
+        replaced = [self._group if group is self._original else group for group in groups]
+        self._patches.put(ZERO_OPTIMIZER, "dp_process_group", optimizer, self._group)
+        self._patches.put(ZERO_OPTIMIZER, "real_dp_process_group", optimizer, replaced)
         name = "allreduce_and_copy_with_multiple_ranks"
-        original = getattr(optimizer, name)
+        if hasattr(optimizer, name):
+            self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, self._sum_for_owners_only)
 
-        @wraps(original)
-        def call(small_bucket: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("process_group") is self._group:
-                self._slices = _slices_of(small_bucket, kwargs.get("bucket_ranks"))
-            try:
-                return original(small_bucket, *args, **kwargs)
-            finally:
-                self._slices = None
+    def _allreduce_bucket(self, original: Callable[..., Any], bucket: Any, dp_group: Any, *args: Any) -> Any:
+        return original(bucket, self._group if dp_group is self._original else dp_group, *args)
 
-        optimizer.__dict__[name] = call
-        self._undo.append(lambda: optimizer.__dict__.pop(name, None))
+    def _sum_for_owners_only(
+        self, original: Callable[..., Any], bucket: Sequence[Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        """ZeRO sums whole buckets over all ranks, and each rank reads its partition of them: sum no more than that."""
+        if kwargs.get("process_group") is self._group:
+            self._slices = _slices_of(bucket, kwargs.get("bucket_ranks"))
+        try:
+            return original(bucket, *args, **kwargs)
+        finally:
+            self._slices = None
 
     def _all_reduce(self, tensor: Tensor) -> None:
         if self._slices is None:

@@ -116,6 +116,7 @@ class HybridRuntime:
                 (self.layers[layer.spec.name], layer.partition, layer.spec.hidden * layer.spec.sample.element_size())
                 for layer, _ in taken_over
             ],
+            counts_dense=self.dense is not None,
         )
 
     def _build_parts(

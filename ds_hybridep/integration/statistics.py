@@ -24,11 +24,19 @@ class Statistics:
     Args:
         transport: counts bytes, messages and exposed seconds.
         layers: with their partition and the bytes of one row (hidden size x element size).
+        counts_dense: False where DeepSpeed sends dense gradients itself: job records have None for kind "dense".
     """
 
-    def __init__(self, transport: Transport, layers: Sequence[tuple[HybridMoE, Partition, int]]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        layers: Sequence[tuple[HybridMoE, Partition, int]],
+        *,
+        counts_dense: bool = True,
+    ) -> None:
         self._transport = transport
         self._layers = list(layers)
+        self._counts_dense = counts_dense
         self.num_steps = 0
 
     def local(self) -> dict[str, Any]:
@@ -91,7 +99,7 @@ class Statistics:
     def _job_record(self, tables: Sequence[Tensor]) -> dict[str, Any]:
         stacked = torch.stack(list(tables))
         totals = iter(stacked.sum(0).tolist())
-        levels = [
+        levels: list[dict[str, Any]] = [
             {
                 "name": level.name,
                 "sent_bytes": {kind: int(next(totals)) for kind in KINDS},
@@ -99,7 +107,10 @@ class Statistics:
             }
             for level in self._transport.cluster.levels
         ]
-        exposed_s = {kind: next(totals) / len(tables) for kind in EXPOSED_KINDS}
+        exposed_s: dict[str, float | None] = {kind: next(totals) / len(tables) for kind in EXPOSED_KINDS}
+        if not self._counts_dense and not any(level["sent_bytes"]["dense"] for level in levels):
+            for counters in (exposed_s, *(level["sent_bytes"] for level in levels)):
+                counters["dense"] = None
         first_row = stacked.shape[1] - len(self._layers) * (1 + NUM_CODEC_SUMS)
         rows = stacked[:, first_row : first_row + len(self._layers)]
         imbalance = (rows.max(0).values / rows.mean(0).clamp_min(1e-30)).tolist()
@@ -139,12 +150,17 @@ def summarize(record: Mapping[str, Any]) -> str:
     steps = max(record["steps"], 1)
     parts = []
     for level in record["levels"]:
-        sent, plain = sum(level["sent_bytes"].values()), level["plain_ep_bytes"]
+        plain, dense = level["plain_ep_bytes"], level["sent_bytes"]["dense"] or 0
+        sent = sum(count or 0 for count in level["sent_bytes"].values())
         # Dense gradients and parameters travel under plain EP too, and are in no count of it.
-        share = f" ({(sent - level['sent_bytes']['dense']) / plain:.0%} of plain EP)" if plain else ""
+        share = f" ({(sent - dense) / plain:.0%} of plain EP)" if plain else ""
         parts.append(f"{level['name']} {sent / steps / 1e6:.2f} MB{share}")
-    waited_s = sum(record["exposed_s"].values()) / steps
-    return f"hybridep after {record['steps']} steps, per step: sent over {', '.join(parts)}; waited {waited_s:.3f} s"
+    waited_s = sum(seconds or 0.0 for seconds in record["exposed_s"].values()) / steps
+    uncounted = " (dense not counted: DeepSpeed sends it)" if record["exposed_s"]["dense"] is None else ""
+    return (
+        f"hybridep after {record['steps']} steps, per step: sent over {', '.join(parts)}{uncounted}; "
+        f"waited {waited_s:.3f} s"
+    )
 
 
 def monitor_events(record: Mapping[str, Any], num_samples: int) -> list[tuple[str, float, int]]:
@@ -154,8 +170,10 @@ def monitor_events(record: Mapping[str, Any], num_samples: int) -> list[tuple[st
         (f"HybridEP/{level['name']}/{kind}_MB_per_step", level["sent_bytes"][kind] / steps / 1e6, num_samples)
         for level in record["levels"]
         for kind in KINDS
+        if level["sent_bytes"][kind] is not None
     ]
-    events += [(f"HybridEP/exposed_s/{kind}", value, num_samples) for kind, value in record["exposed_s"].items()]
+    exposed_s = {kind: value for kind, value in record["exposed_s"].items() if value is not None}
+    events += [(f"HybridEP/exposed_s/{kind}", value, num_samples) for kind, value in exposed_s.items()]
     events += [(f"HybridEP/imbalance/{layer['name']}", layer["imbalance"], num_samples) for layer in record["layers"]]
     return events
 

@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward of one MoE layer over expert domains: the table of contents of this package."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_hybridep.experts.checkpoint_guard import refuse_checkpoints
 from ds_hybridep.experts.layer_spec import call_expert
 from ds_hybridep.experts.migration import MigrationManager, is_in_backward
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.tokens.dispatch import combine, dispatch, permute_to_experts, weigh_rows, weighted_sum
 from ds_hybridep.tokens.exchange import Exchange
 from ds_hybridep.transport.channels import profiler_range
+
+_computing = threading.local()
+
+
+def computing_layer() -> str | None:
+    """The layer whose experts run in this thread now with weights of replicas in autograd; None for no layer."""
+    name: str | None = getattr(_computing, "layer", None)
+    return name
 
 
 @dataclass
@@ -102,18 +110,23 @@ class HybridMoE:
             counts = [splits[first : first + per_module] for first in range(0, len(splits), per_module)]
             chunks = expert_rows.split([sum(count) for count in counts])
             outputs = []
-            with self._checked_experts():
+            with self._computing_experts():
                 for slot in range(self.num_slots):
                     for module_idx, module in enumerate(self.experts):
                         weights = replicas[slot][module_idx] if replicas is not None else {}
                         outputs.append(self.call(module, weights, chunks[len(outputs)], counts[len(outputs)]))
             return weighted_sum(torch.cat(outputs), row_weights, plan, self.kernels)
 
-    def _checked_experts(self) -> AbstractContextManager[None]:
-        """Where weights of replicas enter autograd: refuse experts that checkpoint inside themselves."""
-        if self.migration is None or not torch.is_grad_enabled():
-            return nullcontext()
-        return refuse_checkpoints(self.name)
+    @contextmanager
+    def _computing_experts(self) -> Iterator[None]:
+        """Mark this thread where weights of replicas enter autograd; see `computing_layer`."""
+        outer = computing_layer()
+        if self.migration is not None and torch.is_grad_enabled():
+            _computing.layer = self.name
+        try:
+            yield
+        finally:
+            _computing.layer = outer
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """A copied or pickled layer is a plain DeepSpeed layer: channels and replicas belong to this one alone."""

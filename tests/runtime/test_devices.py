@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.replicas import Encoding, GradientReturn, ReplicaStore, WeightGather, gather_levels
-from ds_hybridep.integration import engine
+from ds_hybridep.integration import supported
 from ds_hybridep.kernels import RoutePlan, load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
@@ -216,8 +216,8 @@ def test_nccl_that_cannot_be_had_is_refused(device: str, reason: str) -> None:
 
 def test_other_devices_are_refused_and_gpus_are_warned_of() -> None:
     def refuse(device: str, job: str) -> None:
-        with mock.patch.object(engine, "backend_name", return_value=job):
-            engine._refuse_devices([mock.Mock(sample=mock.Mock(device=torch.device(device)))])
+        with mock.patch.object(supported, "backend_name", return_value=job):
+            supported.refuse_devices([mock.Mock(sample=mock.Mock(device=torch.device(device)))])
 
     for device, job in (("xpu", "xccl"), ("cuda", "mpi"), ("cpu", "mpi")):
         with pytest.raises(
@@ -225,8 +225,8 @@ def test_other_devices_are_refused_and_gpus_are_warned_of() -> None:
         ):
             refuse(device, job)
     refuse("cpu", "gloo")
-    engine._warn_of_gpus.cache_clear()
-    with mock.patch.object(engine, "log_dist") as log:
+    supported._warn_once.cache_clear()
+    with mock.patch.object(supported, "log_dist") as log:
         for job in ("gloo", "nccl"):
             refuse("cuda", job)
     ((message,), _) = log.call_args

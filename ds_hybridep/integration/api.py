@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions, and how an engine with the block attaches itself.
+
+DeepSpeed's modules are not replaced.  All that is changed on an engine stands in the table of patches.py, and `detach`
+takes exactly that back.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deepspeed.utils import log_dist
+from torch import nn
+
+from ds_hybridep.adaptive.planner import JobPlanner
+from ds_hybridep.config import HybridEPConfig, parse_config
+from ds_hybridep.errors import ConfigError
+from ds_hybridep.experts.replicas import no_scale
+from ds_hybridep.integration import autoep, facts, supported
+from ds_hybridep.integration.attachment import Attachment
+from ds_hybridep.integration.runtime import prepare_runtime
+from ds_hybridep.transport.agreement import announcing_failure
+from ds_hybridep.transport.job import is_initialized, world_size
+from ds_hybridep.transport.trace import record_trace
+
+BLOCK = "hybridep"
+
+
+def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfig | None = None) -> None:
+    """Take over the MoE layers; all ranks must call.  Not needed where ds_config has a "hybridep" block.
+
+    With `"enabled": false` in the block nothing happens, and `stats` and `detach` say that nothing is attached.
+
+    Args:
+        engine_or_model: a DeepSpeed engine; or a model whose MoE layers have their expert-parallel groups, trained
+            without an engine: then every backward returns gradients, and `refresh` must follow every optimizer step.
+        config: the block's content; by default that of the engine's ds_config.
+
+    Raises:
+        ConfigError, PlanError: the block is wrong or does not fit the model.
+        UnsupportedError: a version or feature of DeepSpeed that was not tested with hybridep is in use.
+        AgreementError: ranks differ, or one failed or did not come.
+    """
+    engine: Any = engine_or_model
+    if "_hybridep_attachment" in engine.__dict__:
+        raise ConfigError("hybridep is attached to this engine already; call ds_hybridep.detach(engine) first")
+    is_engine = hasattr(engine, "_take_model_step")
+    with announcing_failure():
+        supported.check_version()
+        checked = _checked_config(engine, config)
+        if not checked.enabled:
+            return
+        layers = facts.find_layers(engine.module if is_engine else engine)
+        _refuse_combination(engine, checked, layers, is_engine=is_engine)
+        specs = [facts.spec_of(name, layer) for name, layer in layers.items()]
+        supported.refuse_devices(specs)
+    planner, start = None, checked
+    if checked.is_planned:
+        planner = JobPlanner(checked, specs, facts.facts_of(engine, layers))
+        log_dist(planner.describe(), ranks=[0])
+        start = planner.start_config
+    prepare = partial(
+        prepare_runtime,
+        specs=specs,
+        is_boundary=facts.boundary_of(engine) if is_engine else lambda: True,
+        master_of=facts.master_of,
+        loss_scale=partial(facts.loss_scale_of, engine) if is_engine else no_scale,
+    )
+    attachment = Attachment(engine, prepare, start, layers, planner, is_engine=is_engine)
+    log_dist(attachment.runtime.describe(), ranks=[0])
+    engine.__dict__["_hybridep_attachment"] = attachment
+    attachment.bind()
+    if getattr(engine, "micro_steps", 0) > 0:
+        attachment.ship_partitioned()
+
+
+def detach(engine: nn.Module) -> None:
+    """Give the MoE layers back to DeepSpeed, as they were before `attach`; all ranks must call.
+
+    Raises:
+        GradientNotReturnedError: in the middle of a gradient accumulation.
+    """
+    attachment = _attachment_of(engine)
+    attachment.runtime.finish()
+    migration = attachment.runtime.migration
+    if migration is not None and (norm := migration.undelivered_norm):
+        log_dist(f"hybridep: detached with gradients of norm {norm:.3g} that codecs had kept back", ranks=[-1])
+    attachment.unbind()
+
+
+def stats(engine: nn.Module) -> dict[str, Any]:
+    """Counters since attach: bytes and messages per level, direction and kind, exposed seconds, rows per layer.
+
+    Returns:
+        This rank's counters; under "job" those of all ranks together as of the last report, on rank 0 (None
+        elsewhere and before the first report): sent bytes, bytes that plain EP would have sent, imbalance per layer.
+        Seconds of kind "dense" are None where DeepSpeed sends those itself.
+        "replica_bytes": held now for replicas and their gradients.
+        Under "planning" the plan of a job that is planned while it runs (None elsewhere), as in `report_file`.
+    """
+    attachment = _attachment_of(engine)
+    record = attachment.runtime.statistics.local()
+    for layer, codecs in zip(record["layers"], attachment.runtime.statistics.codecs(), strict=True):
+        layer["codecs"] = codecs
+    planning = None if attachment.planner is None else attachment.planner.record(attachment.runtime)
+    migration = attachment.runtime.migration
+    return {
+        **record,
+        "replica_bytes": 0 if migration is None else migration.replica_bytes,
+        "job": attachment.last_report,
+        "planning": planning,
+    }
+
+
+def refresh(engine: nn.Module) -> None:
+    """Ship all experts' weights again and wait for them; all ranks must call.
+
+    Needed after parameters were changed by anything else than `engine.step()` and checkpoint loading.
+    """
+    _attachment_of(engine).runtime.refresh()
+
+
+def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> None:
+    """Go on with other settings: domain sizes, codecs, token exchange, dense synchronisation; all ranks must call.
+
+    Nothing is lost: optimizer and parameters stay where they are, and what lossy codecs had kept back of gradients
+    goes to the owners of the experts. Levels must be those of before. Where something is planned ("auto"), planning
+    goes on from here; `config` itself must say all sizes and codecs.
+
+    Args:
+        engine: between two optimizer steps.
+        config: the content of a "hybridep" block.
+
+    Raises:
+        ConfigError, PlanError, UnsupportedError: the block is wrong, leaves something "auto", or does not fit.
+        GradientNotReturnedError: in the middle of a gradient accumulation.
+        AgreementError: ranks differ, or one failed; the settings of before stay.
+    """
+    attachment = _attachment_of(engine)
+    with announcing_failure():
+        checked = _checked_config(engine, config)
+        if checked.is_planned or not checked.enabled:
+            raise ConfigError(
+                'replan takes settings that are enabled and say all sizes and codecs, without "auto"; to plan, detach '
+                "and attach again"
+            )
+        if [level.size for level in checked.levels] != [level.size for level in attachment.runtime.config.levels]:
+            raise ConfigError("replan takes the same levels as before, slowest first; only their settings may differ")
+        _refuse_combination(engine, checked, attachment.layers, is_engine=attachment.is_engine)
+    attachment.switch(checked, "by hand")
+
+
+def trace(engine: nn.Module, path: str | Path) -> AbstractContextManager[None]:
+    """Context manager: profile the steps inside and write a Chrome/Perfetto trace of this rank to `path`.
+
+    Ranges of the runtime are named `hybridep::...`; transfers of weights and gradients are rows of their own.
+    """
+    return record_trace(_attachment_of(engine).runtime.transport, path)
+
+
+def configure_distributed_model(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
+    """In the place of the engine's method where ds_config has the block; called by the import hook."""
+    original(engine, *args, **kwargs)
+    attach(engine)
+
+
+def configure_expert_parallel(
+    original: Callable[..., Any], engine: Any, model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """The same: adapters of experts are put aside while AutoEP makes its layers."""
+    settings = getattr(engine._config, "expert_parallel_config", None)
+    if settings is None or not settings.enabled:
+        return original(engine, model, *args, **kwargs)
+    from ds_hybridep.integration import adapters  # needs modules that older versions of DeepSpeed do not have
+
+    autoep.check_transformers()  # before AutoEP fails on it with an error of its own
+    taken = adapters.take_off(model)
+    sources = original(engine, model, *args, **kwargs)
+    adapters.put_on(model, taken, sources)
+    return sources
+
+
+def _attachment_of(engine: nn.Module) -> Attachment:
+    attachment: Attachment | None = engine.__dict__.get("_hybridep_attachment")
+    if attachment is None:
+        raise ConfigError(
+            'hybridep is not attached to this engine: add a "hybridep" block to its ds_config, or call '
+            "ds_hybridep.attach(engine, config); pass the object that deepspeed.initialize returned first"
+        )
+    return attachment
+
+
+def _checked_config(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None) -> HybridEPConfig:
+    if not is_initialized():
+        raise ConfigError("hybridep needs the job's process group: call deepspeed.init_distributed() before attach")
+    block: Any = config
+    if isinstance(block, HybridEPConfig):
+        return block
+    if block is None:
+        ds_config = getattr(getattr(engine, "_config", None), "_param_dict", {})
+        if BLOCK not in ds_config:
+            raise ConfigError('ds_config has no "hybridep" block: add one, or pass it to ds_hybridep.attach')
+        block = ds_config[BLOCK]
+    ds_config_path = getattr(engine, "config", None)
+    base_dir = Path(ds_config_path).parent if isinstance(ds_config_path, str) else Path(".")
+    return parse_config(block, world_size=world_size(), base_dir=base_dir)
+
+
+def _refuse_combination(
+    engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.Module], *, is_engine: bool
+) -> None:
+    if is_engine:
+        supported.refuse_engine(engine, config, layers)
+    else:
+        supported.refuse_without_engine(config)

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is changed on one engine (or model) while it is attached: around its step, gradients, checkpoints and end."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deepspeed.utils import log_dist
+from torch import nn
+
+from ds_hybridep.adaptive.planner import JobPlanner
+from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.errors import AgreementError, UnsupportedError
+from ds_hybridep.experts.migration import MigrationManager, is_in_backward
+from ds_hybridep.integration import autoep, checkpoint_guard, checkpoints, classic
+from ds_hybridep.integration.dense import DenseSync
+from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LAYER, ZERO_OPTIMIZER, Patches
+from ds_hybridep.integration.runtime import HybridRuntime
+from ds_hybridep.integration.statistics import monitor_events, summarize
+from ds_hybridep.integration.supported import check_optimizer
+from ds_hybridep.transport.agreement import agree, announcing_failure
+from ds_hybridep.transport.job import own_rank
+
+_attached: list["Attachment"] = []
+
+
+class Attachment:
+    """Connects one engine to its runtime.
+
+    Args:
+        engine: or model.
+        prepare: checks given settings and returns what makes their runtime; all ranks must call.
+        config: to begin with.
+        layers: by module name.
+        planner: chooses other settings while the job runs; None where all are given.
+        is_engine: False for a model without an engine.
+
+    Raises:
+        AgreementError: a rank could not make its runtime.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        prepare: Callable[[HybridEPConfig], Callable[[], HybridRuntime]],
+        config: HybridEPConfig,
+        layers: Mapping[str, Any],
+        planner: JobPlanner | None,
+        *,
+        is_engine: bool,
+    ) -> None:
+        self.engine = engine
+        self.layers = dict(layers)
+        self.planner = planner
+        self.is_engine = is_engine
+        self.last_report: dict[str, Any] | None = None
+        self._prepare = prepare
+        self._patches, self._plan_patches = Patches(), Patches()
+        self._dense: DenseSync | None = None
+        self._optimizer: Any = None
+        self.runtime = _build_together(prepare(config), config.timeout_s)
+
+    # -- begin and end ----------------------------------------------------------------------------------------------
+
+    def bind(self) -> None:
+        """Connect engine and layers to the runtime."""
+        _attached.append(self)
+        patches = self._patches
+        checkpoint_guard.install(patches)
+        for layer in self.layers.values():
+            is_classic = not autoep.is_autoep_layer(layer)
+            patches.share(
+                *((MOE_LAYER, "forward", classic.forward) if is_classic else (AUTOEP_LAYER, "forward", autoep.forward))
+            )
+        for layer, watch in zip(
+            self.layers.values(), () if self.planner is None else self.planner.watches, strict=False
+        ):
+            patches.keep(MODULE, "forward_pre_hook", layer.register_forward_pre_hook(watch).remove)
+        if self.is_engine:
+            for method, replacement in (
+                ("_configure_optimizer", self._configure_optimizer),
+                ("_take_model_step", self._take_model_step),
+                ("zero_grad", partial(self._zero_grad, by_optimizer=False)),
+                ("save_checkpoint", partial(checkpoints.save, self)),
+                ("load_checkpoint", partial(checkpoints.load, self)),
+                ("destroy", self._destroy),
+                ("compile", partial(_refuse, "compile")),
+                ("coalesce_grad_reduction", partial(_refuse, "coalesce_grad_reduction")),
+            ):
+                patches.wrap(ENGINE, method, self.engine, replacement)
+            patches.share(MODULE, "zero_grad", _zero_grad_of_module)
+            notice = self.engine.module.register_forward_pre_hook(_noticing(self))
+            patches.keep(MODULE, "forward_pre_hook", notice.remove)
+        self._bind_runtime()
+
+    def _bind_runtime(self) -> None:
+        """What another plan binds anew."""
+        patches = self._plan_patches
+        if self.planner is not None:
+            self.planner.begin_plan(self.runtime)
+        for name, hybrid in self.runtime.layers.items():
+            patches.put(MODULE, "_hybridep", self.layers[name], hybrid)
+        if self.runtime.migration is not None:
+            modules = [module for layer in self.layers.values() for module in layer.experts.modules()]
+            hook = _refill_after_load(self.runtime.migration, modules)
+            for module in modules:
+                handle = module.register_load_state_dict_post_hook(hook)
+                patches.keep(MODULE, "load_state_dict_post_hook", handle.remove)
+        if self.runtime.dense is not None:
+            self._dense = DenseSync(self.engine, self.runtime.dense, self.runtime.transport, patches)
+        self._watch_optimizer()
+
+    def unbind(self) -> None:
+        """Undo everything; parameters, optimizer and module tree were never changed.  Waits for nothing."""
+        _attached.remove(self)
+        del self.engine.__dict__["_hybridep_attachment"]
+        self._plan_patches.undo()
+        self._patches.undo()
+        if self.planner is not None:
+            self.planner.close()
+        self.runtime.close()
+
+    def switch(self, config: HybridEPConfig, reason: str) -> None:
+        """Go on with other settings, between two optimizer steps; all ranks must call.
+
+        Raises:
+            AgreementError: a rank refuses the settings or cannot make their runtime; all go on with those of before.
+        """
+        earlier = self.runtime
+        with announcing_failure():
+            earlier.finish()
+        runtime = _build_together(self._prepare(config), config.timeout_s)
+        undelivered = earlier.hand_over()
+        self._plan_patches.undo()
+        self.runtime, self._dense = runtime, None
+        runtime.follow(earlier, undelivered)
+        earlier.close()
+        self._bind_runtime()
+        self.ship_partitioned()
+        if self.planner is not None:
+            self.planner.follow(config, runtime, reason)
+        log_dist(runtime.describe(), ranks=[0])
+
+    def _destroy(self, original: Callable[..., Any]) -> None:
+        # Also called while an exception is on its way, so nothing is waited for.
+        self.unbind()
+        original()
+
+    def ship_partitioned(self) -> None:
+        """Under ZeRO-3 ship weights now: in a forward it fetches ahead what it knows to come next."""
+        if self.is_engine and self.engine.zero_optimization_stage() == 3 and self.runtime.migration is not None:
+            self.runtime.migration.refresh_stale()
+
+    # -- the optimizer and its step ---------------------------------------------------------------------------------
+
+    def _configure_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self._watch_optimizer()
+
+    def _watch_optimizer(self) -> None:
+        """DeepSpeed makes the optimizer after we attach."""
+        optimizer = getattr(self.engine, "optimizer", None) if self.is_engine else None
+        if not hasattr(optimizer, "zero_grad"):
+            return
+        if self._optimizer is None:
+            check_optimizer(self.engine)
+            replacement = partial(self._zero_grad, by_optimizer=True)
+            self._patches.wrap(ZERO_OPTIMIZER, "zero_grad", optimizer, replacement)
+            self._optimizer = optimizer
+        if self._dense is not None:
+            self._dense.watch(self._optimizer)
+
+    def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._watch_optimizer()
+        self.runtime.before_step()
+        try:
+            chosen = self.planner.before_step(self.runtime) if self.planner is not None else None
+            original(*args, **kwargs)
+        except BaseException:
+            self.runtime.abandon_step()
+            raise
+        report = self.runtime.after_step(was_applied=self.engine._step_applied, ships=chosen is None)
+        if self.planner is not None:
+            self.planner.after_step()
+        if report is not None:
+            self._publish(report)
+        if chosen is not None and self.planner is not None:
+            reason = self.planner.reason
+            self.switch(chosen, reason)
+            label = self.planner.current.label
+            log_dist(f"hybridep after step {self.engine.global_steps}: {label}, {reason}", ranks=[0])
+
+    def _publish(self, report: dict[str, Any]) -> None:
+        """Log, monitor and file; on rank 0."""
+        if self.planner is not None:
+            report["planning"] = self.planner.record(self.runtime)
+        self.last_report = report
+        log_dist(summarize(report), ranks=[0])
+        monitor = getattr(self.engine, "monitor", None)
+        if monitor is not None and monitor.enabled:
+            monitor.write_events(monitor_events(report, self.engine.global_samples))
+        if self.runtime.config.report_file is not None:
+            checkpoints.write_json(Path(self.runtime.config.report_file), report)
+
+    # -- gradients that are forgotten -------------------------------------------------------------------------------
+
+    def _zero_grad(self, original: Callable[..., Any], *args: Any, by_optimizer: bool, **kwargs: Any) -> Any:
+        if not self._keeps_reduced and (by_optimizer or not self._has_accumulator):
+            self.clear_gradients()
+        return original(*args, **kwargs)
+
+    @property
+    def _keeps_reduced(self) -> bool:
+        """ZeRO-2 keeps what it has reduced, whoever calls zero_grad."""
+        return bool(getattr(self.engine.optimizer, "partition_gradients", False))
+
+    @property
+    def _has_accumulator(self) -> bool:
+        """Gradients are not in `.grad` between micro-steps: only the optimizer's zero_grad clears them."""
+        optimizer = self.engine.optimizer
+        return (
+            self.engine.zero_optimization_stage() == 3
+            or hasattr(optimizer, "clear_hp_grads")
+            or bool(getattr(optimizer, "use_grad_accum_attribute", False))
+        )
+
+    def clear_gradients(self) -> None:
+        """Forget what replicas hold of gradients that their owners forget."""
+        # ZeRO 1 has copied what was returned, and its step applies that whoever calls zero_grad.  After a step the
+        # table has an entry for each group still: None.
+        averaged = getattr(self.engine.optimizer, "averaged_gradients", None) or {}
+        self.runtime.clear_gradients(drops_returned=all(gradients is None for gradients in averaged.values()))
+
+    def owned_in_grad(self) -> list[nn.Parameter]:
+        """Trainable parameters of owned experts, where their gradients are in `.grad` until the step; else empty."""
+        if self._keeps_reduced or self._has_accumulator:
+            return []
+        return [p for layer in self.layers.values() for p in layer.experts.parameters() if p.requires_grad]
+
+
+def _zero_grad_of_module(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """In the place of `torch.nn.Module.zero_grad`, for modules that hold all experts of an attached engine."""
+    original(module, *args, **kwargs)
+    cleared = {id(parameter) for parameter in module.parameters()} if _attached else set()
+    for attachment in _attached:
+        owned = attachment.owned_in_grad() if attachment.is_engine else []
+        if owned and all(id(parameter) in cleared for parameter in owned):
+            attachment.clear_gradients()
+
+
+def _noticing(attachment: Attachment) -> Callable[..., None]:
+    """Hook before the model's forward: owners without gradients have no sums of replicas either.
+
+    A function and no method: a deep copy of the model carries it along, and must not copy the attachment.
+    """
+
+    def notice(_module: nn.Module, _inputs: Any) -> None:
+        if attachment.runtime.migration is None or is_in_backward():
+            return
+        owned = attachment.owned_in_grad()
+        if owned and all(parameter.grad is None for parameter in owned):
+            attachment.clear_gradients()
+
+    return notice
+
+
+def _refill_after_load(migration: MigrationManager, modules: list[nn.Module]) -> Callable[..., None]:
+    """Hook for modules whose parameters were loaded, on all ranks: the next forward ships them."""
+
+    def after_load(module: nn.Module, _incompatible_keys: Any) -> None:
+        # A deep copy of a module carries this function along, and may be loaded on one rank only.
+        if any(module is own for own in modules):
+            migration.mark_weights_changed()
+
+    return after_load
+
+
+def _refuse(method: str, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Any:
+    raise UnsupportedError(
+        f"engine.{method}() does not work together with hybridep yet; leave it out, or set "
+        f'"hybridep": {{"enabled": false}}'
+    )
+
+
+def _build_together(build: Callable[[], HybridRuntime], timeout_s: float) -> HybridRuntime:
+    """What `build` makes, once every rank has made its own; all ranks must call.
+
+    Raises:
+        AgreementError: on all ranks, where one of them has failed.
+    """
+    runtime = None
+    try:
+        with announcing_failure():
+            runtime = build()
+        agree({"runtime": "built"}, timeout_s)
+    except AgreementError:
+        if runtime is not None:
+            runtime.close()
+        raise
+    except Exception as error:  # out of memory or anything else: all ranks hear of it in one form
+        raise AgreementError(f"rank {own_rank()} cannot start: {type(error).__name__}: {error}") from error
+    return runtime

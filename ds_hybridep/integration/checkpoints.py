@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving and loading beside DeepSpeed's own checkpoints: states of codecs, adapters of experts, the plan."""
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.utils import log_dist
+
+from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.integration.autoep import adapted_layers
+from ds_hybridep.transport.agreement import agree, announcing_failure
+
+if TYPE_CHECKING:
+    from ds_hybridep.integration.attachment import Attachment
+
+PLAN_FILE = "hybridep_plan.json"
+
+
+def save(
+    attachment: "Attachment", original: Callable[..., Any], save_dir: str, tag: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """In the place of `engine.save_checkpoint`."""
+    engine, planner = attachment.engine, attachment.planner
+    tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
+    folder = Path(save_dir) / tag
+    # First: DeepSpeed's own last acts are a barrier and the file that names the newest checkpoint.
+    attachment.runtime.save_codecs(folder, engine.global_steps)
+    if adapted := adapted_layers(attachment.layers):
+        from ds_hybridep.integration import adapters
+
+        adapters.save(adapted, folder)
+    if planner is not None and attachment.runtime.transport.rank == 0:
+        write_json(folder / PLAN_FILE, planner.record(attachment.runtime))
+    return original(save_dir, tag, *args, **kwargs)
+
+
+def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In the place of `engine.load_checkpoint`.
+
+    Raises:
+        AgreementError: another rank failed, or found no checkpoint where this one did.
+    """
+    engine = attachment.engine
+    with announcing_failure():
+        call = inspect.signature(original).bind(*args, **kwargs)
+        call.apply_defaults()
+        loaded = _load_weights(attachment, original, call)
+    # Here all ranks hear of one that failed, whatever each has to load next.
+    agree({"is a checkpoint found": loaded[0] is not None}, attachment.runtime.config.timeout_s)
+    if loaded[0] is None or not call.arguments["load_optimizer_states"] or call.arguments["load_module_only"]:
+        attachment.runtime.forget_codecs()
+    else:
+        folder, planner = Path(loaded[0]).parent, attachment.planner
+        recalled = planner.recall(folder / PLAN_FILE) if planner is not None else None
+        if recalled is not None:
+            log_dist("hybridep: goes on with the plan of the checkpoint", ranks=[0])
+            attachment.runtime.forget_gradients()  # they are of the run that is left, and nothing is handed over
+            attachment.switch(recalled, "the plan of the checkpoint")
+        lost = attachment.runtime.load_codecs(folder, engine.global_steps)
+        if lost:
+            log_dist(f"hybridep: {lost}", ranks=[0])
+    attachment.ship_partitioned()
+    return loaded
+
+
+def _load_weights(attachment: "Attachment", original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+    engine, adapted = attachment.engine, adapted_layers(attachment.layers)
+    if adapted and engine.load_universal_checkpoint():
+        raise UnsupportedError(
+            "checkpoint.load_universal is set, but universal checkpoints hold no adapters of experts; load "
+            "the checkpoint that was converted"
+        )
+    loaded = original(*call.args, **call.kwargs)
+    if loaded[0] is not None and adapted:
+        from ds_hybridep.integration import adapters
+
+        adapters.load(adapted, Path(loaded[0]).parent)
+        if call.arguments["load_module_only"] and hasattr(engine.optimizer, "refresh_fp32_params"):
+            engine.optimizer.refresh_fp32_params()  # DeepSpeed has, from what the factors were before
+    return loaded
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write or replace a file as a whole; one that cannot be written is told of and does not stop the training."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(path.suffix + ".partial")
+        unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        log_dist(f"hybridep: {path} is not written: {error}", ranks=[-1])

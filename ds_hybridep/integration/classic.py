@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's classic MoE layers: what the runtime must know of one, and its forward."""
+
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.moe.sharded_moe import MOELayer
+from torch import Tensor
+
+from ds_hybridep.errors import ConfigError, UnsupportedError
+from ds_hybridep.experts.layer_spec import LayerSpec
+from ds_hybridep.tokens.layer import HybridMoE
+from ds_hybridep.transport.job import group_ranks
+
+
+def spec_of(name: str, layer: MOELayer) -> LayerSpec:
+    """What the runtime must know of a layer.
+
+    Raises:
+        ConfigError: the layer has no expert-parallel group yet.
+        UnsupportedError: the layer uses Tutel.
+    """
+    if layer.use_tutel:
+        raise UnsupportedError(f"{name}: Tutel does not work with hybridep; build MoE with use_tutel=False")
+    if layer.ep_group is None:
+        raise ConfigError(
+            f"{name}: the layer has no expert-parallel group yet; attach after deepspeed.initialize, or call its "
+            f"set_deepspeed_parallelism() first"
+        )
+    num_experts, hidden = layer.gate.wg.weight.shape
+    return LayerSpec(
+        name=name,
+        group=layer.ep_group_name,
+        group_ranks=group_ranks(layer.ep_group),
+        num_experts=num_experts,
+        top_k=layer.gate.k,
+        hidden=hidden,
+        experts=tuple(layer.experts.deepspeed_experts),
+    )
+
+
+def forward(original: Callable[..., Tensor], layer: MOELayer, *inputs: Tensor, **kwargs: Any) -> Tensor:
+    """In the place of `MOELayer.forward`.  DeepSpeed's gate decides; the routed experts run over expert domains."""
+    hybrid: HybridMoE | None = layer.__dict__.get("_hybridep")
+    if hybrid is None:
+        return original(layer, *inputs, **kwargs)
+    hidden_states, used_token = inputs
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    layer.l_aux, capacity, _, topk_idx, _, topk_weights, layer.exp_counts = layer.gate(x, used_token, True, False)
+    # Each of plain EP's exchanges carries C rows for each expert.
+    hybrid.count_plain_ep(capacity * hybrid.num_local)
+    output = hybrid.forward(x, topk_idx.t().contiguous(), topk_weights.t().float().contiguous())
+    return output.reshape(hidden_states.shape)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of everything that this package changes in foreign code, and how a change is made and undone.
+
+    TABLE      what may be changed, and why; nothing else may be
+    Patches    what one attachment has changed; `undo` takes it back, last change first
+
+Rows with `until` "detach" change one engine, its optimizer or its layers.  Rows with "last detach" change a class that
+all engines of the process share: they are there while anything is attached.  Rows with "exit" are made by the import
+hook (`_autoload`), leave an engine without the block as it was, and stay.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import Any, Literal
+
+ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+ZERO_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+MOE_LAYER = "deepspeed.moe.sharded_moe:MOELayer"
+AUTOEP_LAYER = "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer"
+MODULE = "torch.nn:Module"
+TORCH_CHECKPOINTING = "torch.utils.checkpoint"
+DEEPSPEED_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One row.
+
+    Attributes:
+        owner: "module:Class" whose attribute it is; changed on one instance where `until` is "detach".
+        attribute: a method, unless the name says otherwise.
+        why: what the replacement is for.
+        until: when it is undone.
+        parameters: of the method that the replacement relies on.
+        is_method: False for what instances get only when they are made.
+    """
+
+    owner: str
+    attribute: str
+    why: str
+    until: Literal["detach", "last detach", "exit"] = "detach"
+    parameters: tuple[str, ...] = ()
+    is_method: bool = True
+
+
+TABLE = (
+    Patch(ENGINE, "_configure_distributed_model", "an engine with the block attaches itself", "exit", ("model",)),
+    Patch(ENGINE, "_configure_expert_parallel", "peft's wrappers go before AutoEP looks", "exit", ("model",)),
+    Patch(ENGINE, "__init__", "refuse the block where the two rows above do not fit", "exit", ("config_class",)),
+    Patch(ENGINE, "_configure_optimizer", "the optimizer's own rows are changed as soon as it is there"),
+    Patch(ENGINE, "_take_model_step", "weights are shipped after each step, gradients must be back before it"),
+    Patch(ENGINE, "allreduce_bucket", "dense sums of ZeRO 0 go level by level", parameters=("bucket", "dp_group")),
+    Patch(ENGINE, "zero_grad", "sums of replicas are forgotten with the owners' gradients"),
+    Patch(ENGINE, "save_checkpoint", "the state of codecs, adapters and plan is saved too", parameters=("tag",)),
+    Patch(
+        ENGINE, "load_checkpoint", "and loaded; then weights are shipped",
+        parameters=("load_optimizer_states", "load_module_only"),
+    ),  # fmt: skip
+    Patch(ENGINE, "destroy", "connections and threads end with the engine"),
+    Patch(ENGINE, "compile", "refused: hooks of autograd were never tested under it"),
+    Patch(ENGINE, "coalesce_grad_reduction", "refused: gradients of replicas would come too late"),
+    Patch(ZERO_OPTIMIZER, "zero_grad", "sums of replicas are forgotten with the owners' gradients"),
+    Patch(ZERO_OPTIMIZER, "dp_process_group", "dense sums of ZeRO 1 and 2 go level by level", is_method=False),
+    Patch(ZERO_OPTIMIZER, "real_dp_process_group", "gathers of ZeRO 1 and 2 go level by level", is_method=False),
+    Patch(
+        ZERO_OPTIMIZER, "allreduce_and_copy_with_multiple_ranks", "a sum goes to its owner only",
+        parameters=("process_group", "bucket_ranks"),
+    ),  # fmt: skip
+    Patch(MODULE, "zero_grad", "the model's own zero_grad forgets sums of replicas too", "last detach"),
+    Patch(MODULE, "forward_pre_hook", "notices gradients set to None; counts tokens for plans", is_method=False),
+    Patch(MODULE, "load_state_dict_post_hook", "weights that were loaded are shipped", is_method=False),
+    Patch(MODULE, "_hybridep", "what a MoE layer's forward below looks for", is_method=False),
+    Patch(MOE_LAYER, "forward", "routed experts run over expert domains", "last detach"),
+    Patch(AUTOEP_LAYER, "forward", "routed experts run over expert domains", "last detach", ("hidden_states",)),
+    Patch("torch.autograd.graph:saved_tensors_hooks", "__enter__", "see checkpoint_guard", "last detach"),
+    Patch(f"{TORCH_CHECKPOINTING}:CheckpointFunction", "apply", "see checkpoint_guard", "last detach"),
+    Patch(f"{DEEPSPEED_CHECKPOINTING}:CheckpointFunction", "apply", "see checkpoint_guard", "last detach"),
+    Patch(
+        "torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks",
+        "torch looks up backend and ranks of the group that stands in for the data-parallel one", is_method=False,
+    ),  # fmt: skip
+)  # fmt: skip
+_ROWS = {(row.owner, row.attribute): row for row in TABLE}
+_shared: dict[tuple[str, str], tuple[int, Callable[[], None]]] = {}  # users, undo
+
+
+class Patches:
+    """What one attachment has changed."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def wrap(self, owner: str, attribute: str, instance: Any, replacement: Callable[..., Any]) -> None:
+        """Call `replacement(original, ...)` in place of a method of one instance."""
+        self.keep(owner, attribute, _wrap(instance, attribute, replacement))
+
+    def put(self, owner: str, attribute: str, instance: Any, value: Any) -> None:
+        """Give an attribute of one instance another value."""
+        before = vars(instance).get(attribute, _ABSENT)
+        setattr(instance, attribute, value)
+        self.keep(owner, attribute, lambda: _restore(instance, attribute, before))
+
+    def share(self, owner: str, attribute: str, replacement: Callable[..., Any]) -> None:
+        """Call `replacement(original, ...)` in place of a method of a class, until the last attachment is undone."""
+        key = owner, attribute
+        users, undo = _shared.get(key) or (0, _wrap(find(owner), attribute, replacement))
+        _shared[key] = users + 1, undo
+        self.keep(owner, attribute, lambda: _give_up(key))
+
+    def keep(self, owner: str, attribute: str, undo: Callable[[], None]) -> None:
+        """Note a change that was made already, with what takes it back."""
+        assert (owner, attribute) in _ROWS, f"{owner}.{attribute} has no row in the table"
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Take everything back, last change first."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def find(owner: str) -> Any:
+    """The class of a row."""
+    module, name = owner.split(":")
+    return getattr(import_module(module), name)
+
+
+def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
+    """What rows rely on and the installed DeepSpeed or torch does not have."""
+    missing = []
+    for row in rows:
+        method = None
+        try:
+            method = getattr(find(row.owner), row.attribute) if row.is_method else find(row.owner)
+        except (ImportError, AttributeError):
+            if row.owner != AUTOEP_LAYER:  # needed by models that have such layers, and found there
+                missing.append(f"{row.owner}.{row.attribute}")
+        if row.parameters and method is not None:
+            known = inspect.signature(method).parameters
+            missing += [f"{row.owner}.{row.attribute}({name}=)" for name in row.parameters if name not in known]
+    return missing
+
+
+def _wrap(owner: Any, attribute: str, replacement: Callable[..., Any]) -> Callable[[], None]:
+    """Put a call of `replacement` in place of a method.  Returns what puts the method back."""
+    original, before = getattr(owner, attribute), vars(owner).get(attribute, _ABSENT)
+    is_on = True
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs) if is_on else original(*args, **kwargs)
+
+    def undo() -> None:
+        nonlocal is_on
+        is_on = False
+        if vars(owner).get(attribute) is call:  # else the user's own wrapper, which keeps calling what it wraps
+            _restore(owner, attribute, before)
+
+    setattr(owner, attribute, call)
+    return undo
+
+
+def _restore(owner: Any, attribute: str, before: Any) -> None:
+    if before is _ABSENT:
+        delattr(owner, attribute)
+    else:
+        setattr(owner, attribute, before)
+
+
+def _give_up(key: tuple[str, str]) -> None:
+    users, undo = _shared.pop(key)
+    if users > 1:
+        _shared[key] = users - 1, undo
+    else:
+        undo()

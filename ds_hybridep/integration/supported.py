@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What hybridep was tested with.  Whatever else a job turns on is refused, with its name and the way out."""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import groups, log_dist
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+from torch import nn
+
+from ds_hybridep.config import AUTO, IDENTITY, HybridEPConfig
+from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.experts.layer_spec import LayerSpec
+from ds_hybridep.integration import dense
+from ds_hybridep.integration.autoep import adapted_layers, is_autoep_layer
+from ds_hybridep.integration.patches import misfits
+from ds_hybridep.transport.job import backend_name
+
+TESTED_VERSIONS = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
+
+# Sections and switches of a ds_config.  The first were trained with; the others do not change what is computed.
+TESTED_SECTIONS = frozenset({
+    "activation_checkpointing", "bf16", "checkpoint", "data_types", "expert_parallel", "fp16", "hybridep",
+    "managed_gradient_accumulation", "optimizer", "prescale_gradients", "scheduler", "tensor_parallel",
+    "use_data_before_expert_parallelism", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+})  # fmt: skip
+OBSERVING_SECTIONS = frozenset({
+    "aio", "comet", "comms_logger", "csv_monitor", "dataloader_drop_last", "disable_python_gc", "dump_state",
+    "flops_profiler", "memory_breakdown", "monitor_config", "tensorboard", "timers", "wall_clock_breakdown", "wandb",
+})  # fmt: skip
+# Of "zero_optimization"; all others must have their default values.
+TESTED_ZERO = frozenset({
+    "stage", "allgather_bucket_size", "contiguous_gradients", "gather_16bit_weights_on_model_save", "leaf_module",
+    "log_trace_cache_warnings", "max_live_parameters", "max_reuse_distance", "model_persistence_threshold",
+    "module_granularity_threshold", "overlap_comm", "param_persistence_threshold", "prefetch_bucket_size",
+    "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "sub_group_size",
+    "use_multi_rank_bucket_allreduce",
+})  # fmt: skip
+TESTED_WRAPPERS = (
+    "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "FP16_Optimizer",
+    "FP16_UnfusedOptimizer",
+)  # fmt: skip
+TESTED_OPTIMIZERS = ("AdamW", "SGD")  # torch's; others that treat each element alone should do as well
+_OFF = 'turn it off, or set "hybridep": {"enabled": false}'
+
+
+def check_version(version: str = deepspeed.__version__) -> None:
+    """Raise UnsupportedError for a DeepSpeed that is too old, or that is untested and differs where we change it."""
+    tested = f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}"
+    if _numbers(version) < _numbers(TESTED_VERSIONS[0]):
+        raise UnsupportedError(
+            f"DeepSpeed {version} is too old for hybridep, which was tested with {tested}; install one of these"
+        )
+    if version.split("+")[0] in TESTED_VERSIONS:
+        return
+    missing = misfits()
+    if missing:
+        raise UnsupportedError(
+            f"DeepSpeed {version} has no {missing[0]}, which hybridep relies on; install one of the versions that "
+            f'were tested, {tested}, or set "hybridep": {{"enabled": false}}'
+        )
+    _warn_once(f"DeepSpeed {version} was not tested; hybridep was with {tested}, and what it relies on is there")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+@cache  # once in a process
+def _warn_once(message: str) -> None:
+    log_dist(f"hybridep: {message}", ranks=[0], level=logging.WARNING)
+
+
+def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.Module]) -> None:
+    """Raise UnsupportedError for features of DeepSpeed, or settings of the block, that were not tested together."""
+    stage = engine.zero_optimization_stage()
+    optimizer = engine.optimizer_name() or ""
+    is_classic = any(not is_autoep_layer(layer) for layer in layers.values())
+    in_use = {
+        **{name: True for name in untested_settings(engine._config._param_dict, engine._config.zero_config)},
+        "pipeline parallelism (PipelineModule)": engine.pipeline_parallelism,
+        "tensor parallelism": bwc_tensor_model_parallel_world_size(groups.mpu) > 1 or engine.autotp_size() > 1,
+        "sequence parallelism": groups._get_sequence_parallel_world_size() > 1,
+        f"the 1-bit optimizer {optimizer}": optimizer.lower() in ("onebitadam", "onebitlamb", "zerooneadam"),
+        "ZeRO stage 3 with native MoE layers": stage == 3 and is_classic,
+    }
+    for feature, is_used in in_use.items():
+        if is_used:
+            raise UnsupportedError(f'{feature} was not tested together with the "hybridep" block; {_OFF}')
+    if stage == 2 and adapted_layers(layers):
+        raise UnsupportedError(
+            "adapters of experts do not work with ZeRO stage 2 (zero_optimization.stage), whose checkpoints hold "
+            "frozen parameters as rank 0 has them, experts too; use stage 0 or 1"
+        )
+    if stage == 3:
+        _refuse_partitioned(engine, config, layers)
+    if config.dense_sync not in ("deepspeed", AUTO):  # what is planned is not chosen where it cannot be done
+        dense.refuse_unsupported(engine)
+
+
+def untested_settings(ds_config: Mapping[str, Any], zero: Any) -> list[str]:
+    """Key paths of features that are on and on no list above."""
+    found = []
+    for name, value in ds_config.items():
+        is_on = value.get("enabled", bool(value)) if isinstance(value, Mapping) else value is True
+        if is_on and name not in TESTED_SECTIONS | OBSERVING_SECTIONS:
+            found.append(name)
+    if ds_config.get("gradient_allreduce_op", "mean") != "mean":
+        found.append("gradient_allreduce_op")
+    for name, about in type(zero).model_fields.items():
+        default = about.get_default(call_default_factory=True)
+        value = getattr(zero, name, default)  # deprecated ones are gone: they were turned into others
+        is_off = getattr(value, "device", None) == "none"  # of an offload section
+        if name not in TESTED_ZERO and not is_off and value != default:
+            found.append(f"zero_optimization.{about.alias or name}")
+    return found
+
+
+def _refuse_partitioned(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.Module]) -> None:
+    """Raise UnsupportedError for settings that do not go together with ZeRO stage 3."""
+    if config.is_planned:
+        raise UnsupportedError(
+            'a hybridep setting is "auto", but plans are not made for ZeRO stage 3, whose gathers of parameters they '
+            "do not count; write sizes and codecs, or use stage 0, 1 or 2"
+        )
+    if config.replicas == "transient":
+        raise UnsupportedError(
+            'hybridep.replicas is "transient", but under ZeRO stage 3 copies of owned experts are computed with too; '
+            'set it to "persistent", or use stage 0, 1 or 2'
+        )
+    leaves = [name for name, module in engine.module.named_modules() if getattr(module, "_z3_leaf", False)]
+    inside = [leaf for leaf in leaves for name in layers if f"{name}.experts".startswith(f"{leaf}." if leaf else "")]
+    if inside or engine._config.zero_config.module_granularity_threshold:
+        raise UnsupportedError(
+            f"zero_optimization.leaf_module makes one piece of {inside[:1] or 'modules'} under ZeRO stage 3, but "
+            f"gradients of experts come back after their module's backward; leave MoE layers out of it, and "
+            f"stage3_module_granularity_threshold at 0"
+        )
+
+
+def refuse_without_engine(config: HybridEPConfig) -> None:
+    """Raise UnsupportedError for settings that need a DeepSpeed engine."""
+    if config.is_planned:
+        raise UnsupportedError(
+            'a hybridep setting is "auto", but without a DeepSpeed engine nobody knows the steps to plan for; attach '
+            "to the engine that deepspeed.initialize returns, or write sizes and codecs"
+        )
+    for index, level in enumerate(config.levels):  # weights travel in `refresh`, which ships them as they are
+        if level.domain_size != 1 and level.weight_codec != IDENTITY:
+            raise UnsupportedError(
+                f'hybridep.levels[{index}].weight_codec is "{level.weight_codec.type}", but without a DeepSpeed '
+                f'engine weights are shipped by refresh(), exactly; attach to an engine, or set it to "identity"'
+            )
+    if config.dense_sync != "deepspeed":
+        raise UnsupportedError(
+            f'hybridep.dense_sync is "{config.dense_sync}", but without a DeepSpeed engine nobody synchronises dense '
+            f'gradients; attach to the engine that deepspeed.initialize returns, or leave it at "deepspeed"'
+        )
+
+
+def check_optimizer(engine: Any) -> None:
+    """Raise UnsupportedError for an untested wrapper of DeepSpeed's; say once that an optimizer was not tested."""
+    wrapper, basic = type(engine.optimizer), type(getattr(engine, "basic_optimizer", None))
+    if wrapper.__module__.startswith("deepspeed.runtime.") and wrapper.__name__ not in TESTED_WRAPPERS:
+        raise UnsupportedError(f'{wrapper.__name__} was not tested together with the "hybridep" block; {_OFF}')
+    if issubclass(basic, torch.optim.Optimizer) and basic.__name__ not in TESTED_OPTIMIZERS:
+        _warn_once(
+            f"the optimizer {basic.__name__} was not tested, only {' and '.join(TESTED_OPTIMIZERS)} were; one that "
+            f"treats each element of a parameter alone should do as well"
+        )
+
+
+def refuse_devices(specs: Sequence[LayerSpec]) -> None:
+    """Raise UnsupportedError for what the transport does not carry."""
+    devices, backend = sorted({spec.sample.device.type for spec in specs}), backend_name()
+    if devices == ["cuda"] and ("gloo" in backend or "nccl" in backend):
+        _warn_once(
+            "training on GPUs was written without one: it has been checked on CPUs only and never run on a GPU "
+            "by its authors; compare a few steps with the block disabled before you rely on it (docs/kernels.md)"
+        )
+    elif devices != ["cpu"] or "gloo" not in backend:
+        raise UnsupportedError(
+            f"hybridep moves a CPU's tensors over gloo, and a CUDA device's over gloo or NCCL; the model is on "
+            f"{devices} and the job's backend is {backend!r}: train on one of these devices over one of its backends, "
+            f'or set "hybridep": {{"enabled": false}}'
+        )

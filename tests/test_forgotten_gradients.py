@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that somebody forgets, and parameters that somebody changes, behind the engine's back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parity import Case
+from process_pool import ProcessPool
+from test_engine import Engine, _batch, block_of, close_to, engine_of, error_of, evaluate, moe_layers, train, world2
+from test_lossy import TOP_K, block_with, residuals_of
+from torch import nn
+
+import ds_hybridep
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+def set_to_none(engine: Engine) -> None:
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+
+
+WAYS: dict[str, Callable[[Engine], None]] = {
+    "module.zero_grad()": lambda engine: engine.module.zero_grad(),
+    "module.zero_grad(set_to_none=False)": lambda engine: engine.module.zero_grad(set_to_none=False),
+    "zero_grad of a wrapper": lambda engine: nn.Sequential(engine.module).zero_grad(),
+    "grad = None": set_to_none,
+    "not at all": lambda engine: None,
+}
+
+
+def forget_between_micro_steps(case: Case, way: str) -> dict[bool, tuple[list[float], float]]:
+    """By `with_block`: losses, and the sum of the experts' parameters, where gradients of each first are forgotten."""
+    found = {}
+    for with_block in (False, True):
+        with engine_of(case, with_block=with_block) as engine:
+            losses = []
+            for step in range(3):
+                for micro_step in range(case.accumulation):
+                    loss = engine(*_batch(case, step, micro_step))
+                    losses.append(loss.item())
+                    engine.backward(loss)
+                    engine.step()
+                    if micro_step == 0:
+                        WAYS[way](engine)
+            experts = [p for layer in moe_layers(engine.module) for p in layer.experts.parameters()]
+            found[with_block] = losses, sum(float(p.double().sum()) for p in experts)
+    return found
+
+
+def drop_after_a_step(case: Case) -> dict[str, bool]:
+    """Residuals before a backward whose gradients are dropped, and after it, with a step before both."""
+    settings = {"hybridep": block_with(case, [("identity", TOP_K)]), "managed_gradient_accumulation": False}
+    with engine_of(case, with_block=True, **settings) as engine:
+        train(engine, case, 0, 2)
+        before = residuals_of(engine)
+        engine.backward(engine(*_batch(case, 7)))
+        returned = residuals_of(engine)
+        engine.zero_grad()
+        after = residuals_of(engine)
+        return {
+            "are there": any(bool(residual.any()) for residual in before),
+            "changed by the backward": not all(map(torch.equal, before, returned)),
+            "as before": all(map(torch.equal, before, after)),
+        }
+
+
+def swap_for_evaluation(case: Case, how: str) -> dict[str, Any]:
+    """Errors of evaluating with other weights, unsaid and after `refresh`."""
+    with engine_of(case, with_block=True) as engine:
+        train(engine, case, 0, 2)
+        for layer in moe_layers(engine.module)[1:]:
+            for parameter in layer.experts.parameters():
+                if how == "written":
+                    with torch.no_grad():
+                        parameter.mul_(0.5)
+                else:
+                    parameter.data = parameter.data * 0.5
+        found = {"unsaid": error_of(evaluate, engine.module, case)}
+        ds_hybridep.refresh(engine)
+        found["refreshed"] = error_of(evaluate, engine.module, case)
+        found["trained on"] = error_of(train, engine, case, 2, 2)
+        return found
+
+
+def forget_to_refresh(case: Case) -> list[tuple[str, str]]:
+    """Errors of two forwards of a bare model, before an optimizer step that nobody tells of, and after it."""
+    with engine_of(case, with_block=False) as engine:
+        model = engine.module
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        ds_hybridep.attach(model, block_of(case))
+        found = [error_of(model, *_batch(case, 0))]
+        model(*_batch(case, 0)).backward()
+        optimizer.step()
+        found.append(error_of(model, *_batch(case, 1)))
+        ds_hybridep.detach(model)
+        return found
+
+
+# -- the tests --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_forgotten_between_micro_steps_are_forgotten_by_replicas_too(
+    pool2: ProcessPool, way: str, zero_stage: int
+) -> None:
+    case = world2(zero_stage=zero_stage, accumulation=2, optimizer="sgd")
+    for found in pool2.run(forget_between_micro_steps, case=case, way=way):
+        (plain_losses, plain_sum), (losses, parameter_sum) = found[False], found[True]
+        assert losses == close_to(plain_losses)
+        assert parameter_sum == pytest.approx(plain_sum, rel=1e-6)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_residuals_of_dropped_gradients_come_back_after_a_step_too(pool2: ProcessPool, zero_stage: int) -> None:
+    for found in pool2.run(drop_after_a_step, case=world2(zero_stage=zero_stage)):
+        assert found == {"are there": True, "changed by the backward": True, "as before": True}
+
+
+def test_residuals_stay_spent_where_zero_2_keeps_what_it_has_reduced(pool2: ProcessPool) -> None:
+    for found in pool2.run(drop_after_a_step, case=world2(zero_stage=2)):
+        assert found == {"are there": True, "changed by the backward": True, "as before": False}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("how", ["written", "replaced"])
+def test_weights_swapped_for_an_evaluation_are_noticed(pool2: ProcessPool, how: str, zero_stage: int) -> None:
+    for found in pool2.run(swap_for_evaluation, case=world2(zero_stage=zero_stage), how=how):
+        kind, message = found["unsaid"]
+        assert kind == "VerificationError"
+        assert "blocks.1.moe.deepspeed_moe: parameters of this rank's experts were changed outside" in message
+        assert "ds_hybridep.refresh(engine) on all ranks" in message
+        assert found["refreshed"] == found["trained on"] == ("", "")
+
+
+def test_a_forgotten_refresh_of_a_bare_model_is_noticed(pool2: ProcessPool) -> None:
+    for first, second in pool2.run(forget_to_refresh, case=world2()):
+        assert first == ("", "")
+        assert second[0] == "VerificationError"
+        assert "blocks.0.moe.deepspeed_moe" in second[1]
