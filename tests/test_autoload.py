@@ -191,7 +191,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 print(DeepSpeedEngine._configure_distributed_model.__code__.co_filename)
 """
     result = run_program(program)
-    assert result.stdout.split()[-1] == str(REPOSITORY / "ds_hybridep" / "integration" / "engine.py")
+    assert result.stdout.split()[-1] == str(REPOSITORY / "ds_hybridep" / "_autoload.py")
     assert "not active" not in result.stderr
 
 

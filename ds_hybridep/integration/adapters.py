@@ -137,7 +137,7 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
     """
     if taken and sources is None:
         raise UnsupportedError(
-            f"{next(iter(taken))}: adapters of experts need DeepSpeed 0.19.7 or newer, whose optimizers take over what "
+            f"{next(iter(taken))}: adapters of experts need DeepSpeed 0.19.7 or newer, which gives its optimizer what "
             f"replaces a parameter; install it, or leave target_parameters out of the LoraConfig"
         )
     for name, adapters in taken.items():
@@ -165,7 +165,7 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
                     sources.discarded.add(id(old))
 
 
-def _experts_of(layer: nn.Module) -> list[int]:
+def _experts_of(layer: Any) -> list[int]:
     """The experts that this rank owns, in the order in which its weights hold them."""
     descriptor = getattr(layer, "expert_placement_descriptor", None)
     if descriptor is None:  # DeepSpeed before 0.19.8: in the order of ranks

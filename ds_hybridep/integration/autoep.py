@@ -107,7 +107,7 @@ def forward(original: Callable[..., Any], layer: Any, hidden_states: Tensor) -> 
     return finalize(output.reshape(hidden_states.shape), x, hidden_states, hidden)
 
 
-def _finalize_output(layer: nn.Module, output: Tensor, x: Tensor, hidden_states: Tensor, hidden: int) -> Any:
+def _finalize_output(layer: Any, output: Tensor, x: Tensor, hidden_states: Tensor, hidden: int) -> Any:
     """What DeepSpeed before 0.19.7 has inside `forward`: shared experts and router logits."""
     if layer.moe_output_shape == "flat":
         output = output.reshape(-1, hidden)
