@@ -2,7 +2,7 @@
 """Which versions of DeepSpeed and Python ds_hybridep works with: the tests marked `core` in an environment for each.
 
     python tests/versions.py                   all of them; writes docs/versions.md
-    python tests/versions.py --quick           the oldest and the newest DeepSpeed on one Python; prints the table
+    python tests/versions.py --quick           the newest and the oldest DeepSpeed on one Python; prints the table
     python tests/versions.py --only 0.19.6     this DeepSpeed, as often as the option is given; prints the table
 
 Each Python has one virtual environment in .cache/versions, whose DeepSpeed is replaced before each run; kernels are
@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER = REPOSITORY / ".cache" / "versions"
 TABLE = REPOSITORY / "docs" / "versions.md"
 
-DEEPSPEED = ("0.19.3", "0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
+DEEPSPEED = ("0.19.8", "0.19.7", "0.19.6", "0.19.5", "0.19.4")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 INSTALL_LIMIT_S, TEST_LIMIT_S = 900, 1200
 
@@ -87,10 +87,10 @@ class Row:
 
 
 def main() -> int:
-    """Exit status 1 where a test failed in any environment."""
+    """Exit status 1 where a test did not pass in any environment, or there was none."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", action="append", metavar="VERSION", help="this DeepSpeed; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="the oldest and the newest DeepSpeed, on one Python")
+    parser.add_argument("--quick", action="store_true", help="the newest and the oldest DeepSpeed, on one Python")
     parser.add_argument("--python", action="append", metavar="X.Y", help="this Python; may be repeated")
     parser.add_argument("--torch", default="torch==2.13.0", help="what to tell pip")
     args = parser.parse_args()
@@ -118,7 +118,7 @@ def main() -> int:
     print(f"\n{text}")
     if not (args.only or args.quick or args.python):
         TABLE.write_text(text, encoding="utf-8")
-    return any(test.result == "failed" for row in rows for test in row.tests) or not rows
+    return not rows or any(test.result in ("failed", "refused") for row in rows for test in row.tests)
 
 
 # -- environments -----------------------------------------------------------------------------------------------
@@ -205,9 +205,9 @@ def result_of(case: ElementTree.Element) -> Test:
 
 
 def cause_of(text: str) -> str:
-    """The first error in a traceback that is not only about the processes in which others happened."""
+    """The first error in a traceback that does not only say that there were others."""
     errors = re.findall(r"^E?\s*((?:\w+\.)*\w*(?:Error|Exception|Warning)\b.*)", text, re.MULTILINE)
-    own = [error for error in errors if not error.startswith(("process_pool.RemoteError", "AssertionError: "))]
+    own = [error for error in errors if not re.search(r"RemoteError|\d+ of \d+ cases failed", error)]
     return (own or errors or [text.strip()])[0].strip()[:300]
 
 
@@ -225,7 +225,8 @@ def render(rows: Sequence[Row], notes: Sequence[str], torch: str) -> str:
         "",
         f"Made by `make test-versions` on {datetime.date.today()} with torch {torch} on {platform.machine()}.",
         "Each row is one run of the tests marked `core`: trainings and checkpoints with the block and without it must",
-        'agree. "refused" is a message in place of a training.',
+        'agree. "refused" is a message in place of a training. Older versions are refused: up to 0.19.3 the gate of a MoE',
+        "layer gives masks of [tokens, experts, capacity] instead of routes.",
         "",
         table_line(["DeepSpeed", "Python", *COLUMNS]),
         table_line(["---"] * (2 + len(COLUMNS))),
