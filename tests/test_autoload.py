@@ -16,45 +16,50 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 ENGINE_SOURCE = """
 class DeepSpeedEngine:
     def __init__(self, args, model, config=None, config_class=None):
+        self._config = config_class or Config(config or {})
+        self.sources = self._configure_expert_parallel(model)
+        self._configure_distributed_model(model)
+
+    def _configure_distributed_model(self, model):
         self.model = model
+
+    def _configure_expert_parallel(self, model):
+        return f"sources of {model}"
 
 class Config:
     def __init__(self, params):
         self._param_dict = params
 """
+OTHER_ENGINE_SOURCE = ENGINE_SOURCE.replace("_configure_expert_parallel", "_configure_autoep")
 
-GOOD_PATCH = """
+INTEGRATION = """
 calls = []
-def patch_deepspeed_engine(module):
-    calls.append(module)
-    plain_init = module.DeepSpeedEngine.__init__
-    def __init__(self, *args, **kwargs):
-        self.is_patched = True
-        plain_init(self, *args, **kwargs)
-    module.DeepSpeedEngine.__init__ = __init__
-"""
-
-BAD_PATCH = """
-def patch_deepspeed_engine(module):
-    raise LookupError("MOELayer has moved")
+def configure_distributed_model(original, engine, *args):
+    calls.append(("model", *args))
+    original(engine, *args)
+def configure_expert_parallel(original, engine, *args):
+    calls.append(("experts", *args))
+    return original(engine, *args)
 """
 
 
 @pytest.fixture
 def run(tmp_path):
-    """run(code, patch=...): stdout and stderr of `code`, with made-up deepspeed and integration.engine."""
+    """run(code, source=...): stdout and stderr of `code`, with a made-up deepspeed and integration.api."""
     engine_path = tmp_path / "deepspeed" / "runtime" / "engine.py"
     engine_path.parent.mkdir(parents=True)
-    engine_path.write_text(ENGINE_SOURCE)
     (tmp_path / "deepspeed" / "__init__.py").write_text("")
     (tmp_path / "deepspeed" / "runtime" / "__init__.py").write_text("")
 
-    def run_code(code, *, patch=GOOD_PATCH):
+    def run_code(code, *, source=ENGINE_SOURCE):
+        engine_path.write_text(source)
         prologue = f"""
             import sys, types
-            engine = types.ModuleType("ds_hybridep.integration.engine")
-            exec({patch!r}, engine.__dict__)
-            sys.modules["ds_hybridep.integration.engine"] = engine
+            api = types.ModuleType("ds_hybridep.integration.api")
+            exec({INTEGRATION!r}, api.__dict__)
+            integration = types.ModuleType("ds_hybridep.integration")
+            integration.api = api
+            sys.modules |= {{"ds_hybridep.integration": integration, "ds_hybridep.integration.api": api}}
             from ds_hybridep import _autoload
             """
         program = textwrap.dedent(prologue) + textwrap.dedent(code)
@@ -88,14 +93,18 @@ print(*{name.split(".")[0] for name in set(sys.modules) - before})
     assert set(run_program(program).stdout.split()) <= {"ds_hybridep", *sys.stdlib_module_names}
 
 
-def test_engine_is_patched_when_it_is_imported(run):
-    code = """
-    _autoload.install()
-    import deepspeed.runtime.engine as module
-    assert engine.calls == [module]
-    assert module.DeepSpeedEngine(None, "model").is_patched
-    """
-    assert run(code).stderr == ""
+JOINS = """
+for params in ({}, {"hybridep": None}, {"hybridep": {"enabled": False}}):
+    assert module.DeepSpeedEngine(None, "model", params).sources == "sources of model"
+assert api.calls == []
+engine = module.DeepSpeedEngine(None, "model", {"hybridep": {}})
+assert (engine.model, engine.sources) == ("model", "sources of model")
+assert api.calls == [("experts", "model"), ("model", "model")]
+"""
+
+
+def test_an_engine_with_the_block_joins(run):
+    assert run("_autoload.install()\nimport deepspeed.runtime.engine as module" + JOINS).stderr == ""
 
 
 def test_module_keeps_its_own_loader(run):
@@ -108,25 +117,18 @@ def test_module_keeps_its_own_loader(run):
         assert type(loader) is importlib.machinery.SourceFileLoader
     assert "class DeepSpeedEngine" in inspect.getsource(module)
     importlib.reload(module)
-    assert engine.calls == [module, module]
+    module.DeepSpeedEngine(None, "model", {"hybridep": {}})
+    assert len(api.calls) == 2
     """
     run(code)
 
 
-def test_engine_imported_before_install_is_patched_at_its_first_use(run):
-    code = """
-    import deepspeed.runtime.engine as module
-    _autoload.install()
-    assert engine.calls == []
-    assert module.DeepSpeedEngine(None, "first").is_patched
-    assert module.DeepSpeedEngine(None, "second").is_patched
-    assert engine.calls == [module]
-    """
-    run(code)
+def test_an_engine_class_imported_before_install_joins_too(run):
+    assert run("import deepspeed.runtime.engine as module\n_autoload.install()" + JOINS).stderr == ""
 
 
 @pytest.mark.parametrize("first", ["_autoload.install()", "import deepspeed.runtime.engine"])
-def test_failed_patch_is_logged_once_and_refuses_only_configs_with_the_block(run, first):
+def test_an_engine_that_does_not_fit_is_told_of_once_and_refused_only_with_the_block(run, first):
     code = f"""
     {first}
     _autoload.install()
@@ -139,25 +141,15 @@ def test_failed_patch_is_logged_once_and_refuses_only_configs_with_the_block(run
             try:
                 DeepSpeedEngine(*arguments)
             except RuntimeError as error:
-                assert "LookupError: MOELayer has moved" in str(error)
+                assert "DeepSpeedEngine has no _configure_expert_parallel" in str(error)
                 assert '"hybridep"' in str(error)
-                assert isinstance(error.__cause__, LookupError)
+                assert isinstance(error.__cause__, AttributeError)
             else:
                 raise AssertionError(params)
     """
-    stderr = run(code, patch=BAD_PATCH).stderr
+    stderr = run(code, source=OTHER_ENGINE_SOURCE).stderr
     assert stderr.count("not active") == 1
-    assert "MOELayer has moved" in stderr
-
-
-def test_failing_import_of_our_own_engine_counts_as_a_failed_patch(run):
-    code = """
-    sys.modules["ds_hybridep.integration.engine"] = None  # importing it raises ImportError
-    _autoload.install()
-    from deepspeed.runtime.engine import Config, DeepSpeedEngine
-    DeepSpeedEngine(None, "model")
-    """
-    assert "ds_hybridep.integration.engine" in run(code).stderr
+    assert "DeepSpeedEngine has no _configure_expert_parallel" in stderr
 
 
 def test_install_never_raises(run):
@@ -182,17 +174,40 @@ def test_missing_deepspeed_is_the_usual_error(run):
 
 
 @pytest.mark.core
-def test_real_engine_is_patched_without_a_word():
+def test_a_process_without_the_block_loads_nothing_but_the_hook():
     program = """
-import torch
+import sys, torch
 from ds_hybridep._autoload import install
 install()  # also where the package was not installed, and torch did not call it
+import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 print(DeepSpeedEngine._configure_distributed_model.__code__.co_filename)
+print(*sorted(name for name in sys.modules if name.split(".")[0] == "ds_hybridep"))
 """
     result = run_program(program)
-    assert result.stdout.split()[-1] == str(REPOSITORY / "ds_hybridep" / "_autoload.py")
+    *_, path, modules = result.stdout.splitlines()
+    assert path == str(REPOSITORY / "ds_hybridep" / "_autoload.py")
+    assert modules.split() == ["ds_hybridep", "ds_hybridep._autoload", "ds_hybridep.version"]
     assert "not active" not in result.stderr
+
+
+def test_classic_moe_works_where_modules_of_autoep_are_missing():
+    """They are new in patch releases; DeepSpeed itself has imported what it has before they go."""
+    program = """
+import sys, torch, deepspeed
+from deepspeed.moe.layer import MoE
+for name in ("checkpoint.autoep_affine", "moe.ep_experts", "module_inject.auto_ep_layer", "module_inject.auto_ep"):
+    sys.modules[f"deepspeed.{name}"] = None  # importing it raises ImportError
+import ds_hybridep
+deepspeed.init_distributed("gloo", verbose=False, auto_mpi_discovery=False, rank=0, world_size=1,
+                           init_method="tcp://localhost:0")
+layer = MoE(8, torch.nn.Linear(8, 8), num_experts=2, k=1)
+layer.set_deepspeed_parallelism()
+ds_hybridep.attach(layer, {"levels": [{"name": "all", "size": 1, "domain_size": 1}]})
+layer(torch.randn(4, 8))[0].sum().backward()
+print(ds_hybridep.stats(layer)["layers"][0]["calls"])
+"""
+    assert run_program(program).stdout.split()[-1] == "1"
 
 
 @pytest.mark.core

@@ -175,7 +175,10 @@ def stats_after_two_steps(case: Case) -> dict[str, Any]:
 
 
 def change_by_hand(case: Case, ranks: tuple[int, ...], layer: int, *, refreshes: bool) -> tuple[str, list[float]]:
-    """Error of a step after `ranks` changed their experts of `layer`, and the losses of all steps."""
+    """Error of a step after `ranks` changed their experts of `layer`, and the losses of all steps.
+
+    Changed through `.data`, which torch does not count as a change of the parameter.
+    """
     with engine_of(case, with_block=True, hybridep={"verify_interval": 1}) as engine:
         losses = train(engine, case, 0, 2)
         _shift_experts(engine, ranks, layer)
@@ -199,7 +202,7 @@ def _shift_experts(engine: Engine, ranks: tuple[int, ...], layer: int) -> None:
     if dist.get_rank() in ranks:
         with torch.no_grad():
             for parameter in moe_layers(engine.module)[layer].experts.parameters():
-                parameter.add_(0.5)
+                parameter.data.add_(0.5)
 
 
 def untouched(case: Case) -> dict[str, Any]:
@@ -280,6 +283,22 @@ def train_without_engine(case: Case, *, with_block: bool) -> list[float]:
     if with_block:
         ds_hybridep.detach(model)
     return losses
+
+
+def step_with_more_arguments(case: Case) -> list[Any]:
+    """What DeepSpeed's own step gets where it is given eigenvalues too."""
+    with engine_of(case, with_block=False) as engine:
+        plain, found = engine._take_model_step, []
+
+        def take_model_step(lr_kwargs: Any, block_eigenvalue: Any = None) -> None:
+            found.append(block_eigenvalue)
+            plain(lr_kwargs)
+
+        engine._take_model_step = take_model_step
+        ds_hybridep.attach(engine, block_of(case))
+        engine.backward(engine(*_batch(case, 0)))
+        engine._take_model_step(None, block_eigenvalue={"a block": 0.5})
+        return found
 
 
 class OneBitAdam(torch.optim.SGD):
@@ -567,6 +586,10 @@ def test_destroy_after_a_failed_transfer_neither_fails_nor_waits_again() -> None
     assert kind == "CommunicationError"
     assert second_kind == ""
     assert seconds < 1.5  # less than another time limit
+
+
+def test_arguments_of_the_step_that_only_some_versions_have_are_passed_on(pool2: ProcessPool) -> None:
+    assert pool2.run(step_with_more_arguments, case=world2()) == [[{"a block": 0.5}]] * 2
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------

@@ -97,9 +97,13 @@ class HybridRuntime:
         # 1. Channels, in the same order on all ranks: for each layer tokens, then weights and gradients by level; then
         #    those of everything else, where it is ours to send.
         taken_over = [(layer, layer.exchange) for layer in planned if layer.exchange is not None]
-        parts = [self._build_parts(layer, exchange, pipelines, stores) for layer, exchange in taken_over]
+        connected = [(layer, *self._connect(layer, exchange)) for layer, exchange in taken_over]
         self.dense = LevelCollectives(transport) if config.dense_sync == "hierarchical" else None
-        # 2. One manager for all layers, then the layers.
+        # 2. Memory, where a rank may fail: after it has connected, so that no other rank waits in a connection to it.
+        parts = [
+            (exchanges, self._build_store(layer, levels, pipelines, stores)) for layer, exchanges, levels in connected
+        ]
+        # 3. One manager for all layers, then the layers.
         self.migration: MigrationManager | None = None
         if stores and config.replicas == "transient":
             self.migration = TransientMigration(transport, stores, config.prefetch_depth, is_boundary)
@@ -119,14 +123,8 @@ class HybridRuntime:
             counts_dense=self.dense is not None,
         )
 
-    def _build_parts(
-        self,
-        layer: PlannedLayer,
-        exchange: TokenExchange,
-        pipelines: dict[str, tuple[StagePipeline, StagePipeline]],
-        stores: list[LayerExperts],
-    ) -> tuple[tuple[Any, ...], int]:
-        """Exchanges of a layer and the position of its store (-1 where every domain is one rank)."""
+    def _connect(self, layer: PlannedLayer, exchange: TokenExchange) -> tuple[tuple[Any, ...], Any]:
+        """Exchanges of a layer, and the levels of its gathers (None where every domain is one rank)."""
         spec, partition, rank = layer.spec, layer.partition, self.transport.rank
         stages = build_route(partition, rank, spec.num_experts, exchange)
         exchanges = build_exchanges(
@@ -134,8 +132,20 @@ class HybridRuntime:
             level_formats=[level.row_format for level in self.config.levels],
         )  # fmt: skip
         if partition.domain_size == 1:
-            return exchanges, -1
-        levels = build_gather_levels(partition, self.transport, spec.group, spec.sample.device)
+            return exchanges, None
+        return exchanges, build_gather_levels(partition, self.transport, spec.group, spec.sample.device)
+
+    def _build_store(
+        self,
+        layer: PlannedLayer,
+        levels: Any,
+        pipelines: dict[str, tuple[StagePipeline, StagePipeline]],
+        stores: list[LayerExperts],
+    ) -> int:
+        """The position of a layer's store (-1 where every domain is one rank)."""
+        spec, partition, rank = layer.spec, layer.partition, self.transport.rank
+        if levels is None:
+            return -1
         store = ReplicaStore(
             spec.name, spec.experts, partition, levels, rank, self._encoding, is_grouped=spec.is_grouped,
             is_transient=self.config.replicas == "transient",
@@ -144,7 +154,7 @@ class HybridRuntime:
             pipelines[spec.group] = StagePipeline(self.transport), StagePipeline(self.transport)
         weights, gradients = pipelines[spec.group]
         stores.append(LayerExperts(store, weights, gradients))
-        return exchanges, len(stores) - 1
+        return len(stores) - 1
 
     def _build_layer(self, layer: PlannedLayer, exchanges: tuple[Any, ...], position: int) -> HybridMoE:
         spec, partition = layer.spec, layer.partition
