@@ -123,7 +123,7 @@ def _finalize_output(layer: Any, output: Tensor, x: Tensor, hidden_states: Tenso
 
 
 def adapted_layers(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those whose experts have adapters; see adapters.py, which needs modules that older DeepSpeeds do not have."""
+    """Those whose experts have adapters; see adapters.py, which needs modules of AutoEP."""
     return {name: layer for name, layer in layers.items() if getattr(layer.experts, "is_adapted", False)}
 
 
