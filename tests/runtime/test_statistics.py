@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a job record says in the log and to DeepSpeed's monitor."""
 
+from typing import Any
+
+from ds_hybridep.commands.show import format_run_record
 from ds_hybridep.integration.statistics import monitor_events, summarize
 
-RECORD = {
+RECORD: dict[str, Any] = {
     "steps": 10,
     "world_size": 4,
     "levels": [
@@ -33,6 +36,21 @@ def test_the_log_line_counts_per_step_and_names_the_share_of_plain_ep() -> None:
     assert summarize(RECORD) == (
         "hybridep after 10 steps, per step: sent over dc 4.00 MB (35% of plain EP), gpu 8.00 MB; waited 0.045 s"
     )
+
+
+def uncounted() -> dict[str, Any]:
+    """The record of a job whose dense gradients DeepSpeed sends."""
+    levels = [{**level, "sent_bytes": {**level["sent_bytes"], "dense": None}} for level in RECORD["levels"]]
+    return {**RECORD, "levels": levels, "exposed_s": {**RECORD["exposed_s"], "dense": None}}
+
+
+def test_dense_gradients_that_deepspeed_sends_are_not_counted_instead_of_nothing() -> None:
+    assert summarize(uncounted()) == (
+        "hybridep after 10 steps, per step: sent over dc 3.50 MB (35% of plain EP), gpu 8.00 MB "
+        "(dense not counted: DeepSpeed sends it); waited 0.040 s"
+    )
+    assert not [tag for tag, _, _ in monitor_events(uncounted(), 640) if "dense" in tag]
+    assert format_run_record(uncounted()).count("not counted") == 2
 
 
 def test_monitor_gets_bytes_waits_and_imbalance_at_the_sample_count() -> None:
