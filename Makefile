@@ -19,7 +19,7 @@ BIN = $(abspath $(VENV))/bin
 export TORCH_EXTENSIONS_DIR = $(CURDIR)/.cache/torch_extensions
 export PATH := $(BIN):$(PATH)
 
-.PHONY: help demo test test-gpu test-slow check fmt bench clean
+.PHONY: help demo test test-gpu test-slow test-versions check fmt bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test       the tests that need no GPU and little time"
 	@echo "make test-gpu   those that need a GPU"
 	@echo "make test-slow  those that take long"
+	@echo "make test-versions  a core of the tests with each DeepSpeed and Python; writes docs/versions.md"
 	@echo "make check      lint, format, types, import order"
 	@echo "make fmt        format, and mend what can be mended"
 	@echo "make bench      the measuring programs"
@@ -53,6 +54,9 @@ test-gpu: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow --timeout 7200
+
+test-versions:
+	$(PYTHON) tests/versions.py --torch "$(TORCH)"
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

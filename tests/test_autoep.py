@@ -40,10 +40,12 @@ def case4(family: str, *domain_sizes: int, **options: Any) -> Case:
 # -- parity -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 def test_every_plan_of_four_ranks(pool4: ProcessPool) -> None:
     assert_parity(pool4, [case4("qwen3_moe", *sizes, optimizer="sgd") for sizes in PLANS4])
 
 
+@pytest.mark.core
 def test_zero_stages_and_checkpointing(pool4: ProcessPool) -> None:
     cases = [
         case4("mixtral", 2, 1, zero_stage=1, accumulation=2, toy=replace(SHAPE, checkpointing="nonreentrant")),
@@ -63,6 +65,7 @@ def test_transient_replicas(pool4: ProcessPool) -> None:
     assert_parity(pool4, cases)
 
 
+@pytest.mark.core
 def test_shared_experts_and_limited_groups(pool4: ProcessPool) -> None:
     assert_parity(pool4, [case4("deepseek_v3", 2, 1, zero_stage=1), case4("qwen3_5_moe", 2, 1, zero_stage=2)])
 
@@ -116,7 +119,8 @@ def test_every_family_plan_and_stage(pool4: ProcessPool, family: str, zero_stage
 
 
 @pytest.mark.parametrize(
-    "zero_stage", [pytest.param(stage, marks=[] if stage == 1 else pytest.mark.slow) for stage in (0, 1, 2, 3)]
+    "zero_stage",
+    [pytest.param(stage, marks=pytest.mark.core if stage == 1 else pytest.mark.slow) for stage in (0, 1, 2, 3)],
 )
 def test_checkpoints(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage, accumulation=2)

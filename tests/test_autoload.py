@@ -179,6 +179,7 @@ def test_missing_deepspeed_is_the_usual_error(run):
     assert run(code).stdout == "No module named 'deepspeed.runtime.engine'\n"
 
 
+@pytest.mark.core
 def test_a_process_without_the_block_loads_nothing_but_the_hook(tmp_path):
     program = """
 import sys, torch
@@ -217,6 +218,7 @@ print(ds_hybridep.stats(layer)["layers"][0]["calls"])
     assert result.stdout.split()[-1] == "1"
 
 
+@pytest.mark.core
 def test_entry_point_of_torch_names_install():
     """torch calls what this entry point names; the test needs the package installed, as `make test` does."""
     (entry_point,) = entry_points(group="torch.backends", name="ds_hybridep")

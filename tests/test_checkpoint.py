@@ -200,6 +200,7 @@ def assert_close(plain: list[float], hybrid: list[float]) -> None:
     assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE, abs=0.0)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("zero_stage", ZERO_STAGES)
 @pytest.mark.parametrize("domain_sizes", PLANS, ids=str)
 def test_resume_is_bit_equal(
@@ -221,6 +222,7 @@ def test_resume_is_bit_equal_in_bf16(pool4: ProcessPool, tmp_path: Path, zero_st
         assert result["different"] == [], rank
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("zero_stage", ZERO_STAGES)
 def test_checkpoints_are_read_with_and_without_the_block(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     case = world4((2, 1) if zero_stage != 1 else (2, 2), zero_stage)
@@ -229,6 +231,7 @@ def test_checkpoints_are_read_with_and_without_the_block(pool4: ProcessPool, tmp
             assert_close(losses[False, False], losses[writes_with_block, reads_with_block])
 
 
+@pytest.mark.core
 def test_files_are_those_of_deepspeed(pool4: ProcessPool, tmp_path: Path) -> None:
     case = world4((2, 2), zero_stage=1)
     pool4.run(write_both, case=case, folder=str(tmp_path))

@@ -13,7 +13,6 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.checkpoint.autoep_affine import legacy_uniform_autoep_placement_descriptor
 from deepspeed.moe.ep_experts import GroupedExperts
 from parity import FP32_TOLERANCE, Case, loss_of, model_of, use_expert_groups_of
 from process_pool import ProcessPool
@@ -314,7 +313,6 @@ def test_factors_that_a_checkpoint_does_not_hold(tmp_path: Path) -> None:
     experts.__class__, experts.scalings = expert_adapters.AdaptedExperts, {"down_proj": 1.0}
     for name in expert_adapters.factor_names("down_proj"):
         experts.register_parameter(name, nn.Parameter(torch.zeros(2, 4, 4)))
-    placement = legacy_uniform_autoep_placement_descriptor(2, 2, 1)
-    layer = SimpleNamespace(experts=experts, expert_placement_descriptor=placement, ep_rank=0)
+    layer = SimpleNamespace(experts=experts, ep_rank=0, num_local_experts=2)
     with pytest.raises(ConfigError, match="mlp: .* has no down_proj_lora_A of expert 0"):
         expert_adapters.load({"mlp": layer}, tmp_path)

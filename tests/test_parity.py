@@ -25,11 +25,13 @@ def world8(*domain_sizes: int, ep_size: int = 8, toy: ToyConfig | None = None, *
     return Case(levels=levels_of((2, 2, 2), domain_sizes), toy=toy, **options)
 
 
+@pytest.mark.core
 def test_every_plan_of_four_ranks(pool4: ProcessPool) -> None:
     # SGD sees the scale of a gradient at once; one plain run serves all four.
     assert_parity(pool4, [world4(a, b, optimizer="sgd") for a in (1, 2) for b in (1, 2)])
 
 
+@pytest.mark.core
 def test_zero_stages_with_accumulation(pool4: ProcessPool) -> None:
     cases = [
         world4(2, 1, zero_stage=0, accumulation=3),
@@ -59,6 +61,7 @@ def test_more_checkpointing(pool4: ProcessPool) -> None:
     assert_parity(pool4, cases)
 
 
+@pytest.mark.core
 def test_routing(pool4: ProcessPool) -> None:
     cases = [
         world4(2, 1, toy=ToyConfig(k=1, drop_tokens=True)),
@@ -114,6 +117,7 @@ def test_evaluation_between_steps(pool4: ProcessPool) -> None:
     assert_parity(pool4, [world4(2, 1, zero_stage=1, accumulation=3, evaluate=True), world4(2, 2, evaluate=True)])
 
 
+@pytest.mark.core
 def test_tokens_left_to_deepspeed(pool4: ProcessPool) -> None:
     cases = [
         world4(1, 1, token_exchange="deepspeed", dense_sync=dense_sync, zero_stage=1, accumulation=2)

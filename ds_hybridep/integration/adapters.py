@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.autoep_affine import autoep_experts_for_rank
 from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.utils import groups
 from torch import Tensor, nn
@@ -130,11 +129,17 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
 
     Args:
         taken: from `take_off`.
-        sources: DeepSpeed's record of what replaces which parameter, for optimizers that were given the old ones.
+        sources: DeepSpeed's record of what replaces which parameter, for optimizers that were given the old ones;
+            None from DeepSpeed before 0.19.7, which keeps no record.
 
     Raises:
-        UnsupportedError: AutoEP left a block as it was, or lays weights out in another way.
+        UnsupportedError: AutoEP left a block as it was, or lays weights out in another way, or DeepSpeed is too old.
     """
+    if taken and sources is None:
+        raise UnsupportedError(
+            f"{next(iter(taken))}: adapters of experts need DeepSpeed 0.19.7 or newer, which gives its optimizer what "
+            f"replaces a parameter; install it, or leave target_parameters out of the LoraConfig"
+        )
     for name, adapters in taken.items():
         layer: Any = model.get_submodule(name)
         if not getattr(type(layer), "_is_autoep_layer", False):
@@ -142,7 +147,7 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
                 f"{name}: AutoEP did not take this layer, whose experts have adapters; with peft, "
                 f"expert_parallel.moe_layer_pattern must match {name!r}"
             )
-        experts, own = layer.experts, list(autoep_experts_for_rank(layer.expert_placement_descriptor, layer.ep_rank))
+        experts, own = layer.experts, _experts_of(layer)
         experts.__class__ = AdaptedExperts
         experts.scalings = {adapter.parameter: adapter.scaling for adapter in adapters}
         for adapter in adapters:
@@ -158,6 +163,17 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
                 if sources:
                     sources.sources[id(parameter)] = [old]
                     sources.discarded.add(id(old))
+
+
+def _experts_of(layer: Any) -> list[int]:
+    """The experts that this rank owns, in the order in which its weights hold them."""
+    descriptor = getattr(layer, "expert_placement_descriptor", None)
+    if descriptor is None:  # DeepSpeed before 0.19.8: in the order of ranks
+        first = layer.ep_rank * layer.num_local_experts
+        return list(range(first, first + layer.num_local_experts))
+    from deepspeed.checkpoint.autoep_affine import autoep_experts_for_rank
+
+    return list(autoep_experts_for_rank(descriptor, layer.ep_rank))
 
 
 def _check_layout(name: str, experts: nn.Module, adapter: Adapter, own: list[int]) -> None:
@@ -180,7 +196,7 @@ def save(layers: Mapping[str, Any], folder: Path) -> None:
         return
     record = {
         name: {
-            "experts": list(autoep_experts_for_rank(layer.expert_placement_descriptor, layer.ep_rank)),
+            "experts": _experts_of(layer),
             "factors": {key: value.detach().clone() for key, value in _factors_of(layer)},
         }
         for name, layer in layers.items()
@@ -204,7 +220,7 @@ def load(layers: Mapping[str, Any], folder: Path) -> None:
             for key, values in entry["factors"].items():
                 found |= {(name, key, expert): value for expert, value in zip(entry["experts"], values, strict=True)}
     for name, layer in layers.items():
-        own = autoep_experts_for_rank(layer.expert_placement_descriptor, layer.ep_rank)
+        own = _experts_of(layer)
         for key, parameter in _factors_of(layer):
             for place, expert in zip(parameter.detach(), own, strict=True):
                 if (name, key, expert) not in found:

@@ -172,7 +172,7 @@ def configure_expert_parallel(
     settings = getattr(engine._config, "expert_parallel_config", None)
     if settings is None or not settings.enabled:
         return original(engine, model, *args, **kwargs)
-    from ds_hybridep.integration import adapters  # needs modules that older versions of DeepSpeed do not have
+    from ds_hybridep.integration import adapters  # needs modules of AutoEP
 
     autoep.check_transformers()  # before AutoEP fails on it with an error of its own
     taken = adapters.take_off(model)

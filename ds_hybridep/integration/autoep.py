@@ -8,6 +8,7 @@ over expert domains, with the arithmetic of DeepSpeed's `GroupedExperts`, on its
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,21 +103,38 @@ def forward(original: Callable[..., Any], layer: Any, hidden_states: Tensor) -> 
         layer.tokens_per_expert.add_(rows_per_expert)
     hybrid.count_plain_ep(rows_per_expert.view(-1, layer.num_local_experts).sum(1))
     output = hybrid.forward(x, topk_idx.int(), topk_weights.float())
-    return layer._finalize_output(output.reshape(hidden_states.shape), x, hidden_states, hidden)
+    finalize = getattr(layer, "_finalize_output", None) or partial(_finalize_output, layer)
+    return finalize(output.reshape(hidden_states.shape), x, hidden_states, hidden)
+
+
+def _finalize_output(layer: Any, output: Tensor, x: Tensor, hidden_states: Tensor, hidden: int) -> Any:
+    """What DeepSpeed before 0.19.7 has inside `forward`: shared experts and router logits."""
+    if layer.moe_output_shape == "flat":
+        output = output.reshape(-1, hidden)
+    if layer.shared_experts is not None:
+        takes_rows = layer.moe_output_shape == "flat" or layer.shared_experts_gate is not None
+        inputs = x if takes_rows else hidden_states
+        shared = layer.shared_experts(inputs)
+        if layer.shared_experts_gate is not None:
+            shared = torch.sigmoid(layer.shared_experts_gate(inputs)) * shared
+        output = output + shared.reshape(output.shape)
+    logits, layer._cached_router_logits = layer._cached_router_logits, None
+    return (output, logits) if layer.return_router_logits else output
 
 
 def adapted_layers(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those whose experts have adapters; see adapters.py, which needs modules that older DeepSpeeds do not have."""
+    """Those whose experts have adapters; see adapters.py, which needs modules of AutoEP."""
     return {name: layer for name, layer in layers.items() if getattr(layer.experts, "is_adapted", False)}
 
 
 def _refuse_unsupported(name: str, layer: Any) -> None:
     folding = layer.folding_group_handles
+    backend = getattr(layer, "comm_backend", "comm")  # from DeepSpeed 0.19.7 on
     reasons = {
         "folded tensor parallelism (tensor_parallel.autotp_size)": folding is not None and folding.spec.tp_size > 1,
-        f'expert_parallel.comm_backend "{layer.comm_backend}"': layer.comm_backend != "comm",
+        f'expert_parallel.comm_backend "{backend}"': backend != "comm",
         f'expert_parallel.combine_impl "{layer.combine_impl}"': layer.combine_impl != "weighted_sum",
-        "expert_parallel.async_split_plan": layer.async_split_plan,
+        "expert_parallel.async_split_plan": getattr(layer, "async_split_plan", False),  # from 0.19.8 on
     }
     for feature, is_used in reasons.items():
         if is_used:

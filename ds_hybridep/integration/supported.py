@@ -21,7 +21,7 @@ from ds_hybridep.integration.autoep import adapted_layers, is_autoep_layer
 from ds_hybridep.integration.patches import misfits
 from ds_hybridep.transport.job import backend_name
 
-TESTED_VERSIONS = ("0.19.5", "0.19.6", "0.19.7", "0.19.8")
+TESTED_VERSIONS = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
 
 # Sections and switches of a ds_config.  The first were trained with; the others do not change what is computed.
 TESTED_SECTIONS = frozenset({

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What older versions of DeepSpeed do not have is done here instead; and the table that says which were tested."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import versions
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from torch import nn
+
+from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.integration import adapters, autoep, supported
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# -- what older versions do not have ----------------------------------------------------------------------------
+
+
+def layer_with_a_tail(shape: str, has_shared: bool, has_gate: bool) -> Any:
+    torch.manual_seed(0)
+    return SimpleNamespace(
+        moe_output_shape=shape,
+        shared_experts=nn.Linear(4, 4) if has_shared else None,
+        shared_experts_gate=nn.Linear(4, 1) if has_gate else None,
+        return_router_logits=False,
+        _cached_router_logits=None,
+    )
+
+
+@pytest.mark.skipif(not hasattr(AutoEPMoELayer, "_finalize_output"), reason="DeepSpeed before 0.19.7")
+@pytest.mark.parametrize("shape", ["flat", "batched"])
+@pytest.mark.parametrize(("has_shared", "has_gate"), [(False, False), (True, False), (True, True)])
+def test_the_tail_for_older_versions_is_that_of_newer_ones(shape: str, has_shared: bool, has_gate: bool) -> None:
+    layer = layer_with_a_tail(shape, has_shared, has_gate)
+    hidden_states, output = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    arguments = output, hidden_states.reshape(-1, 4), hidden_states, 4
+    expected = AutoEPMoELayer._finalize_output(layer, *arguments)
+    found = autoep._finalize_output(layer, *arguments)
+    assert found.shape == expected.shape
+    assert torch.equal(found, expected)
+
+
+def test_the_tail_for_older_versions_gives_router_logits_once() -> None:
+    layer = layer_with_a_tail("batched", has_shared=False, has_gate=False)
+    layer.return_router_logits, layer._cached_router_logits = True, torch.ones(6, 2)
+    output = torch.randn(2, 3, 4)
+    found, logits = autoep._finalize_output(layer, output, output.reshape(-1, 4), output, 4)
+    assert torch.equal(found, output)
+    assert torch.equal(logits, torch.ones(6, 2))
+    assert layer._cached_router_logits is None
+
+
+def test_older_layers_have_neither_a_backend_nor_a_split_plan_to_refuse() -> None:
+    autoep._refuse_unsupported("mlp", SimpleNamespace(folding_group_handles=None, combine_impl="weighted_sum"))
+
+
+def test_experts_of_older_layers_are_in_the_order_of_ranks() -> None:
+    assert adapters._experts_of(SimpleNamespace(ep_rank=2, num_local_experts=3)) == [6, 7, 8]
+
+
+def test_adapters_of_experts_are_refused_where_deepspeed_keeps_no_record() -> None:
+    with pytest.raises(UnsupportedError, match=r"model\.mlp: adapters of experts need DeepSpeed 0\.19\.7 or newer"):
+        adapters.put_on(nn.Module(), {"model.mlp": []}, None)
+    adapters.put_on(nn.Module(), {}, None)
+
+
+# -- the table --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_called_tested_is_in_the_table_and_passed() -> None:
+    assert sorted(versions.DEEPSPEED) == sorted(supported.TESTED_VERSIONS)
+    rows = re.findall(r"^\| (\d\S+) \|(.+)\|$", versions.TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {version for version, _ in rows} == set(supported.TESTED_VERSIONS)
+    assert all(cells.count(" passed ") == len(versions.COLUMNS) for _, cells in rows)
+
+
+RESULTS = """
+<testsuites><testsuite>
+  <testcase classname="tests.test_parity" name="test_one"/>
+  <testcase classname="tests.test_parity" name="test_two"><failure message="x">
+E       process_pool.RemoteError: parity:run failed on 4 ranks
+E           AttributeError: 'Engine' object has no attribute 'step'
+E           AssertionError: 1 of 2 cases failed
+  </failure></testcase>
+  <testcase classname="tests.test_autoep" name="test_checkpoints[1]">
+    <failure message="">E   ds_hybridep.errors.UnsupportedError: DeepSpeed 0.19.3 is too old</failure>
+  </testcase>
+  <testcase classname="tests.test_autoep" name="test_bf16"><skipped message="needs transformers"/></testcase>
+</testsuite></testsuites>
+"""
+
+
+def test_a_row_has_the_worst_result_of_each_column_and_its_reason() -> None:
+    tests = [versions.result_of(case) for case in ElementTree.fromstring(RESULTS).iter("testcase")]
+    row = versions.Row("0.19.3", "3.11", tests)
+    assert [row.cell(column) for column in versions.COLUMNS] == [
+        "failed (1 of 2)",
+        "not run",
+        "not run",
+        "n/a",
+        "refused",
+    ]
+    assert row.notes() == [
+        "DeepSpeed 0.19.3, MoE parity: AttributeError: 'Engine' object has no attribute 'step'",
+        "DeepSpeed 0.19.3, AutoEP checkpoints: ds_hybridep.errors.UnsupportedError: DeepSpeed 0.19.3 is too old",
+        "DeepSpeed 0.19.3, AutoEP parity: needs transformers",
+    ]
