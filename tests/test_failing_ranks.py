@@ -10,7 +10,7 @@ from deepspeed import comm as dist
 from parity import Case, levels_of
 from process_pool import ProcessPool
 from test_engine import block_of, close_to, engine_of, error_of, train, world2
-from test_lossy import TOP_K, block_with, residuals_of
+from test_lossy import COARSE, block_with, residuals_of
 
 import ds_hybridep
 from ds_hybridep.integration import api
@@ -47,7 +47,7 @@ def attach_where_memory_is_short(case: Case) -> dict[str, Any]:
 
 def replan_where_memory_is_short(case: Case) -> dict[str, Any]:
     """A change of plan that fails after two steps, and losses with it and without it."""
-    block, found = block_with(case, [("identity", TOP_K)]), {}
+    block, found = block_with(case, [("identity", COARSE)]), {}
     for name in ("untouched", "failed"):
         with engine_of(case, with_block=True, hybridep=block) as engine:
             losses = train(engine, case, 0, 2)

@@ -9,7 +9,7 @@ import torch
 from parity import Case
 from process_pool import ProcessPool
 from test_engine import Engine, _batch, block_of, close_to, engine_of, error_of, evaluate, moe_layers, train, world2
-from test_lossy import TOP_K, block_with, residuals_of
+from test_lossy import COARSE, block_with, residuals_of
 from torch import nn
 
 import ds_hybridep
@@ -55,7 +55,7 @@ def forget_between_micro_steps(case: Case, way: str) -> dict[bool, tuple[list[fl
 
 def drop_after_a_step(case: Case) -> dict[str, bool]:
     """Residuals before a backward whose gradients are dropped, and after it, with a step before both."""
-    settings = {"hybridep": block_with(case, [("identity", TOP_K)]), "managed_gradient_accumulation": False}
+    settings = {"hybridep": block_with(case, [("identity", COARSE)]), "managed_gradient_accumulation": False}
     with engine_of(case, with_block=True, **settings) as engine:
         train(engine, case, 0, 2)
         before = residuals_of(engine)
