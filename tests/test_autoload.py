@@ -210,7 +210,8 @@ deepspeed.init_distributed("gloo", verbose=False, auto_mpi_discovery=False, rank
                            init_method="file://" + os.path.abspath("store"))
 layer = MoE(8, torch.nn.Linear(8, 8), num_experts=2, k=1)
 layer.set_deepspeed_parallelism()
-ds_hybridep.attach(layer, {"levels": [{"name": "all", "size": 1, "domain_size": 1}], "kernels": "reference"})
+levels = [{"name": "all", "size": 1, "domain_size": 1}]
+ds_hybridep.attach(layer, {"levels": levels, "advanced": {"kernels": "reference"}})
 layer(torch.randn(4, 8))[0].sum().backward()
 print(ds_hybridep.stats(layer)["layers"][0]["calls"])
 """

@@ -55,12 +55,14 @@ def replan_where_memory_is_short(case: Case) -> dict[str, Any]:
                 attachment = engine.__dict__["_hybridep_attachment"]
                 runtime, residuals = attachment.runtime, residuals_of(engine)
                 with mock.patch.object(attachment, "_prepare", failing_on_rank_1(attachment._prepare)):
-                    found["error"] = error_of(ds_hybridep.replan, engine, block_of(case, prefetch_depth=1))
+                    found["error"] = error_of(
+                        ds_hybridep.replan, engine, block_of(case, advanced={"prefetch_depth": 1})
+                    )
                 found["same runtime"] = attachment.runtime is runtime
                 found["residuals"] = all((a == b).all() for a, b in zip(residuals, residuals_of(engine), strict=True))
             found[name] = losses + train(engine, case, 2, 2)
             if name == "failed":
-                found["again"] = error_of(ds_hybridep.replan, engine, block_of(case, prefetch_depth=1))
+                found["again"] = error_of(ds_hybridep.replan, engine, block_of(case, advanced={"prefetch_depth": 1}))
     return found
 
 
@@ -83,7 +85,7 @@ def load_badly_on_rank_1(case: Case, folder: str) -> dict[str, Any]:
         engine.save_checkpoint(folder)
         found: dict[str, Any] = {"failed": error_of(load_and_catch), "caught": caught}
         found["loaded"] = error_of(engine.load_checkpoint, folder)
-        found["replanned"] = error_of(ds_hybridep.replan, engine, block_of(case, prefetch_depth=1))
+        found["replanned"] = error_of(ds_hybridep.replan, engine, block_of(case, advanced={"prefetch_depth": 1}))
         return {**found, "losses": train(engine, case, 1, 1)}
 
 

@@ -34,12 +34,12 @@ TOKEN_JOURNEY = (
 # Entered from one optimizer step to the next, where one domain holds all ranks.  The files of the layer's forward and
 # of the local kernels are those above.
 EXPERT_JOURNEY = (
+    "integration/patches.py",
     "integration/attachment.py",
     "integration/runtime.py",
     "experts/migration.py",
-    "experts/shipment.py",
     "experts/replicas.py",
-    "sync/feedback.py",
+    "experts/shipment.py",
     "transport/channels.py",
 )
 

@@ -120,7 +120,7 @@ def test_a_class_is_given_back_when_the_last_attachment_goes(row: Patch) -> None
     original = vars(owner).get(row.attribute)
     one, other = Patches(), Patches()
     for patched in (one, other):
-        patched.share(row.owner, row.attribute, lambda call, *args: call(*args))
+        patched.share(row.owner, row.attribute, lambda original: lambda *args: original(*args))
     one.undo()
     assert vars(owner).get(row.attribute) is not original
     other.undo()

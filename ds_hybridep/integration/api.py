@@ -18,7 +18,7 @@ from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.integration import autoep, facts, supported
-from ds_hybridep.integration.attachment import Attachment
+from ds_hybridep.integration.attachment import Attachment, boundary_of, loss_scale_of
 from ds_hybridep.integration.runtime import prepare_runtime
 from ds_hybridep.sync.feedback import no_scale
 from ds_hybridep.transport.agreement import announcing_failure
@@ -64,9 +64,9 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
     prepare = partial(
         prepare_runtime,
         specs=specs,
-        is_boundary=facts.boundary_of(engine) if is_engine else lambda: True,
+        is_boundary=boundary_of(engine) if is_engine else lambda: True,
         master_of=facts.master_of,
-        loss_scale=partial(facts.loss_scale_of, engine) if is_engine else no_scale,
+        loss_scale=partial(loss_scale_of, engine) if is_engine else no_scale,
     )
     attachment = Attachment(engine, prepare, start, layers, planner, is_engine=is_engine)
     log_dist(attachment.runtime.describe(), ranks=[0])

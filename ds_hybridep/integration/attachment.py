@@ -70,9 +70,8 @@ class Attachment:
         checkpoint_guard.install(patches)
         for layer in self.layers.values():
             is_classic = not autoep.is_autoep_layer(layer)
-            patches.share(
-                *((MOE_LAYER, "forward", classic.forward) if is_classic else (AUTOEP_LAYER, "forward", autoep.forward))
-            )
+            owner, wrap = (MOE_LAYER, classic.wrap_forward) if is_classic else (AUTOEP_LAYER, autoep.wrap_forward)
+            patches.share(owner, "forward", wrap)
         for layer, watch in zip(
             self.layers.values(), () if self.planner is None else self.planner.watches, strict=False
         ):
@@ -89,9 +88,7 @@ class Attachment:
                 ("coalesce_grad_reduction", partial(_refuse, "coalesce_grad_reduction")),
             ):
                 patches.wrap(ENGINE, method, self.engine, replacement)
-            patches.share(MODULE, "zero_grad", _zero_grad_of_module)
-            notice = self.engine.module.register_forward_pre_hook(_noticing(self))
-            patches.keep(MODULE, "forward_pre_hook", notice.remove)
+            patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
         self._bind_runtime()
 
     def _bind_runtime(self) -> None:
@@ -107,8 +104,11 @@ class Attachment:
             for module in modules:
                 handle = module.register_load_state_dict_post_hook(hook)
                 patches.keep(MODULE, "load_state_dict_post_hook", handle.remove)
+            if self.is_engine:
+                notice = self.engine.module.register_forward_pre_hook(_noticing(self))
+                patches.keep(MODULE, "forward_pre_hook", notice.remove)
         if self.runtime.dense is not None:
-            self._dense = DenseSync(self.engine, self.runtime.dense, self.runtime.transport, patches)
+            self._dense = DenseSync(self.engine, self.runtime.dense, patches)
         self._watch_optimizer()
 
     def unbind(self) -> None:
@@ -239,14 +239,38 @@ class Attachment:
         return [p for layer in self.layers.values() for p in layer.experts.parameters() if p.requires_grad]
 
 
-def _zero_grad_of_module(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """In the place of `torch.nn.Module.zero_grad`, for modules that hold all experts of an attached engine."""
-    original(module, *args, **kwargs)
-    cleared = {id(parameter) for parameter in module.parameters()} if _attached else set()
-    for attachment in _attached:
-        owned = attachment.owned_in_grad() if attachment.is_engine else []
-        if owned and all(id(parameter) in cleared for parameter in owned):
-            attachment.clear_gradients()
+def loss_scale_of(engine: Any) -> float:
+    """By which gradients are multiplied now."""
+    return float(getattr(engine.optimizer, "loss_scale", 1.0))
+
+
+def boundary_of(engine: Any) -> Callable[[], bool]:
+    """Whether the running backward is the last before the optimizer step.
+
+    Asked inside the backward only.  Without managed accumulation nobody knows, so every backward returns gradients;
+    under no_sync the caller says that more will follow.
+    """
+
+    def is_boundary() -> bool:
+        if engine.inside_no_sync_ctxt:
+            return False
+        return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())
+
+    return is_boundary
+
+
+def _wrap_zero_grad_of_module(original: Callable[..., Any]) -> Callable[..., None]:
+    """`torch.nn.Module.zero_grad`, also for sums of replicas where a module holds all experts of an engine."""
+
+    def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(module, *args, **kwargs)
+        cleared = {id(parameter) for parameter in module.parameters()} if _attached else set()
+        for attachment in _attached:
+            owned = attachment.owned_in_grad() if attachment.is_engine else []
+            if owned and all(id(parameter) in cleared for parameter in owned):
+                attachment.clear_gradients()
+
+    return zero_grad
 
 
 def _noticing(attachment: Attachment) -> Callable[..., None]:
@@ -256,7 +280,7 @@ def _noticing(attachment: Attachment) -> Callable[..., None]:
     """
 
     def notice(_module: nn.Module, _inputs: Any) -> None:
-        if attachment.runtime.migration is None or is_in_backward():
+        if is_in_backward():
             return
         owned = attachment.owned_in_grad()
         if owned and all(parameter.grad is None for parameter in owned):

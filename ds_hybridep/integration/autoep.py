@@ -88,23 +88,24 @@ def call_grouped(experts: nn.Module, weights: dict[str, Tensor], rows: Tensor, c
     return rows_in_order
 
 
-def forward(original: Callable[..., Any], layer: Any, hidden_states: Tensor) -> Any:
-    """In the place of the layer's forward.
+def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of layers that are attached: AutoEP routes and adds shared experts, experts run over domains."""
 
-    AutoEP's router decides; the routed experts run over expert domains; AutoEP's tail does the rest.
-    """
-    hybrid: HybridMoE | None = layer.__dict__.get("_hybridep")
-    if hybrid is None:
-        return original(layer, hidden_states)
-    hidden = hidden_states.shape[-1]
-    x = hidden_states.reshape(-1, hidden)
-    topk_weights, topk_idx, rows_per_expert = layer.router(x, layer.expert_bias)
-    with torch.no_grad():
-        layer.tokens_per_expert.add_(rows_per_expert)
-    hybrid.count_plain_ep(rows_per_expert.view(-1, layer.num_local_experts).sum(1))
-    output = hybrid.forward(x, topk_idx.int(), topk_weights.float())
-    finalize = getattr(layer, "_finalize_output", None) or partial(_finalize_output, layer)
-    return finalize(output.reshape(hidden_states.shape), x, hidden_states, hidden)
+    def forward(layer: Any, hidden_states: Tensor) -> Any:
+        hybrid: HybridMoE | None = layer.__dict__.get("_hybridep")
+        if hybrid is None:
+            return original(layer, hidden_states)
+        hidden = hidden_states.shape[-1]
+        x = hidden_states.reshape(-1, hidden)
+        topk_weights, topk_idx, rows_per_expert = layer.router(x, layer.expert_bias)
+        with torch.no_grad():
+            layer.tokens_per_expert.add_(rows_per_expert)
+        hybrid.count_plain_ep(rows_per_expert.view(-1, layer.num_local_experts).sum(1))
+        output = hybrid.forward(x, topk_idx.int(), topk_weights.float())
+        finalize = getattr(layer, "_finalize_output", None) or partial(_finalize_output, layer)
+        return finalize(output.reshape(hidden_states.shape), x, hidden_states, hidden)
+
+    return forward
 
 
 def _finalize_output(layer: Any, output: Tensor, x: Tensor, hidden_states: Tensor, hidden: int) -> Any:

@@ -26,18 +26,26 @@ def install(patches: Patches) -> None:
         patches.share(f"{DEEPSPEED_CHECKPOINTING}:CheckpointFunction", "apply", _apply)
 
 
-def _enter(original: Callable[..., Any], hooks: saved_tensors_hooks) -> Any:
+def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
     """Non-re-entrant checkpoints, torch's and DeepSpeed's, enter hooks for saved tensors."""
-    is_torchs = isinstance(hooks, torch_checkpoint._checkpoint_hook)
-    if is_torchs or getattr(hooks.pack_hook, "__module__", "") == DEEPSPEED_CHECKPOINTING:
-        _refuse()
-    return original(hooks)
+
+    def enter(hooks: saved_tensors_hooks) -> Any:
+        is_torchs = isinstance(hooks, torch_checkpoint._checkpoint_hook)
+        if is_torchs or getattr(hooks.pack_hook, "__module__", "") == DEEPSPEED_CHECKPOINTING:
+            _refuse()
+        return original(hooks)
+
+    return enter
 
 
-def _apply(original: Callable[..., Any], *args: Any) -> Any:
+def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
     """Re-entrant checkpoints apply a function."""
-    _refuse()
-    return original(*args)
+
+    def apply(*args: Any) -> Any:
+        _refuse()
+        return original(*args)
+
+    return apply
 
 
 def _refuse() -> None:

@@ -40,15 +40,19 @@ def spec_of(name: str, layer: MOELayer) -> LayerSpec:
     )
 
 
-def forward(original: Callable[..., Tensor], layer: MOELayer, *inputs: Tensor, **kwargs: Any) -> Tensor:
-    """In the place of `MOELayer.forward`.  DeepSpeed's gate decides; the routed experts run over expert domains."""
-    hybrid: HybridMoE | None = layer.__dict__.get("_hybridep")
-    if hybrid is None:
-        return original(layer, *inputs, **kwargs)
-    hidden_states, used_token = inputs
-    x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    layer.l_aux, capacity, _, topk_idx, _, topk_weights, layer.exp_counts = layer.gate(x, used_token, True, False)
-    # Each of plain EP's exchanges carries C rows for each expert.
-    hybrid.count_plain_ep(capacity * hybrid.num_local)
-    output = hybrid.forward(x, topk_idx.t().contiguous(), topk_weights.t().float().contiguous())
-    return output.reshape(hidden_states.shape)
+def wrap_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`MOELayer.forward` for layers that are attached: DeepSpeed's gate decides, experts run over expert domains."""
+
+    def forward(layer: MOELayer, *inputs: Tensor, **kwargs: Any) -> Tensor:
+        hybrid: HybridMoE | None = layer.__dict__.get("_hybridep")
+        if hybrid is None:
+            return original(layer, *inputs, **kwargs)
+        hidden_states, used_token = inputs
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        layer.l_aux, capacity, _, topk_idx, _, topk_weights, layer.exp_counts = layer.gate(x, used_token, True, False)
+        # Each of plain EP's exchanges carries C rows for each expert.
+        hybrid.count_plain_ep(capacity * hybrid.num_local)
+        output = hybrid.forward(x, topk_idx.t().contiguous(), topk_weights.t().float().contiguous())
+        return output.reshape(hidden_states.shape)
+
+    return forward

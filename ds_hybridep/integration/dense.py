@@ -13,7 +13,6 @@ from torch import Tensor
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.integration.patches import ENGINE, ZERO_OPTIMIZER, Patches
 from ds_hybridep.sync.collectives import LevelCollectives
-from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.job import group_ranks
 from ds_hybridep.transport.stand_in import StandInGroup
 
@@ -59,14 +58,13 @@ class DenseSync:
     Args:
         engine: its dense data-parallel group holds all ranks in order, see `refuse_unsupported`.
         collectives: carry sums and gathers.
-        transport: makes the process group that stands in for DeepSpeed's, and forgets it when closed.
         patches: undo what is changed.
     """
 
-    def __init__(self, engine: Any, collectives: LevelCollectives, transport: Transport, patches: Patches) -> None:
+    def __init__(self, engine: Any, collectives: LevelCollectives, patches: Patches) -> None:
         self._collectives = collectives
         self._original = engine.seq_data_parallel_group
-        self._group = StandInGroup(transport, self._original, self._all_reduce, collectives.all_gather)
+        self._group = StandInGroup(self._original, self._all_reduce, collectives.all_gather)
         self._slices: list[tuple[int, int]] | None = None
         self._patches = patches
         patches.keep("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", self._group.unregister)

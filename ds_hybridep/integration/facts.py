@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runtime and planner ask about a model and its engine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.moe.sharded_moe import MOELayer
@@ -61,21 +61,6 @@ def facts_of(engine: Any, layers: Mapping[str, Any]) -> JobFacts:
     )
 
 
-def boundary_of(engine: Any) -> Callable[[], bool]:
-    """Whether the running backward is the last before the optimizer step.
-
-    Asked inside the backward only.  Without managed accumulation nobody knows, so every backward returns gradients;
-    under no_sync the caller says that more will follow.
-    """
-
-    def is_boundary() -> bool:
-        if engine.inside_no_sync_ctxt:
-            return False
-        return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())
-
-    return is_boundary
-
-
 def master_of(parameter: Any) -> Tensor | None:
     """The fp32 copy that DeepSpeed's optimizer updates; None where it is in parts, or there is none."""
     stage3 = getattr(parameter, "_z3_optimizer", None)
@@ -88,8 +73,3 @@ def master_of(parameter: Any) -> Tensor | None:
         return None
     fragment: Tensor = mapping.hp_fragment
     return fragment
-
-
-def loss_scale_of(engine: Any) -> float:
-    """By which gradients are multiplied now."""
-    return float(getattr(engine.optimizer, "loss_scale", 1.0))

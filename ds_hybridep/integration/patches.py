@@ -105,10 +105,13 @@ class Patches:
         setattr(instance, attribute, value)
         self.keep(owner, attribute, lambda: _restore(instance, attribute, before))
 
-    def share(self, owner: str, attribute: str, replacement: Callable[..., Any]) -> None:
-        """Call `replacement(original, ...)` in place of a method of a class, until the last attachment is undone."""
+    def share(self, owner: str, attribute: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put `make(original)` in the place of a method of a class, until the last attachment is undone.
+
+        A user's own wrapper may call it even later, so it must do as `original` where nothing is attached.
+        """
         key = owner, attribute
-        users, undo = _shared.get(key) or (0, _wrap(find(owner), attribute, replacement))
+        users, undo = _shared.get(key) or (0, _replace(find(owner), attribute, make))
         _shared[key] = users + 1, undo
         self.keep(owner, attribute, lambda: _give_up(key))
 
@@ -146,21 +149,37 @@ def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
 
 
 def _wrap(owner: Any, attribute: str, replacement: Callable[..., Any]) -> Callable[[], None]:
-    """Put a call of `replacement` in place of a method.  Returns what puts the method back."""
-    original, before = getattr(owner, attribute), vars(owner).get(attribute, _ABSENT)
+    """Call `replacement(original, ...)` in place of a method.  Returns what ends that."""
     is_on = True
 
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs) if is_on else original(*args, **kwargs)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs) if is_on else original(*args, **kwargs)
+
+        return call
+
+    put_back = _replace(owner, attribute, make)
 
     def undo() -> None:
         nonlocal is_on
         is_on = False
-        if vars(owner).get(attribute) is call:  # else the user's own wrapper, which keeps calling what it wraps
+        put_back()
+
+    return undo
+
+
+def _replace(
+    owner: Any, attribute: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Put `make(original)` in the place of a method.  Returns what puts the method back."""
+    original, before = getattr(owner, attribute), vars(owner).get(attribute, _ABSENT)
+    made = wraps(original)(make(original))
+
+    def undo() -> None:
+        if vars(owner).get(attribute) is made:  # else the user's own wrapper, which keeps calling what it wraps
             _restore(owner, attribute, before)
 
-    setattr(owner, attribute, call)
+    setattr(owner, attribute, made)
     return undo
 
 

@@ -94,7 +94,8 @@ class HybridRuntime:
         """
         self._is_stepping = False
         if was_applied:
-            self._changes.keep()
+            if self._changes.notes:
+                self._changes.keep()
             if self._undelivered.parts:
                 self._undelivered.deliver()
             if self.migration is not None:
@@ -110,7 +111,9 @@ class HybridRuntime:
 
         drops_returned: those that were returned to their owners are forgotten there too.
         """
-        if drops_returned and not self._is_stepping:  # the step's own zero_grad comes after they were used
+        if (
+            drops_returned and self._changes.notes and not self._is_stepping
+        ):  # the step's own zero_grad comes after they were used
             self._changes.undo()
         if self.migration is not None:
             self.migration.clear_gradients()

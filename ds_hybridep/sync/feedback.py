@@ -194,24 +194,24 @@ class StepChanges:
     """
 
     def __init__(self) -> None:
-        self._undo: dict[Any, Callable[[], None]] = {}
+        self.notes: dict[Any, Callable[[], None]] = {}
 
     def __contains__(self, changed: object) -> bool:
-        return changed in self._undo
+        return changed in self.notes
 
     def note(self, changed: object, undo: Callable[[], None]) -> None:
         """`changed` differs from now on; `undo` brings it back.  The first note of a step counts."""
-        self._undo.setdefault(changed, undo)
+        self.notes.setdefault(changed, undo)
 
     def keep(self) -> None:
         """The optimizer step was applied."""
-        self._undo.clear()
+        self.notes.clear()
 
     def undo(self) -> None:
         """The optimizer step was skipped, or its gradients were dropped."""
-        for undo in self._undo.values():
+        for undo in self.notes.values():
             undo()
-        self._undo.clear()
+        self.notes.clear()
 
 
 class ResidualEncoder:

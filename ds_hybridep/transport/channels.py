@@ -350,7 +350,6 @@ class Transport:
         self.world_size = dist.get_world_size()
         self.traffic = Traffic()
         self.records: list[Transfer] | None = None  # finished background transfers, while a trace is taken
-        self.on_close: list[Callable[[], object]] = []
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.num_finished = 0  # background transfers that have ended
         self._level_of_rank: dict[int, int] = {}
@@ -410,9 +409,6 @@ class Transport:
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
-        for undo in self.on_close:
-            undo()
-        self.on_close.clear()
 
 
 def _streams_on(device: torch.device) -> DeviceStreams | None:

@@ -2,14 +2,11 @@
 """A process group that torch accepts in place of another, and that sends large sums and gathers another way."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from ds_hybridep.transport.channels import Transport
 
 _ProcessGroup: Any = dist.ProcessGroup  # its stub lacks this constructor and asks for other overloads
 
@@ -33,7 +30,6 @@ class StandInGroup(_ProcessGroup):  # type: ignore[misc]
     lock and wait for the interpreter's to free a tensor, and both wait for ever.
 
     Args:
-        transport: when it is closed, torch forgets this group.
         group: over gloo, or on GPUs over NCCL.
         all_reduce: replaces a contiguous tensor by its sum over the ranks.
         all_gather: (output, own) fills `output` with the tensors `own` of all ranks, in rank order.
@@ -41,7 +37,6 @@ class StandInGroup(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(
         self,
-        transport: Transport,
         group: Any,
         all_reduce: Callable[[Tensor], None],
         all_gather: Callable[[Tensor, Tensor], None],
@@ -55,12 +50,13 @@ class StandInGroup(_ProcessGroup):  # type: ignore[misc]
         self.__dict__.update({name: getattr(group, name) for name in _FORWARDED if hasattr(group, name)})
         self._all_reduce = all_reduce
         self._all_gather = all_gather
-        # torch keeps backend and ranks of a group in tables and not in the group.
-        world = dist.distributed_c10d._world
-        tables: tuple[dict[Any, Any], ...] = (world.pg_map, world.pg_group_ranks)
-        for table in tables:
+        for table in _tables():
             table[self] = table[group]
-            transport.on_close.append(partial(table.pop, self, None))
+
+    def unregister(self) -> None:
+        """Let torch forget this group."""
+        for table in _tables():
+            table.pop(self, None)
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
         # Scalars (norms, overflow flags) are a matter of latency: they keep the way they had.
@@ -74,6 +70,12 @@ class StandInGroup(_ProcessGroup):  # type: ignore[misc]
         return _finished_work([output])
 
     _allgather_base = all_gather_single  # its name before torch 2.13
+
+
+def _tables() -> tuple[dict[Any, Any], ...]:
+    """Where torch keeps backend and ranks of its groups."""
+    world = dist.distributed_c10d._world
+    return world.pg_map, world.pg_group_ranks
 
 
 def _backends_of(group: Any) -> dict[str, str]:

@@ -161,7 +161,7 @@ def beside_torch(sizes: tuple[int, ...], num_elements: int) -> dict[str, Any]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     collectives = open_collectives(sizes)
     transport = collectives.transport
-    group = StandInGroup(transport, dist.group.WORLD, collectives.all_reduce, collectives.all_gather)
+    group = StandInGroup(dist.group.WORLD, collectives.all_reduce, collectives.all_gather)
     totals = []
     for _ in range(2):
         ours = torch.sin(torch.arange(num_elements) * (rank + 1.0))
@@ -194,6 +194,7 @@ def beside_torch(sizes: tuple[int, ...], num_elements: int) -> dict[str, Any]:
         "dense bytes": {level: num for (level, kind), num in counted.items() if kind == "dense"},
         "other kinds": {kind for _, kind in counted} - {"dense"},
     }
+    group.unregister()
     transport.close()
     try:
         dist.get_rank(group)
