@@ -186,7 +186,7 @@ class LinkProbe:
             growth = min(max(LONG_ENOUGH_S / max(seconds, 1e-6), 2.0), 8.0)
             num_bytes = min(int(num_bytes * growth), MOST_BYTES)
             long = self._once(level, pattern, num_bytes)
-        longs, shorts, rates = [], [], []
+        longs, shorts, rates = [], [], list[float]()
         while not rates or (len(rates) < REPETITIONS and self._has_time(until_s)):
             shorts.append(self._once(level, pattern, num_bytes // SHORT_SHARE))
             longs.append(self._once(level, pattern, num_bytes))

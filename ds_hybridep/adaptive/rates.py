@@ -11,6 +11,7 @@ from ds_hybridep.codecs import make_codec
 from ds_hybridep.config import CodecConfig
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.replicas import lay_out
+from ds_hybridep.kernels import Mode
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.layout import Codec, Rates
 from ds_hybridep.sync.feedback import MessageLayout, Mirror, PacketPart, Replica
@@ -42,7 +43,13 @@ def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rate
     )
 
 
-def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernels: str) -> Codec:
+def measure_codec(
+    name: str,
+    config: CodecConfig,
+    spec: LayerSpec,
+    probe: LinkProbe,
+    kernels: Mode,
+) -> Codec:
     """Ratio and speed, in bytes of the parameters' type per second, of a codec on one layer's experts.
 
     Speeds are the mean over all ranks, which must all call.

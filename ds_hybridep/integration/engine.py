@@ -266,8 +266,6 @@ class Attachment:
 
     def _bind_runtime(self) -> None:
         """What another plan binds anew."""
-        if self.planner is not None:
-            self.planner.begin_plan(self.runtime)
         for name, hybrid in self.runtime.layers.items():
             layer = self.layers[name]
             if autoep_layer.is_autoep_layer(layer):
@@ -420,8 +418,9 @@ class Attachment:
         return loaded
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The others wait for this rank in `load_codecs`, where replicas depend on what it loads.
-        with announcing_failure() if self.runtime.migration is not None else nullcontext():
+        # The others wait for this rank in `recall` or `load_codecs`, where plan and replicas depend on what it loads.
+        is_awaited = self.planner is not None or self.runtime.migration is not None
+        with announcing_failure() if is_awaited else nullcontext():
             call = inspect.signature(original).bind(*args, **kwargs)
             call.apply_defaults()
             adapted = expert_adapters.adapted_layers(self.layers)
@@ -436,10 +435,13 @@ class Attachment:
                 if call.arguments["load_module_only"] and hasattr(self.engine.optimizer, "refresh_fp32_params"):
                     self.engine.optimizer.refresh_fp32_params()  # DeepSpeed has, from what the factors were before
         takes_gradients = call.arguments["load_optimizer_states"] and not call.arguments["load_module_only"]
+        recalled = None
+        if self.planner is not None:
+            is_resumed = loaded[0] is not None and takes_gradients
+            recalled = self.planner.recall(Path(loaded[0]).parent / PLAN_FILE if is_resumed else None)
         if loaded[0] is None or not takes_gradients:
             self.runtime.forget_codecs()
             return loaded
-        recalled = self.planner.recall(Path(loaded[0]).parent / PLAN_FILE) if self.planner is not None else None
         if recalled is not None:
             log_dist("hybridep: goes on with the plan of the checkpoint", ranks=[0])
             self.runtime.forget_gradients()  # they are of the run that is left, and nothing of it is handed over

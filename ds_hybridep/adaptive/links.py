@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The links of a running job: given, kept in a file, or measured at its start; measured again by short bursts.
+
+Transfers of training itself are no measure of a link: they wait for the slower of two ranks, and DeepSpeed's are not
+ours to see.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_hybridep.adaptive.probe import LinkProbe
+from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.costs import ranks_below
+from ds_hybridep.transport.channels import Transport
+
+log = logging.getLogger(__name__)
+
+PROBE_LIMIT_S = 2.0  # of the links at start-up
+CHANGE = 0.2  # of a rate, from which on it is another one
+FIRST_BURST_BYTES, MOST_BURST_BYTES = 1 << 15, 1 << 26
+LEAST_BURST_S = 0.01  # a shaper lets about a millisecond pass at once
+LEAST_BURST_LATENCIES = 8  # a connection takes a few round trips to get up to speed
+REPETITIONS = 3  # of a burst that says that the link has changed
+
+
+class JobLinks:
+    """What is known of the links; all ranks must make the same calls, with nothing else under way.
+
+    Attributes:
+        cluster: the job's levels with their links, equal on all ranks.
+        num_neighbours: ranks on this host.
+    """
+
+    def __init__(self, config: HybridEPConfig, transport: Transport, device: torch.device) -> None:
+        self.probe = LinkProbe(transport, device)
+        name = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")
+        hosts = [int(row[0]) for row in self.probe.table([float(name)])]
+        self.num_neighbours = hosts.count(hosts[transport.rank])
+        given = config.cluster()
+        about = {"levels": [[level.name, level.size] for level in given.levels], "hosts": hosts}
+        fingerprint = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+        kept = None
+        values = [-1.0] * (2 * len(given.levels))
+        if transport.rank == 0 and config.probe_cache is not None:  # rank 0 has the file and tells the others
+            kept = _read(Path(config.probe_cache), fingerprint, len(values))
+        values = self.probe.table(values if kept is None else kept)[0]
+        levels = []
+        for index, level in enumerate(given.levels):
+            link = level.link
+            if level.size > 1 and (link.bandwidth_bytes_per_s is None or link.latency_s is None):
+                if values[2 * index] < 0:
+                    limit_s = PROBE_LIMIT_S / len(given.levels)
+                    link = self.probe.measure(index, is_thorough=False, limit_s=limit_s).level.link
+                    values[2 * index : 2 * index + 2] = [link.bandwidth_bytes_per_s or -1.0, link.latency_s or 0.0]
+                else:
+                    link = Link(values[2 * index], values[2 * index + 1])
+            levels.append(Level(level.name, level.size, link))
+        self.cluster = Cluster(tuple(levels))
+        if transport.rank == 0 and config.probe_cache is not None and kept is None:
+            _write(Path(config.probe_cache), fingerprint, values)
+
+    def record(self) -> list[dict[str, Any]]:
+        """Name, bandwidth and latency of each level, as in a block."""
+        links = [(level.name, level.link.bandwidth_bytes_per_s, level.link.latency_s) for level in self.cluster.levels]
+        return [
+            {
+                "name": name,
+                "bandwidth_gbps": None if bandwidth is None else float(f"{bandwidth * 8e-9:.4g}"),
+                "latency_ms": None if latency is None else float(f"{latency * 1e3:.4g}"),
+            }
+            for name, bandwidth, latency in links
+        ]
+
+    def measure(self) -> None:
+        """Look at all links again.  A rate that is about what it was stays."""
+        levels = []
+        for index, level in enumerate(self.cluster.levels):
+            known = level.link.bandwidth_bytes_per_s
+            if level.size > 1 and known is not None:
+                rate = self._burst_rate(index, level.link.latency_s or 0.0, known)
+                if abs(rate / known - 1) > CHANGE:
+                    level = replace(level, link=replace(level.link, bandwidth_bytes_per_s=rate))
+            levels.append(level)
+        self.cluster = Cluster(tuple(levels))
+
+    def _burst_rate(self, level: int, latency_s: float, known: float) -> float:
+        """Bytes per second of the slowest uplink of a level, by bursts that grow until they take long enough.
+
+        What else a machine does can only make a burst slower: of several the fastest counts.
+        """
+        below, num_bytes = ranks_below(self.cluster)[level], FIRST_BURST_BYTES
+        least_s = max(LEAST_BURST_S, LEAST_BURST_LATENCIES * latency_s)
+        rate = self.probe.burst(level, num_bytes, latency_s)
+        while below * num_bytes / rate < least_s and num_bytes < MOST_BURST_BYTES:
+            num_bytes *= 4
+            rate = self.probe.burst(level, num_bytes, latency_s)
+        if abs(rate / known - 1) > CHANGE:
+            rate = max(rate, *(self.probe.burst(level, num_bytes, latency_s) for _ in range(REPETITIONS - 1)))
+        return rate
+
+
+def _read(path: Path, fingerprint: str, length: int) -> list[float] | None:
+    """Rate and latency of each level as they were measured; None where the file has nothing for this cluster."""
+    values = _content(path).get(fingerprint)
+    if not isinstance(values, list) or len(values) != length:
+        return None
+    return values if all(isinstance(value, int | float) for value in values) else None
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    """What the file has; nothing where it cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        log.warning("hybridep: links are measured, for hybridep.probe_cache cannot be read: %s", error)
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write(path: Path, fingerprint: str, values: Sequence[float]) -> None:
+    """Keep what was measured; where the file cannot be written, a later job measures again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(path.suffix + ".partial")
+        partial.write_text(json.dumps({**_content(path), fingerprint: list(values)}, indent=1) + "\n", "utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        log.warning("hybridep: measured links are not kept in hybridep.probe_cache: %s", error)
