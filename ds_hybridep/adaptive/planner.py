@@ -21,7 +21,7 @@ from typing import Any
 
 from ds_hybridep.adaptive.counters import LayerWatch, RunningPlan, Totals, memory_left
 from ds_hybridep.adaptive.links import JobLinks
-from ds_hybridep.adaptive.options import Chooser, Job, Look, Option, name_of, open_options, settings_of
+from ds_hybridep.adaptive.options import LEAST_HORIZON, Chooser, Job, Look, Option, name_of, open_options, settings_of
 from ds_hybridep.adaptive.pulse import TRIAL_STEPS, WARM_UP_STEPS, Pulse, StepWatch
 from ds_hybridep.adaptive.rates import expert_params, measure_codec, measure_experts
 from ds_hybridep.config import AUTO, AUTO_CODEC, IDENTITY, CodecConfig, HybridEPConfig
@@ -80,15 +80,6 @@ class Running:
         return "settings given by hand" if self.option is None else self.option.label
 
 
-@dataclass
-class Clock:
-    """Of an optimizer step: from its first layer's forward to its end, without the look in it."""
-
-    begin_s: float = 0.0
-    paused_s: float = 0.0
-    end_s: float = 0.0
-
-
 class JobPlanner:
     """The plan of one attached model; all ranks must make the same calls at the same steps.
 
@@ -131,12 +122,18 @@ class JobPlanner:
         )
         self._job = Job(self._links.cluster, _first_workload(specs, facts), rates)
         self._config, self._facts, self._device = config, facts, device
-        self._chooser = Chooser(self._options, horizon=100 if config.replan_interval else math.inf)
+        self._chooser = Chooser(self._options, LEAST_HORIZON if config.replan_interval else math.inf)
         self._running, self._num_steps = Running(self._options[0]), 0
         self._next: HybridEPConfig | None = None  # chosen and not carried out yet
         self._change_s = 0.0  # that the last change of plan took, without filling replicas
         self._memory = (math.inf, 0.0)  # free bytes of the fullest rank; what a step takes of them for a while
-        self._watch, self._pulse, self._clock, self._since = StepWatch(), Pulse(self._transport), Clock(), Totals()
+        self._begin_s = self._end_s = 0.0  # of the last step
+        self._watch, self._pulse, self._since = StepWatch(), Pulse(self._transport), Totals()
+
+    @property
+    def links(self) -> list[dict[str, Any]]:
+        """Of each level, as measured last."""
+        return self._links.record()
 
     @property
     def start_config(self) -> HybridEPConfig:
@@ -169,19 +166,19 @@ class JobPlanner:
         """
         entry_s = time.perf_counter()
         # From the first layer's forward on: what a script does between two steps is not the plan's.
-        self._clock.begin_s = min((w.begin_s for w in self.watches if w.begin_s is not None), default=entry_s)
+        begin_s = min((w.begin_s for w in self.watches if w.begin_s is not None), default=entry_s)
         for watch in self.watches:
             watch.begin_s = None
         self._num_steps += 1
         self._next = self._look(runtime) if self._pulse.take() else None
-        self._clock.paused_s = time.perf_counter() - entry_s
+        self._begin_s = begin_s + time.perf_counter() - entry_s  # the look is not the plan's either
         return self._next
 
     def after_step(self) -> None:
         """Call right after the optimizer step, before anything is changed."""
         streams_of(self._device).synchronize()
-        self._clock.end_s = time.perf_counter()
-        is_due = self._watch.note(self._clock.end_s - self._clock.begin_s - self._clock.paused_s)
+        self._end_s = time.perf_counter()
+        is_due = self._watch.note(self._end_s - self._begin_s)
         if self._watch.mode != "off":
             self._pulse.send(is_due)
 
@@ -191,7 +188,7 @@ class JobPlanner:
         Planning ends where they are none of the options.
         """
         if config is self._next:  # else somebody else wanted it, at any time
-            self._change_s = time.perf_counter() - self._clock.end_s
+            self._change_s = time.perf_counter() - self._end_s
         before, traffic, is_off = self._running, runtime.transport.traffic, self._watch.mode == "off"
         wanted = settings_of(replace(config, token_exchange=runtime.token_exchange))
         option = next((one for one in self._options if settings_of(one.config) == wanted), None)
@@ -221,25 +218,25 @@ class JobPlanner:
         """Measure, and let rank 0 decide.  Returns the settings to go on with; None: as before."""
         before, was_settled = self._job, self.is_settled
         measured_s = self._measure(runtime)
-        if measured_s is None or self._running.option is None:  # no layer has trained (an evaluation is none)
+        current = best = self._running.option
+        if measured_s is None or current is None or best is None:
             self._watch.try_plan()
             return None
-        current, is_over = self._running.option, False
-        best = current
+        is_over = False
         if self._transport.rank == 0:
             look = Look(
                 step=self._num_steps, step_s=measured_s, before=before, job=self._job, was_settled=was_settled,
                 change_s=self._change_s, fits=partial(self._fits, current),
             )  # fmt: skip
             best, is_over = self._chooser.look(current, look)
-        index, *told = self._links.probe.table([float(self._options.index(best)), float(is_over)])[0]
+        index, stays = self._links.probe.table([float(self._options.index(best)), float(is_over)])[0]
         if self._options[int(index)] != current:
             return self._options[int(index)].config
-        if any(told):
-            self._watch.settle()
-        else:
+        if not stays:
             self._watch.try_plan()
-        if any(told) and not self._config.replan_interval:  # the only choice
+        elif self._config.replan_interval:
+            self._watch.mode = "settled"
+        else:  # it was the only choice
             self.hold()
         return None
 
@@ -247,7 +244,7 @@ class JobPlanner:
         """Bring links, workload and memory up to date.
 
         Returns:
-            The mean over ranks of the median step; None where nothing was measured.  Equal on all ranks.
+            The median step of rank 0; None where no layer has trained.
         """
         totals = Totals.of(self.watches, runtime.layer_stats.values())
         own = [now - before for now, before in zip(totals, self._since, strict=True)]
@@ -258,9 +255,8 @@ class JobPlanner:
         # Later on, plans and their changes are in what steps have taken for a while.
         working_bytes = self._memory[1] or max(row[2] for row in table)
         self._memory = min(row[1] for row in table), working_bytes
-        step_s, _, _, *sums = (sum(column) for column in zip(*table, strict=True))
-        total = Totals(*sums)
-        if not total.calls or step_s <= 0:
+        total = Totals(*(sum(column) for column in list(zip(*table, strict=True))[3:]))
+        if not total.calls or table[0][0] < 0:
             return None
         workload = replace(
             self._job.workload,
@@ -274,7 +270,7 @@ class JobPlanner:
         if total.row_calls and expected > 0:
             workload = replace(workload, row_scale=total.rows / total.row_calls / expected)
         self._job = replace(self._job, workload=workload)
-        return float(step_s / len(table))
+        return table[0][0]
 
     def _fits(self, current: Option, option: Option) -> bool:
         """Whether there is memory for both plans' replicas at the change, and for the new ones in a step."""
@@ -306,7 +302,7 @@ class JobPlanner:
     def describe(self) -> str:
         """One line for the log at the start."""
         links = ", ".join(
-            f"{link['name']} {link['bandwidth_gbps']} Gbit/s {link['latency_ms']} ms" for link in self._links.record()
+            f"{link['name']} {link['bandwidth_gbps']} Gbit/s {link['latency_ms']} ms" for link in self.links
         )
         return (
             f"hybridep: links: {links}; {len(self._options)} plans are open, the first choice is made after "
@@ -329,7 +325,7 @@ class JobPlanner:
             "measured_step_s": None if option is None else self._watch.step_s,
             "measured": self._measured(runtime),
             "workload": {key: getattr(job.workload, key) for key in workload},
-            "links": self._links.record(),
+            "links": self.links,
             "rates": rates,
             "reason": self.history[-1]["reason"] if self.history else "the first steps",
             "runner_up": None if choice is None or choice.runner_up is None else choice.runner_up.label,

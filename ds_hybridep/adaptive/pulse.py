@@ -35,10 +35,6 @@ class StepWatch:
         """Measure the steps to come, but for the first `skipped`."""
         self.mode, self._steps, self._skipped, self._before = "trial", [], skipped, 1.0
 
-    def settle(self) -> None:
-        """Nothing is to be done until steps change."""
-        self.mode = "settled"
-
     @property
     def step_s(self) -> float | None:
         """The median of the steps that say what is usual; None where there is none yet."""

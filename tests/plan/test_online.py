@@ -296,7 +296,10 @@ class SimulatedJob:
         self.before = now
         chosen, is_over = self.chooser.look(self.current, about)
         if chosen == self.current:
-            self.watch.settle() if is_over else self.watch.try_plan()
+            if is_over:
+                self.watch.mode = "settled"
+            else:
+                self.watch.try_plan()
         return chosen
 
 
