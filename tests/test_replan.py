@@ -17,9 +17,9 @@ from test_lossy import block_with, migration_of
 from toy_model import ToyConfig
 
 import ds_hybridep
-from ds_hybridep.adaptive import counters
-from ds_hybridep.adaptive import planner as planning
-from ds_hybridep.adaptive.options import Look, Option
+from ds_hybridep.adaptive import meter
+from ds_hybridep.adaptive.chooser import Look
+from ds_hybridep.adaptive.options import Option
 from ds_hybridep.errors import HybridEPError
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
@@ -51,7 +51,7 @@ def plain_losses(case: Case, num_steps: int) -> list[float]:
 
 
 def losses_over(case: Case, blocks: list[dict[str, Any]], steps: int) -> tuple[list[float], list[float], Any]:
-    """Losses of `steps` optimizer steps under each block in turn, an evaluation after each, and the counters."""
+    """Losses of `steps` optimizer steps under each block in turn, an evaluation after each, and the meter."""
     losses, evaluations = [], []
     with engine_of(case, with_block=True, hybridep=blocks[0]) as engine:
         for index, block in enumerate(blocks):
@@ -426,17 +426,17 @@ def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
 
 def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
     """Look by look, the memory left, which ranks differ in, and the largest domains for just enough and a bit less."""
-    measure = planning.memory_left
-    planning.memory_left = lambda device, num_neighbours: (1e6 * (7 - dist.get_rank()), 1000.0)
+    measure = meter.memory_left
+    meter.memory_left = lambda device, num_neighbours: (1e6 * (7 - dist.get_rank()), 1000.0)
     try:
         with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
             planner, found = attachment_of(engine).planner, []
 
             def look(current: Option, about: Look) -> tuple[Option, bool]:
-                free_bytes, sizes = planner._memory[0], []
+                free_bytes, sizes = planner._meter.memory[0], []
                 needed_bytes = 1000.0 + max(about.job.memory(option).replica_bytes for option in planner._options)
                 for extra in (1, -1):
-                    planner._memory = (needed_bytes / planning.ROOM_SHARE + extra, 1000.0)
+                    planner._meter.memory = (needed_bytes / meter.ROOM_SHARE + extra, 1000.0)
                     sizes.append(max(max(o.config.domain_sizes) for o in planner._options if about.fits(o)))
                 found.append((free_bytes, sizes))
                 return current, True
@@ -445,7 +445,7 @@ def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
             train(engine, case, 0, 6)
             return found
     finally:
-        planning.memory_left = measure
+        meter.memory_left = measure
 
 
 def token_codecs_of(case: Case) -> list[str]:
@@ -691,15 +691,15 @@ def test_plans_have_the_memory_that_is_free(pool2: ProcessPool):
 
 
 def test_memory_left_is_read_from_the_host_and_the_container(tmp_path):
-    free_bytes, working_bytes = counters.memory_left(torch.device("cpu"), 1)
-    assert 0 < counters.memory_left(torch.device("cpu"), 4)[0] < free_bytes / 3
+    free_bytes, working_bytes = meter.memory_left(torch.device("cpu"), 1)
+    assert 0 < meter.memory_left(torch.device("cpu"), 4)[0] < free_bytes / 3
     assert working_bytes >= 0
-    assert counters._left_in_container(tmp_path) == math.inf
+    assert meter._left_in_container(tmp_path) == math.inf
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 50\n")
     for limit, left in (("1000\n", 350.0), ("max\n", math.inf)):
         (tmp_path / "memory.max").write_text(limit)
-        assert counters._left_in_container(tmp_path) == left
+        assert meter._left_in_container(tmp_path) == left
 
 
 def test_planning_without_an_engine_is_refused(pool4: ProcessPool):

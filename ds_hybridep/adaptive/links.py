@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 PROBE_LIMIT_S = 2.0  # of the links at start-up
 CHANGE = 0.2  # of a rate, from which on it is another one
 FIRST_BURST_BYTES, MOST_BURST_BYTES = 1 << 15, 1 << 26
-LEAST_BURST_S = 0.01  # a shaper lets about a millisecond pass at once
+LEAST_BURST_S = 0.02  # a shaper lets about a millisecond pass at once, and other processes take as many
 LEAST_BURST_LATENCIES = 8  # a connection takes a few round trips to get up to speed
-REPETITIONS = 3  # of a burst that says that the link has changed
+REPETITIONS = 4  # of a burst that says that the link has changed
 
 
 class JobLinks:

@@ -19,15 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_hybridep.adaptive.counters import LayerWatch, RunningPlan, Totals, memory_left
+from ds_hybridep.adaptive.chooser import LEAST_HORIZON, Chooser, Look
 from ds_hybridep.adaptive.links import JobLinks
-from ds_hybridep.adaptive.options import LEAST_HORIZON, Chooser, Job, Look, Option, name_of, open_options, settings_of
+from ds_hybridep.adaptive.meter import JobMeter, RunningPlan
+from ds_hybridep.adaptive.options import Job, Option, name_of, open_options, settings_of
 from ds_hybridep.adaptive.pulse import TRIAL_STEPS, WARM_UP_STEPS, Pulse, StepWatch
 from ds_hybridep.adaptive.rates import expert_params, measure_codec, measure_experts
 from ds_hybridep.config import AUTO, AUTO_CODEC, IDENTITY, CodecConfig, HybridEPConfig
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
-from ds_hybridep.plan.costs import ranks_below, row_counts
+from ds_hybridep.plan.costs import ranks_below
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.row_format import token_codec
 from ds_hybridep.plan.workload import MoEModel, Workload
@@ -38,8 +39,6 @@ from ds_hybridep.transport.streams import streams_of
 from ds_hybridep.version import __version__
 
 log = logging.getLogger(__name__)
-
-ROOM_SHARE = 0.9  # of the memory that is free; packets and other buffers of the moment need some
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,6 @@ class JobPlanner:
     """
 
     def __init__(self, config: HybridEPConfig, specs: Sequence[LayerSpec], facts: JobFacts) -> None:
-        self.watches = tuple(LayerWatch() for _ in specs)
         self.history: list[dict[str, Any]] = []
         with announcing_failure():
             spec = _same_of_all(specs)
@@ -120,15 +118,16 @@ class JobPlanner:
             token_codecs=[token_codec(level.row_format, spec.hidden, param_bytes) for level in config.levels],
             can_sync_by_level=facts.can_sync_by_level,
         )
-        self._job = Job(self._links.cluster, _first_workload(specs, facts), rates)
-        self._config, self._facts, self._device = config, facts, device
+        job = Job(self._links.cluster, _first_workload(specs, facts), rates)
+        self._meter = JobMeter(self._links, job, len(specs), facts.micro_steps, device)
+        self.watches = self._meter.watches
+        self._config, self._device = config, device
         self._chooser = Chooser(self._options, LEAST_HORIZON if config.replan_interval else math.inf)
         self._running, self._num_steps = Running(self._options[0]), 0
         self._next: HybridEPConfig | None = None  # chosen and not carried out yet
         self._change_s = 0.0  # that the last change of plan took, without filling replicas
-        self._memory = (math.inf, 0.0)  # free bytes of the fullest rank; what a step takes of them for a while
         self._begin_s = self._end_s = 0.0  # of the last step
-        self._watch, self._pulse, self._since = StepWatch(), Pulse(self._transport), Totals()
+        self._watch, self._pulse = StepWatch(), Pulse(self._transport)
 
     @property
     def links(self) -> list[dict[str, Any]]:
@@ -165,10 +164,7 @@ class JobPlanner:
             The settings to go on with after this optimizer step; None: as before.
         """
         entry_s = time.perf_counter()
-        # From the first layer's forward on: what a script does between two steps is not the plan's.
-        begin_s = min((w.begin_s for w in self.watches if w.begin_s is not None), default=entry_s)
-        for watch in self.watches:
-            watch.begin_s = None
+        begin_s = self._meter.begin_of_step(entry_s)
         self._num_steps += 1
         self._next = self._look(runtime) if self._pulse.take() else None
         self._begin_s = begin_s + time.perf_counter() - entry_s  # the look is not the plan's either
@@ -212,21 +208,21 @@ class JobPlanner:
     def _begin_trial(self, runtime: RunningPlan) -> None:
         self._watch.try_plan(skipped=1)  # the first step ships all weights and makes connections
         self._pulse.take()  # it told of steps before
-        self._since = Totals.of(self.watches, runtime.layer_stats.values())
+        self._meter.begin(runtime)
 
     def _look(self, runtime: RunningPlan) -> HybridEPConfig | None:
         """Measure, and let rank 0 decide.  Returns the settings to go on with; None: as before."""
-        before, was_settled = self._job, self.is_settled
-        measured_s = self._measure(runtime)
         current = best = self._running.option
+        before, was_settled = self._meter.job, self.is_settled
+        measured_s = self._meter.measure(runtime, current, self._watch.step_s)
         if measured_s is None or current is None or best is None:
             self._watch.try_plan()
             return None
         is_over = False
         if self._transport.rank == 0:
             look = Look(
-                step=self._num_steps, step_s=measured_s, before=before, job=self._job, was_settled=was_settled,
-                change_s=self._change_s, fits=partial(self._fits, current),
+                step=self._num_steps, step_s=measured_s, before=before, job=self._meter.job, was_settled=was_settled,
+                change_s=self._change_s, fits=partial(self._meter.has_room, current),
             )  # fmt: skip
             best, is_over = self._chooser.look(current, look)
         index, stays = self._links.probe.table([float(self._options.index(best)), float(is_over)])[0]
@@ -239,44 +235,6 @@ class JobPlanner:
         else:  # it was the only choice
             self.hold()
         return None
-
-    def _measure(self, runtime: RunningPlan) -> float | None:
-        """Bring links, workload and memory up to date.
-
-        Returns:
-            The median step of rank 0; None where no layer has trained.
-        """
-        totals = Totals.of(self.watches, runtime.layer_stats.values())
-        own = [now - before for now, before in zip(totals, self._since, strict=True)]
-        memory, self._since = memory_left(self._device, self._links.num_neighbours), totals
-        table = self._links.probe.table([self._watch.step_s or -1.0, *memory, *own])
-        self._links.measure()
-        self._job = replace(self._job, cluster=self._links.cluster)
-        # Later on, plans and their changes are in what steps have taken for a while.
-        working_bytes = self._memory[1] or max(row[2] for row in table)
-        self._memory = min(row[1] for row in table), working_bytes
-        total = Totals(*(sum(column) for column in list(zip(*table, strict=True))[3:]))
-        if not total.calls or table[0][0] < 0:
-            return None
-        workload = replace(
-            self._job.workload,
-            tokens_per_rank=max(round(total.tokens / total.calls), 1),
-            micro_steps=max(self._facts.micro_steps(), 1),
-            is_checkpointed=total.recomputed > 0,
-        )
-        expected = 0.0
-        if self.current is not None and not self.current.layout.is_padded:
-            expected = sum(row_counts(self.current.layout, replace(workload, row_scale=1.0)))
-        if total.row_calls and expected > 0:
-            workload = replace(workload, row_scale=total.rows / total.row_calls / expected)
-        self._job = replace(self._job, workload=workload)
-        return table[0][0]
-
-    def _fits(self, current: Option, option: Option) -> bool:
-        """Whether there is memory for both plans' replicas at the change, and for the new ones in a step."""
-        new_bytes, (free_bytes, working_bytes) = self._job.memory(option).replica_bytes, self._memory
-        growth_bytes = new_bytes - self._job.memory(current).replica_bytes
-        return max(new_bytes, growth_bytes + working_bytes) <= ROOM_SHARE * free_bytes
 
     # -- checkpoints and records ------------------------------------------------------------------------------------
 
@@ -311,7 +269,7 @@ class JobPlanner:
 
     def record(self, runtime: RunningPlan) -> dict[str, Any]:
         """The plan, what was predicted of it and what was measured; JSON-able.  Complete on rank 0 only."""
-        job, option, choice, prediction = self._job, self.current, self._chooser.choice, None
+        job, option, choice, prediction = self._meter.job, self.current, self._chooser.choice, None
         if option is not None:
             predicted = job.predict(option)
             uplinks = [dict(kinds) for kinds in predicted.uplink_bytes]
@@ -335,7 +293,7 @@ class JobPlanner:
 
     def _measured(self, runtime: RunningPlan) -> dict[str, Any]:
         """Of this rank, per step since the plan began: seconds waited and spent on codecs, bytes of its uplinks."""
-        begin, traffic, below = self._running, runtime.transport.traffic, ranks_below(self._job.cluster)
+        begin, traffic, below = self._running, runtime.transport.traffic, ranks_below(self._meter.job.cluster)
         steps = max(self._num_steps - begin.step, 1)
         sent: list[dict[str, float]] = [{} for _ in below]
         for (level, kind), num_bytes in traffic.sent_bytes.items():

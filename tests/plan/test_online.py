@@ -10,16 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hybridep.adaptive.options import (
-    HOPE,
-    LEAST_HORIZON,
-    MOST_CHANGES,
-    THRESHOLD,
-    Chooser,
-    Job,
-    Look,
-    open_options,
-)
+from ds_hybridep.adaptive.chooser import HOPE, LEAST_HORIZON, MOST_CHANGES, THRESHOLD, Chooser, Look
+from ds_hybridep.adaptive.options import Job, open_options
 from ds_hybridep.adaptive.pulse import StepWatch
 from ds_hybridep.config import parse_config
 from ds_hybridep.plan.cluster import Cluster, Level, Link

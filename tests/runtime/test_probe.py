@@ -16,7 +16,6 @@ from ds_hybridep.adaptive.probe import (
     Spread,
     _Carried,
     _slowest,
-    measured_cluster,
     probe_links,
 )
 from ds_hybridep.commands.probe import cluster_file, describe, read_cluster
@@ -57,9 +56,7 @@ def timed_by_the_test(sizes: tuple[int, ...], level: int, slow_rank: int) -> dic
 
     transport = open_transport(cluster_of(sizes), 30.0)
     link_probe = LinkProbe(transport)
-    link_probe._pass_on = lambda level, pattern, num_bytes: (
-        link_probe._is_sender(level, pattern) or link_probe._is_receiver(level, pattern)
-    )
+    link_probe._pass_on = lambda level, pattern, num_bytes: any(link_probe._roles(level, pattern))
     seconds = 0.04 if dist.get_rank() == slow_rank else 0.01
     clock = iter(range(10**6))
     original = probe_module.time.perf_counter
@@ -110,7 +107,7 @@ def test_every_level_with_neighbours_is_measured_alike_on_all_ranks(pool4: Proce
         for spread in spreads:
             assert 0 < spread.p10 <= spread.median <= spread.p90
         assert all(sent[index] > 0 for _, sent in results)
-        link = measured_cluster(probes).levels[index].link
+        link = probe.level.link
         assert link.bandwidth_bytes_per_s == probe.capacity_bytes_per_s > 0
         assert link.latency_s == probe.latency_s.median
 
