@@ -144,7 +144,7 @@ def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[
 
         def look(current: Option, _: Look) -> tuple[Option, bool]:
             sizes = next(looks)
-            best = next(option for option in planner._options if option.config.domain_sizes == sizes)
+            best = next(option for option in planner._chooser.options if option.config.domain_sizes == sizes)
             return best, best == current
 
         planner._chooser.look = look
@@ -421,7 +421,7 @@ def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
         ds_hybridep.attach(engine, block_of(case, **block))
         planner = attachment_of(engine).planner
         train(engine, case, 0, 7)
-        return sum(option.is_lossy for option in planner._options), len(planner.history)
+        return sum(option.is_lossy for option in planner._chooser.options), len(planner.history)
 
 
 def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
@@ -434,10 +434,12 @@ def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
 
             def look(current: Option, about: Look) -> tuple[Option, bool]:
                 free_bytes, sizes = planner._meter.memory[0], []
-                needed_bytes = 1000.0 + max(about.job.memory(option).replica_bytes for option in planner._options)
+                needed_bytes = 1000.0 + max(
+                    about.job.memory(option).replica_bytes for option in planner._chooser.options
+                )
                 for extra in (1, -1):
                     planner._meter.memory = (needed_bytes / meter.ROOM_SHARE + extra, 1000.0)
-                    sizes.append(max(max(o.config.domain_sizes) for o in planner._options if about.fits(o)))
+                    sizes.append(max(max(o.config.domain_sizes) for o in planner._chooser.options if about.fits(o)))
                 found.append((free_bytes, sizes))
                 return current, True
 

@@ -19,6 +19,9 @@ from ds_hybridep.experts.migration import is_in_backward
 from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
+from ds_hybridep.transport.streams import streams_of
+
+ROOM_SHARE = 0.9  # of the memory that is free; packets and other buffers of the moment need some
 
 
 class RunningPlan(Protocol):
@@ -34,9 +37,6 @@ class RunningPlan(Protocol):
     def token_exchange(self) -> Literal["direct", "hierarchical", "deepspeed"]: ...
     @property
     def codec_s(self) -> float: ...
-
-
-ROOM_SHARE = 0.9  # of the memory that is free; packets and other buffers of the moment need some
 
 
 @dataclass
@@ -92,6 +92,7 @@ class JobMeter:
         job: links and work as measured last, equal on all ranks.
         watches: one for each layer.
         memory: free bytes of the fullest rank, and what a step takes of them for a while.
+    begin_s, end_s: of the last optimizer step.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class JobMeter:
         self.job = job
         self.watches = tuple(LayerWatch() for _ in range(num_layers))
         self.memory = (math.inf, 0.0)
+        self.begin_s = self.end_s = 0.0
         self._links, self._micro_steps, self._device = links, micro_steps, device
         self._since = Totals()
 
@@ -107,12 +109,18 @@ class JobMeter:
         """Count from now on."""
         self._since = Totals.of(self.watches, runtime.layer_stats.values())
 
-    def begin_of_step(self, default: float) -> float:
-        """When the first layer's forward began; what a script does between two steps is not the plan's."""
+    def begin_step(self) -> None:
+        """Call before the optimizer.  A step begins with its first layer: what a script does between is not its."""
         begins = [watch.begin_s for watch in self.watches if watch.begin_s is not None]
+        self.begin_s = min(begins, default=time.perf_counter())
         for watch in self.watches:
             watch.begin_s = None
-        return min(begins, default=default)
+
+    def end_step(self) -> float:
+        """Seconds of the optimizer step that ends now."""
+        streams_of(self._device).synchronize()
+        self.end_s = time.perf_counter()
+        return self.end_s - self.begin_s
 
     def measure(self, runtime: RunningPlan, option: Option | None, step_s: float | None) -> float | None:
         """Bring `job` and `memory` up to date; `option` has run since `begin` or the last call.

@@ -21,7 +21,7 @@ from typing import Any
 
 from ds_hybridep.adaptive.chooser import LEAST_HORIZON, Chooser, Look
 from ds_hybridep.adaptive.links import JobLinks
-from ds_hybridep.adaptive.meter import JobMeter, RunningPlan
+from ds_hybridep.adaptive.meter import JobMeter, LayerWatch, RunningPlan
 from ds_hybridep.adaptive.options import Job, Option, name_of, open_options, settings_of
 from ds_hybridep.adaptive.pulse import TRIAL_STEPS, WARM_UP_STEPS, Pulse, StepWatch
 from ds_hybridep.adaptive.rates import expert_params, measure_codec, measure_experts
@@ -35,7 +35,6 @@ from ds_hybridep.plan.workload import MoEModel, Workload
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.job import backends_of
-from ds_hybridep.transport.streams import streams_of
 from ds_hybridep.version import __version__
 
 log = logging.getLogger(__name__)
@@ -108,7 +107,7 @@ class JobPlanner:
         self._links = JobLinks(config, self._transport, device)
         rates = measure_experts(spec, self._links.probe, self._links.cluster)
         param_bytes = spec.sample.element_size()
-        self._options = open_options(
+        options = open_options(
             config,
             spans=spans,
             codecs={
@@ -120,14 +119,17 @@ class JobPlanner:
         )
         job = Job(self._links.cluster, _first_workload(specs, facts), rates)
         self._meter = JobMeter(self._links, job, len(specs), facts.micro_steps, device)
-        self.watches = self._meter.watches
-        self._config, self._device = config, device
-        self._chooser = Chooser(self._options, LEAST_HORIZON if config.replan_interval else math.inf)
-        self._running, self._num_steps = Running(self._options[0]), 0
+        self._config = config
+        self._chooser = Chooser(options, LEAST_HORIZON if config.replan_interval else math.inf)
+        self._running, self._num_steps = Running(options[0]), 0
         self._next: HybridEPConfig | None = None  # chosen and not carried out yet
         self._change_s = 0.0  # that the last change of plan took, without filling replicas
-        self._begin_s = self._end_s = 0.0  # of the last step
         self._watch, self._pulse = StepWatch(), Pulse(self._transport)
+
+    @property
+    def watches(self) -> tuple[LayerWatch, ...]:
+        """Forward pre-hooks, one for each layer."""
+        return self._meter.watches
 
     @property
     def links(self) -> list[dict[str, Any]]:
@@ -137,7 +139,7 @@ class JobPlanner:
     @property
     def start_config(self) -> HybridEPConfig:
         """The settings of the first steps."""
-        return self._options[0].config
+        return self._chooser.options[0].config
 
     @property
     def current(self) -> Option | None:
@@ -164,17 +166,15 @@ class JobPlanner:
             The settings to go on with after this optimizer step; None: as before.
         """
         entry_s = time.perf_counter()
-        begin_s = self._meter.begin_of_step(entry_s)
+        self._meter.begin_step()
         self._num_steps += 1
         self._next = self._look(runtime) if self._pulse.take() else None
-        self._begin_s = begin_s + time.perf_counter() - entry_s  # the look is not the plan's either
+        self._meter.begin_s += time.perf_counter() - entry_s  # a look is no part of the step
         return self._next
 
     def after_step(self) -> None:
         """Call right after the optimizer step, before anything is changed."""
-        streams_of(self._device).synchronize()
-        self._end_s = time.perf_counter()
-        is_due = self._watch.note(self._end_s - self._begin_s)
+        is_due = self._watch.note(self._meter.end_step())
         if self._watch.mode != "off":
             self._pulse.send(is_due)
 
@@ -184,10 +184,10 @@ class JobPlanner:
         Planning ends where they are none of the options.
         """
         if config is self._next:  # else somebody else wanted it, at any time
-            self._change_s = time.perf_counter() - self._end_s
+            self._change_s = time.perf_counter() - self._meter.end_s
         before, traffic, is_off = self._running, runtime.transport.traffic, self._watch.mode == "off"
         wanted = settings_of(replace(config, token_exchange=runtime.token_exchange))
-        option = next((one for one in self._options if settings_of(one.config) == wanted), None)
+        option = next((one for one in self._chooser.options if settings_of(one.config) == wanted), None)
         self._running = Running(option, self._num_steps, dict(traffic.exposed_s), dict(traffic.sent_bytes))
         self.history.append(
             {"step": self._num_steps, "from": before.label, "to": self._running.label, "reason": reason}
@@ -225,9 +225,9 @@ class JobPlanner:
                 change_s=self._change_s, fits=partial(self._meter.has_room, current),
             )  # fmt: skip
             best, is_over = self._chooser.look(current, look)
-        index, stays = self._links.probe.table([float(self._options.index(best)), float(is_over)])[0]
-        if self._options[int(index)] != current:
-            return self._options[int(index)].config
+        index, stays = self._links.probe.table([float(self._chooser.options.index(best)), float(is_over)])[0]
+        if self._chooser.options[int(index)] != current:
+            return self._chooser.options[int(index)].config
         if not stays:
             self._watch.try_plan()
         elif self._config.replan_interval:
@@ -251,11 +251,11 @@ class JobPlanner:
         if path is None:
             return None
         label = _plan_in(path) if self._transport.rank == 0 else None
-        index = next((i for i, option in enumerate(self._options) if option.label == label), -1)
+        index = next((i for i, option in enumerate(self._chooser.options) if option.label == label), -1)
         index = int(self._links.probe.table([float(index)])[0][0])
-        if index < 0 or self._options[index] == self.current:
+        if index < 0 or self._chooser.options[index] == self.current:
             return None
-        return self._options[index].config
+        return self._chooser.options[index].config
 
     def describe(self) -> str:
         """One line for the log at the start."""
@@ -263,7 +263,7 @@ class JobPlanner:
             f"{link['name']} {link['bandwidth_gbps']} Gbit/s {link['latency_ms']} ms" for link in self.links
         )
         return (
-            f"hybridep: links: {links}; {len(self._options)} plans are open, the first choice is made after "
+            f"hybridep: links: {links}; {len(self._chooser.options)} plans are open, the first choice is made after "
             f"{WARM_UP_STEPS + TRIAL_STEPS + 1} optimizer steps"
         )
 
