@@ -4,10 +4,10 @@
 import math
 import resource
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import psutil
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ds_hybridep.adaptive.links import JobLinks
 from ds_hybridep.adaptive.options import Job, Option
 from ds_hybridep.experts.migration import is_in_backward
-from ds_hybridep.plan.costs import row_counts
+from ds_hybridep.plan.costs import ranks_below, row_counts
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.streams import streams_of
@@ -78,6 +78,15 @@ class Totals(NamedTuple):
         return cls(*map(sum, zip(*counts, strict=True)))
 
 
+@dataclass(frozen=True)
+class PlanBegin:
+    """Counters of this rank when the plan began."""
+
+    step: int = 0
+    exposed_s: Mapping[str, float] = field(default_factory=dict)
+    sent_bytes: Mapping[tuple[int, str], int] = field(default_factory=dict)
+
+
 class JobMeter:
     """Keeps what is known of a job; all ranks must make the same calls, with nothing else under way.
 
@@ -103,11 +112,24 @@ class JobMeter:
         self.memory = (math.inf, 0.0)
         self.begin_s = self.end_s = 0.0
         self._links, self._micro_steps, self._device = links, micro_steps, device
-        self._since = Totals()
+        self._since, self._plan_begin = Totals(), PlanBegin()
 
-    def begin(self, runtime: RunningPlan) -> None:
-        """Count from now on."""
+    def begin(self, runtime: RunningPlan, step: int) -> None:
+        """Another plan runs from here, after so many steps."""
+        traffic = runtime.transport.traffic
         self._since = Totals.of(self.watches, runtime.layer_stats.values())
+        self._plan_begin = PlanBegin(step, dict(traffic.exposed_s), dict(traffic.sent_bytes))
+
+    def since_begin(self, runtime: RunningPlan, step: int) -> dict[str, Any]:
+        """Of this rank, per step of the plan: seconds waited and spent on codecs, bytes of its uplinks."""
+        begin, traffic, below = self._plan_begin, runtime.transport.traffic, ranks_below(self.job.cluster)
+        steps = max(step - begin.step, 1)
+        sent: list[dict[str, float]] = [{} for _ in below]
+        for (level, kind), num_bytes in traffic.sent_bytes.items():
+            sent[level][kind] = (num_bytes - begin.sent_bytes.get((level, kind), 0)) * below[level] / steps
+        waited = {kind: (s - begin.exposed_s.get(kind, 0.0)) / steps for kind, s in traffic.exposed_s.items()}
+        codec_s = runtime.codec_s / steps
+        return {"steps": step - begin.step, "waited_s": waited, "codec_s": codec_s, "uplink_bytes": sent}
 
     def begin_step(self) -> None:
         """Call before the optimizer.  A step begins with its first layer: what a script does between is not its."""

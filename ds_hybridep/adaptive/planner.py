@@ -13,8 +13,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from ds_hybridep.adaptive.rates import expert_params, measure_codec, measure_exp
 from ds_hybridep.config import AUTO, AUTO_CODEC, IDENTITY, CodecConfig, HybridEPConfig
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
-from ds_hybridep.plan.costs import ranks_below
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.row_format import token_codec
 from ds_hybridep.plan.workload import MoEModel, Workload
@@ -60,24 +59,6 @@ class JobFacts:
     can_sync_by_level: bool
 
 
-@dataclass(frozen=True)
-class Running:
-    """The plan that runs, and counters of this rank when it began.
-
-    option: None where its settings were given by hand and are none of the options.
-    """
-
-    option: Option | None
-    step: int = 0
-    exposed_s: Mapping[str, float] = field(default_factory=dict)
-    sent_bytes: Mapping[tuple[int, str], int] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """For people."""
-        return "settings given by hand" if self.option is None else self.option.label
-
-
 class JobPlanner:
     """The plan of one attached model; all ranks must make the same calls at the same steps.
 
@@ -85,6 +66,10 @@ class JobPlanner:
         config: with what is "auto" in it.
         specs: of the MoE layers, all of one expert-parallel group.
         facts: of the job.
+
+    Attributes:
+        current: the option that runs; None while settings given by hand are none.
+        history: changes of plan.
 
     Raises:
         UnsupportedError: layers have different expert-parallel groups.
@@ -121,7 +106,8 @@ class JobPlanner:
         self._meter = JobMeter(self._links, job, len(specs), facts.micro_steps, device)
         self._config = config
         self._chooser = Chooser(options, LEAST_HORIZON if config.replan_interval else math.inf)
-        self._running, self._num_steps = Running(options[0]), 0
+        self.current: Option | None = options[0]
+        self._num_steps = 0
         self._next: HybridEPConfig | None = None  # chosen and not carried out yet
         self._change_s = 0.0  # that the last change of plan took, without filling replicas
         self._watch, self._pulse = StepWatch(), Pulse(self._transport)
@@ -142,9 +128,8 @@ class JobPlanner:
         return self._chooser.options[0].config
 
     @property
-    def current(self) -> Option | None:
-        """The option that runs; None while settings given by hand are none."""
-        return self._running.option
+    def _label(self) -> str:
+        return "settings given by hand" if self.current is None else self.current.label
 
     @property
     def is_settled(self) -> bool:
@@ -185,15 +170,12 @@ class JobPlanner:
         """
         if config is self._next:  # else somebody else wanted it, at any time
             self._change_s = time.perf_counter() - self._meter.end_s
-        before, traffic, is_off = self._running, runtime.transport.traffic, self._watch.mode == "off"
+        before, is_off = self._label, self._watch.mode == "off"
         wanted = settings_of(replace(config, token_exchange=runtime.token_exchange))
-        option = next((one for one in self._chooser.options if settings_of(one.config) == wanted), None)
-        self._running = Running(option, self._num_steps, dict(traffic.exposed_s), dict(traffic.sent_bytes))
-        self.history.append(
-            {"step": self._num_steps, "from": before.label, "to": self._running.label, "reason": reason}
-        )
+        self.current = next((one for one in self._chooser.options if settings_of(one.config) == wanted), None)
+        self.history.append({"step": self._num_steps, "from": before, "to": self._label, "reason": reason})
         self._begin_trial(runtime)
-        if option is None or (is_off and not self._config.replan_interval):
+        if self.current is None or (is_off and not self._config.replan_interval):
             self.hold()
 
     def choose_anew(self, runtime: RunningPlan) -> None:
@@ -208,11 +190,11 @@ class JobPlanner:
     def _begin_trial(self, runtime: RunningPlan) -> None:
         self._watch.try_plan(skipped=1)  # the first step ships all weights and makes connections
         self._pulse.take()  # it told of steps before
-        self._meter.begin(runtime)
+        self._meter.begin(runtime, self._num_steps)
 
     def _look(self, runtime: RunningPlan) -> HybridEPConfig | None:
         """Measure, and let rank 0 decide.  Returns the settings to go on with; None: as before."""
-        current = best = self._running.option
+        current = best = self.current
         before, was_settled = self._meter.job, self.is_settled
         measured_s = self._meter.measure(runtime, current, self._watch.step_s)
         if measured_s is None or current is None or best is None:
@@ -281,7 +263,7 @@ class JobPlanner:
             "plan": None if option is None else option.label,
             "predicted": prediction,
             "measured_step_s": None if option is None else self._watch.step_s,
-            "measured": self._measured(runtime),
+            "measured": self._meter.since_begin(runtime, self._num_steps),
             "workload": {key: getattr(job.workload, key) for key in workload},
             "links": self.links,
             "rates": rates,
@@ -289,21 +271,6 @@ class JobPlanner:
             "runner_up": None if choice is None or choice.runner_up is None else choice.runner_up.label,
             "runner_up_s": None if choice is None else choice.runner_up_s,
             "history": list(self.history),
-        }
-
-    def _measured(self, runtime: RunningPlan) -> dict[str, Any]:
-        """Of this rank, per step since the plan began: seconds waited and spent on codecs, bytes of its uplinks."""
-        begin, traffic, below = self._running, runtime.transport.traffic, ranks_below(self._meter.job.cluster)
-        steps = max(self._num_steps - begin.step, 1)
-        sent: list[dict[str, float]] = [{} for _ in below]
-        for (level, kind), num_bytes in traffic.sent_bytes.items():
-            sent[level][kind] = (num_bytes - begin.sent_bytes.get((level, kind), 0)) * below[level] / steps
-        waited = {kind: (s - begin.exposed_s.get(kind, 0.0)) / steps for kind, s in traffic.exposed_s.items()}
-        return {
-            "steps": self._num_steps - begin.step,
-            "waited_s": waited,
-            "codec_s": runtime.codec_s / steps,
-            "uplink_bytes": sent,
         }
 
     def close(self) -> None:
