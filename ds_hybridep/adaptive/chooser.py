@@ -116,7 +116,8 @@ class Chooser:
     def begin(self, step: int) -> None:
         """Links or work are others: choose anew.  They are expected to last as long as those before did."""
         if math.isfinite(self.horizon):
-            self.horizon = max(step - (self.begin_step or 0), LEAST_HORIZON)
+            lasted_steps = 0 if self.begin_step is None else step - self.begin_step
+            self.horizon = max(lasted_steps, LEAST_HORIZON)
         self.known.clear()
         self.changes_left, self.is_open, self.begin_step = MOST_CHANGES, True, step
 

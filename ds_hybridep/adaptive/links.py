@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 
 PROBE_LIMIT_S = 2.0  # of the links at start-up
 CHANGE = 0.2  # of a rate, from which on it is another one
-FIRST_BURST_BYTES, MOST_BURST_BYTES = 1 << 15, 1 << 26
+LEAST_BURST_BYTES, MOST_BURST_BYTES = 1 << 15, 1 << 26
+GROWTH = 4  # of a burst that was too short
 LEAST_BURST_S = 0.02  # a shaper lets about a millisecond pass at once, and other processes take as many
 LEAST_BURST_LATENCIES = 8  # a connection takes a few round trips to get up to speed
 REPETITIONS = 4  # of a burst that says that the link has changed
@@ -96,13 +97,14 @@ class JobLinks:
     def _burst_rate(self, level: int, latency_s: float, known: float) -> float:
         """Bytes per second of the slowest uplink of a level, by bursts that grow until they take long enough.
 
-        What else a machine does can only make a burst slower: of several the fastest counts.
+        The first is short, for the link may have become much slower.  What else a machine does can only make a burst
+        slower: of several the fastest counts.
         """
-        below, num_bytes = ranks_below(self.cluster)[level], FIRST_BURST_BYTES
-        least_s = max(LEAST_BURST_S, LEAST_BURST_LATENCIES * latency_s)
+        least_s, below = max(LEAST_BURST_S, LEAST_BURST_LATENCIES * latency_s), ranks_below(self.cluster)[level]
+        num_bytes = min(max(int(known * least_s / below / GROWTH), LEAST_BURST_BYTES), MOST_BURST_BYTES)
         rate = self.probe.burst(level, num_bytes, latency_s)
-        while below * num_bytes / rate < least_s and num_bytes < MOST_BURST_BYTES:
-            num_bytes *= 4
+        while below * num_bytes / rate < least_s / 2 and num_bytes < MOST_BURST_BYTES:
+            num_bytes *= GROWTH
             rate = self.probe.burst(level, num_bytes, latency_s)
         if abs(rate / known - 1) > CHANGE:
             rate = max(rate, *(self.probe.burst(level, num_bytes, latency_s) for _ in range(REPETITIONS - 1)))

@@ -154,12 +154,12 @@ class JobMeter:
         own = [now - before for now, before in zip(self._since, since, strict=True)]
         memory = memory_left(self._device, self._links.num_neighbours)
         table = self._links.probe.table([step_s or -1.0, *memory, *own])
-        self._links.measure()
         # Later on, plans and their changes are in what steps have taken for a while.
         self.memory = min(row[1] for row in table), self.memory[1] or max(row[2] for row in table)
         total = Totals(*(sum(column) for column in list(zip(*table, strict=True))[3:]))
         if not total.calls or table[0][0] < 0:
             return None
+        self._links.measure()
         workload = replace(
             self.job.workload,
             tokens_per_rank=max(round(total.tokens / total.calls), 1),
