@@ -19,7 +19,8 @@ from ds_hybridep.adaptive.options import Job, Option
 from ds_hybridep.plan.planner import TERM_WORDS, TIE
 from ds_hybridep.plan.stream_model import StepPrediction
 
-MOST_CHANGES = 4  # of plan in one choice; the last one is kept for going back
+MOST_CHANGES = 6  # of plan in one choice
+RETURNS = 3  # so many of them only go back to what has run
 THRESHOLD = 0.03  # share of a step that another option must save
 HOPE = 0.1  # share of a step by which an option that has not run may be faster than expected
 CHANGE = 0.2  # of the tokens of a call, from which on it is other work
@@ -99,17 +100,15 @@ class Chooser:
 
     def look(self, current: Option, look: Look) -> tuple[Option, bool]:
         """The option to run next, and whether it stays until steps change."""
-        if self.begin_step is None:
+        is_first = self.begin_step is None
+        if is_first or look.has_changed((current, self.options[0])):
             self.begin(look.step)
-        elif look.has_changed((current, self.options[0])):
-            is_mixed = self.is_open  # nobody knows since which of the measured steps
-            self.begin(look.step)
-            if is_mixed:
-                return current, False
         elif not self.is_open:
             # Steps have changed, links and work have not; a few more steps tell whether the work has.
             return current, not look.was_settled
-        self.note(current, look.job.predict(current).step_s, look.step_s)
+        # After a change nobody knows whether the measured steps are of now or of before.
+        if is_first or self.begin_step != look.step:
+            self.note(current, look.job.predict(current).step_s, look.step_s)
         self.choice = self.choose(current, look)
         return self.choice.best, not self.is_open
 
@@ -141,7 +140,7 @@ class Chooser:
             expected[option] = step_s + share_s
             if option in self.known and self.changes_left > 0:
                 worth[option] = step_s + share_s
-            elif self.changes_left > 1:
+            elif option not in self.known and self.changes_left > RETURNS:
                 worth[option] = step_s * (1.0 - HOPE) + 2.0 * share_s
         least_s = min(worth.values())
         best = min(

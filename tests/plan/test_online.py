@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hybridep.adaptive.chooser import HOPE, LEAST_HORIZON, MOST_CHANGES, THRESHOLD, Chooser, Look
+from ds_hybridep.adaptive.chooser import HOPE, LEAST_HORIZON, MOST_CHANGES, RETURNS, THRESHOLD, Chooser, Look
 from ds_hybridep.adaptive.options import Job, open_options
 from ds_hybridep.adaptive.pulse import StepWatch
 from ds_hybridep.config import parse_config
@@ -371,10 +371,18 @@ def test_other_work_brings_a_new_choice():
     assert done.current.config.domain_sizes != (1, 1)
 
 
-def test_steps_measured_while_the_link_changed_are_not_believed():
+def test_steps_from_before_a_change_are_not_believed():
     before, now = Priced({FIRST: 1.0, SECOND: 1.2}), Priced({FIRST: 5.0, SECOND: 1.0})
-    chooser = Chooser((FIRST, SECOND), begin_step=6)
-    mixed = Look(step=9, step_s=3.0, before=before, job=now, was_settled=False)
-    assert chooser.look(FIRST, mixed) == (FIRST, False)
+    chooser = Chooser((FIRST, SECOND), begin_step=6, is_open=False)
+    late = Look(step=9, step_s=1.0, before=before, job=now, was_settled=True)
+    assert chooser.look(FIRST, late) == (SECOND, False)
     assert chooser.known == {}
-    assert chooser.look(FIRST, dataclasses.replace(mixed, before=now, step_s=5.0)) == (SECOND, False)
+    after = Look(step=14, step_s=1.5, before=now, job=now, was_settled=False)
+    assert chooser.look(SECOND, after) == (SECOND, True)
+
+
+def test_a_choice_does_not_end_with_a_plan_that_is_worse_than_one_that_has_run():
+    seconds = {FIRST: 1.0, SECOND: 1.0}
+    chooser = Chooser((FIRST, SECOND), begin_step=6, changes_left=RETURNS, known={FIRST: 0.0, SECOND: 1.0})
+    assert chooser.choose(SECOND, look(seconds)).best == FIRST
+    assert chooser.is_open
