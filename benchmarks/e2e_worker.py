@@ -7,12 +7,11 @@ folder, to set the link's rate and to read the interface counters; nothing cross
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ class Plan:
     adapters: str = ""  # what has some, "attention" or "attention and experts"; else everything is trained
 
 
-AUTO_SETTLED_LOOKS, AUTO_MOST_STEPS, AUTO_TRIAL_STEPS = 3, 100, 30
+AUTO_MOST_STEPS = 100
 
 
 @dataclass
@@ -272,16 +271,12 @@ def settle(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int) -> Non
     planner = planner_of(run)
     if planner is None:
         return
-    planner._begin_anew(api._attachment_of(run.engine).runtime)  # steps of the last rate and batch say nothing
-    planner._next_look = planner._num_steps + planner._config.advanced.replan_interval
-    train(run, corpus, args, rows, planner._config.advanced.replan_interval)
-    planner.num_quiet_looks = 0
-    for step in range(AUTO_MOST_STEPS + AUTO_TRIAL_STEPS):
-        # A plan that is being tried when time is up is no pick.
-        if planner.num_quiet_looks >= (AUTO_SETTLED_LOOKS if step < AUTO_MOST_STEPS else 1):
-            break
+    planner.choose_anew(api._attachment_of(run.engine).runtime)  # steps of the last rate and batch say nothing
+    for _ in range(AUTO_MOST_STEPS):
         train(run, corpus, args, rows, 1)
-    planner._next_look = math.inf
+        if planner.is_settled:
+            break
+    planner.hold()
 
 
 def finish_transfers(run: Run) -> None:
@@ -391,7 +386,7 @@ def main() -> None:
                             "num_steps": run.num_steps,
                             "picked": None if (planner := planner_of(run)) is None else planner.current.label,
                             "history": None if planner is None else planner.history,
-                            "links": [] if planner is None else [asdict(one.link) for one in planner._cluster.levels],
+                            "links": [] if planner is None else planner.links,
                         }
                     )  # fmt: skip
                 driver.ask(command="records", records=records)

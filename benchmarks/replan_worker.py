@@ -128,9 +128,8 @@ def main() -> None:
         rate: next(p for p in plans if p.name == min(found, key=found.__getitem__)) for rate, found in times.items()
     }
     codecs = tuple(spec for name, spec in CODECS.items() if name) if args.with_codecs else ()
-    auto = Plan(
-        "auto", sizes[0] * sizes[1], ("auto", "auto"), "auto", "auto" if codecs else "identity", "auto", codecs
-    )
+    codec = "auto" if codecs else "identity"
+    auto = Plan("auto", sizes[0] * sizes[1], ("auto", "auto"), "auto", codec, auto_codecs=codecs)
     plain = Plan("DeepSpeed", sizes[0] * sizes[1])
     records = []
     for name, plan in (("by hand", best[args.rates[0]]), ("planned", auto), ("DeepSpeed", plain)):

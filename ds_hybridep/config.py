@@ -221,16 +221,14 @@ class AdvancedConfig(Settings):
     kernels: "compiled" and "reference" insist on one kind, "auto" prefers compiled ones.
     verify_interval: optimizer steps between two checks, by checksum, that replicas equal their owners; 0: never.
     dispatch_sms: multiprocessors of a GPU for dispatch and combine; None: all.
-    probe_cache: JSON file that rank 0 keeps the measured links in; None: measured at every start.
-    replan_interval: optimizer steps between two looks at the plan, where something is "auto"; 0: planned once.
+    replan: choose a new plan when links or work have changed, where something is "auto"; False: planned once.
     """
 
     prefetch_depth: Count = 2
     kernels: Literal["auto", "compiled", "reference"] = "auto"
     verify_interval: Count = 100
     dispatch_sms: Annotated[int | None, Field(ge=1), _integer(">= 1", 16)] = None
-    probe_cache: OptionalPath = None
-    replan_interval: Count = 5
+    replan: Switch = True
 
 
 class HybridEPConfig(Settings):
@@ -284,9 +282,9 @@ class HybridEPConfig(Settings):
     def canonical(self) -> dict[str, Any]:
         """What all ranks must agree on, as JSON values; equal settings give equal results however they were written.
 
-        `report_file` and `probe_cache` are left out: they concern rank 0 alone.
+        `report_file` is left out: it concerns rank 0 alone.
         """
-        return self.model_dump(mode="json", exclude={"report_file": True, "advanced": {"probe_cache"}})
+        return self.model_dump(mode="json", exclude={"report_file"})
 
     # Messages of these checks begin with the key.
 

@@ -19,6 +19,8 @@ KNOWN_CODECS = (*EXPERT_CODECS, "auto", "fp8")
 REMOVED_KEYS = {
     "max_staleness": "replicas are always as new as their owners; to send less, set a weight_codec",
     "replan_threshold": "another plan must always save 3% of a step",
+    "replan_interval": 'to keep the first choice, write "advanced": {"replan": false}',
+    "probe_cache": "links are measured at each start, or given as bandwidth_gbps and latency_ms of a level",
 }
 REMOVED_CODECS = {
     "top_k": '"low_rank" or "int2"',

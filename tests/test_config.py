@@ -64,8 +64,7 @@ def test_a_minimal_block_gets_the_defaults():
             kernels="auto",
             verify_interval=100,
             dispatch_sms=None,
-            probe_cache=None,
-            replan_interval=5,
+            replan=True,
         ),
     )
     assert {config.levels[0].weight_codec, config.levels[0].gradient_codec} == {IDENTITY}
@@ -90,8 +89,7 @@ def test_everything_given_is_kept():
         "verify_interval": 0,
         "kernels": "reference",
         "dispatch_sms": 8,
-        "probe_cache": "links.json",
-        "replan_interval": 0,
+        "replan": False,
     }
     config = parse({**given, "advanced": advanced})
     for key in given.keys() - {"levels"}:
@@ -150,7 +148,6 @@ def test_canonical_tells_settings_apart(key, value):
 
 def test_canonical_leaves_out_what_only_rank_0_uses():
     assert parse(with_setting("report_file", "run.json")).canonical() == parse(BLOCK).canonical()
-    assert parse(with_advanced("probe_cache", "links.json")).canonical() == parse(BLOCK).canonical()
 
 
 # ---- switched off ----
@@ -229,7 +226,7 @@ def test_values_that_are_no_boolean_are_refused(value):
     assert_says(message, f"hybridep.enabled is {json.dumps(value)}", "true or false", "without quotes")
 
 
-@pytest.mark.parametrize("key", ["prefetch_depth", "verify_interval", "replan_interval", "report_interval"])
+@pytest.mark.parametrize("key", ["prefetch_depth", "verify_interval", "report_interval"])
 @pytest.mark.parametrize("value", [-1, *NOT_INTEGERS])
 def test_values_that_are_no_count_are_refused(key, value):
     is_advanced = key in AdvancedConfig.model_fields
@@ -280,8 +277,6 @@ def test_values_that_are_no_name_are_refused(value):
 def test_values_that_are_no_file_are_refused(value):
     message = refusal(with_setting("report_file", value))
     assert_says(message, f"hybridep.report_file is {json.dumps(value)}", "not empty", "path of a file")
-    message = refusal(with_advanced("probe_cache", value))
-    assert_says(message, f"hybridep.advanced.probe_cache is {json.dumps(value)}", "not empty", "path of a file")
 
 
 @pytest.mark.parametrize("value", [None, 3, "x", ["prefetch_depth"]])
@@ -298,7 +293,15 @@ def test_a_key_that_moved_is_refused_with_its_new_place(key):
     assert_says(message, f"hybridep.{key} moved to hybridep.advanced.{key}", f'write "advanced": {{"{key}": 3}}')
 
 
-@pytest.mark.parametrize(("key", "instead"), [("max_staleness", "weight_codec"), ("replan_threshold", "3%")])
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("max_staleness", "weight_codec"),
+        ("replan_threshold", "3%"),
+        ("replan_interval", "replan"),
+        ("probe_cache", "links"),
+    ],
+)
 def test_a_key_that_was_removed_is_refused_with_what_to_write_instead(key, instead):
     assert_says(refusal(with_setting(key, 1)), f"hybridep.{key} was removed; leave it out", instead)
 
@@ -553,7 +556,7 @@ VALID_BLOCKS = [
     {
         "levels": [DC, {**GPU, "gradient_codec": {"type": "low_rank", "fallback": {"type": "int4", "block": 64}}}],
         "report_file": "run.json",
-        "advanced": {"prefetch_depth": 0, "kernels": "reference", "dispatch_sms": 8, "probe_cache": None},
+        "advanced": {"prefetch_depth": 0, "kernels": "reference", "dispatch_sms": 8, "replan": False},
     },
 ]
 

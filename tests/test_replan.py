@@ -4,6 +4,7 @@
 import json
 import math
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from test_lossy import block_with, replicas_of, runtime_of
 from toy_model import ToyConfig
 
 import ds_hybridep
-from ds_hybridep.adaptive import planner as planning
-from ds_hybridep.adaptive.options import Choice
+from ds_hybridep.adaptive import meter
+from ds_hybridep.adaptive.chooser import Look
+from ds_hybridep.adaptive.options import Option
+from ds_hybridep.errors import HybridEPError
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -48,7 +51,7 @@ def plain_losses(case: Case, num_steps: int) -> list[float]:
 
 
 def losses_over(case: Case, blocks: list[dict[str, Any]], steps: int) -> tuple[list[float], list[float], Any]:
-    """Losses of `steps` optimizer steps under each block in turn, an evaluation after each, and the counters."""
+    """Losses of `steps` optimizer steps under each block in turn, an evaluation after each, and the meter."""
     losses, evaluations = [], []
     with engine_of(case, with_block=True, hybridep=blocks[0]) as engine:
         for index, block in enumerate(blocks):
@@ -127,42 +130,101 @@ def _tokens(case: Case) -> Any:
     return batch(case.toy, seed=1, step=99, micro_step=0, rank=dist.get_rank(), num_sequences=3)
 
 
-def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[list[float], dict[str, Any]]:
-    """Losses and record of a run whose planner is told, look by look, which domain sizes are best."""
-    block = planned_block(case, advanced={"replan_interval": 1, "verify_interval": 1}, token_exchange="direct")
+def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[list[float], dict[str, Any], bool]:
+    """Losses and record of a run whose planner is told, look by look, which domain sizes are best; is it settled?"""
+    block = planned_block(case, advanced={"verify_interval": 1}, token_exchange="direct")
     with engine_of(case, with_block=True, hybridep=block) as engine:
         planner = attachment_of(engine).planner
-        share, planning.LOOK_SHARE = planning.LOOK_SHARE, math.inf  # steps of a toy are shorter than a look
         looks = iter(wanted)
 
-        def choose(current: Any, predict: Any, size: Any, **settings: Any) -> Choice:
-            sizes = next(looks, None)
-            best = next((one for one in planner._options if one.domain_sizes == sizes), current)
-            expected_s = 1.0 if best == current else 0.9  # not so good that one look is enough
-            return Choice(
-                best=best, expected_s=expected_s, current=current, current_s=1.0, runner_up=None, runner_up_s=None,
-                reason="told so",
-            )  # fmt: skip
+        def look(current: Option, _: Look) -> tuple[Option, bool]:
+            sizes = next(looks)
+            best = next(option for option in planner._chooser.options if option.config.domain_sizes == sizes)
+            return best, best == current
 
-        planner._chooser.choose = choose
-        planner._step_watch.note = lambda step_s: False  # no looks but the regular ones
+        planner._chooser.look = look
+        losses = train(engine, case, 0, steps)
+        return losses, ds_hybridep.stats(engine)["planning"], planner.is_settled
+
+
+def looks_of(case: Case, steps: int, **settings: Any) -> tuple[list[int], int, bool]:
+    """Steps at which the plan is looked at; every look finds that it stays.  With a change of steps under way."""
+    with engine_of(case, with_block=True, hybridep=planned_block(case, **settings)) as engine:
+        planner, found = attachment_of(engine).planner, []
+
+        def look(current: Option, about: Look) -> tuple[Option, bool]:
+            found.append(about.step)
+            return current, True
+
+        planner._chooser.look = look
+        note, planner._watch.note = planner._watch.note, lambda _: note(1.0 if planner._num_steps <= 12 else 5.0)
+        train(engine, case, 0, steps)
+        return found, planner._num_steps, planner._watch.mode == "off"
+
+
+def plans_by_hand(case: Case) -> list[tuple[str | None, bool, int]]:
+    """After settings that are none of the options, and after some that are: the plan, is it over, and later looks."""
+    block, found = planned_block(case), []
+    with engine_of(case, with_block=True, hybridep=block) as engine:
+        planner, looks = attachment_of(engine).planner, []
+
+        def look(current: Option, about: Look) -> tuple[Option, bool]:
+            looks.append(about.step)
+            return current, True
+
+        planner._chooser.look = look
+        train(engine, case, 0, 1)
+        for index, replacement in enumerate((block_with(case, LOSSY[:1]), block_of_sizes(case, (2,)))):
+            ds_hybridep.replan(engine, block_of(case, **replacement))
+            train(engine, case, 1 + 8 * index, 8)
+            found.append((ds_hybridep.stats(engine)["planning"]["plan"], planner._watch.mode == "off", len(looks)))
+        return found
+
+
+def choose_again(case: Case) -> list[tuple[bool, bool]]:
+    """(settled, a look was made) of a plan that is held, and of one that is chosen anew."""
+    with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
+        attachment, looks = attachment_of(engine), []
+        planner, found = attachment.planner, []
+
+        def look(current: Option, about: Look) -> tuple[Option, bool]:
+            looks.append(about.step)
+            return current, True
+
+        planner._chooser.look = look
+        planner.hold()
+        for _ in range(2):
+            train(engine, case, 0, 8)
+            found.append((planner.is_settled, bool(looks)))
+            planner.choose_anew(attachment.runtime)
+        return found
+
+
+def load_what_rank_0_cannot_read(case: Case, folder: str) -> tuple[str, str]:
+    """The error of a planned job's load where a file that only rank 0 reads is broken."""
+    block = planned_block(case, timeout_s=30)
+    with engine_of(case, with_block=True, hybridep=block) as engine:
+        train(engine, case, 0, 1)
+        engine.save_checkpoint(folder, tag="broken")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            next(Path(folder, "broken").glob("layer_0_expert_0_*")).write_bytes(b"no checkpoint")
+        dist.barrier()
         try:
-            losses = train(engine, case, 0, steps)
-        finally:
-            planning.LOOK_SHARE = share
-        return losses, ds_hybridep.stats(engine)["planning"]
+            engine.load_checkpoint(folder, tag="broken")
+        except (HybridEPError, UnpicklingError) as error:
+            return type(error).__name__, str(error)
+        return "", ""
 
 
-def cached_links(case: Case, path: str) -> tuple[list[dict[str, Any]], int]:
+def measured_links(case: Case) -> tuple[list[dict[str, Any]], int]:
     """Links of a planned job that is told none, and the bytes that its start has sent over the slow level."""
     from ds_hybridep.adaptive import probe
 
     levels = [{"name": "dc", "size": 2, "domain_size": "auto"}, {"name": "gpu", "size": 2}]
     long_enough_s, probe.LONG_ENOUGH_S = probe.LONG_ENOUGH_S, 0.01
     try:
-        with engine_of(
-            case, with_block=True, hybridep={"levels": levels, "advanced": {"probe_cache": path}}
-        ) as engine:
+        with engine_of(case, with_block=True, hybridep={"levels": levels}) as engine:
             dist.barrier()  # nobody leaves while others still connect
             planner = attachment_of(engine).planner
             sent_bytes = planner._transport.traffic.sent_bytes.get((0, "control"), 0)
@@ -343,7 +405,7 @@ def record_by_hand(case: Case, folder: str) -> tuple[Any, str, list[float], str]
 
 def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
     """Options of a planned job, and changes after seven steps: with frozen experts, or trained as an evaluation."""
-    block = planned_block(case, advanced={"replan_interval": 1}, auto_codecs=["int8"])
+    block = planned_block(case, auto_codecs=["int8"])
     block["levels"][0].update(weight_codec="auto", gradient_codec="auto")
     with engine_of(case, with_block=False) as engine:
         if is_frozen:
@@ -354,34 +416,33 @@ def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
         ds_hybridep.attach(engine, block_of(case, **block))
         planner = attachment_of(engine).planner
         train(engine, case, 0, 7)
-        return sum(option.is_lossy for option in planner._options), len(planner.history)
+        return sum(option.is_lossy for option in planner._chooser.options), len(planner.history)
 
 
 def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
     """Look by look, the memory left, which ranks differ in, and the largest domains for just enough and a bit less."""
-    measure = planning._free_and_working_bytes
-    planning._free_and_working_bytes = lambda device, num_neighbours: (1e6 * (7 - dist.get_rank()), 1000.0)
+    measure = meter.memory_left
+    meter.memory_left = lambda device, num_neighbours: (1e6 * (7 - dist.get_rank()), 1000.0)
     try:
-        with engine_of(case, with_block=True, hybridep=planned_block(case, advanced={"replan_interval": 1})) as engine:
+        with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
             planner, found = attachment_of(engine).planner, []
-            choose = planner._chooser.choose
 
-            def recorded(*args: Any, **settings: Any) -> Choice:
-                free_bytes, sizes = planner._free_bytes, []
-                needed_bytes = 1000.0 + max(planner._job().copies_bytes(option) for option in planner._options)
-                for planner._free_bytes in (
-                    needed_bytes / planning.ROOM_SHARE + 1,
-                    needed_bytes / planning.ROOM_SHARE - 1,
-                ):
-                    sizes.append(max(max(o.domain_sizes) for o in planner._options if settings["fits"](o)))
+            def look(current: Option, about: Look) -> tuple[Option, bool]:
+                free_bytes, sizes = planner._meter.memory[0], []
+                needed_bytes = 1000.0 + max(
+                    about.job.memory(option).replica_bytes for option in planner._chooser.options
+                )
+                for extra in (1, -1):
+                    planner._meter.memory = (needed_bytes / meter.ROOM_SHARE + extra, 1000.0)
+                    sizes.append(max(max(o.config.domain_sizes) for o in planner._chooser.options if about.fits(o)))
                 found.append((free_bytes, sizes))
-                return choose(*args, **settings)
+                return current, True
 
-            planner._chooser.choose = recorded
-            train(engine, case, 0, planning.FIRST_LOOK)
+            planner._chooser.look = look
+            train(engine, case, 0, 6)
             return found
     finally:
-        planning._free_and_working_bytes = measure
+        meter.memory_left = measure
 
 
 def token_codecs_of(case: Case) -> list[str]:
@@ -403,7 +464,7 @@ def token_codecs_of(case: Case) -> list[str]:
             found.append(described(engine))
     with engine_of(case, with_block=True, hybridep=levels("int8", "auto", 1) | {"token_exchange": "direct"}) as engine:
         found.append(described(engine))
-        found += [codec.name for codec in attachment_of(engine).planner._job().token_codecs]
+        found += [codecs.token.name for codecs in attachment_of(engine).planner.current.layout.codecs]
     return found
 
 
@@ -477,32 +538,53 @@ def test_what_has_no_place_in_the_next_plan_is_added_to_the_next_gradients(pool4
 
 def test_a_planned_job_changes_its_plan_and_keeps_its_losses(pool4: ProcessPool):
     case = world4(1, 1, zero_stage=1)
-    wanted = [(2, 1), (2, 1), (1, 1), (2, 1), (1, 1), (1, 1)]
-    plain = pool4.run(plain_losses, case=case, num_steps=14)
-    results = pool4.run(planned_run, case=case, wanted=wanted, steps=14, timeout_s=120)
-    for rank, (losses, record) in enumerate(results):
+    wanted = [(2, 1), (1, 1), (1, 1)]
+    plain = pool4.run(plain_losses, case=case, num_steps=16)
+    results = pool4.run(planned_run, case=case, wanted=wanted, steps=16, timeout_s=120)
+    for rank, (losses, record, is_settled) in enumerate(results):
         assert_close(losses, plain[rank])
-        # One look is not enough: the change back waits for two in a row.
+        # Three steps of each plan are measured, without the first ones, and the next step brings the look.
         changes = [(entry["step"], entry["to"].split(" ")[0]) for entry in record["history"]]
-        assert changes == [(6, "[2,1]"), (10, "[1,1]")]
+        assert changes == [(6, "[2,1]"), (11, "[1,1]")]
+        assert is_settled
         assert record["plan"].startswith("[1,1]")
         assert record["measured_step_s"] > 0
         assert record["workload"]["micro_steps"] == 1
         assert record["links"][0]["bandwidth_gbps"] > 0
 
 
-def test_links_that_are_not_given_are_measured_once(pool4: ProcessPool, tmp_path):
-    path = str(tmp_path / "links.json")
-    first = pool4.run(cached_links, case=world4(1, 1), path=path)
-    assert all(links == first[0][0] for links, _ in first)
-    assert all(link["bandwidth_gbps"] > 0 and link["latency_ms"] >= 0 for link in first[0][0])
-    assert all(sent_bytes > 0 for _, sent_bytes in first)
-    again = pool4.run(cached_links, case=world4(1, 1), path=path)
-    assert all(links == first[0][0] for links, _ in again)
-    assert all(sent_bytes == 0 for _, sent_bytes in again)
-    with open(path, "w") as file:
-        file.write("[1, 2")  # what is broken is measured anew
-    assert all(sent_bytes > 0 for _, sent_bytes in pool4.run(cached_links, case=world4(1, 1), path=path))
+def test_a_settled_plan_is_looked_at_when_steps_change(pool2: ProcessPool):
+    case = world2(1)
+    # The first look after five steps; the thirteenth step is longer.
+    assert pool2.run(looks_of, case=case, steps=16)[0] == ([6, 14], 16, False)
+    assert pool2.run(looks_of, case=case, steps=16, advanced={"replan": False})[0] == ([6], 16, True)
+
+
+def test_planning_ends_with_settings_that_are_no_option_and_goes_on_with_others(pool2: ProcessPool):
+    results = pool2.run(plans_by_hand, case=world2(2), timeout_s=120)
+    for by_hand, option in results:
+        assert by_hand == (None, True, 0)
+        assert option[0].startswith("[2]")
+        assert not option[1]
+    assert results[0][1][2] > 0  # rank 0 has looked again
+
+
+def test_a_plan_is_held_until_it_is_chosen_anew(pool2: ProcessPool):
+    assert pool2.run(choose_again, case=world2(1))[0] == [(True, False), (True, True)]
+
+
+def test_a_load_that_fails_on_one_rank_leaves_nobody_waiting_for_the_plan(pool2: ProcessPool, tmp_path):
+    errors = pool2.run(load_what_rank_0_cannot_read, case=world2(1), folder=str(tmp_path), timeout_s=60)
+    assert errors[0][0] not in ("", "AgreementError")
+    assert errors[1][0] == "AgreementError"
+    assert f"rank 0 cannot start: {errors[0][0]}" in errors[1][1]
+
+
+def test_links_that_are_not_given_are_measured(pool4: ProcessPool):
+    found = pool4.run(measured_links, case=world4(1, 1))
+    assert all(links == found[0][0] for links, _ in found)
+    assert all(link["bandwidth_gbps"] > 0 and link["latency_ms"] >= 0 for link in found[0][0])
+    assert all(sent_bytes > 0 for _, sent_bytes in found)
 
 
 def test_a_planned_job_goes_on_with_the_plan_of_its_checkpoint(pool4: ProcessPool, tmp_path):
@@ -599,15 +681,15 @@ def test_plans_have_the_memory_that_is_free(pool2: ProcessPool):
 
 
 def test_memory_left_is_read_from_the_host_and_the_container(tmp_path):
-    free_bytes, working_bytes = planning._free_and_working_bytes(torch.device("cpu"), 1)
-    assert 0 < planning._free_and_working_bytes(torch.device("cpu"), 4)[0] < free_bytes / 3
+    free_bytes, working_bytes = meter.memory_left(torch.device("cpu"), 1)
+    assert 0 < meter.memory_left(torch.device("cpu"), 4)[0] < free_bytes / 3
     assert working_bytes >= 0
-    assert planning._left_in_container(tmp_path) == math.inf
+    assert meter._left_in_container(tmp_path) == math.inf
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 50\n")
     for limit, left in (("1000\n", 350.0), ("max\n", math.inf)):
         (tmp_path / "memory.max").write_text(limit)
-        assert planning._left_in_container(tmp_path) == left
+        assert meter._left_in_container(tmp_path) == left
 
 
 def test_planning_without_an_engine_is_refused(pool4: ProcessPool):

@@ -124,27 +124,15 @@ class LinkProbe:
         about = self._cluster.levels[level]
         if about.size == 1:
             return LevelProbe(about.name, 1)
-        deadline_s = time.perf_counter() + limit_s
-        share_s = limit_s / (5 if is_thorough else 2)
-        latency = self.latency(level)
-
-        def rate(pattern: "_Pattern") -> tuple[Spread, float]:
-            until_s = min(time.perf_counter() + share_s, deadline_s)
-            return self._rate(level, pattern, until_s)
-
-        together, capacity = rate(_Pattern())
-        if not is_thorough:
-            return LevelProbe(about.name, about.size, latency, capacity, together)
-        return LevelProbe(
-            about.name,
-            about.size,
-            latency,
-            capacity,
-            together,
-            onward_bytes_per_s=rate(_Pattern(is_pair=True))[0],
-            backward_bytes_per_s=rate(_Pattern(is_pair=True, step=-1))[0],
-            flows_bytes_per_s=rate(_Pattern(is_pair=True, num_flows=NUM_FLOWS))[0],
-        )
+        patterns = [_Pattern()]
+        if is_thorough:
+            patterns += [_Pattern(is_pair=True), _Pattern(is_pair=True, step=-1)]
+            patterns += [_Pattern(is_pair=True, num_flows=NUM_FLOWS)]
+        deadline_s, share_s = time.perf_counter() + limit_s, limit_s / (len(patterns) + 1)
+        latency, rates = self.latency(level), []
+        for pattern in patterns:
+            rates.append(self._rate(level, pattern, min(time.perf_counter() + share_s, deadline_s)))
+        return LevelProbe(about.name, about.size, latency, rates[0][1], *(spread for spread, _ in rates))
 
     def latency(self, level: int) -> Spread:
         """Seconds one way between the first ranks of neighbouring children; of the slowest pair."""
@@ -156,7 +144,7 @@ class LinkProbe:
             self._pass_on(level, _Pattern(is_pair=True, step=-1), PING_BYTES)
             seconds = time.perf_counter() - begin_s
             if ping >= 2:  # the first packets of a connection take longer
-                samples.append(seconds / 2 if self._is_sender(level, _Pattern(is_pair=True)) else 0.0)
+                samples.append(seconds / 2 if self._roles(level, _Pattern(is_pair=True))[0] else 0.0)
         own = Spread.of(samples)
         return Spread(*max(self.table([own.median, own.p10, own.p90])))
 
@@ -186,15 +174,14 @@ class LinkProbe:
             growth = min(max(LONG_ENOUGH_S / max(seconds, 1e-6), 2.0), 8.0)
             num_bytes = min(int(num_bytes * growth), MOST_BYTES)
             long = self._once(level, pattern, num_bytes)
-        longs, shorts, rates = [], [], []
-        while not rates or (len(rates) < REPETITIONS and self._has_time(until_s)):
+        longs, shorts, rates = [], [], list[float]()
+        while len(rates) < REPETITIONS:
+            if rates and any(row[0] <= 0 for row in self.table([until_s - time.perf_counter()])):
+                break
             shorts.append(self._once(level, pattern, num_bytes // SHORT_SHARE))
             longs.append(self._once(level, pattern, num_bytes))
             rates.append(_slowest(longs[-1:], shorts[-1:]))
         return Spread.of(rates), _slowest(longs, shorts)
-
-    def _has_time(self, until_s: float) -> bool:
-        return all(row[0] > 0 for row in self.table([until_s - time.perf_counter()]))
 
     def _once(self, level: int, pattern: "_Pattern", num_bytes: int) -> "dict[Place, _Carried]":
         """What each uplink that was used has carried, and how long that took."""
@@ -209,7 +196,7 @@ class LinkProbe:
         own_s = time.perf_counter() - begin_s if took_part else 0.0
         # A sender may be done before its receiver is: an uplink is as slow as the slowest at either end of it.
         size = self._cluster.sizes[level]
-        is_sender = self._is_sender(level, pattern)
+        is_sender, _ = self._roles(level, pattern)
         seconds: dict[Place, float] = {}
         sent: dict[Place, float] = {}
         for rank, (took_s, sent_bytes) in enumerate(self.table([own_s, float(num_bytes if is_sender else 0)])):
@@ -221,22 +208,19 @@ class LinkProbe:
                 seconds[end] = max(seconds.get(end, 0.0), took_s)
         return {up: _Carried(count * WIRE_FACTOR, seconds[up]) for up, count in sent.items() if count > 0}
 
-    def _is_sender(self, level: int, pattern: "_Pattern") -> bool:
-        return not pattern.is_pair or self._pair_role(level) == (0 if pattern.step > 0 else 1)
-
-    def _is_receiver(self, level: int, pattern: "_Pattern") -> bool:
-        return not pattern.is_pair or self._pair_role(level) == (1 if pattern.step > 0 else 0)
-
-    def _pair_role(self, level: int) -> int | None:
-        """0 for the first of a pair, 1 for the second, None for whoever is in none."""
+    def _roles(self, level: int, pattern: "_Pattern") -> tuple[bool, bool]:
+        """Whether this rank sends, and whether it receives."""
         at, size = self._place[level], self._cluster.sizes[level]
+        if not pattern.is_pair:
+            return True, True
         if any(self._place[level + 1 :]) or at >= size - size % 2:
-            return None
-        return at % 2
+            return False, False
+        is_sender = (at % 2 == 0) == (pattern.step > 0)
+        return is_sender, not is_sender
 
     def _pass_on(self, level: int, pattern: "_Pattern", num_bytes: int) -> bool:
         """One transfer of the pattern, from its start to its end on this rank; True where it takes part."""
-        is_sender, is_receiver = self._is_sender(level, pattern), self._is_receiver(level, pattern)
+        is_sender, is_receiver = self._roles(level, pattern)
         transfers = []
         for flow in range(pattern.num_flows):
             channel, siblings = self._channel(level, flow)
@@ -313,8 +297,3 @@ def probe_links(transport: Transport, *, is_thorough: bool, limit_s: float) -> t
         probe.measure(level, is_thorough=is_thorough, limit_s=limit_s / max(num_levels, 1))
         for level in range(len(transport.cluster.levels))
     )
-
-
-def measured_cluster(probes: Sequence[LevelProbe]) -> Cluster:
-    """The levels with the links as measured."""
-    return Cluster(tuple(probe.level for probe in probes))

@@ -1,47 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices that a job's steps have become longer or shorter, and tells all ranks without making them wait.
+"""When to look at the plan: rank 0 watches the steps, and tells all ranks without making them wait.
 
-Steps of all ranks end together, so rank 0 watches its own.  What it finds after one optimizer step travels while the
-next one computes, and all ranks read it before that one's optimizer.
+Steps of all ranks end together, so rank 0 watches its own.  Its verdict travels as one bit while the next step
+computes, and all ranks read it before that step's optimizer.
 """
 
 import statistics
-from collections import deque
+from typing import Literal
 
 import torch
 
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
 
+WARM_UP_STEPS = 2  # not measured: first calls, connections that are slow to start
+TRIAL_STEPS = 3  # measured before anything is said of a plan
 WINDOW = 9  # steps that say what is usual
-LEAST_STEPS = 3  # that must have been seen before one can be unusual
-FAR, NEAR = 1.6, 1.25  # a step longer or shorter by the first factor, or two in a row by the second
+FAR, NEAR = 1.6, 1.25  # a step longer or shorter by the first factor, or two in a row by the second, is a change
 
 
 class StepWatch:
-    """Says when steps are not what they were."""
+    """Says when it is time to look at the plan.
+
+    While a plan is on "trial" that is after TRIAL_STEPS steps; once it is "settled", when steps are no longer what
+    they were in its first WINDOW steps; never while the watch is "off".
+    """
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self.mode: Literal["trial", "settled", "off"] = "trial"
+        self._steps: list[float] = []
+        self._skipped = WARM_UP_STEPS
         self._before = 1.0  # the last step over the usual one
 
+    def try_plan(self, skipped: int = 0) -> None:
+        """Measure the steps to come, but for the first `skipped`."""
+        self.mode, self._steps, self._skipped, self._before = "trial", [], skipped, 1.0
+
+    @property
+    def step_s(self) -> float | None:
+        """The median of the steps that say what is usual; None where there is none yet."""
+        return statistics.median(self._steps) if self._steps else None
+
     def note(self, step_s: float) -> bool:
-        """One step took `step_s`; True where this is a change.  What is usual is learnt anew after one."""
-        if len(self._recent) < LEAST_STEPS:
-            self._recent.append(step_s)
-            self._before = 1.0
+        """One step took `step_s`.  True: look at the plan."""
+        if self._skipped > 0:
+            self._skipped -= 1
             return False
-        now = step_s / statistics.median(self._recent)
-        is_longer, is_shorter = min(now, self._before) > NEAR, max(now, self._before) < 1 / NEAR
+        usual_s = self.step_s
+        if self.mode != "settled" or usual_s is None or len(self._steps) < TRIAL_STEPS:
+            self._steps = [*self._steps, step_s][-WINDOW:]
+            return self.mode == "trial" and len(self._steps) >= TRIAL_STEPS
+        now, before = step_s / usual_s, self._before
+        is_longer, is_shorter = min(now, before) > NEAR, max(now, before) < 1 / NEAR
         if is_longer or is_shorter or not 1 / FAR < now < FAR:
-            self.forget()
+            self._steps, self._before = [step_s], 1.0  # the first of those that are usual from now on
             return True
-        self._recent.append(step_s)
+        if len(self._steps) < WINDOW:
+            self._steps.append(step_s)
         self._before = now
         return False
-
-    def forget(self) -> None:
-        """Other steps are to be expected from now on."""
-        self._recent.clear()
 
 
 class Pulse:
@@ -64,7 +80,7 @@ class Pulse:
         if self._channel is not None:
             sends = [(rank, self._value) for rank in self._others] if self._is_source else []
             receives = [] if self._is_source else [(0, self._value)]
-            self._transfer = self._channel.start(sends, receives, Purpose("control", "notice of changed steps"))
+            self._transfer = self._channel.start(sends, receives, Purpose("control", "notice to look at the plan"))
 
     def take(self) -> bool:
         """The bit that was sent last, once.

@@ -10,9 +10,10 @@ from ds_hybridep.adaptive.probe import WIRE_FACTOR, LinkProbe
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config import CodecConfig
 from ds_hybridep.experts.layer_spec import LayerSpec
-from ds_hybridep.experts.replicas import lay_out
+from ds_hybridep.experts.layout import lay_out
+from ds_hybridep.kernels import Mode
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.layout import Codec, Rates
+from ds_hybridep.plan.layout import CodecCost, Rates
 from ds_hybridep.sync.feedback import MessageLayout, Mirror, PacketPart, Replica
 from ds_hybridep.transport.streams import streams_of
 
@@ -42,7 +43,13 @@ def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rate
     )
 
 
-def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernels: str) -> Codec:
+def measure_codec(
+    name: str,
+    config: CodecConfig,
+    spec: LayerSpec,
+    probe: LinkProbe,
+    kernels: Mode,
+) -> CodecCost:
     """Ratio and speed, in bytes of the parameters' type per second, of a codec on one layer's experts.
 
     Speeds are the mean over all ranks, which must all call.
@@ -74,7 +81,7 @@ def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkPr
     own = [statistics.median(encode_s[1:]), statistics.median(decode_s[1:])]
     means = [statistics.fmean(column) for column in zip(*probe.table(own), strict=True)]
     travel_bytes = num_elements * spec.sample.element_size()
-    return Codec(
+    return CodecCost(
         name=name,
         ratio=travel_bytes / message.nbytes,
         encode_bytes_per_s=travel_bytes / max(means[0], 1e-9),

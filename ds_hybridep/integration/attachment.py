@@ -94,8 +94,6 @@ class Attachment:
     def _bind_runtime(self) -> None:
         """What another plan binds anew."""
         patches = self._plan_patches
-        if self.planner is not None:
-            self.planner.begin_plan(self.runtime)
         for name, hybrid in self.runtime.layers.items():
             patches.put(MODULE, "_hybridep", self.layers[name], hybrid)
         if self.runtime.migration is not None:
@@ -188,7 +186,7 @@ class Attachment:
         if chosen is not None and self.planner is not None:
             reason = self.planner.reason
             self.switch(chosen, reason)
-            label = self.planner.current.label
+            label = self.planner.history[-1]["to"]
             log_dist(f"hybridep after step {self.engine.global_steps}: {label}, {reason}", ranks=[0])
 
     def _publish(self, report: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import yaml
 from process_pool import ProcessPool
 from torch import distributed as dist
 
+from ds_hybridep.adaptive.links import LEAST_BURST_S, REPETITIONS, JobLinks
 from ds_hybridep.adaptive.probe import (
     WIRE_FACTOR,
     LevelProbe,
@@ -16,13 +17,12 @@ from ds_hybridep.adaptive.probe import (
     Spread,
     _Carried,
     _slowest,
-    measured_cluster,
     probe_links,
 )
 from ds_hybridep.commands.probe import cluster_file, describe, read_cluster
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.cluster import Cluster, Level, Link
 
 SIZES = [(2, 2), (4, 1), (1, 4), (2, 1, 2)]
 
@@ -57,9 +57,7 @@ def timed_by_the_test(sizes: tuple[int, ...], level: int, slow_rank: int) -> dic
 
     transport = open_transport(cluster_of(sizes), 30.0)
     link_probe = LinkProbe(transport)
-    link_probe._pass_on = lambda level, pattern, num_bytes: (
-        link_probe._is_sender(level, pattern) or link_probe._is_receiver(level, pattern)
-    )
+    link_probe._pass_on = lambda level, pattern, num_bytes: any(link_probe._roles(level, pattern))
     seconds = 0.04 if dist.get_rank() == slow_rank else 0.01
     clock = iter(range(10**6))
     original = probe_module.time.perf_counter
@@ -110,7 +108,7 @@ def test_every_level_with_neighbours_is_measured_alike_on_all_ranks(pool4: Proce
         for spread in spreads:
             assert 0 < spread.p10 <= spread.median <= spread.p90
         assert all(sent[index] > 0 for _, sent in results)
-        link = measured_cluster(probes).levels[index].link
+        link = probe.level.link
         assert link.bandwidth_bytes_per_s == probe.capacity_bytes_per_s > 0
         assert link.latency_s == probe.latency_s.median
 
@@ -159,6 +157,39 @@ def test_a_spread_is_of_its_samples():
     assert Spread.of(list(range(11))) == Spread(5, 1, 9)
     with pytest.raises(ValueError, match="at least one"):
         Spread.of([])
+
+
+class FakeProbe:
+    """Bursts that come out at given rates, the last of them for ever."""
+
+    def __init__(self, *rates: float) -> None:
+        self._rates, self.seconds = list(rates), []
+
+    def burst(self, level: int, num_bytes: int, latency_s: float) -> float:
+        rate = self._rates.pop(0) if len(self._rates) > 1 else self._rates[0]
+        self.seconds.append(2 * num_bytes / rate)  # two ranks share the uplink
+        return rate
+
+
+def measured_again(*rates: float, known: float = 1e8) -> tuple[float | None, list[float]]:
+    """The rate that is taken for a link, and how long each burst took."""
+    links = JobLinks.__new__(JobLinks)
+    links.probe = FakeProbe(*rates)
+    links.cluster = Cluster((Level("dc", 2, Link(known, 0.0)), Level("gpu", 2)))
+    links.measure()
+    return links.cluster.levels[0].link.bandwidth_bytes_per_s, links.probe.seconds
+
+
+def test_a_link_is_another_one_only_where_no_burst_is_about_as_fast_as_before():
+    assert measured_again(0.9e8) == (1e8, pytest.approx([LEAST_BURST_S / 4 / 0.9, LEAST_BURST_S / 0.9]))
+    assert measured_again(0.3e8, 0.5e8, 0.95e8)[0] == 1e8
+    rate, seconds = measured_again(4e6)
+    assert rate == 4e6
+    assert len(seconds) == REPETITIONS
+    assert sum(seconds) < 0.6  # of a link that has become 25 times slower
+    rate, seconds = measured_again(1e10)
+    assert rate == 1e10
+    assert seconds[-1] >= LEAST_BURST_S / 2
 
 
 RATE = Spread(12_500_000.0, 12_000_000.0, 13_000_000.0)

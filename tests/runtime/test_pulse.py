@@ -5,16 +5,23 @@ import pytest
 from moe_refs import open_transport
 from process_pool import ProcessPool
 
-from ds_hybridep.adaptive.pulse import FAR, LEAST_STEPS, NEAR, Pulse, StepWatch
+from ds_hybridep.adaptive.pulse import FAR, NEAR, TRIAL_STEPS, WARM_UP_STEPS, WINDOW, Pulse, StepWatch
 from ds_hybridep.plan.cluster import Cluster, Level
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def seen(*steps: float) -> list[bool]:
-    """What a watch says of steps, after enough of one second each."""
+def settled() -> StepWatch:
+    """A watch over a plan that stays, after steps of one second each."""
     watch = StepWatch()
-    assert not any(watch.note(1.0) for _ in range(LEAST_STEPS))
+    due = [watch.note(1.0) for _ in range(WARM_UP_STEPS + TRIAL_STEPS)]
+    assert due == [False] * (WARM_UP_STEPS + TRIAL_STEPS - 1) + [True]
+    watch.mode = "settled"
+    return watch
+
+
+def seen(*steps: float) -> list[bool]:
+    watch = settled()
     return [watch.note(step_s) for step_s in steps]
 
 
@@ -30,8 +37,22 @@ def test_after_a_change_the_new_steps_are_usual():
     assert seen(5.0, *[5.0] * 9) == [True] + [False] * 9
 
 
-def test_a_slow_drift_is_none():
-    assert not any(seen(*[1.0 + 0.02 * step for step in range(60)]))
+def test_a_slow_drift_is_a_change_in_the_end():
+    assert any(seen(*[1.0 + 0.02 * step for step in range(WINDOW + 30)]))
+
+
+def test_a_plan_on_trial_is_looked_at_after_some_steps_without_the_first():
+    watch = settled()
+    watch.try_plan(skipped=1)
+    assert watch.step_s is None
+    assert [watch.note(step_s) for step_s in (9.0, 3.0, 1.0, 2.0)] == [False, False, False, True]
+    assert watch.step_s == 2.0
+
+
+def test_a_watch_that_is_off_says_nothing():
+    watch = settled()
+    watch.mode = "off"
+    assert not any(watch.note(step_s) for step_s in (1.0, 9.0, 9.0, 0.1))
 
 
 def beat(bits: list[bool]) -> list[bool]:

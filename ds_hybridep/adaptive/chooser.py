@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the plan of a running job: predictions, corrected by what was measured.
+
+The stream model knows bytes and links.  What it does not know of a machine (shared cores, the cost of a call) shows as
+the difference between the measured and the predicted step of an option that has run:
+
+    expected = predicted + (measured - predicted when it ran)
+
+An option that has not run is given the difference of the one most like it.  A choice starts from the option that runs
+and takes the best; what is as good or nearly so is tried too, one option after the other.  After MOST_CHANGES changes
+of plan it is over.  It holds until links or work change, which makes what was measured worthless.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ds_hybridep.adaptive.options import Job, Option
+from ds_hybridep.plan.planner import TIE
+from ds_hybridep.plan.stream_model import TERM_WORDS, StepPrediction
+
+MOST_CHANGES = 6  # of plan in one choice
+RETURNS = 3  # so many of them only go back to what has run
+THRESHOLD = 0.03  # share of a step that another option must save
+HOPE = 0.1  # share of a step by which an option that has not run may be faster than expected
+CHANGE = 0.2  # of the tokens of a call, from which on it is other work
+CHANGED_STEP = 0.2  # share of a step by which other links must change it to bring a new choice
+LEAST_HORIZON = 100  # steps that a choice is expected to last, and in which a change must be worth its time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The option to run next, which is the present one where the choice is over.
+
+    expected_s: of a step of `best`, with its share of the change to it.
+    runner_up: the best of the others, None if there is none.
+    """
+
+    best: Option
+    expected_s: float
+    runner_up: Option | None
+    runner_up_s: float | None
+    reason: str
+
+    def describe(self) -> str:
+        """Why, in one line."""
+        text = f"{self.expected_s:.4g} s a step expected, {self.reason}"
+        if self.runner_up is not None and self.runner_up_s is not None:
+            text += f"; runner-up {self.runner_up.label}, {self.runner_up_s:.4g} s"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What is known of a job when its plan is looked at.
+
+    step: optimizer steps so far.
+    step_s: the median of those that were measured.
+    before, job: links and work at the last look and now.
+    was_settled: steps have changed under a plan that was to stay.
+    change_s: seconds that a change of plan takes, without filling replicas.
+    fits: whether there is memory for an option; asked of all but the current one.
+    """
+
+    step: int
+    step_s: float
+    before: Job
+    job: Job
+    was_settled: bool
+    change_s: float = 0.0
+    fits: Callable[[Option], bool] = lambda option: True
+
+    def has_changed(self, options: Sequence[Option]) -> bool:
+        """Whether work or links are others than before, by as much as matters to one of the options."""
+        if abs(self.job.workload.tokens_per_rank / self.before.workload.tokens_per_rank - 1) > CHANGE:
+            return True
+        earlier = replace(self.job, cluster=self.before.cluster)
+        differences_s = [abs(self.job.predict(one).step_s - earlier.predict(one).step_s) for one in options]
+        return max(differences_s) >= CHANGED_STEP * self.step_s
+
+
+@dataclass
+class Chooser:
+    """Chooses among options, in one choice after another.
+
+    horizon: steps that the choice is expected to last; infinite where it is the only one.
+    known: of each option that has run, by how much the measured step was longer than the predicted one.
+    is_open: the choice is not over; the next look may change the plan.
+    begin_step: since which links and work are what they are; None before the first choice.
+    choice: the last one.
+    """
+
+    options: tuple[Option, ...]
+    horizon: float = LEAST_HORIZON
+    known: dict[Option, float] = field(default_factory=dict)
+    changes_left: int = MOST_CHANGES
+    is_open: bool = True
+    begin_step: int | None = None
+    choice: Choice | None = None
+
+    def look(self, current: Option, look: Look) -> tuple[Option, bool]:
+        """The option to run next, and whether it stays until steps change."""
+        is_first = self.begin_step is None
+        if is_first or look.has_changed((current, self.options[0])):
+            self.begin(look.step)
+        elif not self.is_open:
+            # Steps have changed, links and work have not; a few more steps tell whether the work has.
+            return current, not look.was_settled
+        # After a change nobody knows whether the measured steps are of now or of before.
+        if is_first or self.begin_step != look.step:
+            self.note(current, look.job.predict(current).step_s, look.step_s)
+        self.choice = self.choose(current, look)
+        return self.choice.best, not self.is_open
+
+    def begin(self, step: int) -> None:
+        """Links or work are others: choose anew.  They are expected to last as long as those before did."""
+        if math.isfinite(self.horizon):
+            lasted_steps = 0 if self.begin_step is None else step - self.begin_step
+            self.horizon = max(lasted_steps, LEAST_HORIZON)
+        self.known.clear()
+        self.changes_left, self.is_open, self.begin_step = MOST_CHANGES, True, step
+
+    def note(self, option: Option, predicted_s: float, measured_s: float) -> None:
+        """`option` ran at `measured_s` a step; where it ran before, the mean of both counts."""
+        difference_s = measured_s - predicted_s
+        self.known[option] = (self.known.get(option, difference_s) + difference_s) / 2
+
+    def choose(self, current: Option, look: Look) -> Choice:
+        """The best option now."""
+        job, change_s, fits = look.job, look.change_s, look.fits
+        predictions = {one: job.predict(one) for one in self.options if one == current or fits(one)}
+        expected = {current: self._expected_s(current, predictions[current].step_s)}
+        # What counts is the step with the change there, and for an option that may disappoint, the way back.
+        worth = dict(expected)
+        for option in predictions:
+            if option == current:
+                continue
+            share_s = (change_s + job.filling_s(option)) / self.horizon
+            step_s = self._expected_s(option, predictions[option].step_s)
+            expected[option] = step_s + share_s
+            if option in self.known and self.changes_left > 0:
+                worth[option] = step_s + share_s
+            elif option not in self.known and self.changes_left > RETURNS:
+                worth[option] = step_s * (1.0 - HOPE) + 2.0 * share_s
+        least_s = min(worth.values())
+        best = min(
+            (option for option in worth if worth[option] <= least_s * (1 + TIE)),
+            key=lambda option: (option != current, option.is_lossy, job.memory(option).total_bytes, option.label),
+        )
+        if worth[best] > worth[current] * (1.0 - THRESHOLD):
+            best = current
+        self.is_open = best != current
+        self.changes_left -= self.is_open
+        runner_up = min((option for option in expected if option != best), key=expected.__getitem__, default=None)
+        return Choice(
+            best=best,
+            expected_s=expected[best],
+            runner_up=runner_up,
+            runner_up_s=None if runner_up is None else expected[runner_up],
+            reason=_why(best, current if best != current else runner_up, predictions),
+        )
+
+    def _expected_s(self, option: Option, predicted_s: float) -> float:
+        """Seconds of a step; a difference below zero must not make a step of nothing out of a short one."""
+        if not self.known:
+            return predicted_s
+        # Of the options that ran, `option` itself is most like it.
+        like = min(self.known, key=lambda other: option.settings_other_than(other))
+        return max(predicted_s + self.known[like], 0.1 * predicted_s)
+
+
+def _why(best: Option, other: Option | None, predictions: Mapping[Option, StepPrediction]) -> str:
+    """The term on which `best` is predicted to save most."""
+    if other is None:
+        return "the only option"
+    ours, theirs = predictions[best].terms.as_dict(), predictions[other].terms.as_dict()
+    term = max(theirs, key=lambda name: theirs[name] - ours[name])
+    saved_s = theirs[term] - ours[term]
+    if saved_s <= 0:
+        return f"measured to be no slower than {other.label}"
+    return f"saves {saved_s:.3g} s on {TERM_WORDS[term]} against {other.label}"

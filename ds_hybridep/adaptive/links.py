@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The links of a running job: given, or measured at its start; measured again by short bursts.
+
+Transfers of training itself are no measure of a link: they wait for the slower of two ranks, and DeepSpeed's are not
+ours to see.
+"""
+
+import hashlib
+import socket
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ds_hybridep.adaptive.probe import LinkProbe
+from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.costs import ranks_below
+from ds_hybridep.transport.channels import Transport
+
+PROBE_LIMIT_S = 2.0  # of the links at start-up
+CHANGE = 0.2  # of a rate, from which on it is another one
+LEAST_BURST_BYTES, MOST_BURST_BYTES = 1 << 15, 1 << 26
+GROWTH = 4  # of a burst that was too short
+LEAST_BURST_S = 0.02  # a shaper lets about a millisecond pass at once, and other processes take as many
+LEAST_BURST_LATENCIES = 8  # a connection takes a few round trips to get up to speed
+REPETITIONS = 4  # of a burst that says that the link has changed
+
+
+class JobLinks:
+    """What is known of the links; all ranks must make the same calls, with nothing else under way.
+
+    Attributes:
+        cluster: the job's levels with their links, equal on all ranks.
+        num_neighbours: ranks on this host.
+    """
+
+    def __init__(self, config: HybridEPConfig, transport: Transport, device: torch.device) -> None:
+        self.probe = LinkProbe(transport, device)
+        name = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")
+        hosts = [int(row[0]) for row in self.probe.table([float(name)])]
+        self.num_neighbours = hosts.count(hosts[transport.rank])
+        levels = []
+        for index, level in enumerate(config.cluster().levels):
+            link = level.link
+            if level.size > 1 and (link.bandwidth_bytes_per_s is None or link.latency_s is None):
+                limit_s = PROBE_LIMIT_S / len(config.levels)
+                level = replace(level, link=self.probe.measure(index, is_thorough=False, limit_s=limit_s).level.link)
+            levels.append(level)
+        self.cluster = Cluster(tuple(levels))
+
+    def record(self) -> list[dict[str, Any]]:
+        """Name, bandwidth and latency of each level, as in a block."""
+        links = [(level.name, level.link.bandwidth_bytes_per_s, level.link.latency_s) for level in self.cluster.levels]
+        return [
+            {
+                "name": name,
+                "bandwidth_gbps": None if bandwidth is None else float(f"{bandwidth * 8e-9:.4g}"),
+                "latency_ms": None if latency is None else float(f"{latency * 1e3:.4g}"),
+            }
+            for name, bandwidth, latency in links
+        ]
+
+    def measure(self) -> None:
+        """Look at all links again.  A rate that is about what it was stays."""
+        levels = []
+        for index, level in enumerate(self.cluster.levels):
+            known = level.link.bandwidth_bytes_per_s
+            if level.size > 1 and known is not None:
+                rate = self._burst_rate(index, level.link.latency_s or 0.0, known)
+                if abs(rate / known - 1) > CHANGE:
+                    level = replace(level, link=replace(level.link, bandwidth_bytes_per_s=rate))
+            levels.append(level)
+        self.cluster = Cluster(tuple(levels))
+
+    def _burst_rate(self, level: int, latency_s: float, known: float) -> float:
+        """Bytes per second of the slowest uplink of a level, by bursts that grow until they take long enough.
+
+        The first is short, for the link may have become much slower.  What else a machine does can only make a burst
+        slower: of several the fastest counts.
+        """
+        least_s, below = max(LEAST_BURST_S, LEAST_BURST_LATENCIES * latency_s), ranks_below(self.cluster)[level]
+        num_bytes = min(max(int(known * least_s / below / GROWTH), LEAST_BURST_BYTES), MOST_BURST_BYTES)
+        rate = self.probe.burst(level, num_bytes, latency_s)
+        while below * num_bytes / rate < least_s / 2 and num_bytes < MOST_BURST_BYTES:
+            num_bytes *= GROWTH
+            rate = self.probe.burst(level, num_bytes, latency_s)
+        if abs(rate / known - 1) > CHANGE:
+            rate = max(rate, *(self.probe.burst(level, num_bytes, latency_s) for _ in range(REPETITIONS - 1)))
+        return rate

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured of a job when its plan is looked at: links, work and memory."""
+
+import math
+import resource
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from ds_hybridep.adaptive.links import JobLinks
+from ds_hybridep.adaptive.options import Job, Option
+from ds_hybridep.experts.migration import is_in_backward
+from ds_hybridep.plan.costs import ranks_below, row_counts
+from ds_hybridep.tokens.layer import LayerStats
+from ds_hybridep.transport.channels import Transport
+from ds_hybridep.transport.streams import streams_of
+
+ROOM_SHARE = 0.9  # of the memory that is free; packets and other buffers of the moment need some
+
+
+class RunningPlan(Protocol):
+    """What a planner reads of the runtime that carries out the plan.
+
+    Bytes and waits of `transport` and `layer_stats` go on from plan to plan; `codec_s` is of this one.
+    """
+
+    transport: Transport
+    layer_stats: dict[str, LayerStats]
+
+    @property
+    def token_exchange(self) -> Literal["direct", "hierarchical", "deepspeed"]: ...
+    @property
+    def codec_s(self) -> float: ...
+
+
+@dataclass
+class LayerWatch:
+    """Counts what goes into one MoE layer, whoever serves it; a forward pre-hook of the layer."""
+
+    calls: int = 0
+    tokens: int = 0
+    recomputed: int = 0
+    begin_s: float | None = None  # of the first call in this optimizer step
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Before a forward of the layer; evaluations are not counted."""
+        if not layer.training or not inputs:
+            return
+        if self.begin_s is None:
+            self.begin_s = time.perf_counter()
+        if is_in_backward():
+            self.recomputed += 1
+        else:
+            self.calls += 1
+            self.tokens += inputs[0].numel() // inputs[0].shape[-1]
+
+
+class Totals(NamedTuple):
+    """Work of this rank: calls of layers, their tokens and recomputations; rows sent, and the calls that sent them."""
+
+    calls: float = 0
+    tokens: float = 0
+    recomputed: float = 0
+    rows: float = 0
+    row_calls: float = 0
+
+    @classmethod
+    def of(cls, watches: Iterable[LayerWatch], stats: Iterable[LayerStats]) -> "Totals":
+        """As counted so far."""
+        counts = [[watch.calls, watch.tokens, watch.recomputed, 0, 0] for watch in watches]
+        counts += [[0, 0, 0, one.rows_sent, one.calls] for one in stats]
+        return cls(*map(sum, zip(*counts, strict=True)))
+
+
+@dataclass(frozen=True)
+class PlanBegin:
+    """Counters of this rank when the plan began."""
+
+    step: int = 0
+    exposed_s: Mapping[str, float] = field(default_factory=dict)
+    sent_bytes: Mapping[tuple[int, str], int] = field(default_factory=dict)
+
+
+class JobMeter:
+    """Keeps what is known of a job; all ranks must make the same calls, with nothing else under way.
+
+    Args:
+        links: of the job.
+        job: before any step was counted.
+        num_layers: MoE layers.
+        micro_steps: of one optimizer step, asked each time.
+        device: of the model.
+
+    Attributes:
+        job: links and work as measured last, equal on all ranks.
+        watches: one for each layer.
+        memory: free bytes of the fullest rank, and what a step takes of them for a while.
+    begin_s, end_s: of the last optimizer step.
+    """
+
+    def __init__(
+        self, links: JobLinks, job: Job, num_layers: int, micro_steps: Callable[[], int], device: torch.device
+    ) -> None:
+        self.job = job
+        self.watches = tuple(LayerWatch() for _ in range(num_layers))
+        self.memory = (math.inf, 0.0)
+        self.begin_s = self.end_s = 0.0
+        self._links, self._micro_steps, self._device = links, micro_steps, device
+        self._since, self._plan_begin = Totals(), PlanBegin()
+
+    def begin(self, runtime: RunningPlan, step: int) -> None:
+        """Another plan runs from here, after so many steps."""
+        traffic = runtime.transport.traffic
+        self._since = Totals.of(self.watches, runtime.layer_stats.values())
+        self._plan_begin = PlanBegin(step, dict(traffic.exposed_s), dict(traffic.sent_bytes))
+
+    def since_begin(self, runtime: RunningPlan, step: int) -> dict[str, Any]:
+        """Of this rank, per step of the plan: seconds waited and spent on codecs, bytes of its uplinks."""
+        begin, traffic, below = self._plan_begin, runtime.transport.traffic, ranks_below(self.job.cluster)
+        steps = max(step - begin.step, 1)
+        sent: list[dict[str, float]] = [{} for _ in below]
+        for (level, kind), num_bytes in traffic.sent_bytes.items():
+            sent[level][kind] = (num_bytes - begin.sent_bytes.get((level, kind), 0)) * below[level] / steps
+        waited = {kind: (s - begin.exposed_s.get(kind, 0.0)) / steps for kind, s in traffic.exposed_s.items()}
+        codec_s = runtime.codec_s / steps
+        return {"steps": step - begin.step, "waited_s": waited, "codec_s": codec_s, "uplink_bytes": sent}
+
+    def begin_step(self) -> None:
+        """Call before the optimizer.  A step begins with its first layer: what a script does between is not its."""
+        begins = [watch.begin_s for watch in self.watches if watch.begin_s is not None]
+        self.begin_s = min(begins, default=time.perf_counter())
+        for watch in self.watches:
+            watch.begin_s = None
+
+    def end_step(self) -> float:
+        """Seconds of the optimizer step that ends now."""
+        streams_of(self._device).synchronize()
+        self.end_s = time.perf_counter()
+        return self.end_s - self.begin_s
+
+    def measure(self, runtime: RunningPlan, option: Option | None, step_s: float | None) -> float | None:
+        """Bring `job` and `memory` up to date; `option` has run since `begin` or the last call.
+
+        Returns:
+            `step_s` of rank 0; None where no layer has trained (an evaluation is no training).
+        """
+        since, self._since = self._since, Totals.of(self.watches, runtime.layer_stats.values())
+        own = [now - before for now, before in zip(self._since, since, strict=True)]
+        memory = memory_left(self._device, self._links.num_neighbours)
+        table = self._links.probe.table([step_s or -1.0, *memory, *own])
+        # Later on, plans and their changes are in what steps have taken for a while.
+        self.memory = min(row[1] for row in table), self.memory[1] or max(row[2] for row in table)
+        total = Totals(*(sum(column) for column in list(zip(*table, strict=True))[3:]))
+        if not total.calls or table[0][0] < 0:
+            return None
+        self._links.measure()
+        workload = replace(
+            self.job.workload,
+            tokens_per_rank=max(round(total.tokens / total.calls), 1),
+            micro_steps=max(self._micro_steps(), 1),
+            is_checkpointed=total.recomputed > 0,
+        )
+        expected = 0.0
+        if option is not None and not option.layout.is_padded:
+            expected = sum(row_counts(option.layout, replace(workload, row_scale=1.0)))
+        if total.row_calls and expected > 0:
+            workload = replace(workload, row_scale=total.rows / total.row_calls / expected)
+        self.job = replace(self.job, cluster=self._links.cluster, workload=workload)
+        return table[0][0]
+
+    def has_room(self, current: Option, option: Option) -> bool:
+        """Whether there is memory for both plans' replicas at the change, and for the new ones in a step."""
+        new_bytes, (free_bytes, working_bytes) = self.job.memory(option).replica_bytes, self.memory
+        growth_bytes = new_bytes - self.job.memory(current).replica_bytes
+        return max(new_bytes, growth_bytes + working_bytes) <= ROOM_SHARE * free_bytes
+
+
+def memory_left(device: torch.device, num_neighbours: int) -> tuple[float, float]:
+    """Bytes that this rank may still take, and by how many more than now it has had at most.
+
+    num_neighbours: ranks on this host, which share its memory; a GPU is taken to be of one rank alone.
+    """
+    if device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(device)
+        cached = torch.cuda.memory_reserved(device) - allocated
+        peak = torch.cuda.max_memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + cached), float(peak - allocated)
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    free_bytes = min(psutil.virtual_memory().available, _left_in_container())
+    return free_bytes / num_neighbours, float(max(peak_bytes - psutil.Process().memory_info().rss, 0))
+
+
+def _left_in_container(folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes below this process's memory limit, files read long ago not counted; infinite where there is no limit."""
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit == "max":
+            return math.inf
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return float(int(limit) - int(used) + int(counts["inactive_file"]))
+    except (OSError, ValueError, KeyError):
+        return math.inf
