@@ -86,7 +86,7 @@ def test_codecs_are_chosen_only_where_experts_travel_and_go_together():
 
 
 def test_a_job_with_transient_replicas_is_priced_as_such():
-    kept, transient = one((2, 1)), one((2, 1), replicas="transient", prefetch_depth=0)
+    kept, transient = one((2, 1)), one((2, 1), replicas="transient", advanced={"prefetch_depth": 0})
     assert job().memory(transient).total_bytes < job().memory(kept).total_bytes
     weights = [job().predict(option).uplink_bytes[0]["expert_weights"] for option in (kept, transient)]
     layers = MODEL.num_moe_layers
