@@ -22,7 +22,7 @@ from ds_hybridep.integration.build import Builder, PlannedLayer, describe, encod
 from ds_hybridep.integration.statistics import Statistics
 from ds_hybridep.kernels import Kernels, load_kernels
 from ds_hybridep.sync.collectives import LevelCollectives
-from ds_hybridep.sync.feedback import Encoding, StepChanges, no_master, no_scale
+from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges, no_master, no_scale
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
@@ -111,9 +111,8 @@ class HybridRuntime:
 
         drops_returned: those that were returned to their owners are forgotten there too.
         """
-        if (
-            drops_returned and self._changes.notes and not self._is_stepping
-        ):  # the step's own zero_grad comes after they were used
+        # The step's own zero_grad comes after they were used.
+        if drops_returned and self._changes.notes and not self._is_stepping:
             self._changes.undo()
         if self.migration is not None:
             self.migration.clear_gradients()
@@ -156,10 +155,8 @@ class HybridRuntime:
         for replicas in self._replicas:
             if replicas.feedback is not None and replicas.feedback.gradient_layouts:
                 collected = collect(replicas, self.transport)
-                earlier = kept.get(replicas.layer)
-                kept[replicas.layer] = (
-                    collected if earlier is None else [a + b for a, b in zip(collected, earlier, strict=True)]
-                )
+                waiting = kept.get(replicas.layer)
+                kept[replicas.layer] = collected if waiting is None else list(map(torch.add, collected, waiting))
         return kept
 
     def follow(self, earlier: "HybridRuntime", kept: Mapping[str, list[Tensor]]) -> None:
@@ -191,11 +188,11 @@ class HybridRuntime:
         """
         saved = None
         if self.migration is not None:
-            if self._has_codecs:
+            if self._feedbacks:
                 self.migration.refresh_stale()
             self.migration.finish()  # a run that resumes begins with replicas as new as their owners
         waiting = self._undelivered.parts
-        if self._has_codecs or waiting:
+        if self._feedbacks or waiting:
             saved = codec_checkpoint.capture(self._replicas, self._owned(), waiting, self.plan, step)
         codec_checkpoint.write(folder, self.transport.rank, self.transport.world_size, saved)
 
@@ -210,7 +207,7 @@ class HybridRuntime:
         """
         self.forget_codecs()
         files = sorted(folder.glob(codec_checkpoint.PATTERN))
-        if self._has_codecs:
+        if self._feedbacks:
             assert self.migration is not None
             with announcing_failure():
                 path = codec_checkpoint.file_of(folder, self.transport.rank)
@@ -241,9 +238,8 @@ class HybridRuntime:
         self._changes.keep()  # nothing of before the load can be undone
         if self.migration is not None:
             self.migration.mark_weights_changed()
-        for replicas in self._replicas:
-            if replicas.feedback is not None:
-                replicas.feedback.forget_gradients()
+        for feedback in self._feedbacks:
+            feedback.forget_gradients()
 
     def forget_gradients(self) -> None:
         """What was computed so far is left behind: drop residuals, and sums that did not return to their owners."""
@@ -251,8 +247,9 @@ class HybridRuntime:
         self.clear_gradients(drops_returned=True)
 
     @property
-    def _has_codecs(self) -> bool:
-        return any(replicas.feedback is not None for replicas in self._replicas)
+    def _feedbacks(self) -> list[Feedback]:
+        """Of the layers that have codecs."""
+        return [replicas.feedback for replicas in self._replicas if replicas.feedback is not None]
 
     @property
     def _replicas(self) -> list[Replicas]:
@@ -271,14 +268,13 @@ class HybridRuntime:
     @property
     def codec_s(self) -> float:
         """Seconds that this rank has spent on encoding and decoding under this plan."""
-        counters = [replicas.feedback.counters for replicas in self._replicas if replicas.feedback is not None]
-        return sum(one.encode_s + one.decode_s for one in counters)
+        return sum(one.counters.encode_s + one.counters.decode_s for one in self._feedbacks)
 
     @property
     def undelivered_norm(self) -> float:
         """L2 norm of the gradients that this rank has kept back."""
-        feedbacks = [replicas.feedback for replicas in self._replicas if replicas.feedback is not None]
-        return math.sqrt(sum(encoder.squared_residual() for one in feedbacks for encoder in one.encoders.values()))
+        encoders = [encoder for feedback in self._feedbacks for encoder in feedback.encoders.values()]
+        return math.sqrt(sum(encoder.squared_residual() for encoder in encoders))
 
     def describe(self) -> str:
         """The plan in one line, for the log."""

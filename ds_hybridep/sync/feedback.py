@@ -66,6 +66,11 @@ class MessageLayout:
         """Bytes of what a message stands for, in fp32."""
         return sum(4 * part.num_experts * part.rows * part.cols for part in self.parts)
 
+    def new_message(self, step: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """Memory for the message of encoder step `step`, uint8, and its packets."""
+        message = torch.empty(self.num_bytes(step), dtype=torch.uint8, device=device)
+        return message, self.packets(message, step)
+
     def packets(self, message: Tensor, step: int) -> list[Tensor]:
         """Views of a message, [e, packet_bytes] uint8 for each part."""
         offset = message.storage_offset()
@@ -83,10 +88,7 @@ class MessageLayout:
         return [torch.zeros(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
 
     def _lay_out(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """Length of a message; packets of each part, bytes of one, and where they begin, aligned.
-
-        Worked out once for each codec.
-        """
+        """Length of a message; packets of each part, bytes of one, and where they begin, aligned."""
         codec = self.codec.at(step)
         found = self._places.get(id(codec))
         if found is None:
@@ -107,11 +109,6 @@ class Mirror:
         self.values = layout.new_values(device)
         self.states = layout.new_states(device)
 
-    @property
-    def step(self) -> int:
-        """Messages encoded so far."""
-        return self.states[0].step
-
     def assign(self, weights: Sequence[Tensor]) -> None:
         """Hold what was shipped exactly, [e, *shape] for each part."""
         for part, value, weight in zip(self.layout.parts, self.values, weights, strict=True):
@@ -119,9 +116,7 @@ class Mirror:
 
     def encode(self, weights: Sequence[Tensor]) -> Tensor:
         """The message that brings every replica closer to `weights` ([e, *shape] for each part); uint8."""
-        step = self.step
-        message = torch.empty(self.layout.num_bytes(step), dtype=torch.uint8, device=self.values[0].device)
-        packets = self.layout.packets(message, step)
+        message, packets = self.layout.new_message(self.states[0].step, self.values[0].device)
         for part, weight, value, state, out in zip(
             self.layout.parts, weights, self.values, self.states, packets, strict=True
         ):
@@ -129,7 +124,6 @@ class Mirror:
         return message
 
     def tensors(self) -> list[Tensor]:
-        """All that it holds."""
         return [*self.values, *(t for state in self.states for t in state.all_tensors())]
 
     def squared_distance(self, weights: Sequence[Tensor]) -> tuple[float, float]:
@@ -187,11 +181,7 @@ class Replica:
 
 
 class StepChanges:
-    """What the optimizer step under way has changed, and how to undo it.
-
-    Encoders and decoders go on with every gradient, but a step may be skipped, or its gradients dropped.  Each notes
-    here how to go back to where it was, once a step.
-    """
+    """What the optimizer step under way has changed, and how to undo it if the step is skipped or its gradients drop."""
 
     def __init__(self) -> None:
         self.notes: dict[Any, Callable[[], None]] = {}
@@ -233,9 +223,7 @@ class ResidualEncoder:
                 saved.copy_(residual)
             self._saved_states = [state.state_dict() for state in self.states]
             self._changes.note(self, self._go_back)
-        step = self.states[0].step
-        message = torch.empty(self.layout.num_bytes(step), dtype=torch.uint8, device=self.residuals[0].device)
-        packets = self.layout.packets(message, step)
+        message, packets = self.layout.new_message(self.states[0].step, self.residuals[0].device)
         for part, gradient, residual, state, out in zip(
             self.layout.parts, gradients, self.residuals, self.states, packets, strict=True
         ):
@@ -248,7 +236,6 @@ class ResidualEncoder:
         self.load_state_dict({"residuals": self._saved_residuals, "states": self._saved_states})
 
     def tensors(self) -> list[Tensor]:
-        """All that it holds."""
         return [*self.residuals, *self._saved_residuals, *(t for state in self.states for t in state.all_tensors())]
 
     def squared_residual(self) -> float:
@@ -272,7 +259,7 @@ class ResidualEncoder:
 
 
 class GradientDecoder:
-    """Receiver of one sender's messages for one slot."""
+    """Receiver of one sender's gradients for one slot."""
 
     def __init__(self, layout: MessageLayout, changes: StepChanges) -> None:
         self.layout = layout
@@ -291,7 +278,7 @@ class GradientDecoder:
         return self._saved if self in self._changes else self._order.expected
 
     def expect(self, step: int) -> None:
-        """Go on with the sender's message of this step."""
+        """Go on with the message of this encoder step."""
         self._order.expected = step
 
     def add(self, message: Tensor, sums: Sequence[Tensor], scale: float) -> None:
