@@ -181,7 +181,7 @@ class Replica:
 
 
 class StepChanges:
-    """What the optimizer step under way has changed, and how to undo it if the step is skipped or its gradients drop."""
+    """What the optimizer step under way has changed, and how to undo it where the step is skipped."""
 
     def __init__(self) -> None:
         self.notes: dict[Any, Callable[[], None]] = {}
