@@ -650,7 +650,7 @@ def test_a_setting_that_only_rank_0_has(pool4: ProcessPool) -> None:
             assert f"rank {rank} differs from rank 0 in config.advanced.verify_interval: 100 instead of 7" in message
 
 
-@pytest.mark.parametrize("missing_rank", [0, 2])
+@pytest.mark.parametrize("missing_rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_does_not_attach_is_named(pool4: ProcessPool, missing_rank: int) -> None:
     results = pool4.run(attach_without, case=world4(2, 1), missing_rank=missing_rank, timeout_s=20.0)
     for rank, (kind, message) in enumerate(results):

@@ -19,6 +19,9 @@ import ds_hybridep
 
 HIDDEN, TOKENS = 256, 1024
 
+# Else DeepSpeed compiles an all-reduce over shared memory on the first use, for a minute (pool_preload.py says more).
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
 
 def main():
     num_steps, *domain_sizes = (int(text) for text in sys.argv[1:])
