@@ -16,7 +16,17 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
-from parity import Case, CaseResult, Run, compare, levels_of, numeric_problems, snapshot, use_expert_groups_of
+from parity import (
+    Case,
+    CaseResult,
+    Run,
+    compare,
+    levels_of,
+    numeric_problems,
+    snapshot,
+    start_of,
+    use_expert_groups_of,
+)
 from process_pool import ProcessPool, RemoteError
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -188,7 +198,7 @@ def trainer_of(rule: Rule, *, with_block: bool, **ds_config: Any) -> Iterator[Tr
 def follow(rule: Rule, *, with_block: bool) -> tuple[Run, list[tuple[str, Bytes]]]:
     """Trains by the script; what `compare` needs, and the bytes after every forward and backward."""
     with trainer_of(rule, with_block=with_block) as trainer:
-        start = trainer.snapshot()
+        start = start_of(rule.case, trainer.engine.module)
         rule.script(trainer)
         run = Run(
             losses=tuple(trainer.losses),
