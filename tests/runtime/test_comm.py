@@ -254,6 +254,7 @@ def exchange_nothing(is_background: bool) -> tuple[dict, dict]:
         nothing = [(1, torch.empty(0, 8)), (1, torch.empty(0, dtype=torch.int32))]
         channel.start(nothing, nothing, ROWS).wait()
         channel.start([], [], ROWS).wait()
+    dist.barrier()  # rank 1 may still be connecting, and would find a closed connection
     transport.close()
     return dict(transport.traffic.sent_messages), dict(transport.traffic.sent_bytes)
 
