@@ -337,7 +337,7 @@ def train(case: Case, *, with_block: bool, scaled: tuple[int | str, float] | Non
     if scaled is not None:
         _scale_gradients(case, engine.module, *scaled)
     try:
-        start = snapshot(case, engine.module)
+        start = start_of(case, engine.module)
         losses: list[float] = []
         eval_losses: list[float] = []
         for step in range(case.steps):
@@ -437,6 +437,15 @@ def snapshot(case: Case, model: nn.Module) -> dict[str, Tensor]:
             master = master.detach().reshape(values[name].shape).clone()
             assert torch.equal(master.to(parameter.dtype).float(), values[name]), f"{name} is not its master rounded"
             values[name] = master
+    return _by_global_name(case, values)
+
+
+def start_of(case: Case, model: nn.Module) -> dict[str, Tensor]:
+    """What `snapshot` gives before the first step, when masters are copies of the parameters.  All ranks must call."""
+    return _by_global_name(case, {name: value.float() for name, value in whole_parameters(model).items()})
+
+
+def _by_global_name(case: Case, values: dict[str, Tensor]) -> dict[str, Tensor]:
     if case.family is not None:
         return by_expert(values, first_expert=_first_expert(case))
     return {_global_name(case, name): value for name, value in values.items()}

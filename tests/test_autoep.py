@@ -176,7 +176,7 @@ def compare_attention_adapters(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: '.[hf]'")
-@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_adapters_of_attention_leave_experts_where_they_are(pool4: ProcessPool, sizes: tuple[int, int]) -> None:
     for found in pool4.run(compare_attention_adapters, case=case4("qwen3_moe", *sizes)):
         plain, hybrid = found["losses"]

@@ -4,6 +4,7 @@
 All files go through a folder that the ranks share.
 """
 
+import functools
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +22,11 @@ from toy_model import ToyConfig, batch
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # like its neighbours, for `make test-slow`
+
 PLANS = [(2, 1), (2, 2)]
-ZERO_STAGES = [0, 1, 2]
+EACH_STAGE = [((2, 1), 0), ((2, 2), 1), ((2, 1), 2), slow((2, 2), 0), slow((2, 1), 1), slow((2, 2), 2)]
 
 Engine = deepspeed.DeepSpeedEngine
 
@@ -201,8 +205,7 @@ def assert_close(plain: list[float], hybrid: list[float]) -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("zero_stage", ZERO_STAGES)
-@pytest.mark.parametrize("domain_sizes", PLANS, ids=str)
+@pytest.mark.parametrize(("domain_sizes", "zero_stage"), EACH_STAGE, ids=str)
 def test_resume_is_bit_equal(
     pool4: ProcessPool, tmp_path: Path, domain_sizes: tuple[int, int], zero_stage: int
 ) -> None:
@@ -214,7 +217,7 @@ def test_resume_is_bit_equal(
         assert result["different"] == [], rank
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("zero_stage", [1, slow(2)])
 def test_resume_is_bit_equal_in_bf16(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     case = world4((2, 1), zero_stage, dtype="bf16", toy=ToyConfig(routing="by_token"))
     for rank, result in enumerate(pool4.run(resume_in_a_fresh_engine, case=case, folder=str(tmp_path))):
@@ -223,7 +226,7 @@ def test_resume_is_bit_equal_in_bf16(pool4: ProcessPool, tmp_path: Path, zero_st
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("zero_stage", ZERO_STAGES)
+@pytest.mark.parametrize("zero_stage", [0, 1, slow(2)])
 def test_checkpoints_are_read_with_and_without_the_block(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     case = world4((2, 1) if zero_stage != 1 else (2, 2), zero_stage)
     for losses in pool4.run(resume_across, case=case, folder=str(tmp_path)):
@@ -265,8 +268,7 @@ def _tensor_names(content: Any, prefix: str = "") -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("zero_stage", ZERO_STAGES)
-@pytest.mark.parametrize("domain_sizes", PLANS, ids=str)
+@pytest.mark.parametrize(("domain_sizes", "zero_stage"), EACH_STAGE, ids=str)
 def test_load_into_a_running_engine_leaves_no_stale_replica(
     pool4: ProcessPool, tmp_path: Path, domain_sizes: tuple[int, int], zero_stage: int
 ) -> None:
@@ -284,8 +286,10 @@ def test_other_ways_of_loading_leave_no_stale_replica(
         assert_close(losses[False], losses[True])
 
 
-@pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("zeroes_gradients", [True, False], ids=["zero_grad", ""])
+@pytest.mark.parametrize(
+    ("zeroes_gradients", "zero_stage"),
+    [(True, 2), (False, 0), slow(True, 0), slow(True, 1), slow(False, 1), slow(False, 2)],
+)
 def test_load_in_the_middle_of_an_accumulation(
     pool4: ProcessPool, tmp_path: Path, zero_stage: int, zeroes_gradients: bool
 ) -> None:
@@ -303,7 +307,7 @@ def test_save_between_micro_steps(pool4: ProcessPool, tmp_path: Path) -> None:
         assert_close(losses[False], losses[True])
 
 
-@pytest.mark.parametrize("domain_sizes", PLANS, ids=str)
+@pytest.mark.parametrize("domain_sizes", [slow(PLANS[0]), PLANS[1]], ids=str)
 def test_load_state_dict_leaves_no_stale_replica(pool4: ProcessPool, domain_sizes: tuple[int, int]) -> None:
     for losses in pool4.run(load_state_dict_by_hand, case=world4(domain_sizes, zero_stage=0)):
         assert_close(losses[False], losses[True])

@@ -470,7 +470,7 @@ def close_to(losses: list[float]) -> Any:
     return pytest.approx(losses, rel=FP32_TOLERANCE, abs=0.0)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_attach_and_detach_between_steps(pool4: ProcessPool, zero_stage: int) -> None:
     for found in pool4.run(attach_and_detach, case=world4(2, 1, zero_stage=zero_stage, accumulation=2)):
         assert found["hybrid losses"] == close_to(found["plain losses"])
@@ -675,7 +675,7 @@ def test_a_setting_that_only_rank_0_has(pool4: ProcessPool) -> None:
             assert f"rank {rank} differs from rank 0 in config.advanced.verify_interval: 100 instead of 7" in message
 
 
-@pytest.mark.parametrize("missing_rank", [0, 2])
+@pytest.mark.parametrize("missing_rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_does_not_attach_is_named(pool4: ProcessPool, missing_rank: int) -> None:
     results = pool4.run(attach_without, case=world4(2, 1), missing_rank=missing_rank, timeout_s=20.0)
     for rank, (kind, message) in enumerate(results):

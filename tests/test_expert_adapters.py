@@ -249,7 +249,7 @@ def test_memory_is_what_is_estimated(pool4: ProcessPool) -> None:
         assert held == live == cold > 0
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_resume_is_bit_equal(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage)
     for found in pool4.run(resume, case=case, folder=str(tmp_path), timeout_s=120.0):

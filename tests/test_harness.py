@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parity harness itself: the pool survives its ranks, equal runs are equal to the bit, and faults are seen."""
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import parity
 import pytest
 import torch
 import toy_model
+from combinations import each_combination
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
@@ -23,6 +25,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 LEVELS_2X2 = levels_of((2, 2), (1, 1))
 LEVELS_2X2X2 = levels_of((2, 2, 2), (1, 1, 1))
 BY_TOKEN = ToyConfig(routing="by_token")
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # like its neighbours, for `make test-slow`
 
 
 # -- the pool ---------------------------------------------------------------------------------------------------
@@ -168,20 +172,19 @@ def test_no_two_experts_start_equal() -> None:
 # -- equal runs are equal ---------------------------------------------------------------------------------------
 
 
-def equality_grid() -> list[Case]:
-    axes = itertools.product(
-        (0, 1, 2), ("fp32", "bf16"), (1, 3), (None, "reentrant", "nonreentrant"), (1, 2, 3), (True, False)
+EQUALITY_AXES = ((0, 1, 2), ("fp32", "bf16"), (1, 3), (None, "reentrant", "nonreentrant"), (1, 2, 3), (True, False))
+
+
+def equality_case(
+    zero_stage: int, dtype: str, accumulation: int, checkpointing: str | None, k: int, drop_tokens: bool
+) -> Case:
+    return Case(
+        levels=LEVELS_2X2,
+        zero_stage=zero_stage,
+        dtype=dtype,
+        accumulation=accumulation,
+        toy=ToyConfig(k=k, drop_tokens=drop_tokens, checkpointing=checkpointing),
     )
-    return [
-        Case(
-            levels=LEVELS_2X2,
-            zero_stage=zero_stage,
-            dtype=dtype,
-            accumulation=accumulation,
-            toy=ToyConfig(k=k, drop_tokens=drop_tokens, checkpointing=checkpointing),
-        )
-        for zero_stage, dtype, accumulation, checkpointing, k, drop_tokens in axes
-    ]
 
 
 def assert_equal_to_the_bit(pool: ProcessPool, cases: list[Case]) -> None:
@@ -194,45 +197,63 @@ def assert_equal_to_the_bit(pool: ProcessPool, cases: list[Case]) -> None:
 
 
 def test_deepspeed_against_itself_is_exact(pool4: ProcessPool) -> None:
-    # 61 shares no factor with the 216 cases; seven steps of it meet every value of every axis.
-    grid = equality_grid()
-    assert_equal_to_the_bit(pool4, [grid[index * 61 % len(grid)] for index in range(7)])
+    # Every value of every axis.
+    settings = [
+        (0, "fp32", 1, "reentrant", 2, True),
+        (1, "bf16", 3, "nonreentrant", 1, False),
+        (2, "fp32", 3, None, 3, True),
+    ]
+    assert_equal_to_the_bit(pool4, [equality_case(*setting) for setting in settings])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_deepspeed_against_itself_is_exact_on_the_whole_grid(pool4: ProcessPool) -> None:
-    assert_equal_to_the_bit(pool4, equality_grid())
+def test_deepspeed_against_itself_is_exact_for_any_three_settings(pool4: ProcessPool) -> None:
+    assert_equal_to_the_bit(pool4, [equality_case(*setting) for setting in each_combination(EQUALITY_AXES, of=3)])
 
 
-@pytest.mark.parametrize("batch_sizes", [(4, 2, 6, 3), (4, 0, 4, 4)])
+UNEVEN, WITH_AN_EMPTY_ONE = (4, 2, 6, 3), (4, 0, 4, 4)
+NO_DROPS = ToyConfig(k=2, drop_tokens=False)
+# One capacity for all ranks, whatever their batch: DeepSpeed exchanges buffers of that many rows.
+ONE_CAPACITY = ToyConfig(k=2, drop_tokens=True, min_capacity=16)
+
+
 @pytest.mark.parametrize(
-    "toy",
+    ("batch_sizes", "toy", "zero_stage"),
     [
-        ToyConfig(k=2, drop_tokens=False),
-        pytest.param(ToyConfig(k=3, drop_tokens=False), marks=pytest.mark.slow),
-        # One capacity for all ranks, whatever their batch: DeepSpeed exchanges buffers of that many rows.
-        ToyConfig(k=2, drop_tokens=True, min_capacity=16),
+        (WITH_AN_EMPTY_ONE, NO_DROPS, 2),
+        (UNEVEN, ONE_CAPACITY, 0),
+        slow(WITH_AN_EMPTY_ONE, NO_DROPS, 0),
+        slow(WITH_AN_EMPTY_ONE, ONE_CAPACITY, 2),
+        slow(UNEVEN, ONE_CAPACITY, 2),
+        slow(UNEVEN, replace(NO_DROPS, k=3), 2),
+        slow(WITH_AN_EMPTY_ONE, replace(NO_DROPS, k=3), 0),
     ],
 )
 def test_uneven_and_empty_batches_run_where_deepspeed_itself_can(
-    pool4: ProcessPool, batch_sizes: tuple[int, ...], toy: ToyConfig
+    pool4: ProcessPool, batch_sizes: tuple[int, ...], toy: ToyConfig, zero_stage: int
 ) -> None:
-    cases = [Case(levels=LEVELS_2X2, toy=toy, zero_stage=stage, batch_sizes=batch_sizes) for stage in (0, 2)]
-    assert_equal_to_the_bit(pool4, cases)
+    case = Case(levels=LEVELS_2X2, toy=toy, zero_stage=zero_stage, batch_sizes=batch_sizes)
+    assert_equal_to_the_bit(pool4, [case])
 
 
 # -- tolerances -------------------------------------------------------------------------------------------------
 
 TOLERANCE_CASES = [
     Case(levels=LEVELS_2X2, zero_stage=1),
-    Case(
-        levels=LEVELS_2X2, toy=ToyConfig(k=1, drop_tokens=False, expert="swiglu", use_residual=True), optimizer="sgd"
+    slow(
+        Case(
+            levels=LEVELS_2X2,
+            toy=ToyConfig(k=1, drop_tokens=False, expert="swiglu", use_residual=True),
+            optimizer="sgd",
+        )
     ),
-    Case(levels=LEVELS_2X2, toy=ToyConfig(k=3, num_layers=3), zero_stage=2, accumulation=3, gradient_clipping=0.5),
-    Case(levels=LEVELS_2X2, toy=BY_TOKEN, dtype="bf16", zero_stage=0),
+    slow(
+        Case(levels=LEVELS_2X2, toy=ToyConfig(k=3, num_layers=3), zero_stage=2, accumulation=3, gradient_clipping=0.5)
+    ),
+    slow(Case(levels=LEVELS_2X2, toy=BY_TOKEN, dtype="bf16", zero_stage=0)),
     Case(levels=LEVELS_2X2, toy=BY_TOKEN, dtype="bf16", zero_stage=1, optimizer="sgd"),
-    Case(levels=LEVELS_2X2, toy=replace(BY_TOKEN, k=3), dtype="bf16", zero_stage=2, accumulation=3),
+    slow(Case(levels=LEVELS_2X2, toy=replace(BY_TOKEN, k=3), dtype="bf16", zero_stage=2, accumulation=3)),
 ]
 
 
@@ -262,6 +283,15 @@ def test_spans_of_consecutive_and_strided_groups() -> None:
         parity.ep_spans((2, 3), ep_size=3, data_before_expert=True)
     with pytest.raises(ValueError, match="no sub-grid"):
         parity.ep_spans((2, 3), ep_size=2, data_before_expert=False)  # the first group is one, the second is not
+
+
+def test_few_settings_hold_any_three_values_of_a_grid() -> None:
+    axes = [(0, 1, 2), ("a", "b"), (None, True), (5, 6, 7)]
+    settings = each_combination(axes, of=3)
+    assert len(settings) < 36
+    for which in itertools.combinations(range(4), 3):
+        wanted = set(itertools.product(*(axes[i] for i in which)))
+        assert wanted == {tuple(setting[i] for i in which) for setting in settings}
 
 
 def test_domain_sizes_divide_the_span() -> None:

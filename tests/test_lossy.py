@@ -2,6 +2,7 @@
 """Training over lossy codecs: replicas equal mirrors bit for bit, nothing is lost, skipped steps leave no trace."""
 
 import contextlib
+import functools
 import io
 import math
 from collections.abc import Iterable
@@ -28,6 +29,8 @@ COARSE = {"type": "int2", "block": 256}
 RANK_1_AND_REST = {"type": "low_rank", "rank": 1, "rest": "int2"}
 STEPS = 6
 Codecs = list[tuple[Any, Any]]  # (weights, gradients) of each level
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # like its neighbours, for `make test-slow`
 
 
 def world4(*domain_sizes: int, **options: Any) -> Case:
@@ -298,27 +301,31 @@ def wrong_codec(case: Case, codecs: Codecs) -> tuple[str, str]:
 # -- the tests --------------------------------------------------------------------------------------------------
 
 
+ONE_LEVEL = (2, 1), [("int8", "int8"), ("identity", "identity")]
+BOTH_LOW_RANK = (2, 2), [(LOW_RANK, LOW_RANK), ("identity", "identity")]
+TWO_CODECS = (2, 2), [(COARSE, {"type": "low_rank", "rank": 1}), ("int8", "int4")]
+SHARED = (2, 2), [("int4", "int4"), ("int4", "identity")]
+FAST_LEVEL = (1, 2), [("identity", "identity"), ("int2", LOW_RANK)]
+IN_STAGES = (2, 1), [(STAGED, {**LOW_RANK, "rest": "int2"}), ("identity", "identity")]
+
+
+# Each codec and each plan in one type and stage here, in all of them for `make test-slow`.
 @pytest.mark.parametrize(
-    ("dtype", "zero_stage"),
+    ("domain_sizes", "codecs", "dtype", "zero_stage"),
     [
-        ("bf16", 1),
-        ("fp32", 2),
-        pytest.param("fp32", 0, marks=pytest.mark.slow),
-        pytest.param("bf16", 0, marks=pytest.mark.slow),
+        pytest.param(
+            *plan, dtype, stage, marks=() if (dtype, stage) == kept else pytest.mark.slow, id=f"{name}-{dtype}-{stage}"
+        )
+        for name, plan, kept in (
+            ("2x1-int8", ONE_LEVEL, ("bf16", 1)),
+            ("2x2-low_rank", BOTH_LOW_RANK, ("fp32", 2)),
+            ("2x2-int2-int8", TWO_CODECS, ("bf16", 1)),
+            ("2x2-shared-int4", SHARED, ("fp32", 2)),
+            ("1x2-int2", FAST_LEVEL, ("fp32", 0)),
+            ("2x1-first_rank-rest", IN_STAGES, ("bf16", 0)),
+        )
+        for dtype, stage in (("bf16", 1), ("fp32", 2), ("fp32", 0), ("bf16", 0))
     ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("domain_sizes", "codecs"),
-    [
-        ((2, 1), [("int8", "int8"), ("identity", "identity")]),
-        ((2, 2), [(LOW_RANK, LOW_RANK), ("identity", "identity")]),
-        ((2, 2), [(COARSE, {"type": "low_rank", "rank": 1}), ("int8", "int4")]),
-        ((2, 2), [("int4", "int4"), ("int4", "identity")]),
-        ((1, 2), [("identity", "identity"), ("int2", LOW_RANK)]),
-        ((2, 1), [(STAGED, {**LOW_RANK, "rest": "int2"}), ("identity", "identity")]),
-    ],
-    ids=["2x1-int8", "2x2-low_rank", "2x2-int2-int8", "2x2-shared-int4", "1x2-int2", "2x1-first_rank-rest"],
 )
 def test_replicas_equal_mirrors_after_every_step(
     pool4: ProcessPool, domain_sizes: tuple[int, ...], codecs: Codecs, dtype: str, zero_stage: int
@@ -333,7 +340,7 @@ def test_replicas_equal_mirrors_after_every_step(
             assert layer["decode_s"] > 0
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", COARSE, LOW_RANK], ids=str)
+@pytest.mark.parametrize("codec", [slow("int8"), slow("int4"), COARSE, LOW_RANK], ids=str)
 def test_one_expert_per_rank(pool4: ProcessPool, codec: Any) -> None:
     case = world4(2, 2, toy=ToyConfig(num_experts=4, ffn=35, hidden=17))
     codecs: Codecs = [(codec, codec), (codec, codec)]
@@ -362,15 +369,28 @@ def test_int8_both_ways_trains_as_exact_does(pool4: ProcessPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "left"), [("int8", 1e-6), ("int4", 1e-6), (LOW_RANK, 0.05), (RANK_1_AND_REST, 0.05)], ids=str
+    ("codec", "left", "dtype", "zero_stage"),
+    [
+        ("int8", 1e-6, "fp32", 0),
+        (LOW_RANK, 0.05, "bf16", 1),
+        (RANK_1_AND_REST, 0.05, "fp32", 0),
+        slow("int4", 1e-6, "bf16", 1),
+        slow("int4", 1e-6, "fp32", 0),
+        slow("int8", 1e-6, "bf16", 1),
+        slow(LOW_RANK, 0.05, "fp32", 0),
+        slow(RANK_1_AND_REST, 0.05, "bf16", 1),
+    ],
+    ids=str,
 )
-def test_what_a_codec_left_out_goes_out_later(pool4: ProcessPool, codec: Any, left: float) -> None:
-    for case in (world4(2, 1), world4(2, 1, dtype="bf16", zero_stage=1)):
-        for trained, _, later in pool4.run(distance_of_mirrors, case=case, codecs=[(codec, "identity")] * 2):
-            assert later < max(left * trained, 1e-8)
+def test_what_a_codec_left_out_goes_out_later(
+    pool4: ProcessPool, codec: Any, left: float, dtype: str, zero_stage: int
+) -> None:
+    case = world4(2, 1, dtype=dtype, zero_stage=zero_stage)
+    for trained, _, later in pool4.run(distance_of_mirrors, case=case, codecs=[(codec, "identity")] * 2):
+        assert later < max(left * trained, 1e-8)
 
 
-@pytest.mark.parametrize("codec", ["int4", LOW_RANK, COARSE], ids=str)
+@pytest.mark.parametrize("codec", ["int4", LOW_RANK, slow(COARSE)], ids=str)
 def test_a_skipped_step_leaves_no_trace(pool4: ProcessPool, codec: Any) -> None:
     codecs: Codecs = [("int8", codec), ("identity", "int8")]
     for found in pool4.run(skip_steps, case=world4(2, 2), codecs=codecs):
@@ -387,7 +407,7 @@ def test_an_overflow_reaches_the_owners_and_no_residual(pool4: ProcessPool) -> N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "zero_stage", "accumulation"), [("fp32", 0, 1), ("bf16", 1, 2), ("fp32", 2, 2)], ids=str
+    ("dtype", "zero_stage", "accumulation"), [slow("fp32", 0, 1), ("bf16", 1, 2), ("fp32", 2, 2)], ids=str
 )
 def test_a_resumed_training_goes_on_bit_for_bit(
     pool4: ProcessPool, tmp_path: Path, dtype: str, zero_stage: int, accumulation: int
@@ -401,17 +421,17 @@ def test_a_resumed_training_goes_on_bit_for_bit(
         assert found["handed over"] == 0
 
 
-def test_at_another_plan_residuals_go_to_the_owners(pool4: ProcessPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("then", [slow("int8"), "identity"])
+def test_at_another_plan_residuals_go_to_the_owners(pool4: ProcessPool, tmp_path: Path, then: str) -> None:
     case = world4(2, 2)
     codecs: Codecs = [(LOW_RANK, COARSE), ("int8", "int4")]
-    for name, then in (("codec", [("int8", "int8")] * 2), ("exact", [("identity", "identity")] * 2)):
-        results = pool4.run(resume, case=case, codecs=codecs, folder=str(tmp_path / name), then=then)
-        saved = sum(found["residual"] for found in results)
-        assert abs(saved) > 1e-3
-        assert sum(found["handed over"] for found in results) == pytest.approx(saved, rel=1e-5)
-        for found in results:
-            assert not found["left"]  # used in the first step
-            assert all(loss == loss for loss in found["again"])
+    results = pool4.run(resume, case=case, codecs=codecs, folder=str(tmp_path), then=[(then, then)] * 2)
+    saved = sum(found["residual"] for found in results)
+    assert abs(saved) > 1e-3
+    assert sum(found["handed over"] for found in results) == pytest.approx(saved, rel=1e-5)
+    for found in results:
+        assert not found["left"]  # used in the first step
+        assert all(loss == loss for loss in found["again"])
 
 
 def test_a_checkpoint_of_before_the_first_step(pool4: ProcessPool, tmp_path: Path) -> None:
@@ -422,7 +442,7 @@ def test_a_checkpoint_of_before_the_first_step(pool4: ProcessPool, tmp_path: Pat
         assert again == losses
 
 
-@pytest.mark.parametrize("ep_size", [2, 4])
+@pytest.mark.parametrize("ep_size", [2, slow(4)])
 def test_residuals_are_handed_over_once(pool4: ProcessPool, tmp_path: Path, ep_size: int) -> None:
     case = world4(*((2, 2) if ep_size == 4 else (1, 2)), toy=ToyConfig(ep_size=ep_size))
     results = pool4.run(load_twice, case=case, codecs=[("int4", COARSE)] * 2, folder=str(tmp_path))
@@ -475,9 +495,7 @@ def test_a_wrong_option_of_a_codec_names_its_key_path(pool4: ProcessPool) -> Non
 def test_bytes_over_the_slow_level_are_those_that_the_codec_promised(pool4: ProcessPool) -> None:
     case = world4(2, 2)
     codecs: Codecs = [(LOW_RANK, COARSE), ("identity", "identity")]
-    few, more = (
-        pool4.run(train_lossy, case=case, codecs=codecs, num_steps=num_steps) for num_steps in (STEPS, STEPS + 1)
-    )
+    few, more = (pool4.run(train_lossy, case=case, codecs=codecs, num_steps=num_steps) for num_steps in (2, 3))
     toy = case.toy
     shapes = [(toy.ffn, toy.hidden), (1, toy.ffn), (toy.hidden, toy.ffn), (1, toy.hidden)]
     num_experts = toy.num_experts // 4
@@ -490,15 +508,22 @@ def test_bytes_over_the_slow_level_are_those_that_the_codec_promised(pool4: Proc
             assert after["bytes"][0][kind] - before["bytes"][0][kind] == toy.num_layers * message
 
 
-@pytest.mark.parametrize(("dtype", "zero_stage"), [("fp32", 1), ("bf16", 1)], ids=str)
+EXACT_MEMORY = (2, 1), [("identity", "identity"), ("identity", "identity")]
+LOSSY_MEMORY = (2, 2), [(LOW_RANK, COARSE), ("int8", LOW_RANK)]
+SHARED_MEMORY = (2, 2), [("int4", "identity"), ("int4", "int2")]
+
+
 @pytest.mark.parametrize(
-    ("domain_sizes", "codecs"),
+    ("domain_sizes", "codecs", "dtype", "zero_stage"),
     [
-        ((2, 1), [("identity", "identity"), ("identity", "identity")]),
-        ((2, 2), [(LOW_RANK, COARSE), ("int8", LOW_RANK)]),
-        ((2, 2), [("int4", "identity"), ("int4", "int2")]),
+        (*EXACT_MEMORY, "fp32", 1),
+        (*LOSSY_MEMORY, "bf16", 1),
+        (*SHARED_MEMORY, "fp32", 1),
+        slow(*EXACT_MEMORY, "bf16", 1),
+        slow(*LOSSY_MEMORY, "fp32", 1),
+        slow(*SHARED_MEMORY, "bf16", 1),
     ],
-    ids=["exact", "lossy", "shared"],
+    ids=str,
 )
 def test_memory_is_what_the_estimators_say(
     pool4: ProcessPool, domain_sizes: tuple[int, ...], codecs: Codecs, dtype: str, zero_stage: int

@@ -16,7 +16,17 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
-from parity import Case, CaseResult, Run, compare, levels_of, numeric_problems, snapshot, use_expert_groups_of
+from parity import (
+    Case,
+    CaseResult,
+    Run,
+    compare,
+    levels_of,
+    numeric_problems,
+    snapshot,
+    start_of,
+    use_expert_groups_of,
+)
 from process_pool import ProcessPool, RemoteError
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -188,7 +198,7 @@ def trainer_of(rule: Rule, *, with_block: bool, **ds_config: Any) -> Iterator[Tr
 def follow(rule: Rule, *, with_block: bool) -> tuple[Run, list[tuple[str, Bytes]]]:
     """Trains by the script; what `compare` needs, and the bytes after every forward and backward."""
     with trainer_of(rule, with_block=with_block) as trainer:
-        start = trainer.snapshot()
+        start = start_of(rule.case, trainer.engine.module)
         rule.script(trainer)
         run = Run(
             losses=tuple(trainer.losses),
@@ -284,9 +294,22 @@ def accumulate(trainer: Trainer) -> None:
             trainer.micro_step(step, micro_step)
 
 
-@pytest.mark.parametrize(("zero_stage", "accumulation"), [(0, 3), (1, 3), (2, 3), (2, 1), slow(0, 1), slow(1, 1)])
-def test_experts_travel_once_per_optimizer_step(pool4: ProcessPool, zero_stage: int, accumulation: int) -> None:
-    cases = [world4(*sizes, zero_stage=zero_stage, accumulation=accumulation) for sizes in ((2, 1), (2, 2))]
+@pytest.mark.parametrize(
+    ("zero_stage", "accumulation", "sizes"),
+    [
+        (0, 3, (2, 1)),
+        (1, 1, (2, 1)),
+        (2, 3, (2, 2)),
+        slow(1, 3, (2, 2)),
+        slow(0, 1, (2, 2)),
+        slow(2, 1, (2, 1)),
+    ],
+    ids=str,
+)
+def test_experts_travel_once_per_optimizer_step(
+    pool4: ProcessPool, zero_stage: int, accumulation: int, sizes: tuple[int, int]
+) -> None:
+    cases = [world4(*sizes, zero_stage=zero_stage, accumulation=accumulation)]
     sent = assert_rules(pool4, [Rule(case=case, script=accumulate) for case in cases])
     for case, by_rank in zip(cases, sent, strict=True):
         once = expert_bytes(case)
@@ -346,11 +369,9 @@ def backwards_under_no_sync(trainer: Trainer) -> None:
         trainer.micro_step(step, 2)
 
 
-def test_no_sync_counts_as_no_boundary(pool4: ProcessPool) -> None:
-    rules = [
-        Rule(case=world4(*sizes, zero_stage=zero), script=backwards_under_no_sync)
-        for zero, sizes in ((0, (2, 1)), (1, (2, 2)))
-    ]
+@pytest.mark.parametrize(("zero_stage", "sizes"), [slow(0, (2, 1)), (1, (2, 2))], ids=str)
+def test_no_sync_counts_as_no_boundary(pool4: ProcessPool, zero_stage: int, sizes: tuple[int, int]) -> None:
+    rules = [Rule(case=world4(*sizes, zero_stage=zero_stage), script=backwards_under_no_sync)]
     for rule, by_rank in zip(rules, assert_rules(pool4, rules), strict=True):
         for one in by_rank:
             assert one[-1][1]["expert_gradients"] == times(3, expert_bytes(rule.case))
@@ -422,7 +443,7 @@ def run_with_skipped_step(rule: Rule) -> tuple[bool, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "domain_sizes"), [(1, (2, 2)), (2, (2, 1)), slow(1, (2, 1)), slow(2, (2, 2))], ids=str
+    ("zero_stage", "domain_sizes"), [slow(1, (2, 2)), (2, (2, 1)), slow(1, (2, 1)), slow(2, (2, 2))], ids=str
 )
 def test_an_overflow_on_one_rank_skips_the_step_everywhere(
     pool4: ProcessPool, zero_stage: int, domain_sizes: tuple[int, int]
@@ -457,10 +478,10 @@ def skip_layer_for_a_whole_step(trainer: Trainer) -> None:
         trainer.micro_step(step, regions=((0,), (2,)) if step == 1 else None)
 
 
-def test_a_layer_unused_for_a_whole_step(pool4: ProcessPool) -> None:
-    toy = ToyConfig(num_layers=3)
-    cases = [world4(2, 1, zero_stage=0, toy=toy), world4(2, 2, zero_stage=0, toy=toy)]
-    assert_rules(pool4, [Rule(case=case, script=skip_layer_for_a_whole_step) for case in cases])
+@pytest.mark.parametrize("sizes", [slow((2, 1)), (2, 2)], ids=str)
+def test_a_layer_unused_for_a_whole_step(pool4: ProcessPool, sizes: tuple[int, int]) -> None:
+    case = world4(*sizes, zero_stage=0, toy=ToyConfig(num_layers=3))
+    assert_rules(pool4, [Rule(case=case, script=skip_layer_for_a_whole_step)])
 
 
 def run_with_layer_missing_at_boundary(rule: Rule) -> tuple[str, bool, int]:
@@ -477,7 +498,7 @@ def run_with_layer_missing_at_boundary(rule: Rule) -> tuple[str, bool, int]:
         return str(caught.value), is_unchanged, trainer.engine.global_steps
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, slow(1), 2])
 def test_a_layer_unused_at_the_boundary_is_an_error(pool4: ProcessPool, zero_stage: int) -> None:
     case = world4(2, 1, zero_stage=zero_stage, accumulation=2, toy=ToyConfig(num_layers=3))
     results = pool4.run(run_with_layer_missing_at_boundary, rule=Rule(case=case, script=accumulate))
@@ -536,17 +557,21 @@ def abandoned_forward(trainer: Trainer) -> None:
         trainer.micro_step(step, 0)
 
 
-def test_two_forwards_then_two_backwards(pool4: ProcessPool) -> None:
-    rules = [
-        Rule(case=world4(2, 1, accumulation=2), script=two_forwards_two_backwards),
-        Rule(case=world4(2, 2, accumulation=2, prefetch_depth=1), script=two_forwards_two_backwards),
-        Rule(case=world4(2, 1, zero_stage=1), script=two_forwards_one_backward),
-    ]
-    assert_rules(pool4, rules)
+@pytest.mark.parametrize(("sizes", "prefetch_depth"), [slow((2, 1), None), ((2, 2), 1)], ids=str)
+def test_two_forwards_then_two_backwards(
+    pool4: ProcessPool, sizes: tuple[int, int], prefetch_depth: int | None
+) -> None:
+    case = world4(*sizes, accumulation=2, prefetch_depth=prefetch_depth)
+    assert_rules(pool4, [Rule(case=case, script=two_forwards_two_backwards)])
 
 
-def test_a_forward_without_backward(pool4: ProcessPool) -> None:
-    assert_rules(pool4, [Rule(case=world4(2, 1, zero_stage=zero), script=abandoned_forward) for zero in (0, 2)])
+def test_two_forwards_then_one_backward(pool4: ProcessPool) -> None:
+    assert_rules(pool4, [Rule(case=world4(2, 1, zero_stage=1), script=two_forwards_one_backward)])
+
+
+@pytest.mark.parametrize("zero_stage", [slow(0), 2])
+def test_a_forward_without_backward(pool4: ProcessPool, zero_stage: int) -> None:
+    assert_rules(pool4, [Rule(case=world4(2, 1, zero_stage=zero_stage), script=abandoned_forward)])
 
 
 def backward_twice(trainer: Trainer) -> None:
@@ -579,7 +604,7 @@ def test_a_layer_called_twice_in_other_orders(pool4: ProcessPool) -> None:
     assert_rules(pool4, rules)
 
 
-@pytest.mark.parametrize("checkpointing", ["reentrant", "deepspeed"])
+@pytest.mark.parametrize("checkpointing", ["reentrant", slow("deepspeed")])
 def test_a_layer_called_twice_under_reentrant_checkpointing(pool4: ProcessPool, checkpointing: str) -> None:
     case = world4(2, 1, accumulation=2)
     rule = Rule(case=case, script=accumulate, regions=((0,), (1,), (0,)), checkpointing=checkpointing)
@@ -587,38 +612,50 @@ def test_a_layer_called_twice_under_reentrant_checkpointing(pool4: ProcessPool, 
 
 
 def test_layers_that_run_in_reverse_of_module_order(pool4: ProcessPool) -> None:
+    case = world4(2, 2, toy=ToyConfig(num_layers=3), zero_stage=2, prefetch_depth=1)
+    assert_rules(pool4, [Rule(case=case, script=accumulate, regions=((2,), (1,), (0,)))])
+
+
+@pytest.mark.slow
+def test_layers_that_run_in_other_orders(pool4: ProcessPool) -> None:
     toy = ToyConfig(num_layers=3)
     rules = [
         Rule(case=world4(2, 1, toy=toy, accumulation=2), script=accumulate, regions=((2,), (1,), (0,))),
-        Rule(
-            case=world4(2, 2, toy=toy, zero_stage=2, prefetch_depth=1), script=accumulate, regions=((2,), (1,), (0,))
-        ),
         Rule(case=world4(2, 2, toy=toy, zero_stage=1, accumulation=2), script=accumulate, regions=((1,), (2,), (0,))),
     ]
     assert_rules(pool4, rules)
 
 
-@pytest.mark.parametrize("checkpointing", [slow("reentrant"), slow("nonreentrant"), "deepspeed"])
-def test_checkpointing_with_two_layers_in_one_region(pool4: ProcessPool, checkpointing: str) -> None:
-    toy = ToyConfig(num_layers=3)
-    settings = [  # prefetch depth, domain sizes, ZeRO stage, accumulation, regions
-        (0, (2, 1), 0, 2, ((0, 1), (2,))),
-        (1, (2, 2), 1, 1, ((0,), (1, 2))),
-        (2, (2, 1), 2, 2, ((0, 1), (2,))),
-        (5, (2, 1), 0, 1, ((0, 1, 2),)),
-    ]
-    rules = [
-        Rule(
-            case=world4(*sizes, toy=toy, zero_stage=zero, accumulation=accumulation, prefetch_depth=depth, steps=2),
-            script=accumulate,
-            regions=regions,
-            checkpointing=checkpointing,
-        )
-        for depth, sizes, zero, accumulation, regions in settings
-    ]
-    for rule, by_rank in zip(rules, assert_rules(pool4, rules), strict=True):
-        for one in by_rank:  # a recomputation ships nothing again
-            assert one[-1][1] == {kind: times(2, expert_bytes(rule.case)) for kind in EXPERT_KINDS}
+SHARED_REGIONS = [  # prefetch depth, domain sizes, ZeRO stage, accumulation, regions, checkpointing
+    (1, (2, 2), 1, 1, ((0,), (1, 2)), "deepspeed"),
+    (2, (2, 1), 2, 2, ((0, 1), (2,)), "deepspeed"),
+    slow(0, (2, 1), 0, 2, ((0, 1), (2,)), "deepspeed"),
+    slow(5, (2, 1), 0, 1, ((0, 1, 2),), "deepspeed"),
+    slow(0, (2, 1), 0, 2, ((0, 1), (2,)), "reentrant"),
+    slow(2, (2, 2), 2, 1, ((0,), (1, 2)), "reentrant"),
+    slow(1, (2, 1), 1, 2, ((0, 1), (2,)), "nonreentrant"),
+    slow(5, (2, 1), 0, 1, ((0, 1, 2),), "nonreentrant"),
+]
+
+
+@pytest.mark.parametrize(
+    ("depth", "sizes", "zero_stage", "accumulation", "regions", "checkpointing"), SHARED_REGIONS, ids=str
+)
+def test_checkpointing_with_two_layers_in_one_region(
+    pool4: ProcessPool,
+    depth: int,
+    sizes: tuple[int, int],
+    zero_stage: int,
+    accumulation: int,
+    regions: Regions,
+    checkpointing: str,
+) -> None:
+    options = {"zero_stage": zero_stage, "accumulation": accumulation, "prefetch_depth": depth, "steps": 2}
+    case = world4(*sizes, toy=ToyConfig(num_layers=3), **options)
+    rule = Rule(case=case, script=accumulate, regions=regions, checkpointing=checkpointing)
+    (by_rank,) = assert_rules(pool4, [rule])
+    for one in by_rank:  # a recomputation ships nothing again
+        assert one[-1][1] == {kind: times(2, expert_bytes(case)) for kind in EXPERT_KINDS}
 
 
 @pytest.mark.parametrize("prefetch_depth", [0, 1, 2, 5])
@@ -644,12 +681,11 @@ def test_gradient_clipping(pool4: ProcessPool) -> None:
     assert pool4.run(losses_of, rule=clipped) != pool4.run(losses_of, rule=free)  # the bound does bite
 
 
-def test_frozen_experts_travel_once(pool4: ProcessPool) -> None:
+@pytest.mark.parametrize(("zero_stage", "sizes"), [slow(0, (2, 2)), (2, (2, 1))], ids=str)
+def test_frozen_experts_travel_once(pool4: ProcessPool, zero_stage: int, sizes: tuple[int, int]) -> None:
     frozen = ("blocks.0.moe.deepspeed_moe.experts",)
-    rules = [
-        Rule(case=world4(*sizes, zero_stage=zero, accumulation=2), script=accumulate, frozen=frozen)
-        for zero, sizes in ((0, (2, 2)), (2, (2, 1)))
-    ]
+    case = world4(*sizes, zero_stage=zero_stage, accumulation=2)
+    rules = [Rule(case=case, script=accumulate, frozen=frozen)]
     for rule, by_rank in zip(rules, assert_rules(pool4, rules), strict=True):
         both, one_layer = expert_bytes(rule.case), expert_bytes(rule.case, num_layers=1)
         shipped = tuple(first + 2 * later for first, later in zip(both, one_layer, strict=True))
@@ -657,13 +693,12 @@ def test_frozen_experts_travel_once(pool4: ProcessPool) -> None:
             assert one[-1][1] == {"expert_weights": shipped, "expert_gradients": times(3, one_layer)}
 
 
-def test_experts_of_which_only_some_parameters_train(pool4: ProcessPool) -> None:
-    frozen = ("up.weight", "down.bias")
-    rules = [
-        Rule(case=world4(*sizes, zero_stage=zero), script=accumulate, frozen=frozen)
-        for zero, sizes in ((0, (2, 2)), (2, (2, 1)))
-    ]
-    assert_rules(pool4, rules)
+@pytest.mark.parametrize(("zero_stage", "sizes"), [(0, (2, 2)), slow(2, (2, 1))], ids=str)
+def test_experts_of_which_only_some_parameters_train(
+    pool4: ProcessPool, zero_stage: int, sizes: tuple[int, int]
+) -> None:
+    rule = Rule(case=world4(*sizes, zero_stage=zero_stage), script=accumulate, frozen=("up.weight", "down.bias"))
+    assert_rules(pool4, [rule])
 
 
 @pytest.mark.slow  # test_parity.py has such ranks

@@ -498,7 +498,7 @@ def assert_close(ours: list[float], plain: list[float]) -> None:
         assert abs(one - other) <= FP32_TOLERANCE * abs(other), f"micro-step {step}: {one} instead of {other}"
 
 
-@pytest.mark.parametrize(("zero_stage", "accumulation"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("zero_stage", "accumulation"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2)])
 def test_losses_are_deepspeeds_over_changes_of_plan(pool4: ProcessPool, zero_stage: int, accumulation: int):
     case = world4(1, 1, zero_stage=zero_stage, accumulation=accumulation)
     blocks = [block_of_sizes(case, sizes) for sizes in SIZES]

@@ -234,8 +234,7 @@ def test_a_backward_never_reads_weights_that_are_not_held_or_have_changed() -> N
 def test_unusual_passes(pool4: ProcessPool) -> None:
     rules = [
         Rule(case=rule(2, 1, zero_stage=2), script=accumulate, checkpointing="reentrant", regions=REGIONS),
-        Rule(case=rule(2, 1, accumulation=2), script=evaluate_everywhere),
-        Rule(case=rule(2, 2), script=accumulate, frozen=FROZEN),
+        Rule(case=rule(2, 2, accumulation=2), script=evaluate_everywhere, frozen=FROZEN),
     ]
     assert_rules(pool4, rules)
 
@@ -243,6 +242,8 @@ def test_unusual_passes(pool4: ProcessPool) -> None:
 @pytest.mark.slow
 def test_more_unusual_passes(pool4: ProcessPool) -> None:
     rules = [
+        Rule(case=rule(2, 1, accumulation=2), script=evaluate_everywhere),
+        Rule(case=rule(2, 2), script=accumulate, frozen=FROZEN),
         Rule(case=rule(2, 2, accumulation=2), script=accumulate, regions=((0,), (1,), (0,), (2,))),
         Rule(case=rule(2, 2, zero_stage=1), script=accumulate, regions=((3,), (2,), (1,), (0,))),
         *(

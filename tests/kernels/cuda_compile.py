@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,12 +65,14 @@ def supported(nvcc: Path) -> list[str]:
     return [arch for arch in ARCHITECTURES if arch in known]
 
 
-def compile_all(nvcc: Path, folder: Path) -> list[Compiled]:
+def compile_all(nvcc: Path, folder: Path, architectures: Sequence[str]) -> list[Compiled]:
     """Every .cu with torch's flags, two at a time; the fat binaries stay in `folder`.  RuntimeError: nvcc's output."""
     sources = [Path(source) for source in HybridEPBuilder("cuda").sources() if source.endswith(".cu")]
     with ThreadPoolExecutor(2) as pool:
         return [
-            kernel for kernels in pool.map(lambda path: _compile(nvcc, path, folder), sources) for kernel in kernels
+            kernel
+            for kernels in pool.map(lambda path: _compile(nvcc, path, folder, architectures), sources)
+            for kernel in kernels
         ]
 
 
@@ -88,12 +91,12 @@ def disassemble(binary: Path) -> dict[tuple[str, str], str]:
     return {key: "\n".join(lines) for key, lines in found.items()}
 
 
-def _compile(nvcc: Path, source: Path, folder: Path) -> list[Compiled]:
+def _compile(nvcc: Path, source: Path, folder: Path, architectures: Sequence[str]) -> list[Compiled]:
     builder = HybridEPBuilder("cuda")
     kept = folder / source.stem
     kept.mkdir()
     flags = [flag for flag in builder.nvcc_args() if flag != "--threads" and not flag.isdigit()]
-    targets = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in supported(nvcc)]
+    targets = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in architectures]
     command = [str(nvcc), *cpp_extension.COMMON_NVCC_FLAGS, "--compiler-options", "-fPIC", *flags, *targets]
     command += [f"-I{path}" for path in builder.include_paths()]
     command += ["-Werror", "all-warnings", "-Xptxas", "-v", "--keep", "--keep-dir", str(kept), "-fatbin", str(source)]
@@ -141,7 +144,7 @@ def main() -> int:
         print("nvcc was not found: set CUDA_HOME", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as folder:
-        kernels = compile_all(nvcc, Path(folder))
+        kernels = compile_all(nvcc, Path(folder), supported(nvcc))
     print(f"{'source':<15}{'arch':<8}{'registers':>10}{'shared':>8}{'stack':>7}{'spills':>8}  kernel")
     for kernel in sorted(kernels, key=lambda k: (k.source, k.short_name, k.arch)):
         sizes = f"{kernel.registers:>10}{kernel.shared_bytes:>8}{kernel.stack_bytes:>7}{kernel.spill_bytes:>8}"

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA sources compile for all architectures without spills, and become the accesses that they are written for."""
+"""The CUDA sources compile for all architectures without spills, and become the accesses that they are written for.
+
+`make test` compiles for the one with bulk copies that most have, `make test-slow` for all.
+"""
 
 import re
 from pathlib import Path
@@ -34,14 +37,19 @@ IN_MACHINE_CODE = {"load": r"LDG\S*\.128", "store": r"STG\S*\.128"}
 BULK = ("gather_in_bulk", "combine_in_bulk")
 
 
+@pytest.fixture(scope="module", params=["sm_90", pytest.param("all", marks=pytest.mark.slow)])
+def architectures(request):
+    return supported(NVCC) if request.param == "all" else [request.param]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, architectures):
     return tmp_path_factory.mktemp("cuda")
 
 
 @pytest.fixture(scope="module")
-def kernels(folder):
-    return compile_all(NVCC, folder)
+def kernels(folder, architectures):
+    return compile_all(NVCC, folder, architectures)
 
 
 def is_wide(kernel, part):
@@ -49,10 +57,10 @@ def is_wide(kernel, part):
     return part in kernel.name and "Scalars" not in kernel.name
 
 
-def test_every_source_has_kernels_for_every_architecture(kernels):
+def test_every_source_has_kernels_for_every_architecture(kernels, architectures):
     sources = {Path(source).name for source in HybridEPBuilder("cuda").sources() if source.endswith(".cu")}
     found = {(kernel.source, kernel.arch) for kernel in kernels}
-    assert found == {(source, arch) for source in sources for arch in supported(NVCC)}
+    assert found == {(source, arch) for source in sources for arch in architectures}
     assert supported(NVCC)[0] == ARCHITECTURES[0]
 
 
@@ -68,18 +76,18 @@ def test_kernels_fit_the_multiprocessor(kernels):
 
 
 @pytest.mark.parametrize("part", VECTORS)
-def test_rows_and_tensors_are_moved_16_bytes_at_a_time(kernels, part):
+def test_rows_and_tensors_are_moved_16_bytes_at_a_time(kernels, architectures, part):
     meant = [kernel for kernel in kernels if is_wide(kernel, part)]
-    assert {kernel.arch for kernel in meant} == set(supported(NVCC))
+    assert {kernel.arch for kernel in meant} == set(architectures)
     for kernel in meant:
         for access in VECTORS[part].split():
             assert re.search(IN_PTX[access], kernel.ptx), (kernel.name, kernel.arch, access)
 
 
-def test_bulk_copies_are_where_the_architecture_has_them(kernels):
+def test_bulk_copies_are_where_the_architecture_has_them(kernels, architectures):
     for name in BULK:
         meant = [kernel for kernel in kernels if name in kernel.name]
-        assert {kernel.arch for kernel in meant} == set(supported(NVCC))
+        assert {kernel.arch for kernel in meant} == set(architectures)
         for kernel in meant:
             has_bulk = "cp.async.bulk" in kernel.ptx
             assert has_bulk == (kernel.arch != "sm_80"), (kernel.name, kernel.arch)

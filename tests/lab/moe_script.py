@@ -19,6 +19,9 @@ import ds_hybridep
 
 HIDDEN, TOKENS = 256, 1024
 
+# Else DeepSpeed compiles an all-reduce over shared memory on the first use, for a minute (pool_preload.py says more).
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
 
 def main():
     num_steps, *domain_sizes = (int(text) for text in sys.argv[1:])
@@ -35,14 +38,15 @@ def levels_after(num_steps, domain_size):
         layer.set_deepspeed_parallelism()
     levels = [{"name": "dc", "size": 2, "domain_size": domain_size}, {"name": "gpu", "size": 2, "domain_size": 1}]
     ds_hybridep.attach(model, {"levels": levels, "advanced": {"verify_interval": 0}, "report_interval": 0})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(num_steps):
         x = torch.randn(TOKENS, HIDDEN)
         for layer in layers:
             x = x + layer(x)[0]
-        optimizer.zero_grad()
+        model.zero_grad()
         x.square().mean().backward()
-        optimizer.step()
+        with torch.no_grad():  # by hand: the first optimizer of a process imports torch._dynamo, for two seconds
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
         ds_hybridep.refresh(model)
     dist.barrier()
     return ds_hybridep.stats(model)["levels"]

@@ -144,7 +144,7 @@ def lab_namespaces(pid):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("wan_delay_s", [0.0, 0.010])
+@pytest.mark.parametrize("wan_delay_s", [pytest.param(0.0, marks=pytest.mark.slow), 0.010])
 def test_goodput_is_the_rate_without_headers(permitted, wan_delay_s):
     with EmulatedNetwork(Topology(2, 1), LinkSpec(wan_bits_per_s=10e6, wan_delay_s=wan_delay_s)) as net:
         for mbit_per_s in (10, 50, 100, 500, 1000):
@@ -210,7 +210,7 @@ def test_the_rate_changes_under_a_running_flow(permitted):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("wan_delay_s", [0.0, 0.005])
+@pytest.mark.parametrize("wan_delay_s", [pytest.param(0.0, marks=pytest.mark.slow), 0.005])
 def test_a_cut_link_carries_nothing_until_it_is_restored(permitted, wan_delay_s):
     with EmulatedNetwork(Topology(2, 1), LinkSpec(wan_bits_per_s=100e6, wan_delay_s=wan_delay_s)) as net:
         with flowing(net, 0, 1) as flow:
@@ -249,7 +249,7 @@ def test_counters_count_what_was_sent_where_it_was_sent(permitted):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("text", ["2x2", "4x1", "3x1", "1x2"])
+@pytest.mark.parametrize("text", ["2x2", pytest.param("4x1", marks=pytest.mark.slow), "3x1", "1x2"])
 def test_every_host_reaches_every_other(permitted, text):
     with EmulatedNetwork(Topology.parse(text), LinkSpec(wan_bits_per_s=1e9, wan_delay_s=0.001)) as net:
         num_ranks = net.topology.num_ranks

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 TWO_DCS = Cluster((Level("dc", 2),))
 TWO_BY_TWO = Cluster((Level("dc", 2), Level("gpu", 2)))
 LIMIT_S = 2.0
+SHORT_LIMIT_S = 1.0  # where nothing but a wait has to fit
 MARGIN_S = 2.0  # loaded machine
 ROWS = Purpose("tokens", "dispatch of rows", "blocks.3.moe")
 
@@ -60,17 +61,17 @@ def failure_of(action: Any, *arguments: Any) -> tuple[str, str, float]:
 
 def wait_for_a_silent_peer(peer: int, is_background: bool, is_sender: bool) -> list[tuple[str, str, float]]:
     """Rank 0 exchanges with `peer`, which joins the channel and then does nothing; two waits of rank 0."""
-    transport = open_transport(TWO_BY_TWO if dist.get_world_size() == 4 else TWO_DCS, LIMIT_S)
-    if dist.get_rank() not in (0, peer):
-        return []
-    channel = transport.channel("rows", (0, peer), background=is_background)
-    if dist.get_rank() == peer:
-        time.sleep(2 * LIMIT_S)  # were it to close the channel, rank 0 would learn that at once
-        return []
-    tensors = [(peer, torch.ones(5, 3)), (peer, torch.ones(4, dtype=torch.int64))]
-    transfer = channel.start(tensors if is_sender else [], [] if is_sender else tensors, ROWS)
-    failures = [failure_of(transfer.wait), failure_of(transfer.wait)]
-    transport.close()
+    transport = open_transport(TWO_BY_TWO if dist.get_world_size() == 4 else TWO_DCS, SHORT_LIMIT_S)
+    failures = []
+    if dist.get_rank() in (0, peer):
+        channel = transport.channel("rows", (0, peer), background=is_background)
+    if dist.get_rank() == 0:
+        tensors = [(peer, torch.ones(5, 3)), (peer, torch.ones(4, dtype=torch.int64))]
+        transfer = channel.start(tensors if is_sender else [], [] if is_sender else tensors, ROWS)
+        failures = [failure_of(transfer.wait), failure_of(transfer.wait)]
+    dist.barrier()  # were the peer to close the channel before, rank 0 would learn that at once
+    if dist.get_rank() == 0:
+        transport.close()
     return failures
 
 
@@ -86,7 +87,7 @@ def test_the_time_limit_ends_a_wait_and_says_what_did_not_come(
     assert message.startswith("rank 0: dispatch of rows of blocks.3.moe over level 'dc' (92 bytes, ")
     assert ("to ranks [1, 1]" if is_sender else "from ranks [1, 1]") in message
     assert "hybridep.timeout_s" in message
-    assert LIMIT_S - 0.1 <= first_s <= LIMIT_S + MARGIN_S
+    assert SHORT_LIMIT_S - 0.1 <= first_s <= SHORT_LIMIT_S + MARGIN_S
     assert second_s <= 0.5  # known to have failed: no second wait
 
 
@@ -253,6 +254,7 @@ def exchange_nothing(is_background: bool) -> tuple[dict, dict]:
         nothing = [(1, torch.empty(0, 8)), (1, torch.empty(0, dtype=torch.int32))]
         channel.start(nothing, nothing, ROWS).wait()
         channel.start([], [], ROWS).wait()
+    dist.barrier()  # rank 1 may still be connecting, and would find a closed connection
     transport.close()
     return dict(transport.traffic.sent_messages), dict(transport.traffic.sent_bytes)
 
@@ -485,11 +487,17 @@ def agree_after_a_missed_one(missing: int) -> list[tuple[str, str, float]]:
     return results
 
 
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_rank_that_left_one_out_joins_the_next(own_pool2: ProcessPool, missing: int) -> None:
+@pytest.mark.parametrize(("missing", "named", "limit_s"), [(0, "rank 0", 6.25), (1, "ranks [1]", 1.0)])
+def test_a_rank_that_left_one_out_is_named_and_joins_the_next(
+    own_pool2: ProcessPool, missing: int, named: str, limit_s: float
+) -> None:
     for rank, results in enumerate(own_pool2.run(agree_after_a_missed_one, missing=missing)):
         assert results[-1][:2] == ("", "")
-        assert [kind for kind, _, _ in results[:-1]] == ([] if rank == missing else ["AgreementError"])
+        assert len(results) == (1 if rank == missing else 2)
+        for kind, message, seconds in results[:-1]:
+            assert kind == "AgreementError"
+            assert f"{named} did not join the hybridep start-up within {limit_s:g} s" in message
+            assert seconds <= limit_s + MARGIN_S
 
 
 def agree_without(missing: tuple[int, ...], limit_s: float) -> tuple[str, str, float]:
@@ -498,7 +506,7 @@ def agree_without(missing: tuple[int, ...], limit_s: float) -> tuple[str, str, f
     return failure_of(agree, PAYLOAD, limit_s)
 
 
-@pytest.mark.parametrize("missing", [(3,), (1, 2)], ids=str)
+@pytest.mark.parametrize("missing", [pytest.param((3,), marks=pytest.mark.slow), (1, 2)], ids=str)
 def test_missing_ranks_are_named_within_the_time_limit(own_pool4: ProcessPool, missing: tuple[int, ...]) -> None:
     results = own_pool4.run(agree_without, missing=missing, limit_s=LIMIT_S)
     for rank, (kind, message, seconds) in enumerate(results):
@@ -506,13 +514,6 @@ def test_missing_ranks_are_named_within_the_time_limit(own_pool4: ProcessPool, m
             assert kind == "AgreementError"
             assert f"ranks {list(missing)} did not join the hybridep start-up within 2 s" in message
             assert seconds < 2 * LIMIT_S - 0.2
-
-
-def test_a_missing_rank_0_is_named_too(own_pool2: ProcessPool) -> None:
-    kind, message, seconds = own_pool2.run(agree_without, missing=(0,), limit_s=1.0)[1]
-    assert kind == "AgreementError"
-    assert "rank 0 did not join the hybridep start-up within 6.25 s" in message
-    assert seconds <= 6.25 + MARGIN_S
 
 
 # -- use after close --------------------------------------------------------------------------------------------
