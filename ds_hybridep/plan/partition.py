@@ -15,14 +15,12 @@ MAX_LISTED = 8  # items of a long list that an error message spells out
 class Partition:
     """One expert-parallel group cut into domains.  Made by `Partition.build`, which checks what it is given.
 
-    cluster: the job's levels.
     group_ranks: [G] global ranks, in the order of their rank inside the group.
     coordinates: per level, the ascending cluster coordinates that the group's ranks have there.
     domain_sizes: per level, neighbouring positions that form one domain.
 
-    Ranks are global in all arguments and results. A rank's *position* at a level is the index of its coordinate
-    among the group's coordinates there, so that a strided group counts 0, 1, 2 ... too; a position is split into a
-    domain coordinate and an offset inside the domain. 4 DCs of 4 GPUs, all in the group, domain sizes (2, 4):
+    A rank's *position* at a level is the index of its coordinate among the group's, so that a strided group counts
+    0, 1, 2 ... too. 4 DCs of 4 GPUs, all in the group, domain sizes (2, 4):
 
         rank     place = position   domain   offset
         0        (0, 0)             (0, 0)   (0, 0)    domain 0 = ranks 0 .. 7, the DCs 0 and 1
@@ -41,9 +39,7 @@ class Partition:
     def build(cls, cluster: Cluster, group_ranks: Sequence[int], domain_sizes: Sequence[int]) -> "Partition":
         """Partition of the group `group_ranks` into domains of `domain_sizes[level]` positions at each level.
 
-        Raises:
-            PlanError: the group is empty, repeats a rank or is no regular sub-grid of the levels; or a domain size
-                does not divide what the group spans of its level. The message names the setting to change.
+        Raises PlanError that names the setting to change: the group must be a regular grid, and the sizes divide it.
         """
         coordinates = _grid_coordinates(cluster, group_ranks)
         if len(domain_sizes) != len(cluster.levels):
@@ -51,8 +47,9 @@ class Partition:
                 f"{len(domain_sizes)} domain sizes {tuple(domain_sizes)} were given for the "
                 f"{len(cluster.levels)} levels {cluster}; give one for each level"
             )
-        for level, domain_size in enumerate(domain_sizes):
-            _check_domain_size(cluster, level, domain_size=domain_size, span=len(coordinates[level]))
+        for level, size in enumerate(domain_sizes):
+            if size < 1 or len(coordinates[level]) % size:
+                raise PlanError(_does_not_tile(cluster, level, domain_size=size, span=len(coordinates[level])))
         return cls(cluster, tuple(group_ranks), coordinates, tuple(domain_sizes))
 
     # Sizes.
@@ -125,19 +122,13 @@ class Partition:
         return self._rank_at(unflatten(domain_index, self.domain_counts), self.offset_of(rank))
 
     def gather_peers(self, rank: int, level: int) -> tuple[int, ...]:
-        """[domain_sizes[level]] ranks of `rank`'s domain whose offset may differ at `level` only, in offset order.
-
-        The rank itself is included. Gathering level by level over these reaches the whole domain.
-        """
+        """[domain_sizes[level]] ranks of `rank`'s domain whose offset may differ at `level` only, in offset order."""
         domain, offset = self.domain_of(rank), self.offset_of(rank)
         offsets = (_with_level(offset, level, other) for other in range(self.domain_sizes[level]))
         return tuple(self._rank_at(domain, other) for other in offsets)
 
     def exchange_peers(self, rank: int, level: int) -> tuple[int, ...]:
-        """[domain_counts[level]] peers of `rank` whose domain may differ at `level` only, in domain order.
-
-        The rank itself is included. Exchanging level by level over these reaches every peer.
-        """
+        """[domain_counts[level]] peers of `rank` whose domain may differ at `level` only, in domain order."""
         domain, offset = self.domain_of(rank), self.offset_of(rank)
         domains = (_with_level(domain, level, other) for other in range(self.domain_counts[level]))
         return tuple(self._rank_at(other, offset) for other in domains)
@@ -155,10 +146,7 @@ class Partition:
         return num_experts // num_ranks
 
     def experts_of_rank(self, rank: int, num_experts: int) -> range:
-        """Global indices of the experts that `rank` owns: the block of its rank inside the group, as in DeepSpeed.
-
-        Raises PlanError where the rank is not in the group, or the experts cannot be shared evenly.
-        """
+        """Global indices of the experts that `rank` owns: the block of its rank inside the group, as in DeepSpeed."""
         self._check_member(rank)
         experts_per_rank = self.experts_per_rank(num_experts)
         first = self._group_index[rank] * experts_per_rank
@@ -167,11 +155,7 @@ class Partition:
     def domain_experts(self, domain_index: int, num_experts: int) -> tuple[int, ...]:
         """[domain_size * e] experts of a domain in slot order: by offset index of the owner, then local index.
 
-        Two ranks own two experts each; together they are one domain:
-
-            slot     0  1 | 2  3
-            owner    offset 0 | offset 1
-            expert   0  1 | 2  3
+        Two ranks with two experts each: slots 0 and 1 are those of offset 0, slots 2 and 3 those of offset 1.
         """
         owners = self._ranks_of_domain(domain_index)
         return tuple(expert for owner in owners for expert in self.experts_of_rank(owner, num_experts))
@@ -217,10 +201,8 @@ def _grid_coordinates(cluster: Cluster, group_ranks: Sequence[int]) -> tuple[tup
     return coordinates
 
 
-def _check_domain_size(cluster: Cluster, level: int, *, domain_size: int, span: int) -> None:
-    """PlanError unless domains of `domain_size` tile the `span` positions of the group at `level`."""
-    if domain_size >= 1 and span % domain_size == 0:
-        return
+def _does_not_tile(cluster: Cluster, level: int, *, domain_size: int, span: int) -> str:
+    """What to say of domains that do not tile the `span` positions of the group at `level`."""
     name, size = cluster.levels[level].name, cluster.levels[level].size
     advice = ""
     if span < size:
@@ -228,7 +210,7 @@ def _check_domain_size(cluster: Cluster, level: int, *, domain_size: int, span: 
             "; for larger domains make the group span the level: raise ep_size, or set "
             '"use_data_before_expert_parallelism": true to stride the group over it'
         )
-    raise PlanError(
+    return (
         f"hybridep.levels[{level}].domain_size is {domain_size}, but the expert-parallel group spans {span} of the "
         f"{size} children of level {name!r}; allowed there: {', '.join(map(str, divisors(span)))}{advice}"
     )

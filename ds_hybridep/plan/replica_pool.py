@@ -12,12 +12,7 @@ The next forward, if weights have not changed, finds 0 and 1.
 
 
 class ReplicaPool:
-    """Layers whose replicas are held or on their way, oldest first; nothing in it knows of tensors.
-
-    Args:
-        num_layers: of the model, by position.
-        depth: layers gathered ahead of the one that computes.
-    """
+    """Layers whose replicas are held or on their way, by position, oldest first; nothing in it knows of tensors."""
 
     def __init__(self, num_layers: int, depth: int) -> None:
         self.num_layers = num_layers

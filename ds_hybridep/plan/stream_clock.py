@@ -108,8 +108,7 @@ class StepClock:
     def await_packet(self, packet: int, term: str) -> None:
         """Wait until a packet has arrived over all of its levels.
 
-        The levels pass it on one after the other and work on different packets at once, as a line of machines does:
-        it has left the busiest level, and has spent its own time on the others.
+        The levels work on different packets at once: it leaves the busiest, and spends its own time on the others.
         """
         level_bytes = self._packets[packet]
         own_s = [num_bytes / link.bytes_per_s for link, num_bytes in zip(self.links, level_bytes, strict=True)]
