@@ -2,7 +2,7 @@
 """`ds_hybridep report`, on machines with and without a GPU."""
 
 import importlib
-import json
+import re
 
 from ds_hybridep.commands import report as report_command
 from ds_hybridep.commands.main import main
@@ -20,8 +20,6 @@ def test_report_without_a_gpu(capsys, monkeypatch):
         "ops",
         "compilers",
         "versions",
-        "devices",
-        "links",
     ]
     assert any("kernels for cpu tensors" in line and line.endswith("yes, on first use") for line in lines)
     assert any(
@@ -30,25 +28,12 @@ def test_report_without_a_gpu(capsys, monkeypatch):
     assert any("ninja" in line and "1.2.3" in line for line in lines)
 
 
-def test_report_as_json(capsys, monkeypatch):
+def test_report_names_what_is_built_and_the_versions(capsys, monkeypatch):
     monkeypatch.setattr(builder_module.HybridEPBuilder, "is_built", lambda self: True)
-    assert main(["report", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["versions"]["torch"]
-    assert report["ops"]["kernels for cpu tensors"].startswith("built: hybridep_rows_")
-
-
-def test_links_are_listed_with_their_speed(monkeypatch, tmp_path):
-    for name, speed in (("eth0", "10000"), ("eth1", "-1"), ("lo", "1")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "operstate").write_text("up\n")
-        (tmp_path / name / "speed").write_text(speed)
-    (tmp_path / "eth1" / "speed").unlink()
-    monkeypatch.setattr(report_command, "NETWORK", tmp_path)
-    rows = dict(report_command.links())
-    assert rows["network eth0"] == "up, 10000 Mbit/s"
-    assert rows["network eth1"] == "up, of unknown speed"
-    assert "network lo" not in rows
+    assert main(["report"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"kernels for cpu tensors \.+ built: hybridep_rows_", out)
+    assert re.search(r"torch \.+ \d", out)
 
 
 def test_a_program_that_is_not_there_is_a_dash():

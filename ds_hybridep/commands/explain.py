@@ -42,11 +42,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def explain_plan(record: Mapping[str, Any]) -> str:
     """Why a planned job runs as it does: the plan, its reason, and predicted beside measured, term by term.
 
-    Seconds that are measured are those that rank 0 waited, so that a wait for a slower rank is in them too. What this
-    program does not send itself (DeepSpeed's token exchange, its synchronisation) it cannot measure: "-". All that has
-    no measure of its own, such as computation, is in "all else", which makes the measured step complete.
-
-    record: as `report_file` has it.
+    Measured are the seconds that rank 0 waited, for slower ranks too. What this program does not send itself
+    (DeepSpeed's token exchange, its synchronisation) it cannot measure: "-". "All else" completes the step.
     """
     planning = mapping_of(record.get("planning"))
     if not planning:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from ds_hybridep.config import parse_config
+from ds_hybridep.config import HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError, PlanError
 from ds_hybridep.lab.topology import parse_duration
 from ds_hybridep.plan.cluster import Cluster, Level
@@ -95,15 +95,12 @@ def _positive(text: str) -> int:
 class DsConfig:
     """What a ds_config.json says about the job; None where it does not, or says "auto"."""
 
-    cluster: Cluster | None = None
+    block: HybridEPConfig = HybridEPConfig(enabled=False)
     micro_batch: int | None = None
     accumulation: int | None = None
     zero_stage: int | None = None
     dtype: str | None = None
     is_strided: bool = False
-    domain_sizes: tuple[int, ...] = ()
-    row_formats: tuple[RowFormat | None, ...] = ()  # of token rows over each level
-    is_transient: bool = False
 
 
 def read_question(args: argparse.Namespace) -> Question:
@@ -130,15 +127,12 @@ def read_question(args: argparse.Namespace) -> Question:
             for row_format in read_row_formats(args, config, cluster)
         ),
         memory_bytes=None if args.memory is None else args.memory * GIGA,
-        is_transient=config.is_transient,
+        is_transient=config.block.replicas == "transient",
     )
 
 
 def read_cluster(args: argparse.Namespace, config: DsConfig) -> Cluster:
-    """The one cluster that was given, with the links that --wan and the others give.
-
-    Raises ConfigError where none or several were given.
-    """
+    """The cluster that was given, with the links of --wan and the others.  Raises ConfigError unless there is one."""
     if args.dcs is not None and args.cluster is not None:
         raise ConfigError("--dcs, --cluster: got both, wanted one of them")
     if args.dcs is not None:
@@ -150,8 +144,8 @@ def read_cluster(args: argparse.Namespace, config: DsConfig) -> Cluster:
         cluster = Cluster((Level("dc", int(match[1])), Level("gpu", int(match[2]))))
     elif args.cluster is not None:
         cluster = read_cluster_file(args.cluster)
-    elif config.cluster is not None:
-        cluster = config.cluster
+    elif config.block.levels:
+        cluster = config.block.cluster()
     else:
         raise ConfigError(
             "--dcs: missing; give the cluster as --dcs 2x8 --wan 10gbps, as --cluster FILE, or as hybridep.levels in "
@@ -174,11 +168,8 @@ def read_cluster_file(path: Path) -> Cluster:
 
 
 def read_row_formats(args: argparse.Namespace, config: DsConfig, cluster: Cluster) -> tuple[RowFormat | None, ...]:
-    """Of token rows over each level, as in the ds_config; --token-codec says that of the slow one.
-
-    Raises ConfigError where the ds_config has token codecs for another number of levels.
-    """
-    formats = config.row_formats
+    """Of token rows over each level, as in the ds_config; --token-codec says that of the slow one."""
+    formats = tuple(level.row_format for level in config.block.levels)
     if len(formats) != len(cluster.levels):
         if any(formats):
             raise ConfigError(
@@ -254,30 +245,17 @@ def read_ds_config(path: Path) -> DsConfig:
         raise ConfigError(f"--ds-config: {path} is not JSON: {error}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"--ds-config: {path} holds a {type(content).__name__}, wanted an object")
-    cluster: Cluster | None = None
-    domain_sizes: tuple[int, ...] = ()
-    row_formats: tuple[RowFormat | None, ...] = ()
-    is_transient = False
-    if "hybridep" in content:
-        # Switched off, its sizes need not fit a world size.
-        block = {**content["hybridep"], "enabled": False}
-        config = parse_config(block, world_size=0, base_dir=path.parent)
-        is_transient = config.replicas == "transient"
-        row_formats = tuple(level.row_format for level in config.levels)
-        if config.levels:
-            cluster, domain_sizes = config.cluster(), () if config.is_planned else config.domain_sizes
+    # Switched off, the block's sizes need not fit a world size.
+    block = {**content.get("hybridep", {}), "enabled": False}
     zero = content.get("zero_optimization")
     dtypes = [name for name in ("bf16", "fp16") if _is_on(content.get(name))]
     return DsConfig(
-        cluster=cluster,
+        block=parse_config(block, world_size=0, base_dir=path.parent),
         micro_batch=_count(content.get("train_micro_batch_size_per_gpu")),
         accumulation=_count(content.get("gradient_accumulation_steps")),
         zero_stage=zero.get("stage", 0) if isinstance(zero, Mapping) else 0,
         dtype=dtypes[0] if dtypes else "fp32",
         is_strided=bool(content.get("use_data_before_expert_parallelism", False)),
-        domain_sizes=domain_sizes,
-        row_formats=row_formats,
-        is_transient=is_transient,
     )
 
 

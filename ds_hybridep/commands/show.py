@@ -51,15 +51,13 @@ def _refuse(path: Path, what: str) -> int:
 def format_run_record(record: Mapping[str, Any]) -> str:
     """A table of the megabytes sent per step on each level by kind, beside what plain EP would have sent.
 
-    The share "of plain EP" leaves out the kind "dense", which plain EP has to synchronise too.
-
-    Takes records of other versions too: what is missing is shown as "-", kinds it does not know get columns of their
-    own.  Records of this shape are written at `report_file`:
+    The share "of plain EP" leaves out the kind "dense", which plain EP has to synchronise too. Records of other
+    versions are shown as far as they go, with "-" for what is missing. `report_file` holds:
 
         {"steps": 100, "world_size": 4, "exposed_s": {"tokens": 0.5, ...},
          "levels": [{"name": "dc", "sent_bytes": {"tokens": 0, "expert_weights": 1000, ...}, "plain_ep_bytes": 4000}]}
 
-    record: bytes are sums over all ranks and steps; exposed seconds are means over ranks, summed over steps.
+    Bytes are sums over all ranks and steps; exposed seconds are means over ranks, summed over steps.
     """
     steps = number_of(record.get("steps"))
     levels = [level for level in sequence_of(record.get("levels")) if isinstance(level, Mapping)]
@@ -84,9 +82,8 @@ def format_run_record(record: Mapping[str, Any]) -> str:
             ]
         )
     ranks = number_of(record.get("world_size"))
-    header = "MB sent per step, {} ranks together, mean of {} steps".format(
-        MISSING if ranks is None else f"{ranks:.0f}", MISSING if steps is None else f"{steps:.0f}"
-    )
+    shown = [MISSING if number is None else f"{number:.0f}" for number in (ranks, steps)]
+    header = f"MB sent per step, {shown[0]} ranks together, mean of {shown[1]} steps"
     lines = [header, "", *aligned(rows)]
     exposed = mapping_of(record.get("exposed_s"))
     waits = [

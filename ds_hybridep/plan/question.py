@@ -18,12 +18,9 @@ DEFAULT_DEPTHS = (0, 1, 2, 4)
 class Question:
     """What a plan is asked for.
 
-    cluster, workload, rates, sync: as `predict` takes them.
     groups: expert-parallel groups to consider; empty: `candidate_groups`.
-    codecs: encodings to consider at each level where experts travel; one choice, identity, loses nothing.
+    codecs: encodings to consider at each level where experts travel; identity alone loses nothing.
     token_codecs: of rows on their way to experts, one for each level; empty: none. What is compared with has none.
-    depths: prefetch depths to consider.
-    domain_sizes: for each level a size, or None to search.
     memory_bytes: of one rank, without activations; None: not limited.
     is_transient: replicas are transient, as settings say; else only where others do not fit.
     """
@@ -36,7 +33,6 @@ class Question:
     codecs: tuple[LevelCodecs, ...] = (LevelCodecs(),)
     token_codecs: tuple[CodecCost, ...] = ()
     depths: tuple[int, ...] = DEFAULT_DEPTHS
-    domain_sizes: tuple[int | None, ...] | None = None
     memory_bytes: float | None = None
     is_transient: bool = False
 
@@ -66,8 +62,7 @@ class Question:
     def memory(self, layout: Layout) -> tuple[Memory, float]:
         """What a layout needs, and the bytes that it lacks."""
         memory = memory_of(self.cluster, layout, self.workload)
-        limit = self.memory_bytes
-        return memory, 0.0 if limit is None else max(memory.total_bytes - limit, 0.0)
+        return memory, 0.0 if self.memory_bytes is None else max(memory.total_bytes - self.memory_bytes, 0.0)
 
 
 def candidate_groups(cluster: Cluster, num_experts: int) -> tuple[ExpertGroup, ...]:
@@ -76,10 +71,10 @@ def candidate_groups(cluster: Cluster, num_experts: int) -> tuple[ExpertGroup, .
     found = [largest_group(cluster, num_experts, world), largest_group(cluster, num_experts, world, is_strided=True)]
     found.append(largest_group(cluster, num_experts, world // cluster.sizes[0]))
     # Where one group has all ranks, strided and neighbouring are the same.
-    spans: dict[tuple[int, ...], ExpertGroup] = {}
+    by_spans: dict[tuple[int, ...], ExpertGroup] = {}
     for group in found:
-        spans.setdefault(group.spans(cluster), group)
-    return tuple(spans.values())
+        by_spans.setdefault(group.spans(cluster), group)
+    return tuple(by_spans.values())
 
 
 def largest_group(cluster: Cluster, num_experts: int, limit: int, *, is_strided: bool = False) -> ExpertGroup:

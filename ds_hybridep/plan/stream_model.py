@@ -5,9 +5,6 @@ The clock of one rank runs through the step; every second of it belongs to one t
 
     weights leave -> A x (forward: layer by layer, backward: layer by layer) -> synchronisation -> optimizer
 
-    layer, forward    compute before the experts | dispatch rows | wait for replicas | experts | combine rows
-    layer, backward   return gradients of rows | experts | ... | start the return of replicas' gradients
-
 Every level's link is a serial resource. Packets (expert weights in the first forward of a step, expert gradients in
 the last backward) queue on it in order and flow while the rank computes. Token rows share it with the packets that are
 in flight: x bytes wait for as many bytes of packets, if there are so many. What is not hidden is waited for:
@@ -17,7 +14,7 @@ in flight: x bytes wait for as many bytes of packets, if there are so many. What
 A level's bandwidth is that of one child's uplink, each direction, shared by the ranks below it; bytes are counted at
 the slowest level that they cross, as the runtime counts them. All ranks are taken to be alike.
 
-Sources: design of the stream model; paper (5), (7) for the overlap of one layer.
+Sources: paper (5), (7) for the overlap of one layer; docs/planning.md, "How a step is predicted".
 """
 
 import copy
@@ -66,11 +63,7 @@ TERM_WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepTerms:
-    """Seconds of a step by cause, as `TERM_WORDS` names them; they add up to the step.
-
-    tokens_s: packets before the rows in the queue included.  expert_weights_s, expert_gradients_s: what computation
-        did not hide.  dense_sync_s, expert_sync_s: DeepSpeed's own traffic, gradients and parameters.
-    """
+    """Seconds of a step by cause, as `TERM_WORDS` names them; they add up to the step."""
 
     dense_s: float = 0.0
     experts_s: float = 0.0
@@ -95,10 +88,7 @@ class StepTerms:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """One step: seconds by term, and the bytes that one child's uplink sends by level and kind.
-
-    uplink_bytes: per level, kind -> payload bytes in one direction, without headers.
-    """
+    """One step: seconds by term, and for each level kind -> payload bytes over one child's uplink in one direction."""
 
     terms: StepTerms
     uplink_bytes: tuple[Mapping[Kind, float], ...]
@@ -128,7 +118,6 @@ def predict(
     """Seconds and bytes of one training step in the steady state.
 
     A bandwidth that is not known is taken as `known_or_assumed_bandwidths` says, a latency as 0.
-
     Raises PlanError where layout and cluster, or experts and group, do not fit together.
     """
     layout.check_fits(cluster)
@@ -142,12 +131,10 @@ def predict(
 
 
 class _LayerCosts:
-    """What every layer of a step costs; all layers are alike.
+    """What every layer of a step costs: seconds of a forward (a backward takes twice as long), rows and packets.
 
-    pre_s, experts_s, calls_s: seconds of a forward; a backward takes twice as long.
-    round_s: host time of one round of messages.
-    dispatch, rows_only, input_gradients: exchanges of rows; of rows alone are combine and its output's gradients.
-    weights, gradients: bytes of its packets over one uplink of each level.
+    `dispatch`, `rows_only` (combine, and its output's gradients) and `input_gradients` are exchanges of rows;
+    `weights` and `gradients` are bytes of its packets over one uplink of each level.
     """
 
     def __init__(self, cluster: Cluster, layout: Layout, workload: Workload, rates: Rates) -> None:
@@ -169,17 +156,13 @@ class _LayerCosts:
         return tuple(num_bytes * count for num_bytes, count in zip(per_rank, self._below, strict=True))
 
     def _rounds(self, extra_bytes: float, *, is_dispatch: bool = False) -> tuple[MessageRound, ...]:
-        """Rounds of messages of one exchange: its rows, in our own dispatch encoded and with their counts.
-
-        Direct exchanges wait for the slowest level once; level by level each level is waited for in turn. A rank's
-        messages leave one after the other, so the levels' seconds add up.
-        """
+        """Rounds of messages of one exchange; in our own dispatch rows are encoded and have their counts with them."""
         layout = self._layout
         used = [level for level, count in enumerate(layout.domain_counts) if count > 1]
-        if layout.is_padded or layout.exchange == "direct":
-            groups = [used] if used else []
-        else:
-            groups = [[level] for level in used]
+        # Direct exchanges wait for the slowest level once; level by level each level is waited for in turn.
+        groups = [[level] for level in used]
+        if used and (layout.is_padded or layout.exchange == "direct"):
+            groups = [used]
         is_encoded = is_dispatch and not layout.is_padded
 
         def num_bytes(level: int) -> float:
@@ -239,10 +222,7 @@ class _Step:
         self._last_backward(_no_packet)
 
     def _run_transient(self) -> None:
-        """All micro-steps of transient replicas: weights flow in every pass, for the layers there is no room for.
-
-        Between the first and the last, all micro-steps find the same layers held and idle links: one is timed.
-        """
+        """All micro-steps of transient replicas: weights flow in every pass, for the layers there is no room for."""
         clock, pool = self.clock, ReplicaPool(self.layers, self.layout.prefetch_depth)
         newest: dict[int, int] = {}  # packet of each layer
         num_sent = 0
@@ -272,6 +252,7 @@ class _Step:
         pass_forward()
         if self.workload.micro_steps > 1:
             pass_backward()
+            # All micro-steps but the first and the last find the same layers held and idle links: one is timed.
             begin_s, before = clock.now_s, dict(clock.seconds)
             if self.workload.micro_steps > 2:
                 pass_forward()
@@ -345,8 +326,7 @@ class _Step:
     def synchronise(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """DeepSpeed's own traffic, none of it hidden; bytes per uplink of (dense parameters, experts held elsewhere).
 
-        Gradients once per step under ZeRO 0 and 1, once per micro-step under ZeRO 2; from ZeRO 1 on parameters are
-        gathered after the step.
+        Gradients are reduced once per step, under ZeRO 2 once per micro-step; from ZeRO 1 on parameters are gathered.
         """
         cluster, workload, sync = self.cluster, self.workload, self.sync
         experts = self.owned_experts * self.layers * workload.expert_travel_bytes
@@ -391,9 +371,8 @@ class _Step:
     def expose(self) -> None:
         """Take back what `rates.overlap` says is not hidden: a mean with the step in which nothing is.
 
-        There every packet is waited for by itself, and no token row meets one. A mean of the two grows when a
-        bandwidth falls, as both do. Links that are slower while the rank computes would not do so: a wait for one
-        level would be the chance for packets of another.
+        A mean of the two grows when a bandwidth falls, as both do. Links that are slower while the rank computes
+        would not do so: a wait for one level would be the chance for packets of another.
         """
         rates, plain = self.rates, self._plain_layer()
         repeats, num_packets = self.workload.micro_steps * self.layers, self.num_weight_packets + self.layers
