@@ -35,23 +35,13 @@ class Says(NamedTuple):
     advice: str
 
 
-def explain(
-    error: ValidationError,
-    given: object,
-    where: str,
-    *,
-    top: type[BaseModel],
-    models: Mapping[int | str, type[BaseModel]],
-) -> str:
-    """What is wrong with `given`, in one sentence that begins with its key path.
+def explain(error: ValidationError, given: object, where: str, models: Mapping[int | str, type[BaseModel]]) -> str:
+    """What is wrong with `given`, in one sentence that begins with its key path, that of `given` being `where`.
 
     Of several errors it takes the first. An unknown codec goes before all others, since its options are unknown too,
     and an unknown key before the rest, since a typo is why another key is missing.
 
-    Args:
-        where: key path of `given`.
-        top: the model of a whole block.
-        models: those below, by the keys and the types of codecs that stand in pydantic's locations.
+    models: by the keys and the types of codecs that stand in pydantic's locations, the whole block by "hybridep".
     """
     found = min(error.errors(include_url=False), key=_order)
     kind, location, value, parent = found["type"], found["loc"], given, given
@@ -62,6 +52,7 @@ def explain(
             where, parent, value = f"{where}[{key}]", value, value[key]
     last = location[-1] if location else ""
     inner = location[:-1] if _is_unknown_key(found) else location
+    top = models["hybridep"]
     model = next((models[key] for key in reversed(inner) if key in models), top)
     fields = top.model_fields | model.model_fields
     name = next((str(key) for key in reversed(location) if key in fields), "")
