@@ -143,7 +143,8 @@ def read_cluster(args: argparse.Namespace, config: DsConfig) -> Cluster:
             raise ConfigError("--wan: missing; --dcs needs the rate of a datacentre's uplink, such as 10gbps")
         cluster = Cluster((Level("dc", int(match[1])), Level("gpu", int(match[2]))))
     elif args.cluster is not None:
-        cluster = read_cluster_file(args.cluster)
+        # Switched off, its sizes need not fit a world size.
+        cluster = parse_config({"enabled": False, "levels": str(args.cluster)}, world_size=0).cluster()
     elif config.block.levels:
         cluster = config.block.cluster()
     else:
@@ -159,12 +160,6 @@ def read_cluster(args: argparse.Namespace, config: DsConfig) -> Cluster:
             latency_s=None if delay is None else parse_duration(delay, f"--{prefix}delay"),
         )
     return cluster
-
-
-def read_cluster_file(path: Path) -> Cluster:
-    """The levels of a cluster file."""
-    # Switched off, its sizes need not fit a world size.
-    return parse_config({"enabled": False, "levels": str(path)}, world_size=0).cluster()
 
 
 def read_row_formats(args: argparse.Namespace, config: DsConfig, cluster: Cluster) -> tuple[RowFormat | None, ...]:
@@ -239,28 +234,23 @@ def read_ds_config(path: Path) -> DsConfig:
     """What a ds_config.json says.  Raises ConfigError where it cannot be read, or its block is wrong."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--ds-config: {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"--ds-config: {path} is not JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--ds-config: {path} cannot be read as JSON: {error}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"--ds-config: {path} holds a {type(content).__name__}, wanted an object")
     # Switched off, the block's sizes need not fit a world size.
     block = {**content.get("hybridep", {}), "enabled": False}
     zero = content.get("zero_optimization")
-    dtypes = [name for name in ("bf16", "fp16") if _is_on(content.get(name))]
+    sections = ((name, content.get(name)) for name in ("bf16", "fp16"))
+    dtypes = [name for name, section in sections if isinstance(section, Mapping) and section.get("enabled") is True]
     return DsConfig(
         block=parse_config(block, world_size=0, base_dir=path.parent),
         micro_batch=_count(content.get("train_micro_batch_size_per_gpu")),
         accumulation=_count(content.get("gradient_accumulation_steps")),
         zero_stage=zero.get("stage", 0) if isinstance(zero, Mapping) else 0,
-        dtype=dtypes[0] if dtypes else "fp32",
+        dtype=next(iter(dtypes), "fp32"),
         is_strided=bool(content.get("use_data_before_expert_parallelism", False)),
     )
-
-
-def _is_on(section: object) -> bool:
-    return isinstance(section, Mapping) and section.get("enabled") is True
 
 
 def _count(value: object) -> int | None:

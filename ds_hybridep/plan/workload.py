@@ -126,11 +126,6 @@ class Workload:
         return self.model.top_k * MASTER_BYTES
 
     @property
-    def token_passes(self) -> int:
-        """Row transfers of a layer and micro-step: dispatch and combine, forward and backward, and recomputed."""
-        return 6 if self.is_checkpointed else 4
-
-    @property
     def expert_capacity(self) -> int:
         """Rows that DeepSpeed's gate reserves for each expert on a rank.  Source: its sharded_moe._capacity."""
         model = self.model

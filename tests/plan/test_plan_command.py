@@ -168,7 +168,7 @@ def test_the_text_says_which_token_codec_it_takes(capsys):
         (["--model", "qwen9", "--dcs", "2x8", "--wan", "1gbps"], "--model: qwen9 is no ready model"),
         (["--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "1GB"], "--wan: got '1GB', wanted bits per second"),
         (["--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--cluster", "x"], "--dcs, --cluster: got both"),
-        (["--model", "Qwen3-30B-A3B", "--ds-config", "none.json"], "--ds-config: none.json cannot be read"),
+        (["--model", "Qwen3-30B-A3B", "--ds-config", "none.json"], "--ds-config: none.json cannot be read as JSON: "),
         ([*QWEN[1:], "--mfu", "2"], "--tflops and --mfu: got 990 and 2"),
         ([*QWEN[1:], "--overlap", "2"], "overlap is 2.0, but must be between 0 and 1"),
         ([*QWEN[1:], "--strided"], "--strided: needs --ep-size"),
