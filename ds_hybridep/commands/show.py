@@ -71,35 +71,24 @@ def format_run_record(record: Mapping[str, Any]) -> str:
     levels = [level for level in _sequence_of(record.get("levels")) if isinstance(level, Mapping)]
     if not levels:
         return "no traffic was recorded"
-    sent = [_mapping_of(level.get("sent_bytes")) for level in levels]
-    kinds = [*KINDS, *sorted({str(kind) for counts in sent for kind in counts} - set(KINDS))]
+    sent = [_numbers_of(level.get("sent_bytes")) for level in levels]
+    kinds = [*KINDS, *sorted({kind for counts in sent for kind in counts} - set(KINDS))]
 
     rows = [["level", *(kind.replace("_", " ") for kind in kinds), "sum", "plain EP", "of plain EP"]]
     for level, counts in zip(levels, sent, strict=True):
-        sent_bytes = {kind: number for kind in counts if (number := _number_of(counts[kind])) is not None}
-        total_bytes = sum(sent_bytes.values())
-        comparable_bytes = sum(number for kind, number in sent_bytes.items() if kind not in NOT_IN_PLAIN_EP)
+        comparable_bytes = sum(number for kind, number in counts.items() if kind not in NOT_IN_PLAIN_EP)
         plain_ep_bytes = _number_of(level.get("plain_ep_bytes"))
-        rows.append(
-            [
-                str(level.get("name", MISSING)),
-                *(_megabytes_per_step(_number_of(counts.get(kind)), steps) for kind in kinds),
-                _megabytes_per_step(total_bytes if counts else None, steps),
-                _megabytes_per_step(plain_ep_bytes, steps),
-                f"{comparable_bytes / plain_ep_bytes:.0%}" if counts and plain_ep_bytes else MISSING,
-            ]
-        )
+        cells = [*map(counts.get, kinds), sum(counts.values()) if counts else None, plain_ep_bytes]
+        share = f"{comparable_bytes / plain_ep_bytes:.0%}" if counts and plain_ep_bytes else MISSING
+        name = str(level.get("name", MISSING))
+        rows.append([name, *(_megabytes_per_step(cell, steps) for cell in cells), share])
     ranks = _number_of(record.get("world_size"))
     shown = [MISSING if number is None else f"{number:.0f}" for number in (ranks, steps)]
     header = f"MB sent per step, {shown[0]} ranks together, mean of {shown[1]} steps"
     lines = [header, "", *_aligned(rows)]
-    exposed = _mapping_of(record.get("exposed_s"))
-    waits = [
-        f"{kind.replace('_', ' ')} {1e3 * seconds / steps:.1f} ms"
-        for kind, value in exposed.items()
-        if (seconds := _number_of(value)) is not None and steps
-    ]
-    if waits:
+    exposed_s = _numbers_of(record.get("exposed_s"))
+    if exposed_s and steps:
+        waits = [f"{kind.replace('_', ' ')} {1e3 * seconds / steps:.1f} ms" for kind, seconds in exposed_s.items()]
         lines += ["", f"time a rank waited for them, mean per step: {', '.join(waits)}"]
     return "\n".join(lines + _codec_lines(record, steps))
 
@@ -109,8 +98,7 @@ def _codec_lines(record: Mapping[str, Any], steps: float | None) -> list[str]:
     layers = [layer for layer in _sequence_of(record.get("layers")) if isinstance(layer, Mapping)]
     rows = []
     for layer in layers:
-        found = _mapping_of(layer.get("codecs"))
-        codecs = {name: number for name, value in found.items() if (number := _number_of(value))}
+        codecs = {name: number for name, number in _numbers_of(layer.get("codecs")).items() if number}
         if not codecs:
             continue
         seconds = [codecs.get(name, 0.0) for name in ("encode_s", "decode_s", "exposed_s")]
@@ -211,6 +199,11 @@ def _sequence_of(value: object) -> Sequence[Any]:
 
 def _mapping_of(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _numbers_of(value: object) -> dict[str, float]:
+    found = {str(name): _number_of(one) for name, one in _mapping_of(value).items()}
+    return {name: number for name, number in found.items() if number is not None}
 
 
 def _megabytes_per_step(num_bytes: float | None, steps: float | None) -> str:

@@ -133,10 +133,7 @@ def latencies_of(cluster: Cluster) -> tuple[float, ...]:
 
 
 def known_or_assumed_bandwidths(cluster: Cluster) -> tuple[float, ...]:
-    """Bytes per second of each level; one that is not known is taken as 8 times that of the level above.
-
-    The outermost ones follow from the first that is known; where none is, the outermost is taken as 10 Gbit/s.
-    """
+    """Bytes per second of each level; 8 times those of the level above where not known, of the outermost 10 Gbit/s."""
     given = [level.link.bandwidth_bytes_per_s for level in cluster.levels]
     known = ((index, bandwidth) for index, bandwidth in enumerate(given) if bandwidth is not None)
     index, first = next(known, (0, ASSUMED_SLOWEST_BYTES_PER_S))

@@ -24,10 +24,7 @@ def ranks_below(cluster: Cluster) -> tuple[int, ...]:
 
 
 def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
-    """Rows that one rank sends over each level in one dispatch.
-
-    Ours: each (token, destination) once, see `token_route.expected_rows`. DeepSpeed's: the capacity of every expert.
-    """
+    """Rows that one rank sends over each level in one dispatch; DeepSpeed's layer sends each expert's capacity."""
     model = workload.model
     if layout.is_padded:
         rows_per_peer = workload.expert_capacity * model.num_experts / layout.group_size
@@ -181,9 +178,8 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     frozen_params, trained_params = model.expert_params - workload.expert_travel_params, workload.expert_travel_params
     per_expert = 0.0
     if layout.domain_size > 1:
-        per_expert = layout.domain_size * (
-            held * workload.param_bytes * (frozen_params + trained_params) + summed * MASTER_BYTES * trained_params
-        )
+        copy_bytes = held * workload.param_bytes * (frozen_params + trained_params)
+        per_expert = layout.domain_size * (copy_bytes + summed * MASTER_BYTES * trained_params)
         per_expert += trained_params * MASTER_BYTES * _codec_values(layout, workload)
     return Memory(
         dense_bytes=_state_bytes(model.dense_params, workload.dense_train_params, workload, world),

@@ -16,11 +16,10 @@ class Partition:
     """One expert-parallel group cut into domains.  Made by `Partition.build`, which checks what it is given.
 
     group_ranks: [G] global ranks, in the order of their rank inside the group.
-    coordinates: per level, the ascending cluster coordinates that the group's ranks have there.
-    domain_sizes: per level, neighbouring positions that form one domain.
+    coordinates: per level, the ascending cluster coordinates that the group's ranks have there; a rank's *position* is
+        the index of its own, so that a strided group counts 0, 1, 2 ... too.
 
-    A rank's *position* at a level is the index of its coordinate among the group's, so that a strided group counts
-    0, 1, 2 ... too. 4 DCs of 4 GPUs, all in the group, domain sizes (2, 4):
+    4 DCs of 4 GPUs, all in the group, domain sizes (2, 4):
 
         rank     place = position   domain   offset
         0        (0, 0)             (0, 0)   (0, 0)    domain 0 = ranks 0 .. 7, the DCs 0 and 1
@@ -52,8 +51,6 @@ class Partition:
                 raise PlanError(_does_not_tile(cluster, level, domain_size=size, span=len(coordinates[level])))
         return cls(cluster, tuple(group_ranks), coordinates, tuple(domain_sizes))
 
-    # Sizes.
-
     @property
     def num_levels(self) -> int:
         """Levels of the cluster."""
@@ -78,8 +75,6 @@ class Partition:
     def domain_size(self) -> int:
         """Ranks of one domain."""
         return math.prod(self.domain_sizes)
-
-    # Rank <-> position <-> (domain, offset).
 
     @cached_property
     def _group_index(self) -> dict[int, int]:
@@ -111,8 +106,6 @@ class Partition:
         """Number of `rank` inside its domain, 0 .. domain_size - 1, level 0 outermost."""
         return flatten(self.offset_of(rank), self.domain_sizes)
 
-    # Who talks to whom.
-
     def domain_ranks(self, rank: int) -> tuple[int, ...]:
         """[domain_size] ranks of `rank`'s domain, itself included, in the order of their offset index."""
         return self._ranks_of_domain(self.domain_index(rank))
@@ -133,8 +126,6 @@ class Partition:
         domains = (_with_level(domain, level, other) for other in range(self.domain_counts[level]))
         return tuple(self._rank_at(other, offset) for other in domains)
 
-    # Experts.
-
     def experts_per_rank(self, num_experts: int) -> int:
         """Experts that each rank owns.  Raises PlanError where the group cannot share them evenly."""
         num_ranks = len(self.group_ranks)
@@ -153,14 +144,9 @@ class Partition:
         return range(first, first + experts_per_rank)
 
     def domain_experts(self, domain_index: int, num_experts: int) -> tuple[int, ...]:
-        """[domain_size * e] experts of a domain in slot order: by offset index of the owner, then local index.
-
-        Two ranks with two experts each: slots 0 and 1 are those of offset 0, slots 2 and 3 those of offset 1.
-        """
+        """[domain_size * e] experts of a domain in slot order: by offset index of the owner, then local index."""
         owners = self._ranks_of_domain(domain_index)
         return tuple(expert for owner in owners for expert in self.experts_of_rank(owner, num_experts))
-
-    # Shared by the queries above.
 
     def _rank_at(self, domain: Sequence[int], offset: Sequence[int]) -> int:
         parts = zip(domain, self.domain_sizes, offset, strict=True)
@@ -202,7 +188,6 @@ def _grid_coordinates(cluster: Cluster, group_ranks: Sequence[int]) -> tuple[tup
 
 
 def _does_not_tile(cluster: Cluster, level: int, *, domain_size: int, span: int) -> str:
-    """What to say of domains that do not tile the `span` positions of the group at `level`."""
     name, size = cluster.levels[level].name, cluster.levels[level].size
     advice = ""
     if span < size:
@@ -217,12 +202,10 @@ def _does_not_tile(cluster: Cluster, level: int, *, domain_size: int, span: int)
 
 
 def _with_level(coordinates: tuple[int, ...], level: int, value: int) -> tuple[int, ...]:
-    """`coordinates` with another `value` at `level`."""
     return (*coordinates[:level], value, *coordinates[level + 1 :])
 
 
 def _listed(values: Iterable[int]) -> str:
-    """The first few `values` and how many more there are."""
     values = list(values)
     shown = ", ".join(map(str, values[:MAX_LISTED]))
     return shown if len(values) <= MAX_LISTED else f"{shown}, ... ({len(values)} in all)"

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search for the plan of least step time: expert group x domain sizes x codecs x prefetch depth x token exchange.
-
-The search is exhaustive, and everything that lost has its reason.
-"""
+"""Search for the plan of least step time: expert group x domain sizes x codecs x prefetch depth x token exchange."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -205,7 +202,6 @@ def _why_won(best: Candidate, runner_up: Candidate | None) -> str:
 
 
 def _largest_difference(slower: Candidate, faster: Candidate) -> tuple[float, str]:
-    """The seconds that the slower one takes more for one term, and what that is."""
     more, less = slower.prediction.terms.as_dict(), faster.prediction.terms.as_dict()
     term = max(more, key=lambda name: more[name] - less[name])
     return more[term] - less[term], TERM_WORDS[term]

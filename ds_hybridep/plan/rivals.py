@@ -125,9 +125,8 @@ def _local_sgd(question: Question, inside: ExpertGroup) -> Alternative:
 def break_even_tokens(question: Question, *, is_deduplicated: bool) -> float | None:
     """Tokens per rank and micro-step above which moving all experts over level 0 is fewer bytes than moving tokens.
 
-    Compared are the bytes of an optimizer step over one uplink of level 0, with one domain there, against no domains:
-    with the de-duplicated exchange level by level, or with DeepSpeed's padded all-to-alls. Bytes grow in proportion to
-    tokens. None where the group does not span level 0.
+    Compared are the bytes of an optimizer step with one domain at level 0 against none, with the de-duplicated
+    exchange or DeepSpeed's padded one; they grow in proportion to tokens. None where the group is inside one child.
     """
     cluster = question.cluster
     spans = max((group.spans(cluster) for group in question.expert_groups), key=lambda spans: spans[0])

@@ -21,7 +21,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
@@ -47,34 +47,26 @@ Kind = Literal["tokens", "expert_weights", "expert_gradients", "dense_sync", "ex
 # Reads and writes of one optimizer step per trained parameter: gradient, master copy, two moments, 2-byte parameter.
 OPTIMIZER_TRAFFIC_BYTES = 30
 
-TERM_WORDS = {
-    "dense_s": "computation outside the experts",
-    "experts_s": "expert computation",
-    "codec_s": "encoding and decoding",
-    "tokens_s": "token exchange",
-    "expert_weights_s": "waiting for expert weights",
-    "expert_gradients_s": "waiting for expert gradients",
-    "dense_sync_s": "synchronising dense parameters",
-    "expert_sync_s": "synchronising experts that several groups hold",
-    "host_s": "calls and messages",
-    "optimizer_s": "the optimizer",
-}
+
+def _term(words: str) -> float:
+    """A field of seconds that people call `words`."""
+    return field(default=0.0, metadata={"words": words})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTerms:
-    """Seconds of a step by cause, as `TERM_WORDS` names them; they add up to the step."""
+    """Seconds of a step by cause; they add up to the step."""
 
-    dense_s: float = 0.0
-    experts_s: float = 0.0
-    codec_s: float = 0.0
-    tokens_s: float = 0.0
-    expert_weights_s: float = 0.0
-    expert_gradients_s: float = 0.0
-    dense_sync_s: float = 0.0
-    expert_sync_s: float = 0.0
-    host_s: float = 0.0
-    optimizer_s: float = 0.0
+    dense_s: float = _term("computation outside the experts")
+    experts_s: float = _term("expert computation")
+    codec_s: float = _term("encoding and decoding")
+    tokens_s: float = _term("token exchange")
+    expert_weights_s: float = _term("waiting for expert weights")
+    expert_gradients_s: float = _term("waiting for expert gradients")
+    dense_sync_s: float = _term("synchronising dense parameters")
+    expert_sync_s: float = _term("synchronising experts that several groups hold")
+    host_s: float = _term("calls and messages")
+    optimizer_s: float = _term("the optimizer")
 
     @property
     def total_s(self) -> float:
@@ -84,6 +76,9 @@ class StepTerms:
     def as_dict(self) -> dict[str, float]:
         """By name, in the order above."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+TERM_WORDS: dict[str, str] = {item.name: item.metadata["words"] for item in fields(StepTerms)}
 
 
 @dataclass(frozen=True)
@@ -115,11 +110,7 @@ def _no_packet(_: int) -> int | None:
 def predict(
     cluster: Cluster, layout: Layout, workload: Workload, rates: Rates, sync: SyncModel | None = None
 ) -> StepPrediction:
-    """Seconds and bytes of one training step in the steady state.
-
-    A bandwidth that is not known is taken as `known_or_assumed_bandwidths` says, a latency as 0.
-    Raises PlanError where layout and cluster, or experts and group, do not fit together.
-    """
+    """Seconds and bytes of one training step in the steady state.  Raises PlanError where the arguments do not fit."""
     layout.check_fits(cluster)
     step = _Step(cluster, layout, workload, rates, sync or SyncModel())
     step.run()
@@ -131,10 +122,9 @@ def predict(
 
 
 class _LayerCosts:
-    """What every layer of a step costs: seconds of a forward (a backward takes twice as long), rows and packets.
+    """What every layer of a step costs: seconds of a forward, exchanges of rows, bytes over one uplink of each level.
 
-    `dispatch`, `rows_only` (combine, and its output's gradients) and `input_gradients` are exchanges of rows;
-    `weights` and `gradients` are bytes of its packets over one uplink of each level.
+    `rows_only` are combine, and its output's gradients.
     """
 
     def __init__(self, cluster: Cluster, layout: Layout, workload: Workload, rates: Rates) -> None:
@@ -185,8 +175,6 @@ class _LayerCosts:
 
 
 class _Step:
-    """A step under way, on its clock."""
-
     def __init__(self, cluster: Cluster, layout: Layout, workload: Workload, rates: Rates, sync: SyncModel) -> None:
         self.cluster, self.layout, self.workload, self.rates, self.sync = cluster, layout, workload, rates, sync
         self.costs = _LayerCosts(cluster, layout, workload, rates)
@@ -371,8 +359,7 @@ class _Step:
     def expose(self) -> None:
         """Take back what `rates.overlap` says is not hidden: a mean with the step in which nothing is.
 
-        A mean of the two grows when a bandwidth falls, as both do. Links that are slower while the rank computes
-        would not do so: a wait for one level would be the chance for packets of another.
+        Both grow when a bandwidth falls. With slower links while the rank computes a step could become shorter.
         """
         rates, plain = self.rates, self._plain_layer()
         repeats, num_packets = self.workload.micro_steps * self.layers, self.num_weight_packets + self.layers
@@ -394,7 +381,6 @@ class _Step:
 
 
 def _uplink_bytes(step: _Step, dense: Sequence[float], experts: Sequence[float]) -> tuple[Mapping[Kind, float], ...]:
-    """Bytes of the whole step over one uplink, by level and kind."""
     costs, num_levels = step.costs, len(step.cluster.levels)
     tokens = [0.0] * num_levels
     exchanges = [costs.dispatch, costs.rows_only, costs.rows_only, costs.input_gradients]

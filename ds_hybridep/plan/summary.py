@@ -72,7 +72,6 @@ def verdict(question: Question, plan: Plan) -> list[str]:
 
 
 def _advice_on_groups(question: Question, plan: Plan) -> list[str]:
-    """How to make the model's expert-parallel group the plan's."""
     cluster, group, layout = question.cluster, plan.best.group, plan.best.layout
     num_experts, outermost = question.workload.model.num_experts, cluster.levels[0]
     lines = []
@@ -203,7 +202,6 @@ def uses_codecs(layout: Layout) -> tuple[str, ...]:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns of equal width; numbers to the right, the last column as long as it is."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:

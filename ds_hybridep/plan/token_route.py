@@ -91,10 +91,8 @@ def choose_exchange(
 ) -> TokenExchange:
     """The exchange that takes fewer seconds for one dispatch of rows of `row_bytes`; direct where both take the same.
 
-    cluster: the partition's levels with the links as measured, completed by `known_or_assumed_bandwidths`.
-
-    A level costs the bytes of all ranks below one child over its bandwidth. Stages wait for latencies one after the
-    other, the direct exchange for all at once.
+    A level costs the bytes of all ranks below one child over its bandwidth in `cluster`, measured or assumed. Stages
+    wait for latencies one after the other, the direct exchange for all at once.
     """
     if cluster.sizes != partition.cluster.sizes:
         raise PlanError(f"the partition was made for the levels {partition.cluster}, but the links are of {cluster}")
@@ -106,7 +104,6 @@ def choose_exchange(
 
 
 def _dispatch_s(cluster: Cluster, rank_bytes: list[float], exchange: TokenExchange) -> float:
-    """Seconds of one dispatch in which each rank sends `rank_bytes[level]` over each level."""
     used = [level for level, num_bytes in enumerate(rank_bytes) if num_bytes > 0]
     bandwidths, latencies, transfer_s = known_or_assumed_bandwidths(cluster), latencies_of(cluster), 0.0
     for level in used:

@@ -266,7 +266,6 @@ def _first(content: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
 
 
 def _integer(content: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
-    """The integer at `key`; `default` where the key is missing or null."""
     value = content.get(key)
     if value is None:
         if default is None:
