@@ -190,13 +190,11 @@ class LevelConfig(Settings):
         """Of token rows on their way to experts across this level; None: as they are."""
         return None if self.token_codec.type == "identity" else self.token_codec.type
 
-    def link(self) -> Link:
-        """The level's link in bytes per second and seconds."""
-        gbps, latency_ms = self.bandwidth_gbps, self.latency_ms
-        return Link(
-            bandwidth_bytes_per_s=None if gbps is None else gbps * BITS_PER_GBIT / BITS_PER_BYTE,
-            latency_s=None if latency_ms is None else latency_ms / MS_PER_S,
-        )
+    def described(self) -> Level:
+        """The level in the units of `plan`."""
+        bytes_per_s = None if self.bandwidth_gbps is None else self.bandwidth_gbps * BITS_PER_GBIT / BITS_PER_BYTE
+        latency_s = None if self.latency_ms is None else self.latency_ms / MS_PER_S
+        return Level(self.name, self.size, Link(bytes_per_s, latency_s))
 
 
 class AdvancedConfig(Settings):
@@ -239,7 +237,7 @@ class HybridEPConfig(Settings):
 
     def cluster(self) -> Cluster:
         """The levels in the units of `plan`: bytes per second and seconds."""
-        return Cluster(tuple(Level(level.name, level.size, level.link()) for level in self.levels))
+        return Cluster(tuple(level.described() for level in self.levels))
 
     def canonical(self) -> dict[str, Any]:
         """What all ranks must agree on, as JSON values; `report_file` and `probe_cache` concern rank 0 alone."""

@@ -57,12 +57,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="where namespaces are not permitted: run on loopback instead, with no link limited; "
         "what is printed about the WAN is then computed, not measured",
     )
-    parser.add_argument(
-        "--run-record",
-        type=Path,
-        metavar="FILE",
-        help="with --modelled: the run's report_file, whose bytes are charged",
-    )
+    parser.add_argument("--run-record", type=Path, metavar="FILE", help="with --modelled: the run's report_file")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what each rank runs")
     parser.set_defaults(run=run)
 

@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machines")
     machine.add_argument("--tflops", type=float, default=DEFAULT_TFLOPS, help="peak of a GPU; default %(default)g")
     machine.add_argument("--mfu", type=float, default=DEFAULT_MFU, help="share of it reached; default %(default)g")
-    machine.add_argument(
-        "--overlap", type=float, default=1.0, metavar="SHARE", help="of what could be hidden, is; default all, 1"
-    )
+    machine.add_argument("--overlap", type=float, default=1.0, metavar="SHARE", help="hidden of what could be; all")
     machine.add_argument("--memory", type=float, metavar="GB", help="of a GPU, without activations; not limited")
     machine.add_argument("--sync", choices=("ring", "hierarchical"), default="ring", help="of dense gradients")
     machine.add_argument(
@@ -63,16 +61,14 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--lan", metavar="RATE", help="of each GPU's link inside; 8 times --wan by default")
     cluster.add_argument("--lan-delay", metavar="TIME", help="one way between GPUs of a datacentre")
     model = parser.add_argument_group("model and training")
+    names = ", ".join(ready_names())
     model.add_argument(
         "--model",
         required=True,
         metavar="NAME|FILE",
-        help=f"{', '.join(ready_names())}, a Hugging Face config.json, or a file with layers, hidden, ffn, experts, "
-        f"top_k",
+        help=f"{names}, a Hugging Face config.json, or a file with layers, hidden, ffn, experts, top_k",
     )
-    model.add_argument(
-        "--tokens", type=_positive, metavar="N", help=f"per GPU and micro-step; default {DEFAULT_TOKENS}"
-    )
+    model.add_argument("--tokens", type=_positive, metavar="N", help=f"per micro-step; default {DEFAULT_TOKENS}")
     model.add_argument("--seq-len", type=_positive, metavar="N", help="of a sequence; counts attention scores")
     model.add_argument("--accumulation", type=_positive, metavar="N", help="micro-steps in an optimizer step")
     model.add_argument("--zero-stage", type=int, choices=(0, 1, 2))

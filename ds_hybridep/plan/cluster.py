@@ -84,12 +84,10 @@ class Cluster:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Children per parent at each level."""
         return tuple(level.size for level in self.levels)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the whole job."""
         return math.prod(self.sizes)
 
     def place_of(self, rank: int) -> tuple[int, ...]:

@@ -156,7 +156,6 @@ class Memory:
 
     @property
     def total_bytes(self) -> float:
-        """All of it."""
         return self.dense_bytes + self.owned_expert_bytes + self.replica_bytes
 
 

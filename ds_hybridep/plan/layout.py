@@ -70,8 +70,13 @@ class Rates:
     wire_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.flops_per_s > 0:
-            raise PlanError(f"flops_per_s is {self.flops_per_s}, but must be > 0")
+        for item in ("flops_per_s", "expert_flops_per_s", "memory_bytes_per_s"):
+            value = getattr(self, item)
+            if value is not None and not value > 0:
+                raise PlanError(f"{item} is {value}, but must be > 0")
+        for item in ("layer_s", "expert_call_s", "exchange_s", "all_to_all_s", "packet_s", "step_s"):
+            if not (math.isfinite(getattr(self, item)) and getattr(self, item) >= 0):
+                raise PlanError(f"{item} is {getattr(self, item)}, but must be a finite number >= 0")
         if not 0 <= self.overlap <= 1:
             raise PlanError(f"overlap is {self.overlap}, but must be between 0 and 1")
         if not self.wire_factor >= 1:

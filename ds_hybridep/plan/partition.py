@@ -53,7 +53,6 @@ class Partition:
 
     @property
     def num_levels(self) -> int:
-        """Levels of the cluster."""
         return len(self.domain_sizes)
 
     @cached_property
@@ -68,7 +67,6 @@ class Partition:
 
     @cached_property
     def num_domains(self) -> int:
-        """Domains of the group."""
         return math.prod(self.domain_counts)
 
     @cached_property

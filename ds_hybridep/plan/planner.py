@@ -16,7 +16,7 @@ from ds_hybridep.plan.stream_model import TERM_WORDS as TERM_WORDS  # adaptive/ 
 from ds_hybridep.plan.stream_model import StepPrediction
 
 PLAN_VERSION = 1
-TIE = 0.01  # plans this close to the best count as equal, as no model is better, and the simplest of them is taken
+TIE = 0.01  # plans this close to the best count as equal, as no model is better: without lossy codecs, least memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,6 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds."""
         return self.prediction.step_s
 
     @property
@@ -50,11 +49,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer.  Equal questions give equal plans.
-
-    others: every layout but the best with why it lost, fastest first, those without memory last; runner_up fits.
-    alternatives: baselines, and what is not provided here.
-    """
+    """The answer: `others` is every layout but the best, fastest first, those that do not fit last."""
 
     cluster: Cluster
     best: Candidate
@@ -91,10 +86,9 @@ class Plan:
 
 
 def make_plan(question: Question) -> Plan:
-    """The plan of least predicted step time among those that fit the memory.
+    """The plan of least predicted step time among those that fit; of those within one percent the simplest.
 
-    Among plans within one percent of the best, the one without lossy codecs, then with least memory is taken, and then
-    the least depth.  Raises PlanError where experts do not fit the ranks, or no plan fits the memory.
+    Raises PlanError where experts do not fit the ranks, or no plan fits the memory.
     """
     candidates = list(price_all(question))
     fitting = [one for one in candidates if not one.lacking_bytes]

@@ -43,11 +43,9 @@ class Question:
 
     @property
     def expert_groups(self) -> tuple[ExpertGroup, ...]:
-        """Expert-parallel groups to consider."""
         return self.groups or candidate_groups(self.cluster, self.workload.model.num_experts)
 
     def predict(self, layout: Layout) -> StepPrediction:
-        """One step of a layout."""
         return predict(self.cluster, layout, self.workload, self.rates, self.sync)
 
     def with_best_exchange(self, layout: Layout) -> tuple[Layout, StepPrediction]:

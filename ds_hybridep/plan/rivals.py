@@ -14,14 +14,10 @@ LOCAL_STEPS = 100  # optimizer steps between two synchronisations of local SGD
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another way to train the same model.
-
-    step_s: predicted; None where it does not exist here, and `note` says why.
-    layout, prediction: of what DeepSpeed or this program can do; None: another program, priced only.
-    """
+    """Another way to train the same model; one without `layout` is another program, which is priced only."""
 
     name: str
-    step_s: float | None
+    step_s: float | None  # None where it does not exist here, and `note` says why
     prediction: StepPrediction | None = None
     layout: Layout | None = None
     memory_bytes: float | None = None
@@ -87,8 +83,8 @@ def _inside_prediction(question: Question, inside: ExpertGroup) -> StepPredictio
 def _pipeline(question: Question, inside: ExpertGroup) -> Alternative:
     """Stages across level 0, each with a share of the layers and EP inside; the same tokens per step.
 
-    n stages pass n A micro-batches of each rank's tokens: every rank computes as much as before, times the bubble
-    1 + (n - 1) / (n A). A border is crossed by one row per token in each direction, hidden behind computation.
+    n stages pass n A micro-batches of each rank's tokens: as much computation as before, times 1 + (n - 1) / (n A). A
+    border is crossed by one row per token in each direction, hidden behind computation.
     """
     name = "pipeline stages across, EP inside"
     stages, workload = question.cluster.sizes[0], question.workload

@@ -77,10 +77,7 @@ class StepClock:
         self.seconds[term] += seconds
 
     def exchange(self, rounds: Sequence[MessageRound], term: str, round_s: float) -> None:
-        """Rows over the links, round by round and level by level; a round takes the host `round_s` at least.
-
-        On its level a row shares the link byte for byte with the packets in flight.
-        """
+        """Rows over the links, sharing them byte for byte with packets; a round takes the host `round_s` at least."""
         for one in rounds:
             begin_s = self.now_s
             self.spend(one.latency_s, term)

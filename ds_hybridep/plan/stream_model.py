@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of one training step for a cluster, a layout of experts and a workload, term by term.
 
-The clock of one rank runs through the step; every second of it belongs to one term, so that the terms add up:
+The clock of one rank runs through the step, and every second belongs to one term, so that the terms add up:
 
     weights leave -> A x (forward: layer by layer, backward: layer by layer) -> synchronisation -> optimizer
 
-Every level's link is a serial resource. Packets (expert weights in the first forward of a step, expert gradients in
-the last backward) queue on it in order and flow while the rank computes. Token rows share it with the packets that are
-in flight: x bytes wait for as many bytes of packets, if there are so many. What is not hidden is waited for:
+A level's link is a serial resource: one child's uplink, each direction, shared by the ranks below it. Packets queue on
+it in order and flow while the rank computes; x bytes of token rows wait for as many bytes of packets in flight:
 
     layer l starts at max(end of what came before, arrival of its packet)
-
-A level's bandwidth is that of one child's uplink, each direction, shared by the ranks below it; bytes are counted at
-the slowest level that they cross, as the runtime counts them. All ranks are taken to be alike.
 
 Sources: paper (5), (7) for the overlap of one layer; docs/planning.md, "How a step is predicted".
 """
@@ -70,11 +66,9 @@ class StepTerms:
 
     @property
     def total_s(self) -> float:
-        """The step."""
         return math.fsum(self.as_dict().values())
 
     def as_dict(self) -> dict[str, float]:
-        """By name, in the order above."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
@@ -90,7 +84,6 @@ class StepPrediction:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step."""
         return self.terms.total_s
 
     def level_bytes(self, level: int) -> float:
@@ -312,10 +305,7 @@ class _Step:
     # ---- after the micro-steps ----
 
     def synchronise(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """DeepSpeed's own traffic, none of it hidden; bytes per uplink of (dense parameters, experts held elsewhere).
-
-        Gradients are reduced once per step, under ZeRO 2 once per micro-step; from ZeRO 1 on parameters are gathered.
-        """
+        """DeepSpeed's own traffic, none of it hidden; bytes per uplink of (dense parameters, experts of other groups)."""
         cluster, workload, sync = self.cluster, self.workload, self.sync
         experts = self.owned_experts * self.layers * workload.expert_travel_bytes
         holders = tuple(size // span for size, span in zip(cluster.sizes, self.layout.spans, strict=True))
@@ -357,10 +347,7 @@ class _Step:
         self.clock.spend(self.rates.step_s, "host_s")
 
     def expose(self) -> None:
-        """Take back what `rates.overlap` says is not hidden: a mean with the step in which nothing is.
-
-        Both grow when a bandwidth falls. With slower links while the rank computes a step could become shorter.
-        """
+        """Take back what `rates.overlap` says is not hidden: a mean with the step in which nothing is."""
         rates, plain = self.rates, self._plain_layer()
         repeats, num_packets = self.workload.micro_steps * self.layers, self.num_weight_packets + self.layers
         exposed = {

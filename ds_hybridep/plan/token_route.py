@@ -19,10 +19,9 @@ class Stage:
     """One exchange of rows, as one rank sees it.
 
     level: cluster level whose domains it joins; None where it joins all domains at once.
-    ranks: destinations in order, this rank, at `self_index`, included.
-    expert_to_destination: [num_experts] index into `ranks` for a row that needs that expert.
+    expert_to_destination: [num_experts] index into `ranks`, with this rank at `self_index`, for rows of that expert.
 
-    A row goes once to each destination that it has experts for. Rank 0 of 2 DCs x 2 GPUs, one expert each:
+    Rank 0 of 2 DCs x 2 GPUs, one expert each:
 
         stage  level  ranks   expert_to_destination
         0      0      (0, 2)  (0, 0, 1, 1)    experts 2, 3 live in the other DC: one row there for both

@@ -59,10 +59,9 @@ class MoEModel:
 class Workload:
     """One training step of a model, as one rank sees it.
 
-    tokens_per_rank: in one micro-step, of which an optimizer step has `micro_steps`.
+    tokens_per_rank, seq_len: of a micro-step and of a sequence; 0 leaves attention scores out of the FLOPs.
     param_bytes: of a parameter, of its gradient and of a number in a token row.
     is_checkpointed: activations are recomputed in the backward, with the layers' exchanges.
-    seq_len: of one sequence; 0 leaves the attention scores out of the FLOPs.
     capacity_factor: of DeepSpeed's gate; its all-to-alls are padded to it.
     row_scale: measured rows over what even routing would send, such as 0.9 where tokens like experts close by.
     trainable_expert_params: of each expert; None: all. Adapters train few, and only those travel.
@@ -136,10 +135,8 @@ class Workload:
 
     @property
     def pre_expert_flops(self) -> float:
-        """Forward FLOPs of all but the routed experts, for one MoE layer; what lies elsewhere is spread evenly.
-
-        Two per parameter and token, and 2 x seq_len x width for causal attention scores.  Source: paper (1), (2).
-        """
+        """Forward FLOPs of all but routed experts, for one MoE layer: two per parameter and token.  Source: paper (1)."""
+        # Causal attention scores and their use cost 2 x seq_len x width.
         per_token = 2.0 * self.model.active_dense_params + 2.0 * self.seq_len * self.model.attention_width
         return self.tokens_per_rank * per_token / self.model.num_moe_layers
 
