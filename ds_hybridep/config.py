@@ -293,15 +293,10 @@ class HybridEPConfig(Settings):
         return self
 
 
-# ---- from what a user wrote ----
-
-
 def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | Path = ".") -> HybridEPConfig:
-    """The checked settings of a "hybridep" block; its `levels` may be the path of a YAML or JSON file with them.
+    """The checked settings of a "hybridep" block, for a job of `world_size` ranks; `levels` may be a path of a file.
 
-    world_size: ranks of the job, which the levels must account for; with `"enabled": false` they need not.
-    base_dir: folder where a relative path is looked for first; the working directory is second.
-
+    A relative path is looked for in `base_dir` first, then in the working directory.
     Raises ConfigError that names the key path, the value found, what is allowed and what to do.
     """
     given, source = dict(block) if isinstance(block, Mapping) else block, ""

@@ -47,7 +47,7 @@ def explain(error: ValidationError, given: object, where: str, models: Mapping[i
     kind, location, value, parent = found["type"], found["loc"], given, given
     for key in location:  # a location also names the union members that were tried, which `given` does not have
         if isinstance(value, Mapping) and key in value:
-            where, parent, value = f"{where}.{_as_name(key)}", value, value[key]
+            where, parent, value = where + "." + shown(key).strip('"'), value, value[key]
         elif isinstance(value, list | tuple) and isinstance(key, int):
             where, parent, value = f"{where}[{key}]", value, value[key]
     last = location[-1] if location else ""
@@ -100,10 +100,6 @@ def _is_unknown_key(found: Mapping[str, Any]) -> bool:
     return found["type"] in ("extra_forbidden", "invalid_key")
 
 
-def _as_name(key: object) -> str:
-    return shown(key).strip('"')
-
-
 def _about_unknown_key(
     where: str, key: object, value: object, parent: object, model: type[BaseModel], top: type[BaseModel]
 ) -> str:
@@ -129,9 +125,6 @@ def _about_unknown_codec(where: str, value: object, choices: Sequence[str], *, i
         return f"{where} is {shown(value)}, which is not available yet; choose one of {quoted(choices)}"
     advice = nearest(value, (*choices, *KNOWN_CODECS)) or "choose one of these"
     return f"{where} is {shown(value)}, but must be one of {quoted(choices)}; {advice}"
-
-
-# ---- parts of messages ----
 
 
 def shown(value: object) -> str:

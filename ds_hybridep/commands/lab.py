@@ -63,10 +63,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the parsed command line. Returns 0, 1 if a rank failed, or 124 if the time limit was reached.
-
-    Raises ConfigError that names an argument, or LabError with the reason why the network could not be made.
-    """
+    """Runs the parsed command line.  Returns 0, 1 if a rank failed, or 124 if the time limit was reached."""
     topology = Topology.parse(args.dcs)
     links = LinkSpec(
         wan_bits_per_s=parse_rate(args.wan, "--wan"),

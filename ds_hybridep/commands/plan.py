@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 from ds_hybridep.commands import question as asking
+from ds_hybridep.plan.layout import IDENTITY
 from ds_hybridep.plan.planner import Plan, make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import break_even_tokens
-from ds_hybridep.plan.summary import describe, ds_config_block, uses_codecs, verdict
+from ds_hybridep.plan.summary import describe, ds_config_block, verdict
 
 DESCRIPTION = """\
 Predicts the step time of every plan for a model on a cluster and says which to use, or that something else is better.
@@ -46,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     print(describe(question, plan))
     if args.ds_config is not None:
         print(_compare_with_config(plan, asking.read_ds_config(args.ds_config)))
-    assumed = uses_codecs(plan.best.layout)
+    codecs = [codec for level in plan.best.layout.codecs for codec in (level.weight, level.gradient)]
+    assumed = dict.fromkeys(codec.name for codec in codecs if codec != IDENTITY)
     if assumed:
         print(
             f"\n{', '.join(assumed)} is a what-if: its ratio was given by hand, so there is nothing to paste. A codec "
@@ -71,7 +73,6 @@ def answer_json(question: Question, plan: Plan) -> dict[str, Any]:
 
 
 def _compare_with_config(plan: Plan, config: asking.DsConfig) -> str:
-    """What the ds_config's own domain sizes would take."""
     block = config.block
     for candidate in () if block.is_planned else (plan.best, *plan.others):
         is_transient = block.replicas == "transient" and candidate.layout.domain_size > 1

@@ -5,7 +5,7 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -193,7 +193,13 @@ def read_workload(args: argparse.Namespace, config: DsConfig, content: Mapping[s
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype: got '{dtype}', wanted one of {', '.join(DTYPE_BYTES)}")
     zero_stage = args.zero_stage if args.zero_stage is not None else config.zero_stage
-    workload = Workload(
+    trained_per_expert = trained_dense = None
+    if args.lora_rank is not None:
+        # Three matrices between hidden and ffn, each with two adapters; and four of hidden x hidden in attention.
+        ffn = model.expert_params // (3 * model.hidden)
+        trained_per_expert = 3 * args.lora_rank * (model.hidden + ffn)
+        trained_dense = model.num_moe_layers * 4 * 2 * args.lora_rank * model.hidden
+    return Workload(
         model=model,
         tokens_per_rank=tokens,
         micro_steps=args.accumulation or config.accumulation or 1,
@@ -202,15 +208,8 @@ def read_workload(args: argparse.Namespace, config: DsConfig, content: Mapping[s
         is_checkpointed=args.checkpointing,
         seq_len=seq_len,
         capacity_factor=args.capacity_factor,
-    )
-    if args.lora_rank is None:
-        return workload
-    # Three matrices between hidden and ffn, each with two adapters; and four of hidden x hidden in attention.
-    ffn = model.expert_params // (3 * model.hidden)
-    return replace(
-        workload,
-        trainable_expert_params=3 * args.lora_rank * (model.hidden + ffn),
-        trainable_dense_params=model.num_moe_layers * 4 * 2 * args.lora_rank * model.hidden,
+        trainable_expert_params=trained_per_expert,
+        trainable_dense_params=trained_dense,
     )
 
 
@@ -250,5 +249,4 @@ def read_ds_config(path: Path) -> DsConfig:
 
 
 def _count(value: object) -> int | None:
-    """A count, None for "auto" and what is missing."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -186,9 +186,6 @@ def _seconds(value: float | None) -> str:
     return MISSING if value is None else f"{value:.4f}"
 
 
-# ---- values of records, and tables ----
-
-
 def _number_of(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 

@@ -106,9 +106,6 @@ def traced_ranks(args: argparse.Namespace, cluster: Cluster) -> list[int]:
     return [0] if args.trace is not None else []
 
 
-# ---- reading arguments ----
-
-
 def read_conditions(args: argparse.Namespace) -> comparison.Conditions:
     """The arguments of the group "conditions".  Raises ConfigError that names one."""
     if args.jitter < 0 or (args.zipf is not None and args.zipf < 0):

@@ -15,8 +15,6 @@ from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
 
 Way = Literal["weights", "gradients"]  # to the replicas, and back
 
-# ---- bytes: one function per kind ----
-
 
 def ranks_below(cluster: Cluster) -> tuple[int, ...]:
     """Ranks that share one uplink of each level."""
@@ -95,9 +93,6 @@ def sync_bytes(
     return tuple(result)
 
 
-# ---- computation: one function per part ----
-
-
 def experts_s(layout: Layout, workload: Workload, rates: Rates) -> float:
     """Forward seconds of a layer's experts; DeepSpeed's layer computes all capacity.  Source: paper (1), (2)."""
     flops_per_s = rates.expert_flops_per_s or rates.flops_per_s
@@ -141,9 +136,6 @@ def _replicas_over(layout: Layout, level: int) -> int:
 def _gradient_messages(layout: Layout, level: int) -> int:
     """Gradients that leave a rank over a level, in units of its own experts; as many arrive."""
     return (layout.domain_sizes[level] - 1) * math.prod(layout.domain_sizes[:level])
-
-
-# ---- memory ----
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,10 @@ from ds_hybridep.plan.token_route import TokenExchange
 
 @dataclass(frozen=True)
 class CodecCost:
-    """What an encoding costs; rates are of the payload, on the rank's own device.
-
-    ratio: bytes in the type in which the payload would travel otherwise (2 for bf16), over bytes on the wire.
-    """
+    """What an encoding costs; rates are of the payload, on the rank's own device."""
 
     name: str
-    ratio: float = 1.0
+    ratio: float = 1.0  # bytes in the type in which the payload would travel otherwise, over bytes on the wire
     encode_bytes_per_s: float = math.inf
     decode_bytes_per_s: float = math.inf
     is_lossy: bool = True
@@ -85,23 +82,16 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncModel:
-    """How DeepSpeed's own synchronisation crosses the levels: in a ring, or summed inside first ("hierarchical").
-
-    reduce_passes: of gradients; 2 for an all-reduce (ZeRO-1 over gloo does it), 1 for a reduce-scatter.
-    factor: measured bytes over this model's.
-    """
+    """How DeepSpeed's own synchronisation crosses the levels: in a ring, or summed inside first ("hierarchical")."""
 
     algorithm: Literal["ring", "hierarchical"] = "ring"
-    reduce_passes: float = 2.0
-    factor: float = 1.0
+    reduce_passes: float = 2.0  # 2 for an all-reduce (ZeRO-1 over gloo does it), 1 for a reduce-scatter
+    factor: float = 1.0  # measured bytes over this model's
 
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """`ep_size` neighbouring ranks that share the experts, or as many at equal distances over the whole job.
-
-    Source: DeepSpeed's expert-parallel groups, and `use_data_before_expert_parallelism` for strided ones.
-    """
+    """Ranks that share the experts: neighbours, or strided by DeepSpeed's `use_data_before_expert_parallelism`."""
 
     ep_size: int
     is_strided: bool = False

@@ -36,10 +36,7 @@ class Partition:
 
     @classmethod
     def build(cls, cluster: Cluster, group_ranks: Sequence[int], domain_sizes: Sequence[int]) -> "Partition":
-        """Partition of the group `group_ranks` into domains of `domain_sizes[level]` positions at each level.
-
-        Raises PlanError that names the setting to change: the group must be a regular grid, and the sizes divide it.
-        """
+        """The group `group_ranks` cut into domains.  Raises PlanError that names the setting to change."""
         coordinates = _grid_coordinates(cluster, group_ranks)
         if len(domain_sizes) != len(cluster.levels):
             raise PlanError(
@@ -71,7 +68,6 @@ class Partition:
 
     @cached_property
     def domain_size(self) -> int:
-        """Ranks of one domain."""
         return math.prod(self.domain_sizes)
 
     @cached_property

@@ -115,7 +115,9 @@ def price_all(question: Question) -> Iterator[Candidate]:
     for group in question.expert_groups:
         spans = group.spans(question.cluster)
         for domain_sizes in itertools.product(*map(divisors, spans)):
-            for codecs in _codec_choices(question.codecs, domain_sizes):
+            # Where no experts travel, the codec that loses least.
+            allowed = (question.codecs if size > 1 else question.codecs[:1] for size in domain_sizes)
+            for codecs in itertools.product(*allowed):
                 layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=question.with_tokens(codecs))
                 can_be_transient = layout.domain_size > 1 and not layout.is_lossy
                 if not (question.is_transient and can_be_transient):
@@ -124,11 +126,6 @@ def price_all(question: Question) -> Iterator[Candidate]:
                     can_be_transient &= candidate.lacking_bytes > 0
                 if can_be_transient:
                     yield _price_transient(question, group, layout)
-
-
-def _codec_choices(allowed: Sequence[LevelCodecs], domain_sizes: Sequence[int]) -> Iterable[tuple[LevelCodecs, ...]]:
-    """Every allowed choice at levels where experts travel; the first one, which loses least, elsewhere."""
-    return itertools.product(*(allowed if size > 1 else allowed[:1] for size in domain_sizes))
 
 
 def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
@@ -172,9 +169,6 @@ def _simplest_of_the_fastest(candidates: Sequence[Candidate]) -> Candidate:
     return min((one for one in candidates if one.step_s <= fastest_s * (1 + TIE)), key=costs)
 
 
-# ---- reasons ----
-
-
 def _why_lost(candidate: Candidate, best: Candidate) -> str:
     if candidate.lacking_bytes:
         return lacking_note(candidate.lacking_bytes)
@@ -199,9 +193,6 @@ def _largest_difference(slower: Candidate, faster: Candidate) -> tuple[float, st
     more, less = slower.prediction.terms.as_dict(), faster.prediction.terms.as_dict()
     term = max(more, key=lambda name: more[name] - less[name])
     return more[term] - less[term], TERM_WORDS[term]
-
-
-# ---- JSON ----
 
 
 def codecs_label(codecs: LevelCodecs) -> str:

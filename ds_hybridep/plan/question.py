@@ -18,10 +18,8 @@ DEFAULT_DEPTHS = (0, 1, 2, 4)
 class Question:
     """What a plan is asked for.
 
-    groups: expert-parallel groups to consider; empty: `candidate_groups`.
     codecs: encodings to consider at each level where experts travel; identity alone loses nothing.
     token_codecs: of rows on their way to experts, one for each level; empty: none. What is compared with has none.
-    memory_bytes: of one rank, without activations; None: not limited.
     is_transient: replicas are transient, as settings say; else only where others do not fit.
     """
 
@@ -29,11 +27,11 @@ class Question:
     workload: Workload
     rates: Rates
     sync: SyncModel = SyncModel()
-    groups: tuple[ExpertGroup, ...] = ()
+    groups: tuple[ExpertGroup, ...] = ()  # to consider; empty: `candidate_groups`
     codecs: tuple[LevelCodecs, ...] = (LevelCodecs(),)
     token_codecs: tuple[CodecCost, ...] = ()
     depths: tuple[int, ...] = DEFAULT_DEPTHS
-    memory_bytes: float | None = None
+    memory_bytes: float | None = None  # of one rank, without activations; None: not limited
     is_transient: bool = False
 
     def with_tokens(self, codecs: Sequence[LevelCodecs]) -> tuple[LevelCodecs, ...]:

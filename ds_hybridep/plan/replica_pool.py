@@ -32,8 +32,5 @@ class ReplicaPool:
 
 
 def num_gathers(num_layers: int, depth: int, micro_steps: int) -> int:
-    """Gathers of one layer's weights in an optimizer step whose passes run all layers in order.
-
-    The first forward gathers all layers, every later pass those for which there was no room.
-    """
+    """Gathers of one layer's weights in a step: all layers once, and in later passes those without room."""
     return num_layers + (2 * micro_steps - 1) * max(num_layers - depth - 1, 0)

@@ -103,10 +103,7 @@ class StepClock:
                 link.add(packet, num_bytes)
 
     def await_packet(self, packet: int, term: str) -> None:
-        """Wait until a packet has arrived over all of its levels.
-
-        The levels work on different packets at once: it leaves the busiest, and spends its own time on the others.
-        """
+        """Wait until a packet has left the busiest of its levels, and spent its own time on the others."""
         level_bytes = self._packets[packet]
         own_s = [num_bytes / link.bytes_per_s for link, num_bytes in zip(self.links, level_bytes, strict=True)]
         total_s = math.fsum(own_s)

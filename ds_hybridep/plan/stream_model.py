@@ -91,8 +91,6 @@ class StepPrediction:
         return math.fsum(self.uplink_bytes[level].values())
 
 
-# ---- the step ----
-
 PacketOf = Callable[[int], int | None]  # the packet that a layer has to wait for, sent now if it was not before
 
 
@@ -115,10 +113,7 @@ def predict(
 
 
 class _LayerCosts:
-    """What every layer of a step costs: seconds of a forward, exchanges of rows, bytes over one uplink of each level.
-
-    `rows_only` are combine, and its output's gradients.
-    """
+    """What every layer of a step costs: seconds of a forward, exchanges of rows, bytes over one uplink of a level."""
 
     def __init__(self, cluster: Cluster, layout: Layout, workload: Workload, rates: Rates) -> None:
         self._layout, self._row_bytes = layout, workload.row_bytes
@@ -130,7 +125,7 @@ class _LayerCosts:
         self.round_s = rates.all_to_all_s if layout.is_padded else rates.exchange_s
         extra = 0 if layout.is_padded else 1
         self.dispatch = self._rounds(extra * workload.dispatch_extra_bytes, is_dispatch=True)
-        self.rows_only = self._rounds(0.0)
+        self.rows_only = self._rounds(0.0)  # combine, and its output's gradients
         self.input_gradients = self._rounds(extra * workload.return_extra_bytes)
         self.weights = self._per_uplink(packet_bytes(layout, workload, "weights"))
         self.gradients = self._per_uplink(packet_bytes(layout, workload, "gradients"))
@@ -178,8 +173,6 @@ class _Step:
         self.bandwidths = [bandwidth / rates.wire_factor for bandwidth in known_or_assumed_bandwidths(cluster)]
         self.latencies = latencies_of(cluster)
         self.clock = StepClock(self.bandwidths, self.latencies, tuple(TERM_WORDS))
-
-    # ---- micro-steps ----
 
     def run(self) -> None:
         """All micro-steps.  Weights flow during the first forward only, gradients during the last backward only."""
@@ -302,10 +295,8 @@ class _Step:
         plain.clock.spend(2.0 * self.costs.pre_s, "dense_s")
         return plain.clock
 
-    # ---- after the micro-steps ----
-
     def synchronise(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """DeepSpeed's own traffic, none of it hidden; bytes per uplink of (dense parameters, experts of other groups)."""
+        """DeepSpeed's own traffic, none of it hidden; bytes per uplink of (dense parameters, shared experts)."""
         cluster, workload, sync = self.cluster, self.workload, self.sync
         experts = self.owned_experts * self.layers * workload.expert_travel_bytes
         holders = tuple(size // span for size, span in zip(cluster.sizes, self.layout.spans, strict=True))
@@ -347,7 +338,11 @@ class _Step:
         self.clock.spend(self.rates.step_s, "host_s")
 
     def expose(self) -> None:
-        """Take back what `rates.overlap` says is not hidden: a mean with the step in which nothing is."""
+        """Take back what `rates.overlap` says is not hidden: a mean with the step in which nothing is.
+
+        The mean grows when a bandwidth falls, as both do. Links that are slower while the rank computes would not do
+        so: a wait for one level would be the chance for packets of another.
+        """
         rates, plain = self.rates, self._plain_layer()
         repeats, num_packets = self.workload.micro_steps * self.layers, self.num_weight_packets + self.layers
         exposed = {

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_hybridep.plan.cluster import known_or_assumed_bandwidths
-from ds_hybridep.plan.layout import IDENTITY, Layout
+from ds_hybridep.plan.layout import IDENTITY
 from ds_hybridep.plan.planner import Candidate, Plan, rounded
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, break_even_tokens
@@ -98,10 +98,12 @@ def _advice_on_groups(question: Question, plan: Plan) -> list[str]:
 
 def describe(question: Question, plan: Plan) -> str:
     """The whole answer as text."""
+    terms = plan.best.prediction.terms.as_dict()
+    shown = [f"{name.removesuffix('_s')} {seconds:.4g}" for name, seconds in terms.items() if seconds > 0]
     sections = [
         _describe_question(question),
         _plan_table(plan),
-        _terms(plan),
+        f"Seconds of {plan.best.label}: {', '.join(shown)}",
         "\n".join(verdict(question, plan)),
         "\n".join([*_break_even(question), *_describe_costs(question, plan)]),
     ]
@@ -168,12 +170,6 @@ def _alternative_row(way: Alternative) -> tuple[str, ...]:
     return ("", way.name, step, crossing, memory, way.note)
 
 
-def _terms(plan: Plan) -> str:
-    terms = plan.best.prediction.terms.as_dict()
-    shown = [f"{name.removesuffix('_s')} {seconds:.4g}" for name, seconds in terms.items() if seconds > 0]
-    return f"Seconds of {plan.best.label}: " + ", ".join(shown)
-
-
 def _break_even(question: Question) -> list[str]:
     ours, padded = (break_even_tokens(question, is_deduplicated=is_ours) for is_ours in (True, False))
     if ours is None or padded is None:
@@ -193,12 +189,6 @@ def _describe_costs(question: Question, plan: Plan) -> list[str]:
         f"Memory per GPU without activations: {memory.total_bytes / GIGA:.1f} GB, of it "
         f"{memory.replica_bytes / GIGA:.1f} for working copies of experts and their gradient sums.",
     ]
-
-
-def uses_codecs(layout: Layout) -> tuple[str, ...]:
-    """Names of the codecs in a layout that are not exact."""
-    names = [codec.name for level in layout.codecs for codec in (level.weight, level.gradient) if codec != IDENTITY]
-    return tuple(dict.fromkeys(names))
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:

@@ -88,11 +88,7 @@ def expected_rows(
 def choose_exchange(
     partition: Partition, cluster: Cluster, num_experts: int, top_k: int, row_bytes: float, num_tokens: int
 ) -> TokenExchange:
-    """The exchange that takes fewer seconds for one dispatch of rows of `row_bytes`; direct where both take the same.
-
-    A level costs the bytes of all ranks below one child over its bandwidth in `cluster`, measured or assumed. Stages
-    wait for latencies one after the other, the direct exchange for all at once.
-    """
+    """The exchange with fewer seconds for one dispatch of rows of `row_bytes`; direct where both take the same."""
     if cluster.sizes != partition.cluster.sizes:
         raise PlanError(f"the partition was made for the levels {partition.cluster}, but the links are of {cluster}")
     seconds = {}

@@ -90,8 +90,6 @@ class Workload:
             if not (math.isfinite(value) and value >= 0):
                 raise PlanError(f"{field} is {value}, but must be a finite number >= 0")
 
-    # Experts.
-
     @property
     def expert_travel_params(self) -> int:
         """Parameters of one expert that are shipped after each step, and whose gradients return."""
@@ -106,8 +104,6 @@ class Workload:
     def dense_train_params(self) -> int:
         """Dense parameters whose gradients are summed over all ranks."""
         return self.model.dense_params if self.trainable_dense_params is None else self.trainable_dense_params
-
-    # Token rows: what crosses once per (token, destination) and layer.
 
     @property
     def row_bytes(self) -> int:
@@ -131,12 +127,11 @@ class Workload:
         rows = math.ceil(self.tokens_per_rank / model.num_experts * self.capacity_factor * model.top_k)
         return max(rows, MIN_CAPACITY)
 
-    # Computation of one rank in one micro-step.
-
     @property
     def pre_expert_flops(self) -> float:
-        """Forward FLOPs of all but routed experts, for one MoE layer: two per parameter and token.  Source: paper (1)."""
-        # Causal attention scores and their use cost 2 x seq_len x width.
+        """Forward FLOPs of all but the routed experts, for one MoE layer; what lies elsewhere is spread evenly."""
+        # Causal attention scores and their use: 2 x seq_len x width.
+        # Source: paper (1), (2), with PE = (m+1) attention + m FFN.
         per_token = 2.0 * self.model.active_dense_params + 2.0 * self.seq_len * self.model.attention_width
         return self.tokens_per_rank * per_token / self.model.num_moe_layers
 

@@ -27,10 +27,8 @@ def read_model_file(name_or_path: str) -> dict[str, Any]:
             text = Path(name_or_path).read_text(encoding="utf-8")
         content = parse(text)
     except OSError as error:
-        raise PlanError(
-            f"--model: {name_or_path} is no ready model and cannot be read as a file ({error.strerror}); ready are "
-            f"{', '.join(ready_names())}"
-        ) from error
+        what = f"{name_or_path} is no ready model and cannot be read as a file ({error.strerror})"
+        raise PlanError(f"--model: {what}; ready are {', '.join(ready_names())}") from error
     except ValueError as error:
         raise PlanError(f"--model: {name_or_path} cannot be parsed; correct its syntax: {error}") from error
     if not isinstance(content, Mapping):
