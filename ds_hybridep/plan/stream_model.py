@@ -45,7 +45,6 @@ OPTIMIZER_TRAFFIC_BYTES = 30
 
 
 def _term(words: str) -> float:
-    """A field of seconds that people call `words`."""
     return field(default=0.0, metadata={"words": words})
 
 
