@@ -1,13 +1,13 @@
 """The "hybridep" block of a DeepSpeed config, checked by pydantic and kept in frozen models.
 
-A field's annotation says what the field accepts. `Says` beside it holds the words for people; `explain` makes one
-sentence of them and of what pydantic found wrong.
+A field's annotation says what the field accepts, and `Says` beside it has the words for people.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -21,10 +21,10 @@ from pydantic import (
     model_validator,
 )
 
-from ds_hybridep.cluster_file import find_cluster_file, load_cluster_file
 from ds_hybridep.config_messages import MINIMAL_BLOCK, Says, cut, explain, shown
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
+from ds_hybridep.plan.models import parser_of
 from ds_hybridep.plan.row_format import RowFormat
 
 AUTO = "auto"
@@ -151,14 +151,9 @@ class TokenCodecConfig(CodecConfig):
     type: Literal["identity", "int8", "fp8"]
 
 
-ExpertCodec = Annotated[
-    IdentityConfig | BlockwiseConfig | LowRankConfig, Field(discriminator="type"), BeforeValidator(_named)
-]
-OpenCodec = Annotated[
-    IdentityConfig | BlockwiseConfig | LowRankConfig | AutoConfig,
-    Field(discriminator="type"),
-    BeforeValidator(_named),
-]
+_Expert = IdentityConfig | BlockwiseConfig | LowRankConfig
+ExpertCodec = Annotated[_Expert, Field(discriminator="type"), BeforeValidator(_named)]
+OpenCodec = Annotated[_Expert | AutoConfig, Field(discriminator="type"), BeforeValidator(_named)]
 TokenCodec = Annotated[TokenCodecConfig, BeforeValidator(_named)]
 
 IDENTITY = IdentityConfig(type="identity")
@@ -169,17 +164,7 @@ AUTO_CODEC = AutoConfig(type="auto")
 
 
 class LevelConfig(Settings):
-    """One entry of `levels`.
-
-    name: unique among the levels.
-    size: children of each parent at this level.
-    bandwidth_gbps: Gbit/s of one child's uplink in each direction, shared by the ranks below; None: not known yet.
-    latency_ms: milliseconds one way; None: not known yet.
-    domain_size: neighbouring children that form one domain; divides `size`. "auto": planned while the job runs.
-    weight_codec, gradient_codec: encoding of what crosses this level; "auto" is planned.
-    token_codec: encoding of token rows that cross this level on their way to experts.
-    backend: over what tensors of a GPU cross this level: "auto" is what the job has, "gloo" goes through host memory.
-    """
+    """One entry of `levels`; docs/config.md says what each key means."""
 
     name: Annotated[str, Field(pattern=r"\S"), _NAME]
     size: Annotated[int, Field(ge=1, le=MAX_CHILDREN), _integer(f">= 1 and at most {MAX_CHILDREN}", 2)]
@@ -203,26 +188,17 @@ class LevelConfig(Settings):
     @property
     def row_format(self) -> RowFormat | None:
         """Of token rows on their way to experts across this level; None: as they are."""
-        return next((name for name in get_args(RowFormat) if name == self.token_codec.type), None)
+        return None if self.token_codec.type == "identity" else self.token_codec.type
 
-    def link(self) -> Link:
-        """The level's link in bytes per second and seconds."""
-        gbps, latency_ms = self.bandwidth_gbps, self.latency_ms
-        return Link(
-            bandwidth_bytes_per_s=None if gbps is None else gbps * BITS_PER_GBIT / BITS_PER_BYTE,
-            latency_s=None if latency_ms is None else latency_ms / MS_PER_S,
-        )
+    def described(self) -> Level:
+        """The level in the units of `plan`."""
+        bytes_per_s = None if self.bandwidth_gbps is None else self.bandwidth_gbps * BITS_PER_GBIT / BITS_PER_BYTE
+        latency_s = None if self.latency_ms is None else self.latency_ms / MS_PER_S
+        return Level(self.name, self.size, Link(bytes_per_s, latency_s))
 
 
 class AdvancedConfig(Settings):
-    """What hardly anybody sets.
-
-    prefetch_depth: layers between the start of a gradient's return in the backward and the wait for it.
-    kernels: "compiled" and "reference" insist on one kind, "auto" prefers compiled ones.
-    verify_interval: optimizer steps between two checks, by checksum, that replicas equal their owners; 0: never.
-    dispatch_sms: multiprocessors of a GPU for dispatch and combine; None: all.
-    replan: choose a new plan when links or work have changed, where something is "auto"; False: planned once.
-    """
+    """What hardly anybody sets; docs/config.md says what each key means."""
 
     prefetch_depth: Count = 2
     kernels: Literal["auto", "compiled", "reference"] = "auto"
@@ -232,21 +208,7 @@ class AdvancedConfig(Settings):
 
 
 class HybridEPConfig(Settings):
-    """The whole "hybridep" block.  Made by `parse_config`, which checks it.
-
-    levels: the whole job, slowest link first; the product of their sizes is the world size.
-    enabled: False leaves DeepSpeed as it is.
-    replicas: "persistent" ones are held all the time, "transient" ones around their use: those of the layer that
-        computes and of `advanced.prefetch_depth` layers that follow it.
-    token_exchange: how tokens travel between domains, see `plan.token_route`; "auto" takes the cheaper way of the two,
-        "deepspeed" leaves tokens to DeepSpeed's own all-to-alls, which know no domains.
-    dense_sync: how gradients and parameters of everything but the experts travel, see `sync.collectives`.
-    auto_codecs: lossy codecs that a codec "auto" may become.
-    timeout_s: longest wait for any other rank.
-    report_interval: optimizer steps between two reports; 0: never.
-    report_file: JSON record of the run, written by rank 0; None: no file.
-    advanced: the rest.
-    """
+    """The whole "hybridep" block, made by `parse_config`; docs/config.md says what each key means."""
 
     levels: Annotated[tuple[LevelConfig, ...], Field(min_length=1), BeforeValidator(_tuple), _LEVELS] = ()
     enabled: Switch = True
@@ -266,10 +228,7 @@ class HybridEPConfig(Settings):
 
     @property
     def is_planned(self) -> bool:
-        """True where a domain size, a codec or the way of dense parameters is "auto".
-
-        `token_exchange` alone is not: "auto" is its default, and the cheaper way is known without measuring.
-        """
+        """True where a domain size, a codec or `dense_sync` is "auto"; `token_exchange` is known without measuring."""
         return self.dense_sync == AUTO or any(
             level.domain_size == AUTO or AUTO_CODEC in (level.weight_codec, level.gradient_codec)
             for level in self.levels
@@ -277,13 +236,10 @@ class HybridEPConfig(Settings):
 
     def cluster(self) -> Cluster:
         """The levels in the units of `plan`: bytes per second and seconds."""
-        return Cluster(tuple(Level(level.name, level.size, level.link()) for level in self.levels))
+        return Cluster(tuple(level.described() for level in self.levels))
 
     def canonical(self) -> dict[str, Any]:
-        """What all ranks must agree on, as JSON values; equal settings give equal results however they were written.
-
-        `report_file` is left out: it concerns rank 0 alone.
-        """
+        """What all ranks must agree on, as JSON values; `report_file` concerns rank 0 alone."""
         return self.model_dump(mode="json", exclude={"report_file"})
 
     # Messages of these checks begin with the key.
@@ -336,48 +292,62 @@ class HybridEPConfig(Settings):
         return self
 
 
-# ---- from what a user wrote ----
-
-
 def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | Path = ".") -> HybridEPConfig:
-    """The checked settings of a "hybridep" block.
+    """The checked settings of a "hybridep" block, for a job of `world_size` ranks; `levels` may be a path of a file.
 
-    block: the value of the "hybridep" key. Its `levels` may be the path of a YAML or JSON file that holds them.
-    world_size: ranks of the job, which the levels must account for.
-    base_dir: folder where a relative path is looked for first; the working directory is second.
-
-    With `"enabled": false` the levels may be left out and need not fit the world size; spelling and types are
-    checked all the same.
-
-    Raises:
-        ConfigError: names the key path, the value found, what is allowed and what to do.
+    A relative path is looked for in `base_dir` first, then in the working directory.
+    Raises ConfigError that names the key path, the value found, what is allowed and what to do.
     """
     given, source = dict(block) if isinstance(block, Mapping) else block, ""
     if isinstance(block, Mapping) and isinstance(block.get("levels"), str):
-        path = find_cluster_file(block["levels"], base_dir)
-        given, source = {**block, "levels": load_cluster_file(path)}, f"cluster file {path}: "
+        path, levels = _read_cluster_file(block["levels"], base_dir)
+        given, source = {**block, "levels": levels}, f"cluster file {path}: "
     try:
         return HybridEPConfig.model_validate(given, context={"world_size": world_size})
     except ValidationError as error:
-        message = explain(error, given, "hybridep", top=HybridEPConfig, models=_MODELS)
+        message = explain(error, given, "hybridep", _MODELS)
     raise ConfigError(source + message if message.startswith("hybridep.levels") else message)
 
 
-def parse_codec(spec: object, *, where: str) -> CodecConfig:
-    """The checked settings of a codec for experts, which is a name or an object.
+def _read_cluster_file(name: str, base_dir: str | Path) -> tuple[Path, object]:
+    """The path of a cluster file, and its levels, not checked.  Raises ConfigError that names the file."""
+    # Unlike Path.is_file, os.path.isfile is False for names that no file can have.
+    path = next((path for path in (Path(base_dir) / name, Path(name)) if os.path.isfile(path)), None)
+    if path is None:
+        raise ConfigError(
+            f"hybridep.levels is the path {shown(name)}, but there is no such file in {base_dir} or in the working "
+            f"directory; correct the path, or write the levels as a list"
+        )
+    parse = parser_of(path.name, f"cluster file {path}")
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cluster file {path} cannot be read ({error.strerror}); correct hybridep.levels") from error
+    except (ValueError, RecursionError) as error:  # syntax, encoding, or a date that does not exist
+        raise ConfigError(f"cluster file {path} cannot be parsed; correct its syntax: {error}") from error
+    if not isinstance(content, Mapping) or "levels" not in content:
+        raise ConfigError(f"cluster file {path} has no key levels at its top; move the list of levels under it")
+    for key in content:
+        if key != "levels":
+            raise ConfigError(
+                f"cluster file {path}: {shown(key)} is not a known key; it may hold levels only, so move other "
+                f"settings to the hybridep block"
+            )
+    return path, content["levels"]
 
-    Raises:
-        ConfigError: names the key path, which begins with `where`, and as `parse_config`.
-    """
+
+def parse_codec(spec: object, *, where: str) -> CodecConfig:
+    """The checked settings of a codec for experts.  Raises ConfigError whose key path begins with `where`."""
     try:
         return _EXPERT_CODEC.validate_python(spec)
     except ValidationError as error:
-        message = explain(error, spec, where, top=HybridEPConfig, models=_MODELS)
+        message = explain(error, spec, where, _MODELS)
     raise ConfigError(message)
 
 
-_EXPERT_CODEC: TypeAdapter[IdentityConfig | BlockwiseConfig | LowRankConfig] = TypeAdapter(ExpertCodec)
+_EXPERT_CODEC: TypeAdapter[_Expert] = TypeAdapter(ExpertCodec)
 _MODELS: dict[int | str, type[Settings]] = {  # by the keys and the types of codecs that stand in pydantic's locations
+    "hybridep": HybridEPConfig,
     "levels": LevelConfig,
     "advanced": AdvancedConfig,
     "token_codec": TokenCodecConfig,

@@ -37,33 +37,24 @@ class Says(NamedTuple):
     advice: str
 
 
-def explain(
-    error: ValidationError,
-    given: object,
-    where: str,
-    *,
-    top: type[BaseModel],
-    models: Mapping[int | str, type[BaseModel]],
-) -> str:
-    """What is wrong with `given`, in one sentence that begins with its key path.
+def explain(error: ValidationError, given: object, where: str, models: Mapping[int | str, type[BaseModel]]) -> str:
+    """What is wrong with `given`, in one sentence that begins with its key path, that of `given` being `where`.
 
     Of several errors it takes the first. An unknown codec goes before all others, since its options are unknown too,
     and an unknown key before the rest, since a typo is why another key is missing.
 
-    Args:
-        where: key path of `given`.
-        top: the model of a whole block.
-        models: those below, by the keys and the types of codecs that stand in pydantic's locations.
+    models: by the keys and the types of codecs that stand in pydantic's locations, the whole block by "hybridep".
     """
     found = min(error.errors(include_url=False), key=_order)
     kind, location, value, parent = found["type"], found["loc"], given, given
     for key in location:  # a location also names the union members that were tried, which `given` does not have
         if isinstance(value, Mapping) and key in value:
-            where, parent, value = f"{where}.{_as_name(key)}", value, value[key]
+            where, parent, value = where + "." + shown(key).strip('"'), value, value[key]
         elif isinstance(value, list | tuple) and isinstance(key, int):
             where, parent, value = f"{where}[{key}]", value, value[key]
     last = location[-1] if location else ""
     inner = location[:-1] if _is_unknown_key(found) else location
+    top = models["hybridep"]
     model = next((models[key] for key in reversed(inner) if key in models), top)
     fields = top.model_fields | model.model_fields
     name = next((str(key) for key in reversed(location) if key in fields), "")
@@ -111,10 +102,6 @@ def _is_unknown_key(found: Mapping[str, Any]) -> bool:
     return found["type"] in ("extra_forbidden", "invalid_key")
 
 
-def _as_name(key: object) -> str:
-    return shown(key).strip('"')
-
-
 def _about_unknown_key(
     where: str, key: object, value: object, parent: object, model: type[BaseModel], top: type[BaseModel]
 ) -> str:
@@ -140,9 +127,6 @@ def _about_unknown_codec(where: str, value: object, choices: Sequence[str], *, i
         return f"{where} is {shown(value)}, which is not available yet; choose one of {quoted(choices)}"
     advice = nearest(value, (*choices, *KNOWN_CODECS)) or "choose one of these"
     return f"{where} is {shown(value)}, but must be one of {quoted(choices)}; {advice}"
-
-
-# ---- parts of messages ----
 
 
 def shown(value: object) -> str:

@@ -12,8 +12,7 @@ HybridEPError (Exception)
 ├── KernelBuildError (RuntimeError)          compiled kernels were asked for and could not be built or loaded
 └── LabError (RuntimeError)                  a link-shaping experiment could not be set up or taken down
 
-The class in brackets is the built-in one that each error also is, so that `except ValueError` keeps working around
-code that only checks settings. A message says where, what was found, what was expected, and what to do next.
+Each is also the built-in error in brackets. A message says where, what was found, what was expected, what to do next.
 """
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from ds_hybridep.commands.explain import explain_plan
-from ds_hybridep.commands.show import format_run_record
+from ds_hybridep.commands.show import explain_plan, format_run_record
 
 RECORD = {
     "steps": 10,
@@ -127,8 +126,6 @@ PLANNING = {
 def test_a_planned_run_is_explained_term_by_term():
     lines = [line.split("   ") for line in explain_plan({"planning": PLANNING}).splitlines()]
     cells = {row[0].strip(): [cell.strip() for cell in row[1:] if cell.strip()] for row in lines}
-    assert cells["dc"] == ["0.1", "5"]
-    assert cells["gpu"] == ["-", "-"]
     assert cells["token exchange"] == ["0.5000", "0.7500"]
     assert cells["waiting for expert weights"] == ["0.2500", "0.1250"]
     assert cells["computation outside the experts"] == ["0.2500", "-"]

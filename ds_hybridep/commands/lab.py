@@ -10,7 +10,7 @@ from ds_hybridep.errors import ConfigError, LabError
 from ds_hybridep.lab.launcher import LabResult, ended_by_signals, format_result, log_folder, run_on_loopback, run_ranks
 from ds_hybridep.lab.modelled import modelled_wan
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
-from ds_hybridep.lab.topology import LinkSpec, ScheduleEvent, Topology, parse_duration, parse_rate, parse_schedule
+from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate, parse_schedule
 
 EXIT_FAILED = 1
 EXIT_TIMED_OUT = 124  # as `timeout` does
@@ -57,21 +57,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="where namespaces are not permitted: run on loopback instead, with no link limited; "
         "what is printed about the WAN is then computed, not measured",
     )
-    parser.add_argument(
-        "--run-record",
-        type=Path,
-        metavar="FILE",
-        help="with --modelled: the run's report_file, whose bytes are charged",
-    )
+    parser.add_argument("--run-record", type=Path, metavar="FILE", help="with --modelled: the run's report_file")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="what each rank runs")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the parsed command line. Returns 0, 1 if a rank failed, or 124 if the time limit was reached.
-
-    Raises ConfigError that names an argument, or LabError with the reason why the network could not be made.
-    """
+    """Runs the parsed command line.  Returns 0, 1 if a rank failed, or 124 if the time limit was reached."""
     topology = Topology.parse(args.dcs)
     links = LinkSpec(
         wan_bits_per_s=parse_rate(args.wan, "--wan"),
@@ -86,51 +78,27 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("command: nothing to run; put it behind --, as in `ds_hybridep lab ... -- python train.py`")
     if args.run_record is not None and not args.modelled:
         raise ConfigError("--run-record: only --modelled reads it; on emulated hosts the WAN is measured")
+    if args.modelled and schedule:
+        raise ConfigError("--schedule: with --modelled there is no link that could change")
     with log_folder(args.log_dir) as log_dir, ended_by_signals():
         if args.modelled:
-            result = _run_modelled(args, topology, links, schedule, timeout_s, log_dir, command)
+            print("modelled: all ranks run on loopback and no link is limited", flush=True)
+            result = run_on_loopback(
+                command, num_ranks=topology.num_ranks, log_dir=log_dir, timeout_s=timeout_s, live=sys.stdout
+            )
+            if args.run_record is not None and result.is_success:
+                print(modelled_wan(json.loads(args.run_record.read_text()), topology, links))
+        elif reason := why_not_permitted(with_delay=bool(links.wan_delay_s or links.lan_delay_s)):
+            raise LabError(f"{reason}\nTo run on loopback and compute what the WAN would cost, add --modelled.")
         else:
-            result = _run_emulated(topology, links, schedule, timeout_s, log_dir, command)
+            with EmulatedNetwork(topology, links) as network:
+                result = run_ranks(
+                    network, command, log_dir=log_dir, timeout_s=timeout_s, schedule=schedule, live=sys.stdout
+                )
         _report(result, args, log_dir)
     if result.is_success:
         return 0
     return EXIT_TIMED_OUT if result.timed_out else EXIT_FAILED
-
-
-def _run_emulated(
-    topology: Topology,
-    links: LinkSpec,
-    schedule: tuple[ScheduleEvent, ...],
-    timeout_s: float,
-    log_dir: Path,
-    command: list[str],
-) -> LabResult:
-    if reason := why_not_permitted(with_delay=bool(links.wan_delay_s or links.lan_delay_s)):
-        raise LabError(f"{reason}\nTo run on loopback and compute what the WAN would cost, add --modelled.")
-    with EmulatedNetwork(topology, links) as network:
-        return run_ranks(
-            network, command, log_dir=log_dir, timeout_s=timeout_s, schedule=schedule, live=sys.stdout
-        )  # fmt: skip
-
-
-def _run_modelled(
-    args: argparse.Namespace,
-    topology: Topology,
-    links: LinkSpec,
-    schedule: tuple[ScheduleEvent, ...],
-    timeout_s: float,
-    log_dir: Path,
-    command: list[str],
-) -> LabResult:
-    if schedule:
-        raise ConfigError("--schedule: with --modelled there is no link that could change")
-    print("modelled: all ranks run on loopback and no link is limited", flush=True)
-    result = run_on_loopback(
-        command, num_ranks=topology.num_ranks, log_dir=log_dir, timeout_s=timeout_s, live=sys.stdout
-    )
-    if args.run_record is not None and result.is_success:
-        print(modelled_wan(json.loads(args.run_record.read_text()), topology, links))
-    return result
 
 
 def _report(result: LabResult, args: argparse.Namespace, log_dir: Path) -> None:

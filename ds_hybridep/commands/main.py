@@ -5,7 +5,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_hybridep.commands import explain, lab, plan, probe, report, show, simulate
+from ds_hybridep.commands import lab, plan, probe, report, show, simulate
 from ds_hybridep.errors import HybridEPError
 
 EXIT_MISUSED = 2  # as argparse does
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand. Returns the exit code: 0, what the subcommand says, or 2 with the error on stderr."""
     parser = argparse.ArgumentParser(prog="ds_hybridep", description="Tools around expert migration for DeepSpeed.")
     subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
-    for command in (plan, simulate, probe, lab, report, show, explain):
+    for command in (plan, simulate, probe, lab, report, show):
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:

@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 from ds_hybridep.commands import question as asking
-from ds_hybridep.plan.crossover import Crossovers
+from ds_hybridep.plan.crossover import fastest_ranges
+from ds_hybridep.plan.layout import IDENTITY
 from ds_hybridep.plan.planner import Plan, make_plan, rounded
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.summary import describe, ds_config_block, uses_codecs, verdict
+from ds_hybridep.plan.rivals import break_even_tokens
+from ds_hybridep.plan.summary import describe, ds_config_block, verdict
 
 DESCRIPTION = """\
 Predicts the step time of every plan for a model on a cluster and says which to use, or that something else is better.
@@ -32,9 +34,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     asking.add_arguments(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument("--price-per-gb", type=float, metavar="PRICE", help="of what leaves a datacentre")
-    output.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
@@ -42,14 +42,14 @@ def run(args: argparse.Namespace) -> int:
     """Runs the parsed command line.  Returns 0.  Raises ConfigError or PlanError that name an argument."""
     question = asking.read_question(args)
     plan = make_plan(question)
-    crossovers = Crossovers.of(question, plan)
     if args.json:
-        print(json.dumps(answer_json(question, plan, crossovers), indent=2))
+        print(json.dumps(answer_json(question, plan), indent=2))
         return 0
-    print(describe(question, plan, crossovers, args.price_per_gb))
+    print(describe(question, plan))
     if args.ds_config is not None:
         print(_compare_with_config(plan, asking.read_ds_config(args.ds_config)))
-    assumed = uses_codecs(plan.best.layout)
+    codecs = [codec for level in plan.best.layout.codecs for codec in (level.weight, level.gradient)]
+    assumed = dict.fromkeys(codec.name for codec in codecs if codec != IDENTITY)
     if assumed:
         print(
             f"\n{', '.join(assumed)} is a what-if: its ratio was given by hand, so there is nothing to paste. A codec "
@@ -60,28 +60,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def answer_json(question: Question, plan: Plan, crossovers: Crossovers) -> dict[str, Any]:
+def answer_json(question: Question, plan: Plan) -> dict[str, Any]:
     """The plan and what else was predicted, as JSON values."""
     return {
         **plan.to_json(),
         "verdict": verdict(question, plan),
         "break_even_tokens": {
-            "deduplicated": crossovers.tokens_deduplicated,
-            "padded": crossovers.tokens_padded,
+            "deduplicated": break_even_tokens(question, is_deduplicated=True),
+            "padded": break_even_tokens(question, is_deduplicated=False),
         },
         "fastest_by_bandwidth": [
             {"label": label, "from_bytes_per_s": rounded(low), "to_bytes_per_s": rounded(high)}
-            for label, low, high in crossovers.fastest
+            for label, low, high in fastest_ranges(question, plan)
         ],
         "ds_config": ds_config_block(question, plan),
     }
 
 
 def _compare_with_config(plan: Plan, config: asking.DsConfig) -> str:
-    """What the ds_config's own domain sizes would take."""
-    for candidate in (plan.best, *plan.others):
-        is_transient = config.is_transient and candidate.layout.domain_size > 1
-        if (candidate.layout.domain_sizes, candidate.layout.is_transient) == (config.domain_sizes, is_transient):
-            sizes = ",".join(map(str, config.domain_sizes))
+    block = config.block
+    for candidate in () if block.is_planned else (plan.best, *plan.others):
+        is_transient = block.replicas == "transient" and candidate.layout.domain_size > 1
+        if (candidate.layout.domain_sizes, candidate.layout.is_transient) == (block.domain_sizes, is_transient):
+            sizes = ",".join(map(str, block.domain_sizes))
             return f"The ds_config has [{sizes}]: {candidate.step_s:.4g} s a step, {candidate.reason}."
     return 'The ds_config has no domain sizes that can be compared, or leaves some to the job ("auto").'

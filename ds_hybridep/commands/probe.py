@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_hybridep.commands.question import read_cluster_file
 from ds_hybridep.config import BITS_PER_BYTE, BITS_PER_GBIT, MS_PER_S
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
 LIMIT_S = 10.0
 TIMEOUT_S = 120.0
 LEVEL = re.compile(r"(?:([A-Za-z_]\w*)=)?([1-9]\d*)")
+HEADER = (
+    "level", "children", "latency [ms]", "capacity", "all at once", "one pair onward", "backward", "4 connections",
+)  # fmt: skip
 
 DESCRIPTION = """\
 Measures latency and bandwidth of every level, and writes them as a cluster file, which `ds_hybridep plan --cluster`
@@ -41,15 +43,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    cluster = parser.add_mutually_exclusive_group(required=True)
-    cluster.add_argument("--levels", metavar="NAME=SIZE,...", help="slowest first, such as dc=2,gpu=8")
-    cluster.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster file, whose links are not read")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="written by rank 0; JSON if it ends in .json, or YAML"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="to aim at; default %(default)g"
-    )
+    parser.add_argument("--levels", required=True, metavar="NAME=SIZE,...", help="slowest first, such as dc=2,gpu=8")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write; JSON if it ends in .json")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # DeepSpeed's launcher sets it
     parser.set_defaults(run=run)
 
@@ -62,18 +57,16 @@ def run(args: argparse.Namespace) -> int:
     from ds_hybridep.transport.channels import Transport
     from ds_hybridep.transport.job import join_job, leave_job
 
-    if not args.limit > 0:
-        raise ConfigError(f"--limit: got {args.limit:g}, wanted more than 0 seconds")
-    cluster = read_cluster(args)
+    cluster = read_levels(args.levels)
     join_job(TIMEOUT_S)
     try:
         levels = [f"{level.name}={level.size}" for level in cluster.levels]
-        transport = Transport(cluster, TIMEOUT_S, agree({"levels": levels, "limit": args.limit}, TIMEOUT_S))
+        transport = Transport(cluster, TIMEOUT_S, agree({"levels": levels}, TIMEOUT_S))
         if transport.world_size != cluster.num_ranks:
             raise ConfigError(
                 f"--levels: {','.join(levels)} make {cluster.num_ranks} ranks, but the job has {transport.world_size}"
             )
-        probes = probe_links(transport, is_thorough=True, limit_s=args.limit)
+        probes = probe_links(transport, is_thorough=True, limit_s=LIMIT_S)
         if transport.rank == 0:
             print(describe(probes), flush=True)
             if args.out is not None:
@@ -85,12 +78,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_cluster(args: argparse.Namespace) -> Cluster:
-    """The levels of the job.  Raises ConfigError where they cannot be read."""
-    if args.cluster is not None:
-        return Cluster(tuple(Level(level.name, level.size) for level in read_cluster_file(args.cluster).levels))
+def read_levels(text: str) -> Cluster:
+    """The levels of "dc=2,gpu=8".  Raises ConfigError for other text."""
     levels = []
-    for index, part in enumerate(args.levels.split(",")):
+    for index, part in enumerate(text.split(",")):
         match = LEVEL.fullmatch(part.strip())
         if match is None:
             raise ConfigError(f"--levels: got '{part}', wanted NAME=SIZE, as in dc=2,gpu=8")
@@ -117,20 +108,12 @@ def cluster_file(probes: "Sequence[LevelProbe]", *, is_json: bool) -> str:
 
 def describe(probes: "Sequence[LevelProbe]") -> str:
     """A table: median, and in brackets the tenth and the ninetieth percentile."""
-    header = ["level", "children", "latency [ms]", "capacity", "all at once", "one pair onward", "backward"]
-    header.append("4 connections")
-    rows = [header]
+    rows = [list(HEADER)]
     for probe in probes:
-        rates = (
-            probe.together_bytes_per_s,
-            probe.onward_bytes_per_s,
-            probe.backward_bytes_per_s,
-            probe.flows_bytes_per_s,
-        )
-        mbit = BITS_PER_BYTE / 1e6
-        capacity = probe.capacity_bytes_per_s
+        mbit, capacity = BITS_PER_BYTE / 1e6, probe.capacity_bytes_per_s
         cells = [_spread(probe.latency_s, MS_PER_S), "-" if capacity is None else f"{capacity * mbit:.4g}"]
-        cells += [_spread(rate, mbit) for rate in rates]
+        cells += [_spread(rate, mbit) for rate in (probe.together_bytes_per_s, probe.onward_bytes_per_s)]
+        cells += [_spread(rate, mbit) for rate in (probe.backward_bytes_per_s, probe.flows_bytes_per_s)]
         rows.append([probe.name, str(probe.size), *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

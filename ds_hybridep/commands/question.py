@@ -5,11 +5,11 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ds_hybridep.config import parse_config
+from ds_hybridep.config import HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError, PlanError
 from ds_hybridep.lab.topology import parse_duration
 from ds_hybridep.plan.cluster import Cluster, Level
@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machines")
     machine.add_argument("--tflops", type=float, default=DEFAULT_TFLOPS, help="peak of a GPU; default %(default)g")
     machine.add_argument("--mfu", type=float, default=DEFAULT_MFU, help="share of it reached; default %(default)g")
-    machine.add_argument(
-        "--overlap", type=float, default=1.0, metavar="SHARE", help="of what could be hidden, is; default all, 1"
-    )
+    machine.add_argument("--overlap", type=float, default=1.0, metavar="SHARE", help="hidden of what could be; all")
     machine.add_argument("--memory", type=float, metavar="GB", help="of a GPU, without activations; not limited")
     machine.add_argument("--sync", choices=("ring", "hierarchical"), default="ring", help="of dense gradients")
     machine.add_argument(
@@ -63,16 +61,14 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--lan", metavar="RATE", help="of each GPU's link inside; 8 times --wan by default")
     cluster.add_argument("--lan-delay", metavar="TIME", help="one way between GPUs of a datacentre")
     model = parser.add_argument_group("model and training")
+    names = ", ".join(ready_names())
     model.add_argument(
         "--model",
         required=True,
         metavar="NAME|FILE",
-        help=f"{', '.join(ready_names())}, a Hugging Face config.json, or a file with layers, hidden, ffn, experts, "
-        f"top_k",
+        help=f"{names}, a Hugging Face config.json, or a file with layers, hidden, ffn, experts, top_k",
     )
-    model.add_argument(
-        "--tokens", type=_positive, metavar="N", help=f"per GPU and micro-step; default {DEFAULT_TOKENS}"
-    )
+    model.add_argument("--tokens", type=_positive, metavar="N", help=f"per micro-step; default {DEFAULT_TOKENS}")
     model.add_argument("--seq-len", type=_positive, metavar="N", help="of a sequence; counts attention scores")
     model.add_argument("--accumulation", type=_positive, metavar="N", help="micro-steps in an optimizer step")
     model.add_argument("--zero-stage", type=int, choices=(0, 1, 2))
@@ -95,15 +91,12 @@ def _positive(text: str) -> int:
 class DsConfig:
     """What a ds_config.json says about the job; None where it does not, or says "auto"."""
 
-    cluster: Cluster | None = None
+    block: HybridEPConfig = HybridEPConfig(enabled=False)
     micro_batch: int | None = None
     accumulation: int | None = None
     zero_stage: int | None = None
     dtype: str | None = None
     is_strided: bool = False
-    domain_sizes: tuple[int, ...] = ()
-    row_formats: tuple[RowFormat | None, ...] = ()  # of token rows over each level
-    is_transient: bool = False
 
 
 def read_question(args: argparse.Namespace) -> Question:
@@ -130,15 +123,12 @@ def read_question(args: argparse.Namespace) -> Question:
             for row_format in read_row_formats(args, config, cluster)
         ),
         memory_bytes=None if args.memory is None else args.memory * GIGA,
-        is_transient=config.is_transient,
+        is_transient=config.block.replicas == "transient",
     )
 
 
 def read_cluster(args: argparse.Namespace, config: DsConfig) -> Cluster:
-    """The one cluster that was given, with the links that --wan and the others give.
-
-    Raises ConfigError where none or several were given.
-    """
+    """The cluster that was given, with the links of --wan and the others.  Raises ConfigError unless there is one."""
     if args.dcs is not None and args.cluster is not None:
         raise ConfigError("--dcs, --cluster: got both, wanted one of them")
     if args.dcs is not None:
@@ -149,9 +139,10 @@ def read_cluster(args: argparse.Namespace, config: DsConfig) -> Cluster:
             raise ConfigError("--wan: missing; --dcs needs the rate of a datacentre's uplink, such as 10gbps")
         cluster = Cluster((Level("dc", int(match[1])), Level("gpu", int(match[2]))))
     elif args.cluster is not None:
-        cluster = read_cluster_file(args.cluster)
-    elif config.cluster is not None:
-        cluster = config.cluster
+        # Switched off, its sizes need not fit a world size.
+        cluster = parse_config({"enabled": False, "levels": str(args.cluster)}, world_size=0).cluster()
+    elif config.block.levels:
+        cluster = config.block.cluster()
     else:
         raise ConfigError(
             "--dcs: missing; give the cluster as --dcs 2x8 --wan 10gbps, as --cluster FILE, or as hybridep.levels in "
@@ -167,18 +158,9 @@ def read_cluster(args: argparse.Namespace, config: DsConfig) -> Cluster:
     return cluster
 
 
-def read_cluster_file(path: Path) -> Cluster:
-    """The levels of a cluster file."""
-    # Switched off, its sizes need not fit a world size.
-    return parse_config({"enabled": False, "levels": str(path)}, world_size=0).cluster()
-
-
 def read_row_formats(args: argparse.Namespace, config: DsConfig, cluster: Cluster) -> tuple[RowFormat | None, ...]:
-    """Of token rows over each level, as in the ds_config; --token-codec says that of the slow one.
-
-    Raises ConfigError where the ds_config has token codecs for another number of levels.
-    """
-    formats = config.row_formats
+    """Of token rows over each level, as in the ds_config; --token-codec says that of the slow one."""
+    formats = tuple(level.row_format for level in config.block.levels)
     if len(formats) != len(cluster.levels):
         if any(formats):
             raise ConfigError(
@@ -211,7 +193,13 @@ def read_workload(args: argparse.Namespace, config: DsConfig, content: Mapping[s
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype: got '{dtype}', wanted one of {', '.join(DTYPE_BYTES)}")
     zero_stage = args.zero_stage if args.zero_stage is not None else config.zero_stage
-    workload = Workload(
+    trained_per_expert = trained_dense = None
+    if args.lora_rank is not None:
+        # Three matrices between hidden and ffn, each with two adapters; and four of hidden x hidden in attention.
+        ffn = model.expert_params // (3 * model.hidden)
+        trained_per_expert = 3 * args.lora_rank * (model.hidden + ffn)
+        trained_dense = model.num_moe_layers * 4 * 2 * args.lora_rank * model.hidden
+    return Workload(
         model=model,
         tokens_per_rank=tokens,
         micro_steps=args.accumulation or config.accumulation or 1,
@@ -220,15 +208,8 @@ def read_workload(args: argparse.Namespace, config: DsConfig, content: Mapping[s
         is_checkpointed=args.checkpointing,
         seq_len=seq_len,
         capacity_factor=args.capacity_factor,
-    )
-    if args.lora_rank is None:
-        return workload
-    # Three matrices between hidden and ffn, each with two adapters; and four of hidden x hidden in attention.
-    ffn = model.expert_params // (3 * model.hidden)
-    return replace(
-        workload,
-        trainable_expert_params=3 * args.lora_rank * (model.hidden + ffn),
-        trainable_dense_params=model.num_moe_layers * 4 * 2 * args.lora_rank * model.hidden,
+        trainable_expert_params=trained_per_expert,
+        trainable_dense_params=trained_dense,
     )
 
 
@@ -248,43 +229,24 @@ def read_ds_config(path: Path) -> DsConfig:
     """What a ds_config.json says.  Raises ConfigError where it cannot be read, or its block is wrong."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--ds-config: {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"--ds-config: {path} is not JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--ds-config: {path} cannot be read as JSON: {error}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"--ds-config: {path} holds a {type(content).__name__}, wanted an object")
-    cluster: Cluster | None = None
-    domain_sizes: tuple[int, ...] = ()
-    row_formats: tuple[RowFormat | None, ...] = ()
-    is_transient = False
-    if "hybridep" in content:
-        # Switched off, its sizes need not fit a world size.
-        block = {**content["hybridep"], "enabled": False}
-        config = parse_config(block, world_size=0, base_dir=path.parent)
-        is_transient = config.replicas == "transient"
-        row_formats = tuple(level.row_format for level in config.levels)
-        if config.levels:
-            cluster, domain_sizes = config.cluster(), () if config.is_planned else config.domain_sizes
+    # Switched off, the block's sizes need not fit a world size.
+    block = {**content.get("hybridep", {}), "enabled": False}
     zero = content.get("zero_optimization")
-    dtypes = [name for name in ("bf16", "fp16") if _is_on(content.get(name))]
+    sections = ((name, content.get(name)) for name in ("bf16", "fp16"))
+    dtypes = [name for name, section in sections if isinstance(section, Mapping) and section.get("enabled") is True]
     return DsConfig(
-        cluster=cluster,
+        block=parse_config(block, world_size=0, base_dir=path.parent),
         micro_batch=_count(content.get("train_micro_batch_size_per_gpu")),
         accumulation=_count(content.get("gradient_accumulation_steps")),
         zero_stage=zero.get("stage", 0) if isinstance(zero, Mapping) else 0,
-        dtype=dtypes[0] if dtypes else "fp32",
+        dtype=next(iter(dtypes), "fp32"),
         is_strided=bool(content.get("use_data_before_expert_parallelism", False)),
-        domain_sizes=domain_sizes,
-        row_formats=row_formats,
-        is_transient=is_transient,
     )
 
 
-def _is_on(section: object) -> bool:
-    return isinstance(section, Mapping) and section.get("enabled") is True
-
-
 def _count(value: object) -> int | None:
-    """A count, None for "auto" and what is missing."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None

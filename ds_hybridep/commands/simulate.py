@@ -3,7 +3,6 @@
 
 import argparse
 import json
-import re
 from pathlib import Path
 
 from ds_hybridep.commands import question as asking
@@ -36,9 +35,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     asking.add_arguments(parser)
     plans = parser.add_argument_group("plans")
-    plans.add_argument(
-        "--domains", action="append", default=[], metavar="N,N", help="domain sizes to simulate too; may be repeated"
-    )
+    plans.add_argument("--domains", action="append", default=[], metavar="N,N", help="sizes to simulate too")
     conditions = parser.add_argument_group("conditions")
     conditions.add_argument(
         "--slow",
@@ -48,36 +45,22 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="a place that is slower: '3:bandwidth=0.5' halves the uplink of DC 3, '3.1:compute=2,from=10' doubles "
         "the seconds of its GPU 1 from second 10 on; may be repeated",
     )
-    conditions.add_argument(
-        "--zipf", type=float, metavar="S", help="routing: expert number n is chosen as often as 1 / n^S"
-    )
-    conditions.add_argument(
-        "--jitter", type=float, default=0.0, metavar="SHARE", help="of each computation, at random"
-    )
+    conditions.add_argument("--zipf", type=float, metavar="S", help="expert n is chosen as often as 1 / n^S")
+    conditions.add_argument("--jitter", type=float, default=0.0, metavar="SHARE", help="of computations, at random")
     conditions.add_argument("--seed", type=int, default=0, help="of the jitter")
-    conditions.add_argument(
-        "--switches", action="store_true", help="messages between DCs also pass the links inside, as in a tree"
-    )
+    conditions.add_argument("--switches", action="store_true", help="messages between DCs pass the links inside too")
     sweep = parser.add_argument_group("sweep", "experts grow with the number of GPUs")
     sweep.add_argument("--sweep-dcs", type=int, nargs="+", default=[], metavar="N", help="numbers of DCs")
     sweep.add_argument("--sweep-wan", nargs="+", default=[], metavar="RATE", help="of each DC's uplink")
     output = parser.add_argument_group("output of the simulation")
     output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="with --sweep-dcs: speed-up against the number of DCs"
-    )
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help="with --sweep-dcs: speed-up by number of DCs")
     output.add_argument("--trace", type=Path, metavar="FILE.json", help="of the best plan, for Perfetto or Chrome")
     output.add_argument(
-        "--export-chakra",
-        type=Path,
-        metavar="FOLDER",
-        help="Chakra execution traces of the best plan: of --rank, or of all ranks up to 64",
+        "--export-chakra", type=Path, metavar="FOLDER", help="of the best plan: --rank, or all ranks up to 64"
     )
     output.add_argument(
-        "--import-chakra",
-        type=Path,
-        metavar="FILE.et",
-        help="a Chakra execution trace whose computation (nodes named as in an exported one) is simulated",
+        "--import-chakra", type=Path, metavar="FILE.et", help="simulate the computation of an execution trace"
     )
     output.add_argument("--rank", type=int, action="append", default=[], help="to trace; may be repeated; default 0")
     parser.set_defaults(run=run)
@@ -123,9 +106,6 @@ def traced_ranks(args: argparse.Namespace, cluster: Cluster) -> list[int]:
     return [0] if args.trace is not None else []
 
 
-# ---- reading arguments ----
-
-
 def read_conditions(args: argparse.Namespace) -> comparison.Conditions:
     """The arguments of the group "conditions".  Raises ConfigError that names one."""
     if args.jitter < 0 or (args.zipf is not None and args.zipf < 0):
@@ -142,20 +122,18 @@ def read_conditions(args: argparse.Namespace) -> comparison.Conditions:
 
 def read_deviation(text: str) -> Deviation:
     """A place that is slower, from "3.1:bandwidth=0.5,compute=2,from=10".  Raises ConfigError for other text."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)*):(.+)", text.strip())
     names = {"bandwidth": "bandwidth_factor", "compute": "slowdown", "from": "from_s"}
-    values: dict[str, float] = {}
-    for part in match[2].split(",") if match else [""]:
-        key, _, number = part.partition("=")
-        try:
-            values[names[key.strip()]] = float(number)
-        except (KeyError, ValueError) as error:
-            raise ConfigError(
-                f"--slow: got '{text}', wanted a place and what is slower there, as in 3:bandwidth=0.5 or "
-                f"3.1:compute=2,from=10"
-            ) from error
-    assert match is not None
-    return Deviation(place=tuple(map(int, match[1].split("."))), **values)
+    place, _, changes = text.partition(":")
+    try:
+        pairs = [part.split("=") for part in changes.split(",")]
+        values = {names[key.strip()]: float(number) for key, number in pairs}
+        coordinates = tuple(map(int, place.split(".")))
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"--slow: got '{text}', wanted a place and what is slower there, as in 3:bandwidth=0.5 or "
+            f"3.1:compute=2,from=10"
+        ) from error
+    return Deviation(place=coordinates, **values)
 
 
 def read_domains(text: str, cluster: Cluster) -> tuple[int, ...]:

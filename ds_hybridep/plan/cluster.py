@@ -37,13 +37,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Link:
-    """The uplink of one child of a level, shared by all ranks below that child.
-
-    bandwidth_bytes_per_s: in each direction; None where it is not known yet.
-    latency_s: one way; None where it is not known yet.
-
-    Raises PlanError for values that no link has (zero, negative, infinite or nan).
-    """
+    """The uplink of one child of a level, in each direction, shared by all ranks below it; None: not known yet."""
 
     bandwidth_bytes_per_s: float | None = None
     latency_s: float | None = None
@@ -71,14 +65,12 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A job's ranks, laid out over its levels in row-major order; level 0 is the slowest and outermost.
+    """A job's ranks in row-major order over its levels; level 0 is the slowest and outermost.
 
     Two DCs of three GPUs each, levels dc (2) and gpu (3):
 
         rank    0      1      2      3      4      5
         place  (0,0)  (0,1)  (0,2)  (1,0)  (1,1)  (1,2)
-
-    Raises PlanError where there is no level, or two of the same name.
     """
 
     levels: tuple[Level, ...]
@@ -92,12 +84,10 @@ class Cluster:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Children per parent at each level."""
         return tuple(level.size for level in self.levels)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the whole job."""
         return math.prod(self.sizes)
 
     def place_of(self, rank: int) -> tuple[int, ...]:
@@ -108,12 +98,10 @@ class Cluster:
 
     def rank_at(self, place: Sequence[int]) -> int:
         """Global rank at a `place`, the inverse of `place_of`.  Raises PlanError where the cluster has none."""
-        is_inside = len(place) == len(self.levels) and all(
-            0 <= coordinate < size for coordinate, size in zip(place, self.sizes, strict=True)
-        )
-        if not is_inside:
+        sizes = self.sizes
+        if len(place) != len(sizes) or any(not 0 <= one < size for one, size in zip(place, sizes, strict=True)):
             raise PlanError(f"the cluster {self} has no place {tuple(place)}")
-        return flatten(place, self.sizes)
+        return flatten(place, sizes)
 
     def level_between(self, rank_a: int, rank_b: int) -> int | None:
         """Index of the slowest level that a message between two ranks crosses; None from a rank to itself."""
@@ -143,17 +131,11 @@ def latencies_of(cluster: Cluster) -> tuple[float, ...]:
 
 
 def known_or_assumed_bandwidths(cluster: Cluster) -> tuple[float, ...]:
-    """Bytes per second of each level; one that is not known is taken as 8 times that of the level above.
-
-    Where the outermost ones are not known, they follow from the first one that is; where none is, the outermost is
-    taken as 10 Gbit/s.
-    """
+    """Bytes per second of each level; 8 times those of the level above where not known, of the outermost 10 Gbit/s."""
     given = [level.link.bandwidth_bytes_per_s for level in cluster.levels]
-    assumed = ASSUMED_SLOWEST_BYTES_PER_S
-    for index, bandwidth in enumerate(given):
-        if bandwidth is not None:
-            assumed = bandwidth / ASSUMED_SPEEDUP_PER_LEVEL**index
-            break
+    known = ((index, bandwidth) for index, bandwidth in enumerate(given) if bandwidth is not None)
+    index, first = next(known, (0, ASSUMED_SLOWEST_BYTES_PER_S))
+    assumed = first / ASSUMED_SPEEDUP_PER_LEVEL**index
     bandwidths: list[float] = []
     for bandwidth in given:
         bandwidths.append(assumed if bandwidth is None else bandwidth)

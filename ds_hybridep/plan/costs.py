@@ -15,8 +15,6 @@ from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
 
 Way = Literal["weights", "gradients"]  # to the replicas, and back
 
-# ---- bytes: one function per kind ----
-
 
 def ranks_below(cluster: Cluster) -> tuple[int, ...]:
     """Ranks that share one uplink of each level."""
@@ -24,19 +22,13 @@ def ranks_below(cluster: Cluster) -> tuple[int, ...]:
 
 
 def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
-    """Rows that one rank sends over each level in one dispatch.
-
-    Ours: expected number of (token, destination) pairs, each once.  Source: `token_route.expected_rows`.
-    DeepSpeed's: the capacity of every expert, wherever it is, whether or not tokens came.
-    """
+    """Rows that one rank sends over each level in one dispatch; DeepSpeed's layer sends each expert's capacity."""
     model = workload.model
     if layout.is_padded:
-        # A peer that differs first at level l is one of (span_l - 1) span_(l+1) span_(l+2) ...
-        num_peers = [
-            (span - 1) * math.prod(layout.spans[level + 1 :]) for level, span in enumerate(layout.spans)
-        ]  # fmt: skip
         rows_per_peer = workload.expert_capacity * model.num_experts / layout.group_size
-        return tuple(count * rows_per_peer for count in num_peers)
+        # A peer that differs first at level l is one of (span_l - 1) span_(l+1) span_(l+2) ...
+        peers = ((span - 1) * math.prod(layout.spans[level + 1 :]) for level, span in enumerate(layout.spans))
+        return tuple(count * rows_per_peer for count in peers)
     rows = expected_rows(
         layout.domain_counts, model.num_experts, model.top_k, workload.tokens_per_rank, layout.exchange
     )
@@ -44,13 +36,11 @@ def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
 
 
 def packet_bytes(layout: Layout, workload: Workload, way: Way) -> tuple[float, ...]:
-    """Bytes of one layer's packets that one rank sends over each level.
+    """Bytes of one layer's packets that one rank sends over each level.  Source: experts/replicas.py.
 
     Slow level first, weights go to S_l - 1 neighbours at level l: the rank's own experts, and those that came over
-    slower levels j before it, (S_j - 1) S_(j+1) ... S_(l-1) times as many. The latter go on as they came, in level
-    j's codec. Gradients go the opposite way, summed at each level, so a level's own codec holds for all of them.
-
-    Source: experts/replicas.py.
+    slower levels j before it, (S_j - 1) S_(j+1) ... S_(l-1) times as many, in level j's codec. Gradients go the
+    opposite way, summed at each level, so a level's own codec holds for all of them.
     """
     sizes = layout.domain_sizes
     expert_bytes = workload.expert_travel_bytes
@@ -91,11 +81,8 @@ def sync_bytes(
 ) -> tuple[float, ...]:
     """Bytes over one uplink of each level when groups that span `spans` reduce or gather `num_bytes` per rank.
 
-    A ring of g ranks sends (g - 1) / g of the bytes from each rank to the next for each pass, and one of its edges
-    leaves each child. As many rings leave a child as it has groups. Sums made inside first leave n children with
-    (n - 1) / n of the bytes instead.
-
-    Source: ring all-reduce and all-gather.
+    A ring of g ranks sends (g - 1) / g of the bytes for each pass over one edge that leaves each child, and as many
+    rings leave a child as it has groups. Sums made inside first leave n children with (n - 1) / n of them instead.
     """
     group_size = math.prod(spans)
     result = []
@@ -106,9 +93,6 @@ def sync_bytes(
     return tuple(result)
 
 
-# ---- computation: one function per part ----
-
-
 def experts_s(layout: Layout, workload: Workload, rates: Rates) -> float:
     """Forward seconds of a layer's experts; DeepSpeed's layer computes all capacity.  Source: paper (1), (2)."""
     flops_per_s = rates.expert_flops_per_s or rates.flops_per_s
@@ -117,10 +101,7 @@ def experts_s(layout: Layout, workload: Workload, rates: Rates) -> float:
 
 
 def encode_s(layout: Layout, workload: Workload, way: Way) -> float:
-    """Seconds to encode what one rank sends of one layer.
-
-    Weights: the owned experts, once for each distinct codec. Gradients: every message that leaves.
-    """
+    """Seconds to encode what a rank sends of a layer: weights once per distinct codec, every gradient message."""
     own_bytes, codecs = _own_bytes(layout, workload), layout.codecs
     if way == "weights":
         used = {codecs[level].weight for level in layout.gather_levels}
@@ -157,9 +138,6 @@ def _gradient_messages(layout: Layout, level: int) -> int:
     return (layout.domain_sizes[level] - 1) * math.prod(layout.domain_sizes[:level])
 
 
-# ---- memory ----
-
-
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on one rank, without activations."""
@@ -170,7 +148,6 @@ class Memory:
 
     @property
     def total_bytes(self) -> float:
-        """All of it."""
         return self.dense_bytes + self.owned_expert_bytes + self.replica_bytes
 
 
@@ -178,14 +155,10 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     """Bytes of parameters, gradients, optimizer state, replicas and mirrors on one rank.
 
     Per trained parameter: its gradient (shared out from ZeRO-2 on), 8 B of moments and a 4 B master copy of smaller
-    types (shared out from ZeRO-1 on), over the ranks that hold the same parameter. Per parameter of each working copy,
-    those of the owned experts among them: its type, and a 4 B gradient sum where it is trained. Under a lossy weight
-    codec a copy is kept in 4 B too where its type is smaller, and owned weights have a 4 B mirror for each such codec.
-    Under a lossy gradient codec each message that leaves has a 4 B residual, and what that was before the step. What
-    else codecs keep, such as factors, is left out.
-
-    Transient replicas: weights of `prefetch_depth` + 1 layers; gradient sums of as many, which return `prefetch_depth`
-    layers later, or of all layers where several micro-steps are added up.
+    types (shared out from ZeRO-1 on), over the ranks that hold it. Per parameter of each working copy, the owned among
+    them: its type, and a 4 B gradient sum where it is trained. A lossy weight codec adds 4 B copies of smaller types
+    and a 4 B mirror of owned weights; a lossy gradient codec two times 4 B for each message that leaves. Transient
+    replicas: weights of `prefetch_depth` + 1 layers, and gradient sums of as many, or of all under accumulation.
     """
     model = workload.model
     world, group = cluster.num_ranks, layout.group_size
@@ -196,9 +169,8 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     frozen_params, trained_params = model.expert_params - workload.expert_travel_params, workload.expert_travel_params
     per_expert = 0.0
     if layout.domain_size > 1:
-        per_expert = layout.domain_size * (
-            held * workload.param_bytes * (frozen_params + trained_params) + summed * MASTER_BYTES * trained_params
-        )
+        copy_bytes = held * workload.param_bytes * (frozen_params + trained_params)
+        per_expert = layout.domain_size * (copy_bytes + summed * MASTER_BYTES * trained_params)
         per_expert += trained_params * MASTER_BYTES * _codec_values(layout, workload)
     return Memory(
         dense_bytes=_state_bytes(model.dense_params, workload.dense_train_params, workload, world),

@@ -13,16 +13,10 @@ from ds_hybridep.plan.token_route import TokenExchange
 
 @dataclass(frozen=True)
 class CodecCost:
-    """What an encoding costs, as data.
-
-    ratio: bytes of the payload in the type in which it would travel otherwise, over bytes on the wire. A codec that
-        makes fp32 fifty times smaller has a ratio of 25 for bf16 parameters.
-    encode_bytes_per_s, decode_bytes_per_s: of the payload, on the rank's own device.
-    is_lossy: replicas need mirrors and fp32 copies.
-    """
+    """What an encoding costs; rates are of the payload, on the rank's own device."""
 
     name: str
-    ratio: float = 1.0
+    ratio: float = 1.0  # bytes in the type in which the payload would travel otherwise, over bytes on the wire
     encode_bytes_per_s: float = math.inf
     decode_bytes_per_s: float = math.inf
     is_lossy: bool = True
@@ -34,7 +28,6 @@ class CodecCost:
 
 
 IDENTITY = CodecCost("identity", is_lossy=False)
-Codec = CodecCost  # the name under which adaptive/ imports it
 
 
 @dataclass(frozen=True)
@@ -50,18 +43,13 @@ class LevelCodecs:
 class Rates:
     """Speed of one rank, and costs of the host.  What is not given costs nothing.
 
-    flops_per_s: reached on dense products.
-    expert_flops_per_s: reached by experts; None: the same.
+    flops_per_s, expert_flops_per_s: reached on dense products, and by experts; None: the same.
     memory_bytes_per_s: of the optimizer's pass over its state.
-    layer_s: host time of a layer in one forward; its backward takes twice that.
-    expert_call_s: host time of calling one expert in one forward; its backward takes twice that.
-    exchange_s: host time of one round of messages of our token exchange, during which its bytes flow already: where
-        ranks share cores, the early ones' rows flow while the late ones still compute.
-    all_to_all_s: the same of one all-to-all of DeepSpeed's layer.
+    layer_s, expert_call_s: host time of a layer, and of calling one expert, in a forward; a backward takes twice that.
+    exchange_s, all_to_all_s: host time of one round of messages of our token exchange, and of one all-to-all of
+        DeepSpeed's layer. Bytes flow during it: early ranks' rows do while late ones compute.
     packet_s: host time of one packet of a layer, there and back each.
-    step_s: host time of one optimizer step.
-    overlap: how much of what could be hidden is: 1 is the clock above, 0 waits for every packet by itself; less than 1
-        where sending takes the cores that compute.
+    overlap: share of what could be hidden that is; 0: every packet is waited for by itself.
     wire_factor: bytes on the wire for each byte handed over (headers).
     """
 
@@ -93,34 +81,22 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncModel:
-    """How DeepSpeed's own synchronisation crosses the levels.
-
-    algorithm: "ring" passes every byte over each uplink once for each pass, whatever the levels; "hierarchical" sums
-        inside first, so that each byte crosses a slow link once per child.
-    reduce_passes: of gradients; 2 for an all-reduce (what ZeRO-1 was seen to do over gloo), 1 for a reduce-scatter.
-    factor: measured bytes over this model's.
-    """
+    """How DeepSpeed's own synchronisation crosses the levels: in a ring, or summed inside first ("hierarchical")."""
 
     algorithm: Literal["ring", "hierarchical"] = "ring"
-    reduce_passes: float = 2.0
-    factor: float = 1.0
+    reduce_passes: float = 2.0  # 2 for an all-reduce (ZeRO-1 over gloo does it), 1 for a reduce-scatter
+    factor: float = 1.0  # measured bytes over this model's
 
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """Which ranks share the experts: `ep_size` neighbouring ones, or as many at equal distances over the whole job.
-
-    Source: DeepSpeed's expert-parallel groups, and `use_data_before_expert_parallelism` for strided ones.
-    """
+    """Ranks that share the experts: neighbours, or strided by DeepSpeed's `use_data_before_expert_parallelism`."""
 
     ep_size: int
     is_strided: bool = False
 
     def spans(self, cluster: Cluster) -> tuple[int, ...]:
-        """Positions of one group at each level.
-
-        Raises PlanError where the group is no regular grid of the levels.
-        """
+        """Positions of one group at each level.  Raises PlanError where it is no regular grid of them."""
         rest, spans = self.ep_size, [1] * len(cluster.levels)
         order = range(len(spans)) if self.is_strided else reversed(range(len(spans)))
         for level in order:
@@ -144,14 +120,10 @@ class ExpertGroup:
 class Layout:
     """Where experts and their copies are, and how things travel: all that a plan decides.
 
-    spans: positions of the expert-parallel group at each level.
-    domain_sizes: at each level, a divisor of the span.
-    codecs: of each level.
+    spans, domain_sizes, codecs: of each level; spans are positions of the expert-parallel group.
     prefetch_depth: layers between the start of a gradient's return and the wait for it.
-    exchange: how token rows travel.
     is_padded: DeepSpeed's own layer in place of ours: padded all-to-alls, no domains.
-    is_transient: replicas are gathered around their use, for `prefetch_depth` + 1 layers at a time; all of an expert's
-        parameters travel then, frozen ones too.
+    is_transient: replicas of `prefetch_depth` + 1 layers at a time, gathered around their use, frozen parameters too.
     """
 
     spans: tuple[int, ...]

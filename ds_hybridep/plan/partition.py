@@ -15,14 +15,11 @@ MAX_LISTED = 8  # items of a long list that an error message spells out
 class Partition:
     """One expert-parallel group cut into domains.  Made by `Partition.build`, which checks what it is given.
 
-    cluster: the job's levels.
     group_ranks: [G] global ranks, in the order of their rank inside the group.
-    coordinates: per level, the ascending cluster coordinates that the group's ranks have there.
-    domain_sizes: per level, neighbouring positions that form one domain.
+    coordinates: per level, the ascending cluster coordinates that the group's ranks have there; a rank's *position* is
+        the index of its own, so that a strided group counts 0, 1, 2 ... too.
 
-    Ranks are global in all arguments and results. A rank's *position* at a level is the index of its coordinate
-    among the group's coordinates there, so that a strided group counts 0, 1, 2 ... too; a position is split into a
-    domain coordinate and an offset inside the domain. 4 DCs of 4 GPUs, all in the group, domain sizes (2, 4):
+    4 DCs of 4 GPUs, all in the group, domain sizes (2, 4):
 
         rank     place = position   domain   offset
         0        (0, 0)             (0, 0)   (0, 0)    domain 0 = ranks 0 .. 7, the DCs 0 and 1
@@ -39,27 +36,20 @@ class Partition:
 
     @classmethod
     def build(cls, cluster: Cluster, group_ranks: Sequence[int], domain_sizes: Sequence[int]) -> "Partition":
-        """Partition of the group `group_ranks` into domains of `domain_sizes[level]` positions at each level.
-
-        Raises:
-            PlanError: the group is empty, repeats a rank or is no regular sub-grid of the levels; or a domain size
-                does not divide what the group spans of its level. The message names the setting to change.
-        """
+        """The group `group_ranks` cut into domains.  Raises PlanError that names the setting to change."""
         coordinates = _grid_coordinates(cluster, group_ranks)
         if len(domain_sizes) != len(cluster.levels):
             raise PlanError(
                 f"{len(domain_sizes)} domain sizes {tuple(domain_sizes)} were given for the "
                 f"{len(cluster.levels)} levels {cluster}; give one for each level"
             )
-        for level, domain_size in enumerate(domain_sizes):
-            _check_domain_size(cluster, level, domain_size=domain_size, span=len(coordinates[level]))
+        for level, size in enumerate(domain_sizes):
+            if size < 1 or len(coordinates[level]) % size:
+                raise PlanError(_does_not_tile(cluster, level, domain_size=size, span=len(coordinates[level])))
         return cls(cluster, tuple(group_ranks), coordinates, tuple(domain_sizes))
-
-    # Sizes.
 
     @property
     def num_levels(self) -> int:
-        """Levels of the cluster."""
         return len(self.domain_sizes)
 
     @cached_property
@@ -74,15 +64,11 @@ class Partition:
 
     @cached_property
     def num_domains(self) -> int:
-        """Domains of the group."""
         return math.prod(self.domain_counts)
 
     @cached_property
     def domain_size(self) -> int:
-        """Ranks of one domain."""
         return math.prod(self.domain_sizes)
-
-    # Rank <-> position <-> (domain, offset).
 
     @cached_property
     def _group_index(self) -> dict[int, int]:
@@ -114,8 +100,6 @@ class Partition:
         """Number of `rank` inside its domain, 0 .. domain_size - 1, level 0 outermost."""
         return flatten(self.offset_of(rank), self.domain_sizes)
 
-    # Who talks to whom.
-
     def domain_ranks(self, rank: int) -> tuple[int, ...]:
         """[domain_size] ranks of `rank`'s domain, itself included, in the order of their offset index."""
         return self._ranks_of_domain(self.domain_index(rank))
@@ -125,24 +109,16 @@ class Partition:
         return self._rank_at(unflatten(domain_index, self.domain_counts), self.offset_of(rank))
 
     def gather_peers(self, rank: int, level: int) -> tuple[int, ...]:
-        """[domain_sizes[level]] ranks of `rank`'s domain whose offset may differ at `level` only, in offset order.
-
-        The rank itself is included. Gathering level by level over these reaches the whole domain.
-        """
+        """[domain_sizes[level]] ranks of `rank`'s domain whose offset may differ at `level` only, in offset order."""
         domain, offset = self.domain_of(rank), self.offset_of(rank)
         offsets = (_with_level(offset, level, other) for other in range(self.domain_sizes[level]))
         return tuple(self._rank_at(domain, other) for other in offsets)
 
     def exchange_peers(self, rank: int, level: int) -> tuple[int, ...]:
-        """[domain_counts[level]] peers of `rank` whose domain may differ at `level` only, in domain order.
-
-        The rank itself is included. Exchanging level by level over these reaches every peer.
-        """
+        """[domain_counts[level]] peers of `rank` whose domain may differ at `level` only, in domain order."""
         domain, offset = self.domain_of(rank), self.offset_of(rank)
         domains = (_with_level(domain, level, other) for other in range(self.domain_counts[level]))
         return tuple(self._rank_at(other, offset) for other in domains)
-
-    # Experts.
 
     def experts_per_rank(self, num_experts: int) -> int:
         """Experts that each rank owns.  Raises PlanError where the group cannot share them evenly."""
@@ -155,28 +131,16 @@ class Partition:
         return num_experts // num_ranks
 
     def experts_of_rank(self, rank: int, num_experts: int) -> range:
-        """Global indices of the experts that `rank` owns: the block of its rank inside the group, as in DeepSpeed.
-
-        Raises PlanError where the rank is not in the group, or the experts cannot be shared evenly.
-        """
+        """Global indices of the experts that `rank` owns: the block of its rank inside the group, as in DeepSpeed."""
         self._check_member(rank)
         experts_per_rank = self.experts_per_rank(num_experts)
         first = self._group_index[rank] * experts_per_rank
         return range(first, first + experts_per_rank)
 
     def domain_experts(self, domain_index: int, num_experts: int) -> tuple[int, ...]:
-        """[domain_size * e] experts of a domain in slot order: by offset index of the owner, then local index.
-
-        Two ranks own two experts each; together they are one domain:
-
-            slot     0  1 | 2  3
-            owner    offset 0 | offset 1
-            expert   0  1 | 2  3
-        """
+        """[domain_size * e] experts of a domain in slot order: by offset index of the owner, then local index."""
         owners = self._ranks_of_domain(domain_index)
         return tuple(expert for owner in owners for expert in self.experts_of_rank(owner, num_experts))
-
-    # Shared by the queries above.
 
     def _rank_at(self, domain: Sequence[int], offset: Sequence[int]) -> int:
         parts = zip(domain, self.domain_sizes, offset, strict=True)
@@ -217,10 +181,7 @@ def _grid_coordinates(cluster: Cluster, group_ranks: Sequence[int]) -> tuple[tup
     return coordinates
 
 
-def _check_domain_size(cluster: Cluster, level: int, *, domain_size: int, span: int) -> None:
-    """PlanError unless domains of `domain_size` tile the `span` positions of the group at `level`."""
-    if domain_size >= 1 and span % domain_size == 0:
-        return
+def _does_not_tile(cluster: Cluster, level: int, *, domain_size: int, span: int) -> str:
     name, size = cluster.levels[level].name, cluster.levels[level].size
     advice = ""
     if span < size:
@@ -228,19 +189,17 @@ def _check_domain_size(cluster: Cluster, level: int, *, domain_size: int, span: 
             "; for larger domains make the group span the level: raise ep_size, or set "
             '"use_data_before_expert_parallelism": true to stride the group over it'
         )
-    raise PlanError(
+    return (
         f"hybridep.levels[{level}].domain_size is {domain_size}, but the expert-parallel group spans {span} of the "
         f"{size} children of level {name!r}; allowed there: {', '.join(map(str, divisors(span)))}{advice}"
     )
 
 
 def _with_level(coordinates: tuple[int, ...], level: int, value: int) -> tuple[int, ...]:
-    """`coordinates` with another `value` at `level`."""
     return (*coordinates[:level], value, *coordinates[level + 1 :])
 
 
 def _listed(values: Iterable[int]) -> str:
-    """The first few `values` and how many more there are."""
     values = list(values)
     shown = ", ".join(map(str, values[:MAX_LISTED]))
     return shown if len(values) <= MAX_LISTED else f"{shown}, ... ({len(values)} in all)"

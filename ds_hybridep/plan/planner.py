@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search for the plan of least step time: expert group x domain sizes x codecs x prefetch depth x token exchange.
-
-The search is exhaustive. What does not fit the memory is left out with the bytes that it lacks; for all else there is
-a reason why it lost.
-"""
+"""Search for the plan of least step time: expert group x domain sizes x codecs x prefetch depth x token exchange."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,28 +16,22 @@ from ds_hybridep.plan.stream_model import TERM_WORDS as TERM_WORDS  # adaptive/ 
 from ds_hybridep.plan.stream_model import StepPrediction
 
 PLAN_VERSION = 1
-TIE = 0.01  # plans this close to the best count as equal, as no model is better, and the simplest of them is taken
+TIE = 0.01  # plans this close to the best count as equal, as no model is better: without lossy codecs, least memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layout, priced.
-
-    group: the expert-parallel group that it needs.
-    lacking_bytes: memory that it needs beyond what there is; 0: it fits.
-    reason: why it was taken or lost; empty until the search is over.
-    """
+    """One layout, priced, with the group and the memory that it needs; `reason`: why it was taken or lost."""
 
     group: ExpertGroup
     layout: Layout
     prediction: StepPrediction
     memory: Memory
-    lacking_bytes: float = 0.0
+    lacking_bytes: float = 0.0  # beyond what there is
     reason: str = ""
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds."""
         return self.prediction.step_s
 
     @property
@@ -57,14 +47,9 @@ class Candidate:
         return text + f" ep {self.group.ep_size}{' strided' if self.group.is_strided else ''}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Plan:
-    """The answer.  Frozen; equal questions give equal plans.
-
-    best: the layout to use.  runner_up: the best of the others that fit.
-    others: every other layout with why it lost, fastest first, those without memory last.
-    alternatives: baselines, and what is not provided here.
-    """
+    """The answer: `others` is every layout but the best, fastest first, those that do not fit last."""
 
     cluster: Cluster
     best: Candidate
@@ -96,67 +81,43 @@ class Plan:
             "plan": _candidate_json(self.best),
             "runner_up": None if self.runner_up is None else _candidate_json(self.runner_up),
             "others": [_candidate_json(candidate) for candidate in self.others],
-            "alternatives": [
-                {
-                    "name": way.name,
-                    "step_s": None if way.step_s is None else rounded(way.step_s),
-                    "terms_s": None if way.prediction is None else _rounded_values(way.prediction.terms.as_dict()),
-                    "memory_bytes": None if way.memory_bytes is None else rounded(way.memory_bytes),
-                    "lacking_bytes": rounded(way.lacking_bytes),
-                    "provided": way.is_provided,
-                    "note": way.note,
-                }
-                for way in self.alternatives
-            ],
+            "alternatives": [_alternative_json(way) for way in self.alternatives],
         }
 
 
 def make_plan(question: Question) -> Plan:
-    """The plan of least predicted step time among those that fit the memory.
+    """The plan of least predicted step time among those that fit; of those within one percent the simplest.
 
-    Among plans within one percent of the best, the one without lossy codecs, then with least memory is taken,
-    and of those that differ in depth only the one with the least.
-
-    Raises:
-        PlanError: experts and ranks cannot be brought together, or no plan fits the memory; says what is lacking.
+    Raises PlanError where experts do not fit the ranks, or no plan fits the memory.
     """
     candidates = list(price_all(question))
-    fitting = [candidate for candidate in candidates if not candidate.lacking_bytes]
+    fitting = [one for one in candidates if not one.lacking_bytes]
     if not fitting:
-        least = min(candidates, key=lambda candidate: candidate.lacking_bytes)
+        least = min(candidates, key=lambda one: one.lacking_bytes)
         raise PlanError(
             f"no plan fits: the smallest, {least.label}, needs {least.memory.total_bytes / 1e9:.1f} GB of parameters, "
             f"gradients and optimizer state on each rank, {least.lacking_bytes / 1e9:.1f} GB more than there are; use "
             f"more ranks, a higher ZeRO stage or adapters"
         )
     best = _simplest_of_the_fastest(fitting)
-    others = [
-        replace(candidate, reason=_why_lost(candidate, best)) for candidate in candidates if candidate is not best
-    ]
-    others.sort(key=lambda candidate: (candidate.lacking_bytes > 0, candidate.step_s))
-    runner_up = next((candidate for candidate in others if not candidate.lacking_bytes), None)
+    others = [replace(one, reason=_why_lost(one, best)) for one in candidates if one is not best]
+    others.sort(key=lambda one: (one.lacking_bytes > 0, one.step_s))
+    runner_up = next((one for one in others if not one.lacking_bytes), None)
     best = _with_least_depth(question, replace(best, reason=_why_won(best, runner_up)))
-    return Plan(
-        cluster=question.cluster,
-        best=best,
-        runner_up=runner_up,
-        others=tuple(others),
-        alternatives=tuple(alternatives(question)),
-    )
+    return Plan(question.cluster, best, runner_up, tuple(others), tuple(alternatives(question)))
 
 
 # ---- the search ----
 
 
 def price_all(question: Question) -> Iterator[Candidate]:
-    """Every layout that the question allows, priced, in a fixed order.
-
-    Where replicas do not fit into the memory, the same layout with transient ones follows.
-    """
+    """Every layout that the question allows, priced; where one does not fit, its transient form follows."""
     for group in question.expert_groups:
         spans = group.spans(question.cluster)
-        for domain_sizes in _domain_sizes(question, spans):
-            for codecs in _codec_choices(question.codecs, domain_sizes):
+        for domain_sizes in itertools.product(*map(divisors, spans)):
+            # Where no experts travel, the codec that loses least.
+            allowed = (question.codecs if size > 1 else question.codecs[:1] for size in domain_sizes)
+            for codecs in itertools.product(*allowed):
                 layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=question.with_tokens(codecs))
                 can_be_transient = layout.domain_size > 1 and not layout.is_lossy
                 if not (question.is_transient and can_be_transient):
@@ -165,17 +126,6 @@ def price_all(question: Question) -> Iterator[Candidate]:
                     can_be_transient &= candidate.lacking_bytes > 0
                 if can_be_transient:
                     yield _price_transient(question, group, layout)
-
-
-def _domain_sizes(question: Question, spans: Sequence[int]) -> Iterable[tuple[int, ...]]:
-    wanted = question.domain_sizes or (None,) * len(spans)
-    choices = [divisors(span) if size is None else (size,) for span, size in zip(spans, wanted, strict=True)]
-    return itertools.product(*choices)
-
-
-def _codec_choices(allowed: Sequence[LevelCodecs], domain_sizes: Sequence[int]) -> Iterable[tuple[LevelCodecs, ...]]:
-    """Every allowed choice at levels where experts travel; the first one, which loses least, elsewhere."""
-    return itertools.product(*(allowed if size > 1 else allowed[:1] for size in domain_sizes))
 
 
 def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
@@ -211,19 +161,12 @@ def _with_least_depth(question: Question, candidate: Candidate) -> Candidate:
 
 
 def _simplest_of_the_fastest(candidates: Sequence[Candidate]) -> Candidate:
+    def costs(candidate: Candidate) -> tuple[bool, float, tuple[int, ...]]:
+        layout = candidate.layout
+        return layout.is_lossy or layout.has_lossy_gradients, candidate.memory.total_bytes, layout.domain_sizes
+
     fastest_s = min(candidate.step_s for candidate in candidates)
-    close = [candidate for candidate in candidates if candidate.step_s <= fastest_s * (1 + TIE)]
-    return min(
-        close,
-        key=lambda candidate: (
-            candidate.layout.is_lossy or candidate.layout.has_lossy_gradients,
-            candidate.memory.total_bytes,
-            candidate.layout.domain_sizes,
-        ),
-    )
-
-
-# ---- reasons ----
+    return min((one for one in candidates if one.step_s <= fastest_s * (1 + TIE)), key=costs)
 
 
 def _why_lost(candidate: Candidate, best: Candidate) -> str:
@@ -247,13 +190,9 @@ def _why_won(best: Candidate, runner_up: Candidate | None) -> str:
 
 
 def _largest_difference(slower: Candidate, faster: Candidate) -> tuple[float, str]:
-    """The seconds that the slower one takes more for one term, and what that is."""
     more, less = slower.prediction.terms.as_dict(), faster.prediction.terms.as_dict()
     term = max(more, key=lambda name: more[name] - less[name])
     return more[term] - less[term], TERM_WORDS[term]
-
-
-# ---- JSON ----
 
 
 def codecs_label(codecs: LevelCodecs) -> str:
@@ -279,6 +218,18 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
         "memory_bytes": rounded(candidate.memory.total_bytes),
         "lacking_bytes": rounded(candidate.lacking_bytes),
         "reason": candidate.reason,
+    }
+
+
+def _alternative_json(way: Alternative) -> dict[str, Any]:
+    return {
+        "name": way.name,
+        "step_s": None if way.step_s is None else rounded(way.step_s),
+        "terms_s": None if way.prediction is None else _rounded_values(way.prediction.terms.as_dict()),
+        "memory_bytes": None if way.memory_bytes is None else rounded(way.memory_bytes),
+        "lacking_bytes": rounded(way.lacking_bytes),
+        "provided": way.is_provided,
+        "note": way.note,
     }
 
 

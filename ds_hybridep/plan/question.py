@@ -18,13 +18,8 @@ DEFAULT_DEPTHS = (0, 1, 2, 4)
 class Question:
     """What a plan is asked for.
 
-    cluster, workload, rates, sync: as `predict` takes them.
-    groups: expert-parallel groups to consider; empty: `candidate_groups`.
-    codecs: encodings to consider at each level where experts travel; one choice, identity, loses nothing.
+    codecs: encodings to consider at each level where experts travel; identity alone loses nothing.
     token_codecs: of rows on their way to experts, one for each level; empty: none. What is compared with has none.
-    depths: prefetch depths to consider.
-    domain_sizes: for each level a size, or None to search.
-    memory_bytes: of one rank, without activations; None: not limited.
     is_transient: replicas are transient, as settings say; else only where others do not fit.
     """
 
@@ -32,12 +27,11 @@ class Question:
     workload: Workload
     rates: Rates
     sync: SyncModel = SyncModel()
-    groups: tuple[ExpertGroup, ...] = ()
+    groups: tuple[ExpertGroup, ...] = ()  # to consider; empty: `candidate_groups`
     codecs: tuple[LevelCodecs, ...] = (LevelCodecs(),)
     token_codecs: tuple[CodecCost, ...] = ()
     depths: tuple[int, ...] = DEFAULT_DEPTHS
-    domain_sizes: tuple[int | None, ...] | None = None
-    memory_bytes: float | None = None
+    memory_bytes: float | None = None  # of one rank, without activations; None: not limited
     is_transient: bool = False
 
     def with_tokens(self, codecs: Sequence[LevelCodecs]) -> tuple[LevelCodecs, ...]:
@@ -47,11 +41,9 @@ class Question:
 
     @property
     def expert_groups(self) -> tuple[ExpertGroup, ...]:
-        """Expert-parallel groups to consider."""
         return self.groups or candidate_groups(self.cluster, self.workload.model.num_experts)
 
     def predict(self, layout: Layout) -> StepPrediction:
-        """One step of a layout."""
         return predict(self.cluster, layout, self.workload, self.rates, self.sync)
 
     def with_best_exchange(self, layout: Layout) -> tuple[Layout, StepPrediction]:
@@ -66,8 +58,7 @@ class Question:
     def memory(self, layout: Layout) -> tuple[Memory, float]:
         """What a layout needs, and the bytes that it lacks."""
         memory = memory_of(self.cluster, layout, self.workload)
-        limit = self.memory_bytes
-        return memory, 0.0 if limit is None else max(memory.total_bytes - limit, 0.0)
+        return memory, 0.0 if self.memory_bytes is None else max(memory.total_bytes - self.memory_bytes, 0.0)
 
 
 def candidate_groups(cluster: Cluster, num_experts: int) -> tuple[ExpertGroup, ...]:
@@ -76,10 +67,10 @@ def candidate_groups(cluster: Cluster, num_experts: int) -> tuple[ExpertGroup, .
     found = [largest_group(cluster, num_experts, world), largest_group(cluster, num_experts, world, is_strided=True)]
     found.append(largest_group(cluster, num_experts, world // cluster.sizes[0]))
     # Where one group has all ranks, strided and neighbouring are the same.
-    spans: dict[tuple[int, ...], ExpertGroup] = {}
+    by_spans: dict[tuple[int, ...], ExpertGroup] = {}
     for group in found:
-        spans.setdefault(group.spans(cluster), group)
-    return tuple(spans.values())
+        by_spans.setdefault(group.spans(cluster), group)
+    return tuple(by_spans.values())
 
 
 def largest_group(cluster: Cluster, num_experts: int, limit: int, *, is_strided: bool = False) -> ExpertGroup:

@@ -12,12 +12,7 @@ The next forward, if weights have not changed, finds 0 and 1.
 
 
 class ReplicaPool:
-    """Layers whose replicas are held or on their way, oldest first; nothing in it knows of tensors.
-
-    Args:
-        num_layers: of the model, by position.
-        depth: layers gathered ahead of the one that computes.
-    """
+    """Layers whose replicas are held or on their way, by position, oldest first; nothing in it knows of tensors."""
 
     def __init__(self, num_layers: int, depth: int) -> None:
         self.num_layers = num_layers
@@ -37,8 +32,5 @@ class ReplicaPool:
 
 
 def num_gathers(num_layers: int, depth: int, micro_steps: int) -> int:
-    """Gathers of one layer's weights in an optimizer step whose passes run all layers in order.
-
-    The first forward gathers all layers, every later pass those for which there was no room.
-    """
+    """Gathers of one layer's weights in a step: all layers once, and in later passes those without room."""
     return num_layers + (2 * micro_steps - 1) * max(num_layers - depth - 1, 0)

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other ways to train the same model, to compare a plan with.
-
-Three need nothing from this package. Two are other programs, which are priced only.
-"""
+"""Other ways to train the same model, to compare a plan with: DeepSpeed's, and two other programs, priced only."""
 
 from dataclasses import dataclass, replace
 
 from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths
 from ds_hybridep.plan.costs import ranks_below
-from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs
+from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.question import Question, largest_group
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 
@@ -17,20 +14,14 @@ LOCAL_STEPS = 100  # optimizer steps between two synchronisations of local SGD
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another way to train the same model.
-
-    step_s: predicted; None where it does not exist here, and `note` says why.
-    prediction: terms and bytes of what is provided.
-    layout: of what DeepSpeed or this program can do; None: another program, priced only.
-    lacking_bytes: memory that it needs beyond what there is; 0: it fits, or was not checked.
-    """
+    """Another way to train the same model; one without `layout` is another program, which is priced only."""
 
     name: str
-    step_s: float | None
+    step_s: float | None  # None where it does not exist here, and `note` says why
     prediction: StepPrediction | None = None
     layout: Layout | None = None
     memory_bytes: float | None = None
-    lacking_bytes: float = 0.0
+    lacking_bytes: float = 0.0  # beyond what there is; 0 also where it was not checked
     note: str = ""
 
     @property
@@ -92,9 +83,8 @@ def _inside_prediction(question: Question, inside: ExpertGroup) -> StepPredictio
 def _pipeline(question: Question, inside: ExpertGroup) -> Alternative:
     """Stages across level 0, each with a share of the layers and EP inside; the same tokens per step.
 
-    n stages pass n A micro-batches of each rank's tokens: every rank computes as much as before, times the bubble
-    1 + (n - 1) / (n A). A border is crossed by one row per token in each direction, hidden behind computation.
-    Dense parameters and experts are synchronised inside, a share of them on each stage.
+    n stages pass n A micro-batches of each rank's tokens: as much computation as before, times 1 + (n - 1) / (n A). A
+    border is crossed by one row per token in each direction, hidden behind computation.
     """
     name = "pipeline stages across, EP inside"
     stages, workload = question.cluster.sizes[0], question.workload
@@ -126,3 +116,23 @@ def _local_sgd(question: Question, inside: ExpertGroup) -> Alternative:
         step_s=prediction.step_s + (terms.dense_sync_s + terms.expert_sync_s) / LOCAL_STEPS,
         note="not provided here; not the same training: loss may differ",
     )
+
+
+def break_even_tokens(question: Question, *, is_deduplicated: bool) -> float | None:
+    """Tokens per rank and micro-step above which moving all experts over level 0 is fewer bytes than moving tokens.
+
+    Compared are the bytes of an optimizer step with one domain at level 0 against none, with the de-duplicated
+    exchange or DeepSpeed's padded one; they grow in proportion to tokens. None where the group is inside one child.
+    """
+    cluster = question.cluster
+    spans = max((group.spans(cluster) for group in question.expert_groups), key=lambda spans: spans[0])
+    if spans[0] == 1:
+        return None
+    # Many tokens, so that the capacity's rounding does not show.
+    many, rates = replace(question.workload, tokens_per_rank=1_000_000), Rates(flops_per_s=1.0)
+    codecs = question.with_tokens((question.codecs[0],) * len(spans))
+    plain = replace(without_domains(spans), codecs=codecs, exchange="hierarchical")
+    gathered = replace(plain, domain_sizes=(spans[0], *plain.domain_sizes[1:]))
+    rows = predict(cluster, replace(plain, is_padded=not is_deduplicated), many, rates).uplink_bytes[0]
+    experts = predict(cluster, gathered, many, rates).uplink_bytes[0]
+    return many.tokens_per_rank * (experts["expert_weights"] + experts["expert_gradients"]) / rows["tokens"]

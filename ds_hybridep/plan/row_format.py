@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token rows of one byte an element, as records: one for each row, a multiple of 16 bytes long.
 
-    codes of D elements | exponents of ceil(D / 128) blocks, a byte each | zeros
-
-Example, D = 200: 200 codes, 2 exponents, 6 zeros, 208 bytes; the same row in bf16 has 400.
+codes of D elements | exponents of ceil(D / 128) blocks, a byte each | zeros
 """
 
 from typing import Literal

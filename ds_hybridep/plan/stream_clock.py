@@ -77,10 +77,7 @@ class StepClock:
         self.seconds[term] += seconds
 
     def exchange(self, rounds: Sequence[MessageRound], term: str, round_s: float) -> None:
-        """Rows over the links, round by round and level by level; a round takes the host `round_s` at least.
-
-        On its level a row shares the link byte for byte with the packets in flight.
-        """
+        """Rows over the links, sharing them byte for byte with packets; a round takes the host `round_s` at least."""
         for one in rounds:
             begin_s = self.now_s
             self.spend(one.latency_s, term)
@@ -106,11 +103,7 @@ class StepClock:
                 link.add(packet, num_bytes)
 
     def await_packet(self, packet: int, term: str) -> None:
-        """Wait until a packet has arrived over all of its levels.
-
-        The levels pass it on one after the other and work on different packets at once, as a line of machines does:
-        it has left the busiest level, and has spent its own time on the others.
-        """
+        """Wait until a packet has left the busiest of its levels, and spent its own time on the others."""
         level_bytes = self._packets[packet]
         own_s = [num_bytes / link.bytes_per_s for link, num_bytes in zip(self.links, level_bytes, strict=True)]
         total_s = math.fsum(own_s)

@@ -1,30 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of one training step for a cluster, a layout of experts and a workload, term by term.
 
-The clock of one rank runs through the step; every second of it belongs to one term, so that the terms add up:
+The clock of one rank runs through the step, and every second belongs to one term, so that the terms add up:
 
     weights leave -> A x (forward: layer by layer, backward: layer by layer) -> synchronisation -> optimizer
 
-    layer, forward    compute before the experts | dispatch rows | wait for replicas | experts | combine rows
-    layer, backward   return gradients of rows | experts | ... | start the return of replicas' gradients
-
-Every level's link is a serial resource. Packets (expert weights in the first forward of a step, expert gradients in
-the last backward) queue on it in order and flow while the rank computes. Token rows share it with the packets that are
-in flight: x bytes wait for as many bytes of packets, if there are so many. What is not hidden is waited for:
+A level's link is a serial resource: one child's uplink, each direction, shared by the ranks below it. Packets queue on
+it in order and flow while the rank computes; x bytes of token rows wait for as many bytes of packets in flight:
 
     layer l starts at max(end of what came before, arrival of its packet)
 
-A level's bandwidth is that of one child's uplink, each direction, shared by the ranks below it; bytes are counted at
-the slowest level that they cross, as the runtime counts them. All ranks are taken to be alike.
-
-Sources: design of the stream model; paper (5), (7) for the overlap of one layer.
+Sources: paper (5), (7) for the overlap of one layer; docs/planning.md, "How a step is predicted".
 """
 
 import copy
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
@@ -50,70 +43,52 @@ Kind = Literal["tokens", "expert_weights", "expert_gradients", "dense_sync", "ex
 # Reads and writes of one optimizer step per trained parameter: gradient, master copy, two moments, 2-byte parameter.
 OPTIMIZER_TRAFFIC_BYTES = 30
 
-TERM_WORDS = {
-    "dense_s": "computation outside the experts",
-    "experts_s": "expert computation",
-    "codec_s": "encoding and decoding",
-    "tokens_s": "token exchange",
-    "expert_weights_s": "waiting for expert weights",
-    "expert_gradients_s": "waiting for expert gradients",
-    "dense_sync_s": "synchronising dense parameters",
-    "expert_sync_s": "synchronising experts that several groups hold",
-    "host_s": "calls and messages",
-    "optimizer_s": "the optimizer",
-}
+
+def _term(words: str) -> float:
+    return field(default=0.0, metadata={"words": words})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTerms:
-    """Seconds of a step by cause, as `TERM_WORDS` names them; they add up to the step.
+    """Seconds of a step by cause; they add up to the step."""
 
-    tokens_s: packets before the rows in the queue included.  expert_weights_s, expert_gradients_s: what computation
-        did not hide.  dense_sync_s, expert_sync_s: DeepSpeed's own traffic, gradients and parameters.
-    """
-
-    dense_s: float = 0.0
-    experts_s: float = 0.0
-    codec_s: float = 0.0
-    tokens_s: float = 0.0
-    expert_weights_s: float = 0.0
-    expert_gradients_s: float = 0.0
-    dense_sync_s: float = 0.0
-    expert_sync_s: float = 0.0
-    host_s: float = 0.0
-    optimizer_s: float = 0.0
+    dense_s: float = _term("computation outside the experts")
+    experts_s: float = _term("expert computation")
+    codec_s: float = _term("encoding and decoding")
+    tokens_s: float = _term("token exchange")
+    expert_weights_s: float = _term("waiting for expert weights")
+    expert_gradients_s: float = _term("waiting for expert gradients")
+    dense_sync_s: float = _term("synchronising dense parameters")
+    expert_sync_s: float = _term("synchronising experts that several groups hold")
+    host_s: float = _term("calls and messages")
+    optimizer_s: float = _term("the optimizer")
 
     @property
     def total_s(self) -> float:
-        """The step."""
         return math.fsum(self.as_dict().values())
 
     def as_dict(self) -> dict[str, float]:
-        """By name, in the order above."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+TERM_WORDS: dict[str, str] = {item.name: item.metadata["words"] for item in fields(StepTerms)}
 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """One step: seconds by term, and the bytes that one child's uplink sends by level and kind.
-
-    uplink_bytes: per level, kind -> payload bytes in one direction, without headers.
-    """
+    """One step: seconds by term, and for each level kind -> payload bytes over one child's uplink in one direction."""
 
     terms: StepTerms
     uplink_bytes: tuple[Mapping[Kind, float], ...]
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step."""
         return self.terms.total_s
 
     def level_bytes(self, level: int) -> float:
         """Bytes of all kinds over one uplink of `level`."""
         return math.fsum(self.uplink_bytes[level].values())
 
-
-# ---- the step ----
 
 PacketOf = Callable[[int], int | None]  # the packet that a layer has to wait for, sent now if it was not before
 
@@ -125,12 +100,7 @@ def _no_packet(_: int) -> int | None:
 def predict(
     cluster: Cluster, layout: Layout, workload: Workload, rates: Rates, sync: SyncModel | None = None
 ) -> StepPrediction:
-    """Seconds and bytes of one training step in the steady state.
-
-    A bandwidth that is not known is taken as `known_or_assumed_bandwidths` says, a latency as 0.
-
-    Raises PlanError where layout and cluster, or experts and group, do not fit together.
-    """
+    """Seconds and bytes of one training step in the steady state.  Raises PlanError where the arguments do not fit."""
     layout.check_fits(cluster)
     step = _Step(cluster, layout, workload, rates, sync or SyncModel())
     step.run()
@@ -142,13 +112,7 @@ def predict(
 
 
 class _LayerCosts:
-    """What every layer of a step costs; all layers are alike.
-
-    pre_s, experts_s, calls_s: seconds of a forward; a backward takes twice as long.
-    round_s: host time of one round of messages.
-    dispatch, rows_only, input_gradients: exchanges of rows; of rows alone are combine and its output's gradients.
-    weights, gradients: bytes of its packets over one uplink of each level.
-    """
+    """What every layer of a step costs: seconds of a forward, exchanges of rows, bytes over one uplink of a level."""
 
     def __init__(self, cluster: Cluster, layout: Layout, workload: Workload, rates: Rates) -> None:
         self._layout, self._row_bytes = layout, workload.row_bytes
@@ -160,7 +124,7 @@ class _LayerCosts:
         self.round_s = rates.all_to_all_s if layout.is_padded else rates.exchange_s
         extra = 0 if layout.is_padded else 1
         self.dispatch = self._rounds(extra * workload.dispatch_extra_bytes, is_dispatch=True)
-        self.rows_only = self._rounds(0.0)
+        self.rows_only = self._rounds(0.0)  # combine, and its output's gradients
         self.input_gradients = self._rounds(extra * workload.return_extra_bytes)
         self.weights = self._per_uplink(packet_bytes(layout, workload, "weights"))
         self.gradients = self._per_uplink(packet_bytes(layout, workload, "gradients"))
@@ -169,17 +133,13 @@ class _LayerCosts:
         return tuple(num_bytes * count for num_bytes, count in zip(per_rank, self._below, strict=True))
 
     def _rounds(self, extra_bytes: float, *, is_dispatch: bool = False) -> tuple[MessageRound, ...]:
-        """Rounds of messages of one exchange: its rows, in our own dispatch encoded and with their counts.
-
-        Direct exchanges wait for the slowest level once; level by level each level is waited for in turn. A rank's
-        messages leave one after the other, so the levels' seconds add up.
-        """
+        """Rounds of messages of one exchange; in our own dispatch rows are encoded and have their counts with them."""
         layout = self._layout
         used = [level for level, count in enumerate(layout.domain_counts) if count > 1]
-        if layout.is_padded or layout.exchange == "direct":
-            groups = [used] if used else []
-        else:
-            groups = [[level] for level in used]
+        # Direct exchanges wait for the slowest level once; level by level each level is waited for in turn.
+        groups = [[level] for level in used]
+        if used and (layout.is_padded or layout.exchange == "direct"):
+            groups = [used]
         is_encoded = is_dispatch and not layout.is_padded
 
         def num_bytes(level: int) -> float:
@@ -202,8 +162,6 @@ class _LayerCosts:
 
 
 class _Step:
-    """A step under way, on its clock."""
-
     def __init__(self, cluster: Cluster, layout: Layout, workload: Workload, rates: Rates, sync: SyncModel) -> None:
         self.cluster, self.layout, self.workload, self.rates, self.sync = cluster, layout, workload, rates, sync
         self.costs = _LayerCosts(cluster, layout, workload, rates)
@@ -214,8 +172,6 @@ class _Step:
         self.bandwidths = [bandwidth / rates.wire_factor for bandwidth in known_or_assumed_bandwidths(cluster)]
         self.latencies = latencies_of(cluster)
         self.clock = StepClock(self.bandwidths, self.latencies, tuple(TERM_WORDS))
-
-    # ---- micro-steps ----
 
     def run(self) -> None:
         """All micro-steps.  Weights flow during the first forward only, gradients during the last backward only."""
@@ -239,10 +195,7 @@ class _Step:
         self._last_backward(_no_packet)
 
     def _run_transient(self) -> None:
-        """All micro-steps of transient replicas: weights flow in every pass, for the layers there is no room for.
-
-        Between the first and the last, all micro-steps find the same layers held and idle links: one is timed.
-        """
+        """All micro-steps of transient replicas: weights flow in every pass, for the layers there is no room for."""
         clock, pool = self.clock, ReplicaPool(self.layers, self.layout.prefetch_depth)
         newest: dict[int, int] = {}  # packet of each layer
         num_sent = 0
@@ -272,6 +225,7 @@ class _Step:
         pass_forward()
         if self.workload.micro_steps > 1:
             pass_backward()
+            # All micro-steps but the first and the last find the same layers held and idle links: one is timed.
             begin_s, before = clock.now_s, dict(clock.seconds)
             if self.workload.micro_steps > 2:
                 pass_forward()
@@ -340,14 +294,8 @@ class _Step:
         plain.clock.spend(2.0 * self.costs.pre_s, "dense_s")
         return plain.clock
 
-    # ---- after the micro-steps ----
-
     def synchronise(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """DeepSpeed's own traffic, none of it hidden; bytes per uplink of (dense parameters, experts held elsewhere).
-
-        Gradients once per step under ZeRO 0 and 1, once per micro-step under ZeRO 2; from ZeRO 1 on parameters are
-        gathered after the step.
-        """
+        """DeepSpeed's own traffic, none of it hidden; bytes per uplink of (dense parameters, shared experts)."""
         cluster, workload, sync = self.cluster, self.workload, self.sync
         experts = self.owned_experts * self.layers * workload.expert_travel_bytes
         holders = tuple(size // span for size, span in zip(cluster.sizes, self.layout.spans, strict=True))
@@ -391,9 +339,8 @@ class _Step:
     def expose(self) -> None:
         """Take back what `rates.overlap` says is not hidden: a mean with the step in which nothing is.
 
-        There every packet is waited for by itself, and no token row meets one. A mean of the two grows when a
-        bandwidth falls, as both do. Links that are slower while the rank computes would not do so: a wait for one
-        level would be the chance for packets of another.
+        The mean grows when a bandwidth falls, as both do. Links that are slower while the rank computes would not do
+        so: a wait for one level would be the chance for packets of another.
         """
         rates, plain = self.rates, self._plain_layer()
         repeats, num_packets = self.workload.micro_steps * self.layers, self.num_weight_packets + self.layers
@@ -415,7 +362,6 @@ class _Step:
 
 
 def _uplink_bytes(step: _Step, dense: Sequence[float], experts: Sequence[float]) -> tuple[Mapping[Kind, float], ...]:
-    """Bytes of the whole step over one uplink, by level and kind."""
     costs, num_levels = step.costs, len(step.cluster.levels)
     tokens = [0.0] * num_levels
     exchanges = [costs.dispatch, costs.rows_only, costs.rows_only, costs.input_gradients]

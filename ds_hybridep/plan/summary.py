@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_hybridep.plan.cluster import known_or_assumed_bandwidths
-from ds_hybridep.plan.crossover import Crossovers
-from ds_hybridep.plan.layout import IDENTITY, Layout
+from ds_hybridep.plan.crossover import fastest_ranges
+from ds_hybridep.plan.layout import IDENTITY
 from ds_hybridep.plan.planner import Candidate, Plan, rounded
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.rivals import Alternative
+from ds_hybridep.plan.rivals import Alternative, break_even_tokens
 
 GIGA = 1e9
 BITS_PER_BYTE = 8
 MS_PER_S = 1e3
 MAX_ROWS = 8  # of plans that lost, in a table
-STEPS_PRICED = 1000
+STEPS_COUNTED = 1000
 
 
 def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
@@ -73,7 +73,6 @@ def verdict(question: Question, plan: Plan) -> list[str]:
 
 
 def _advice_on_groups(question: Question, plan: Plan) -> list[str]:
-    """How to make the model's expert-parallel group the plan's."""
     cluster, group, layout = question.cluster, plan.best.group, plan.best.layout
     num_experts, outermost = question.workload.model.num_experts, cluster.levels[0]
     lines = []
@@ -98,14 +97,16 @@ def _advice_on_groups(question: Question, plan: Plan) -> list[str]:
     return lines
 
 
-def describe(question: Question, plan: Plan, crossovers: Crossovers, price_per_gb: float | None = None) -> str:
+def describe(question: Question, plan: Plan) -> str:
     """The whole answer as text."""
+    terms = plan.best.prediction.terms.as_dict()
+    shown = [f"{name.removesuffix('_s')} {seconds:.4g}" for name, seconds in terms.items() if seconds > 0]
     sections = [
         _describe_question(question),
         _plan_table(plan),
-        _terms_table(plan),
+        f"Seconds of {plan.best.label}: {', '.join(shown)}",
         "\n".join(verdict(question, plan)),
-        _describe_crossovers(question, crossovers) + "\n" + _describe_costs(question, plan, price_per_gb),
+        "\n".join([*_break_even(question), *_ranges(question, plan), *_describe_costs(question, plan)]),
     ]
     return "\n\n".join(sections)
 
@@ -121,10 +122,9 @@ def _describe_question(question: Question) -> str:
         if level.link.latency_s:
             text += f", {level.link.latency_s * MS_PER_S:g} ms"
         links.append(text)
-    micro = f"{workload.micro_steps} micro-step{'s' if workload.micro_steps > 1 else ''}"
     details = [
         f"{workload.tokens_per_rank} tokens per GPU and micro-step",
-        micro,
+        f"{workload.micro_steps} micro-step{'s' if workload.micro_steps > 1 else ''}",
         f"{workload.param_bytes} B per parameter",
         f"ZeRO-{workload.zero_stage}",
         f"{question.rates.flops_per_s / 1e12:g} TFLOPS reached per GPU",
@@ -135,15 +135,11 @@ def _describe_question(question: Question) -> str:
         details.append(f"{workload.trainable_expert_params} trained parameters per expert")
     tokens = zip(question.token_codecs, question.cluster.levels, strict=False)
     details += [f"dispatched tokens {codec.name} over {level.name}" for codec, level in tokens if codec != IDENTITY]
-    return "\n".join(
-        [
-            f"{model.name}: {model.num_params / GIGA:.1f} B parameters; {model.num_moe_layers} MoE layers of "
-            f"{model.num_experts} experts of {model.expert_params * workload.param_bytes / 1e6:.1f} MB, "
-            f"top-{model.top_k}",
-            "; ".join(links),
-            ", ".join(details),
-        ]
+    sizes = (
+        f"{model.name}: {model.num_params / GIGA:.1f} B parameters; {model.num_moe_layers} MoE layers of "
+        f"{model.num_experts} experts of {model.expert_params * workload.param_bytes / 1e6:.1f} MB, top-{model.top_k}"
     )
+    return "\n".join([sizes, "; ".join(links), ", ".join(details)])
 
 
 def _plan_table(plan: Plan) -> str:
@@ -175,56 +171,43 @@ def _alternative_row(way: Alternative) -> tuple[str, ...]:
     return ("", way.name, step, crossing, memory, way.note)
 
 
-def _terms_table(plan: Plan) -> str:
-    terms = plan.best.prediction.terms.as_dict()
-    shown = [f"{name.removesuffix('_s')} {seconds:.4g}" for name, seconds in terms.items() if seconds > 0]
-    return f"Seconds of {plan.best.label}: " + ", ".join(shown)
+def _ranges(question: Question, plan: Plan) -> list[str]:
+    here = known_or_assumed_bandwidths(question.cluster)[0]
+    lines = [f"Break-even bandwidths of {question.cluster.levels[0].name}, and what is fastest between them:"]
+    for label, low, high in fastest_ranges(question, plan):
+        mark = "   <- here" if low <= here < high else ""
+        lines.append(f"  {_gbps(low):>12} to {_gbps(high):<12} {label}{mark}")
+    return lines
 
 
-def _describe_crossovers(question: Question, crossovers: Crossovers) -> str:
-    name, here = question.cluster.levels[0].name, known_or_assumed_bandwidths(question.cluster)[0]
-    lines = []
-    ours, padded = crossovers.tokens_deduplicated, crossovers.tokens_padded
-    if ours is not None and padded is not None:
-        lines.append(
-            f"In bytes over {name}, moving experts beats moving tokens from {ours:.4g} tokens per GPU and micro-step "
-            f"on against a de-duplicated exchange, from {padded:.4g} on against padded all-to-alls."
-        )
-    lines.append(f"Break-even bandwidths of {name}, and what is fastest between them:")
-    for label, from_bytes_per_s, to_bytes_per_s in crossovers.fastest:
-        mark = "   <- here" if from_bytes_per_s <= here < to_bytes_per_s else ""
-        lines.append(f"  {_gbps(from_bytes_per_s):>12} to {_gbps(to_bytes_per_s):<12} {label}{mark}")
-    return "\n".join(lines)
+def _break_even(question: Question) -> list[str]:
+    ours, padded = (break_even_tokens(question, is_deduplicated=is_ours) for is_ours in (True, False))
+    if ours is None or padded is None:
+        return []
+    return [
+        f"In bytes over {question.cluster.levels[0].name}, moving experts beats moving tokens from {ours:.4g} tokens "
+        f"per GPU and micro-step on against a de-duplicated exchange, from {padded:.4g} on against padded all-to-alls."
+    ]
 
 
-def _describe_costs(question: Question, plan: Plan, price_per_gb: float | None) -> str:
+def _describe_costs(question: Question, plan: Plan) -> list[str]:
     outermost, memory = question.cluster.levels[0], plan.best.memory
     uplinks = outermost.size if outermost.size > 1 else 0
-    total_gb = plan.best.prediction.level_bytes(0) * uplinks * STEPS_PRICED / GIGA
-    price = "" if price_per_gb is None else f", {total_gb * price_per_gb:,.2f} at {price_per_gb:g} per GB"
-    return (
-        f"Over {outermost.name} in {STEPS_PRICED} steps, all uplinks together: {total_gb:,.0f} GB{price}.\n"
+    total_gb = plan.best.prediction.level_bytes(0) * uplinks * STEPS_COUNTED / GIGA
+    return [
+        f"Over {outermost.name} in {STEPS_COUNTED} steps, all uplinks together: {total_gb:,.0f} GB.",
         f"Memory per GPU without activations: {memory.total_bytes / GIGA:.1f} GB, of it "
-        f"{memory.replica_bytes / GIGA:.1f} for working copies of experts and their gradient sums."
-    )
-
-
-def uses_codecs(layout: Layout) -> tuple[str, ...]:
-    """Names of the codecs in a layout that are not exact."""
-    names = [codec.name for level in layout.codecs for codec in (level.weight, level.gradient) if codec != IDENTITY]
-    return tuple(dict.fromkeys(names))
+        f"{memory.replica_bytes / GIGA:.1f} for working copies of experts and their gradient sums.",
+    ]
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns of equal width; numbers to the right, the last column as long as it is."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:
-        cells = [
-            cell.rjust(width) if column >= 2 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
+        words = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        numbers = [cell.rjust(width) for cell, width in zip(row[2:-1], widths[2:], strict=True)]
+        lines.append("  ".join([*words, *numbers, row[-1]]).rstrip())
     return "\n".join(lines)
 
 

@@ -19,12 +19,9 @@ class Stage:
     """One exchange of rows, as one rank sees it.
 
     level: cluster level whose domains it joins; None where it joins all domains at once.
-    ranks: destinations in order, this rank included.
-    self_index: index of this rank in `ranks`.
-    expert_to_destination: [num_experts] index into `ranks` for a row that needs that expert.
+    expert_to_destination: [num_experts] index into `ranks`, with this rank at `self_index`, for rows of that expert.
 
-    A row goes once to each destination that it has experts for, and carries only those experts further. Rank 0 of
-    2 DCs x 2 GPUs with domains of one rank and one expert each, hierarchical:
+    Rank 0 of 2 DCs x 2 GPUs, one expert each:
 
         stage  level  ranks   expert_to_destination
         0      0      (0, 2)  (0, 0, 1, 1)    experts 2, 3 live in the other DC: one row there for both
@@ -40,11 +37,8 @@ class Stage:
 def build_route(partition: Partition, rank: int, num_experts: int, exchange: TokenExchange) -> tuple[Stage, ...]:
     """Stages that bring a row of `rank` to its peer in the domain of every expert that the row needs.
 
-    Direct: one stage whose destinations are the peers in all domains, in the order of the domain index.
-    Hierarchical: one stage for each level with several domains, slowest first. Stage by stage the caller drops from
-    a row the experts that went elsewhere; both ways end at the same ranks. With one domain there is no stage.
-
-    Raises PlanError where the rank is not in the group, or the experts cannot be shared evenly.
+    Direct: one stage to the peers in all domains. Hierarchical: one for each level with several domains, slowest
+    first, between which the caller drops the experts of a row that went elsewhere. With one domain there is no stage.
     """
     experts_per_rank = partition.experts_per_rank(num_experts)
     rank_domain = partition.domain_of(rank)
@@ -70,10 +64,7 @@ def build_route(partition: Partition, rank: int, num_experts: int, exchange: Tok
 def expected_rows(
     domain_counts: Sequence[int], num_experts: int, top_k: int, num_tokens: int, exchange: TokenExchange
 ) -> tuple[float, ...]:
-    """Rows that one rank sends over each cluster level in one dispatch, on average under even routing.
-
-    domain_counts: domains side by side at each level; together they share the experts evenly.
-    num_tokens: tokens of one rank. Each picks `top_k` different experts, all choices alike.
+    """Rows that one rank sends over each level in one dispatch, on average if tokens pick `top_k` experts evenly.
 
     Direct, with n_l domains at level l and n in all: a peer's first level that differs is l for
     (n_l - 1) n_(l+1) n_(l+2) ... peers, each of which a token visits with the chance that it needs one of E / n
@@ -97,17 +88,7 @@ def expected_rows(
 def choose_exchange(
     partition: Partition, cluster: Cluster, num_experts: int, top_k: int, row_bytes: float, num_tokens: int
 ) -> TokenExchange:
-    """The exchange that takes fewer seconds for one dispatch; direct where both take the same.
-
-    cluster: the partition's levels with the links as measured; a bandwidth that is not known is filled in by
-        `known_or_assumed_bandwidths`, a latency counts as 0.
-    row_bytes: bytes of one row on the wire.
-
-    A level costs the bytes that all ranks below one child send through its uplink, over the bandwidth. Latencies
-    are waited for one after the other by stages, but all at once by the single direct exchange.
-
-    Raises PlanError where the cluster is not the partition's.
-    """
+    """The exchange with fewer seconds for one dispatch of rows of `row_bytes`; direct where both take the same."""
     if cluster.sizes != partition.cluster.sizes:
         raise PlanError(f"the partition was made for the levels {partition.cluster}, but the links are of {cluster}")
     seconds = {}
@@ -118,7 +99,6 @@ def choose_exchange(
 
 
 def _dispatch_s(cluster: Cluster, rank_bytes: list[float], exchange: TokenExchange) -> float:
-    """Seconds of one dispatch in which each rank sends `rank_bytes[level]` over each level."""
     used = [level for level, num_bytes in enumerate(rank_bytes) if num_bytes > 0]
     bandwidths, latencies, transfer_s = known_or_assumed_bandwidths(cluster), latencies_of(cluster), 0.0
     for level in used:

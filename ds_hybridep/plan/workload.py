@@ -24,10 +24,6 @@ TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token
 class MoEModel:
     """Sizes of a model.
 
-    name: for reports.
-    hidden: width of a token.
-    num_experts, top_k: of each MoE layer.
-    num_moe_layers: layers with routed experts.
     expert_params: of one routed expert.
     dense_params: of all else on every rank: attention, norms, routers, shared experts, dense layers, embeddings.
     active_dense_params: those of them that every token is multiplied with (not a table that is looked up).
@@ -63,17 +59,12 @@ class MoEModel:
 class Workload:
     """One training step of a model, as one rank sees it.
 
-    model: its sizes.
-    tokens_per_rank: in one micro-step.
-    micro_steps: gradient accumulation steps in one optimizer step.
+    tokens_per_rank, seq_len: of a micro-step and of a sequence; 0 leaves attention scores out of the FLOPs.
     param_bytes: of a parameter, of its gradient and of a number in a token row.
-    zero_stage: 0, 1 or 2.
     is_checkpointed: activations are recomputed in the backward, with the layers' exchanges.
-    seq_len: of one sequence; 0 leaves the attention scores out of the FLOPs.
     capacity_factor: of DeepSpeed's gate; its all-to-alls are padded to it.
     row_scale: measured rows over what even routing would send, such as 0.9 where tokens like experts close by.
     trainable_expert_params: of each expert; None: all. Adapters train few, and only those travel.
-    trainable_dense_params: None: all.
     """
 
     model: MoEModel
@@ -99,14 +90,10 @@ class Workload:
             if not (math.isfinite(value) and value >= 0):
                 raise PlanError(f"{field} is {value}, but must be a finite number >= 0")
 
-    # Experts.
-
     @property
     def expert_travel_params(self) -> int:
         """Parameters of one expert that are shipped after each step, and whose gradients return."""
-        if self.trainable_expert_params is None:
-            return self.model.expert_params
-        return self.trainable_expert_params
+        return self.model.expert_params if self.trainable_expert_params is None else self.trainable_expert_params
 
     @property
     def expert_travel_bytes(self) -> int:
@@ -117,8 +104,6 @@ class Workload:
     def dense_train_params(self) -> int:
         """Dense parameters whose gradients are summed over all ranks."""
         return self.model.dense_params if self.trainable_dense_params is None else self.trainable_dense_params
-
-    # Token rows: what crosses once per (token, destination) and layer.
 
     @property
     def row_bytes(self) -> int:
@@ -136,33 +121,17 @@ class Workload:
         return self.model.top_k * MASTER_BYTES
 
     @property
-    def token_passes(self) -> int:
-        """Row transfers of a layer and micro-step: dispatch and combine, forward and backward, and recomputed.
-
-        Non-re-entrant checkpointing leaves out the recomputed combine where nothing behind it in the checkpoint needs
-        its output; that is not credited.
-        """
-        return 6 if self.is_checkpointed else 4
-
-    @property
     def expert_capacity(self) -> int:
-        """Rows that DeepSpeed's gate reserves for each expert on each rank, in one micro-step.
-
-        Source: deepspeed.moe.sharded_moe, `_capacity`.
-        """
+        """Rows that DeepSpeed's gate reserves for each expert on a rank.  Source: its sharded_moe._capacity."""
         model = self.model
         rows = math.ceil(self.tokens_per_rank / model.num_experts * self.capacity_factor * model.top_k)
         return max(rows, MIN_CAPACITY)
 
-    # Computation of one rank in one micro-step.
-
     @property
     def pre_expert_flops(self) -> float:
-        """Forward FLOPs of all but the routed experts, for one MoE layer; what lies elsewhere is spread evenly.
-
-        Two per parameter and token, and 2 x seq_len x width for causal attention scores and their use.
-        Source: paper (1), (2), with PE = (m+1) attention + m FFN.
-        """
+        """Forward FLOPs of all but the routed experts, for one MoE layer; what lies elsewhere is spread evenly."""
+        # Causal attention scores and their use: 2 x seq_len x width.
+        # Source: paper (1), (2), with PE = (m+1) attention + m FFN.
         per_token = 2.0 * self.model.active_dense_params + 2.0 * self.seq_len * self.model.attention_width
         return self.tokens_per_rank * per_token / self.model.num_moe_layers
 
@@ -184,9 +153,7 @@ def model_from_mapping(content: Mapping[str, Any], name: str = "model") -> MoEMo
     """The model that a Hugging Face config.json or a file in our own short form describes.
 
     Our own form has `layers`, `hidden`, `ffn`, `experts`, `top_k` and, where they differ from the defaults: `gated`
-    (true: three matrices in an expert, false: two), `moe_layers` (all), `expert_params` (of one expert, in place of
-    what ffn and gated give), `dense_params` and `active_dense_params` (of all else; by default attention of
-    4 x hidden^2 and a router in each layer), `attention_width` (layers x hidden).
+    (true: three matrices in an expert, false: two), `moe_layers` (all), `expert_params` (what ffn and gated give).
 
     Raises PlanError that names the missing or wrong key.
     """
@@ -202,7 +169,6 @@ def model_from_mapping(content: Mapping[str, Any], name: str = "model") -> MoEMo
 
 SHORT_KEYS = (
     "name", "layers", "hidden", "ffn", "experts", "top_k", "tokens", "dtype", "gated", "moe_layers", "expert_params",
-    "dense_params", "active_dense_params", "attention_width",
 )  # fmt: skip
 
 
@@ -213,21 +179,18 @@ def _from_short_form(content: Mapping[str, Any], name: str) -> MoEModel:
     layers, hidden = _integer(content, "layers", name), _integer(content, "hidden", name)
     experts = _integer(content, "experts", name)
     moe_layers = _integer(content, "moe_layers", name, layers)
-    if "expert_params" in content:
-        expert_params = _integer(content, "expert_params", name)
-    else:
-        expert_params = (3 if content.get("gated", True) else 2) * hidden * _integer(content, "ffn", name)
-    dense = _integer(content, "dense_params", name, layers * 4 * hidden * hidden + moe_layers * hidden * experts)
+    matrices_params = (3 if content.get("gated", True) else 2) * hidden * _integer(content, "ffn", name)
+    dense = layers * 4 * hidden * hidden + moe_layers * hidden * experts  # attention and routers
     return MoEModel(
         name=str(content.get("name", name)),
         hidden=hidden,
         num_experts=experts,
         top_k=_integer(content, "top_k", name),
         num_moe_layers=moe_layers,
-        expert_params=expert_params,
+        expert_params=_integer(content, "expert_params", name, matrices_params),
         dense_params=dense,
-        active_dense_params=_integer(content, "active_dense_params", name, dense),
-        attention_width=_integer(content, "attention_width", name, layers * hidden),
+        active_dense_params=dense,
+        attention_width=layers * hidden,
     )
 
 
@@ -295,7 +258,6 @@ def _first(content: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:
 
 
 def _integer(content: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
-    """The integer at `key`; `default` where the key is missing or null."""
     value = content.get(key)
     if value is None:
         if default is None:

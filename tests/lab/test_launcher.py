@@ -268,7 +268,11 @@ def test_show_prints_a_run_record(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "holds a list, wanted the object of a run record")],
+    [
+        (None, "is no run record: [Errno"),
+        ("{", "is no run record: Expecting"),
+        ("[]", "holds a list, wanted the object of a run record"),
+    ],
 )
 def test_show_says_what_is_wrong_with_a_record(tmp_path, capsys, content, message):
     record = tmp_path / "run.json"

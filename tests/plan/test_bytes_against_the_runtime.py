@@ -87,7 +87,8 @@ def test_every_byte_is_predicted(pool4: ProcessPool, domain_sizes, exchange, che
     rows = sum(layer["rows_sent"] for record in records for layer in record["layers"])
     forwards = ACCUMULATION * (1 if checkpointing is None else 2)
     counts_only = sum(uplink_totals(case, layout, replace(workload, row_scale=0.0), "tokens"))
-    row_bytes = workload.token_passes * workload.row_bytes + workload.return_extra_bytes
+    # Dispatch and combine, forward and backward, and recomputed.
+    row_bytes = (4 if checkpointing is None else 6) * workload.row_bytes + workload.return_extra_bytes
     row_bytes += (1 if checkpointing is None else 2) * workload.dispatch_extra_bytes
     assert sum(counted("tokens")) == counts_only + rows / (forwards / ACCUMULATION) * row_bytes
 

@@ -21,7 +21,7 @@ def run(capsys, *arguments):
 
 
 def test_a_table_with_the_plan_its_rivals_and_a_block_to_paste(capsys):
-    code, out, _ = run(capsys, *QWEN, "--delay", "10ms", "--price-per-gb", "0.02")
+    code, out, _ = run(capsys, *QWEN, "--delay", "10ms")
     assert code == 0
     assert "Qwen3-30B-A3B: 30.5 B parameters; 48 MoE layers of 128 experts of 9.4 MB, top-8" in out
     assert "->  [2,1] ep 16" in out
@@ -29,8 +29,7 @@ def test_a_table_with_the_plan_its_rivals_and_a_block_to_paste(capsys):
     assert "Use domain sizes [2, 1]" in out
     assert "Do not use it where you can have this: " in out
     assert "from 9191 tokens per GPU and micro-step on against a de-duplicated exchange" in out
-    assert "<- here" in out
-    assert "all uplinks together: 133,301 GB, 2,666.03 at 0.02 per GB" in out
+    assert "all uplinks together: 133,301 GB.\n" in out
     assert '"bandwidth_gbps": 10.0' in out
 
 
@@ -49,7 +48,6 @@ def test_json_holds_plan_rivals_and_verdict(capsys):
     assert answer["plan"]["domain_sizes"] == [2, 1]
     assert sum(answer["plan"]["terms_s"].values()) == pytest.approx(answer["plan"]["step_s"])
     assert answer["break_even_tokens"]["deduplicated"] == pytest.approx(9190.8, rel=1e-3)
-    assert answer["fastest_by_bandwidth"][0]["from_bytes_per_s"] == 1e6
     assert [way["provided"] for way in answer["alternatives"]] == [True, True, True, False, False]
 
 
@@ -170,7 +168,7 @@ def test_the_text_says_which_token_codec_it_takes(capsys):
         (["--model", "qwen9", "--dcs", "2x8", "--wan", "1gbps"], "--model: qwen9 is no ready model"),
         (["--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "1GB"], "--wan: got '1GB', wanted bits per second"),
         (["--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--cluster", "x"], "--dcs, --cluster: got both"),
-        (["--model", "Qwen3-30B-A3B", "--ds-config", "none.json"], "--ds-config: none.json cannot be read"),
+        (["--model", "Qwen3-30B-A3B", "--ds-config", "none.json"], "--ds-config: none.json cannot be read as JSON: "),
         ([*QWEN[1:], "--mfu", "2"], "--tflops and --mfu: got 990 and 2"),
         ([*QWEN[1:], "--overlap", "2"], "overlap is 2.0, but must be between 0 and 1"),
         ([*QWEN[1:], "--strided"], "--strided: needs --ep-size"),

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.plan.crossover import break_even_tokens, fastest_ranges, step_times
+from ds_hybridep.plan.crossover import fastest_ranges, step_times
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, ExpertGroup, LevelCodecs, Rates
 from ds_hybridep.plan.models import read_model_file
 from ds_hybridep.plan.planner import TIE, make_plan, price_all
 from ds_hybridep.plan.question import Question, candidate_groups
+from ds_hybridep.plan.rivals import break_even_tokens
 from ds_hybridep.plan.summary import ds_config_block
 from ds_hybridep.plan.workload import Workload, model_from_mapping
 
@@ -148,39 +149,35 @@ def test_memory_excludes_replicas_and_says_what_they_lack():
 
 
 def test_transient_replicas_are_priced_where_others_do_not_fit():
-    question = question_of("Qwen3-30B-A3B", domain_sizes=(2, 1), groups=(ExpertGroup(16),), depths=(1, 4))
+    question = question_of("Qwen3-30B-A3B", groups=(ExpertGroup(16),), depths=(1, 4))
     free = make_plan(question)
+    assert free.best.layout.domain_sizes == (2, 1)
     assert all(not candidate.layout.is_transient for candidate in (free.best, *free.others))
     kept = free.best.memory
     assert kept.replica_bytes == 48 * 2 * 8 * 4718592 * (2 + 4)
     limited = make_plan(dataclasses.replace(question, memory_bytes=kept.total_bytes - 1))
-    assert [candidate.label for candidate in (limited.best, *limited.others)] == [
-        "[2,1] transient ep 16",
-        "[2,1] ep 16",
-    ]
+    labels = [candidate.label for candidate in (limited.best, *limited.others)]
+    assert labels[0] == "[2,1] transient ep 16"
+    assert "[2,1] ep 16" in labels
     held = limited.best.layout.prefetch_depth + 1
     assert limited.best.memory.replica_bytes == pytest.approx(kept.replica_bytes / 48 * held)
     assert limited.best.step_s > free.best.step_s
     assert ds_config_block(question, limited)["hybridep"]["replicas"] == "transient"
-    asked_for = make_plan(dataclasses.replace(question, domain_sizes=None, is_transient=True))
+    asked_for = make_plan(dataclasses.replace(question, is_transient=True))
     assert {
         candidate.layout.is_transient == (candidate.layout.domain_size > 1)
         for candidate in (asked_for.best, *asked_for.others)
     } == {True}
     # Where only the smallest pool fits, it is that one.
     least = kept.total_bytes - kept.replica_bytes * (1 - 2 / 48) + 1
-    small = make_plan(dataclasses.replace(question, memory_bytes=least)).best
+    plan = make_plan(dataclasses.replace(question, memory_bytes=least))
+    small = next(one for one in (plan.best, *plan.others) if one.label == "[2,1] transient ep 16")
     assert (small.layout.prefetch_depth, small.lacking_bytes) == (1, 0)
 
 
 def test_no_plan_fits_is_an_error_with_the_bytes():
     with pytest.raises(PlanError, match=r"no plan fits: the smallest, \[1,1\] ep 16, needs .* GB more than there are"):
         make_plan(question_of("DeepSeek-V3", memory_bytes=1e9))
-
-
-def test_domain_sizes_that_are_given_are_kept():
-    plan = make_plan(question_of("Qwen3-30B-A3B", domain_sizes=(None, 2), groups=(ExpertGroup(16),)))
-    assert {candidate.layout.domain_sizes for candidate in (plan.best, *plan.others)} == {(1, 2), (2, 2)}
 
 
 def test_alternatives_are_priced_and_named():
@@ -205,7 +202,7 @@ def test_a_better_way_that_deepspeed_has_already_is_named():
         "Qwen3-30B-A3B",
         workload={"trainable_expert_params": 67584, "trainable_dense_params": 0},
         groups=(ExpertGroup(16),),
-        domain_sizes=(1, 1),
+        memory_bytes=1.1e10,  # not enough for replicas that stay
         tokens=2048,
     )
     assert make_plan(question).better.name.startswith("DeepSpeed, EP over 8 inside each dc")
@@ -245,6 +242,14 @@ def test_break_even_needs_a_group_over_the_slow_level():
     assert break_even_tokens(question, is_deduplicated=True) is None
 
 
+@settings(deadline=None, max_examples=25)
+@given(st.floats(0.1, 1000), st.floats(0.01, 1.0), st.integers(100, 100_000))
+def test_a_slower_link_never_makes_the_best_plan_faster(gbps, factor, tokens):
+    fast, slow = (question_of("Qwen3-30B-A3B", gbps=(rate, 800), tokens=tokens) for rate in (gbps, gbps * factor))
+    # Within what counts as a tie.
+    assert make_plan(slow).best.step_s >= make_plan(fast).best.step_s * (1 - TIE)
+
+
 def test_ranges_cover_the_bandwidths_and_change_hands_where_times_cross():
     question = question_of("Qwen3-30B-A3B", tokens=6000)
     plan = make_plan(question)
@@ -255,11 +260,3 @@ def test_ranges_cover_the_bandwidths_and_change_hands_where_times_cross():
         assert border == begin
         times = step_times(question, plan, border)
         assert times[label] == pytest.approx(times[following], rel=0.05)
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.floats(0.1, 1000), st.floats(0.01, 1.0), st.integers(100, 100_000))
-def test_a_slower_link_never_makes_the_best_plan_faster(gbps, factor, tokens):
-    fast, slow = (question_of("Qwen3-30B-A3B", gbps=(rate, 800), tokens=tokens) for rate in (gbps, gbps * factor))
-    # Within what counts as a tie.
-    assert make_plan(slow).best.step_s >= make_plan(fast).best.step_s * (1 - TIE)

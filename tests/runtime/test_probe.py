@@ -19,7 +19,7 @@ from ds_hybridep.adaptive.probe import (
     _slowest,
     probe_links,
 )
-from ds_hybridep.commands.probe import cluster_file, describe, read_cluster
+from ds_hybridep.commands.probe import cluster_file, describe, read_levels
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
@@ -206,7 +206,6 @@ def test_the_file_is_a_cluster_file(tmp_path, name, load):
     assert config.levels[0].bandwidth_gbps == 0.1
     assert config.levels[0].latency_ms == 10.0
     assert config.levels[1].bandwidth_gbps is None
-    assert [level.size for level in read_cluster(argparse.Namespace(cluster=path, levels=None)).levels] == [2, 1]
 
 
 def test_the_table_shows_medians_and_spreads():
@@ -219,9 +218,9 @@ def test_the_table_shows_medians_and_spreads():
 @pytest.mark.parametrize("text", ["dc", "dc=0", "dc=2,gpu", "dc=x", ""])
 def test_levels_that_cannot_be_read_are_refused(text):
     with pytest.raises(ConfigError, match="--levels: got .*dc=2,gpu=8"):
-        read_cluster(argparse.Namespace(cluster=None, levels=text))
+        read_levels(text)
 
 
 def test_levels_may_go_without_names():
-    levels = read_cluster(argparse.Namespace(cluster=None, levels="2,gpu=3")).levels
+    levels = read_levels("2,gpu=3").levels
     assert [(level.name, level.size) for level in levels] == [("level0", 2), ("gpu", 3)]
