@@ -16,7 +16,7 @@ from ds_hybridep.adaptive.pulse import StepWatch
 from ds_hybridep.config import parse_config
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.costs import row_counts
-from ds_hybridep.plan.layout import IDENTITY, Codec, Rates
+from ds_hybridep.plan.layout import IDENTITY, CodecCost, Rates
 from ds_hybridep.plan.stream_model import StepPrediction, StepTerms
 from ds_hybridep.plan.workload import MoEModel, Workload
 
@@ -25,7 +25,7 @@ MODEL = MoEModel(
     active_dense_params=80_000,
 )  # fmt: skip
 RATES = Rates(flops_per_s=1e10, exchange_s=1e-3, all_to_all_s=1e-3)
-INT8 = Codec("int8", ratio=4.0)
+INT8 = CodecCost("int8", ratio=4.0)
 
 
 def job(mbit=100.0, tokens=1024, zero_stage=1, rates=RATES):
@@ -96,7 +96,7 @@ def test_a_job_with_transient_replicas_is_priced_as_such():
 
 def test_a_token_codec_is_priced_where_tokens_are_not_left_to_deepspeed():
     for tokens, share in (("direct", 0.5), ("hierarchical", 0.5), ("deepspeed", 0.0)):
-        pair = [one(tokens=tokens, token_codec=codec) for codec in (IDENTITY, Codec("half", ratio=2.0))]
+        pair = [one(tokens=tokens, token_codec=codec) for codec in (IDENTITY, CodecCost("half", ratio=2.0))]
         sent = [job().predict(option).uplink_bytes[0]["tokens"] for option in pair]
         workload = job().workload
         rows = sum(row_counts(pair[0].layout, workload)[:1]) * 2 * MODEL.num_moe_layers
