@@ -37,29 +37,17 @@ from ds_hybridep.kernels import CompiledCodecs, Mode, Source, load_codec_kernels
 
 @dataclass
 class CodecState:
-    """What an encoder remembers between steps.  Equal states and inputs give equal packets.
+    """What an encoder remembers between steps.  Equal states and inputs give equal packets."""
 
-    step: packets encoded so far; the sequence number of the next one.
-    tensors: for example the factors that the next step starts from; the experts are the first dimension.
-    """
-
-    step: int = 0
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    def all_tensors(self) -> list[Tensor]:
-        """What takes memory."""
-        return list(self.tensors.values())
+    step: int = 0  # packets encoded so far; the sequence number of the next one
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # the experts are the first dimension
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy as plain dicts, ints and tensors, for a checkpoint or for a step that may be undone."""
+        """Copy as plain dicts, ints and tensors."""
         return {"step": self.step, "tensors": {name: tensor.clone() for name, tensor in self.tensors.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Become what `saved` was.
-
-        Raises:
-            PacketError: `saved` is of a codec with other settings or of another shape; nothing was changed.
-        """
+        """Become what `saved` was.  PacketError where that has other settings or shapes; nothing was changed."""
         mine, other = _shapes(self.tensors), _shapes(saved["tensors"])
         if mine != other:
             raise PacketError(f"codec state is {other}, wanted {mine}; load it with the settings that saved it")
@@ -76,13 +64,11 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
 class Codec(ABC):
     """Settings of one way to encode, and the encoding itself.  Frozen: what changes is in a CodecState.
 
-    Subclasses say how long a payload is, and encode and decode payloads; headers, checks, inf and nan are done here.
-    `kernels` chooses the implementation; all give the same bytes and values (encoding of low rank apart, which may
-    round differently).
+    `kernels` chooses the implementation; all give the same bytes and values, but encoding of low rank may round
+    differently.
     """
 
     kernels: Mode = field(default="auto", compare=False, repr=False)
-    # By shape and codec of the step.
     _layouts: dict[tuple[int, int, int], "_Layout"] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -93,10 +79,7 @@ class Codec(ABC):
     # ---- what a codec is asked ----
 
     def packet_bytes(self, rows: int, cols: int, *, step: int | None = None) -> int:
-        """Bytes of one packet at encoder step `step`, exact and known before encoding.
-
-        Without `step` the largest over all steps, for buffers.  Only a codec with `first_steps` depends on the step.
-        """
+        """Bytes of one packet at encoder step `step`, exact; without `step` the largest over all steps."""
         codecs = self.stages if step is None else (self.at(step),)
         return max(self._layout(rows, cols, codec).num_bytes for codec in codecs)
 
@@ -125,40 +108,28 @@ class Codec(ABC):
         return CodecState(tensors=tensors)
 
     def encode(self, x: Tensor, state: CodecState, *, out: Tensor | None = None) -> Tensor:
-        """Packets [n, packet_bytes] uint8 of x [n, rows, cols] fp32; `state` advances by one step.
+        """Packets [n, packet_bytes] uint8 of x [n, rows, cols] fp32, in `out` if given; `state` advances by one step.
 
         A tensor with inf or nan gives a flagged packet, which decodes to nan throughout, and leaves its part of the
         state alone.
-
-        out: memory for the packets.
         """
         return self._encode(Source.ENCODE, x, None, state, out)
 
     def decode(self, packets: Tensor, out: Tensor) -> Tensor:
         """Assign what packets [n, packet_bytes] hold to out [n, rows, cols] fp32; returns it.
 
-        Raises:
-            PacketError: the packets were made with other settings or for another shape.
+        Raises PacketError for packets of other settings or of another shape.
         """
         return self._decode(packets, "out", out, is_add=False)
 
     def decode_add(self, packets: Tensor, into: Tensor) -> Tensor:
-        """Add what packets [n, packet_bytes] hold to `into` [n, rows, cols] fp32; returns it.
-
-        A flagged packet assigns nan.
-
-        Raises:
-            PacketError: as `decode`.
-        """
+        """As `decode`, but add; a flagged packet assigns nan."""
         return self._decode(packets, "into", into, is_add=True)
 
     def encode_update(
         self, weights: Tensor, mirror: Tensor, state: CodecState, *, out: Tensor | None = None
     ) -> Tensor:
-        """Packets of weights - mirror, added to the mirror as every replica adds them.  All [n, rows, cols] fp32.
-
-        What the packets leave out stays in weights - mirror and goes out later.
-        """
+        """Packets of weights - mirror, added to the mirror as every replica adds them.  All [n, rows, cols] fp32."""
         return self._encode(Source.UPDATE, weights, mirror, state, out)
 
     def encode_with_residual(
@@ -190,10 +161,9 @@ class Codec(ABC):
     def encode_fused(
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
     ) -> Tensor | None:
-        """Encode and update `other` and `state` in one call of a compiled kernel, for codecs that have one.
+        """Encode, and update `other` and `state`, in one call of a compiled kernel.
 
-        Returns [n] uint8, 1 for tensors that are not finite or overflowed, else 0; None: nothing was done, there is no
-        such kernel.
+        Returns [n] uint8, 1 for tensors that are not finite or overflowed; None where there is no such kernel.
         """
         return None
 
@@ -286,7 +256,7 @@ class Codec(ABC):
         return out
 
     def _open(self, packets: Tensor, name: str, target: Tensor) -> tuple["Codec", bool]:
-        """The codec that made the packets of a tensor like `target`, and whether some may be flagged."""
+        """The codec that made packets of a tensor like `target`, and whether some may be flagged."""
         n, rows, cols = require_tensors(name, target)
         layouts = [self._layout(rows, cols, codec) for codec in self.stages]
         layout = next((one for one in layouts if one.num_bytes == packets.shape[-1]), layouts[-1])
@@ -307,15 +277,13 @@ class Codec(ABC):
         return layout.codec, True
 
     def _write_headers(self, packets: Tensor, layout: "_Layout", step: int, is_bad: Tensor) -> None:
-        words = {"number": layout.number, "sequence": step % SEQUENCE_MODULUS, "stamp": layout.stamp}
         kernels = self.compiled(packets.device)
-        if kernels is not None:
-            kernels.write_headers(packets, start=layout.start, **words, is_bad=is_bad.to(torch.uint8))
-        else:
-            write_headers(packets, start=layout.start, **words, is_bad=is_bad)
+        write = write_headers if kernels is None else kernels.write_headers
+        words = {"number": layout.number, "sequence": step % SEQUENCE_MODULUS, "stamp": layout.stamp}
+        write(packets, start=layout.start, **words, is_bad=is_bad.to(torch.uint8))
 
     def _layout(self, rows: int, cols: int, stage: "Codec") -> "_Layout":
-        """What packets of this shape look like at one stage of this codec; worked out once."""
+        """What packets of this shape look like at one stage."""
         key = (rows, cols, id(stage))
         found = self._layouts.get(key)
         if found is None:
@@ -343,7 +311,7 @@ class _Layout:
 
 
 def require_tensors(name: str, tensor: Tensor) -> tuple[int, int, int]:
-    """n, rows and cols of a contiguous fp32 tensor.  Raises ValueError or TypeError for any other."""
+    """n, rows and cols of a contiguous fp32 tensor; ValueError or TypeError for any other."""
     if tensor.dim() != 3:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted [n, rows, cols]; a vector is [n, 1, cols]")
     if tensor.dtype != torch.float32:
@@ -376,11 +344,7 @@ def _poison(packets: Tensor, values: Tensor) -> Tensor:
 
 
 def sequence_of(packets: Tensor) -> int:
-    """The sequence number that all n packets carry.  Reading it is a device-to-host sync on an accelerator.
-
-    Raises:
-        PacketError: the packets are of different steps.
-    """
+    """The sequence number that all n packets carry, else PacketError.  A device-to-host sync on an accelerator."""
     numbers = set(header_words(packets)[:, 2].tolist())
     if len(numbers) != 1:
         raise PacketError(
@@ -391,13 +355,10 @@ def sequence_of(packets: Tensor) -> int:
 
 
 class PacketOrder:
-    """Applies each packet once: says which arriving packets are due.
+    """Says which packets of one tensor group and sender are due, so that each is applied once.
 
-        if order.accept(packets):
-            codec.decode_add(packets, replica)
-
-    One object per stream, that is for each tensor group and sender.  On an accelerator packets are taken to be due, as
-    a transport brings them that loses and repeats none: reading their numbers would be a device-to-host sync.
+    On an accelerator all are taken to be due: reading their numbers would be a device-to-host sync, and the transport
+    loses and repeats none.
     """
 
     def __init__(self, expected: int = 0) -> None:
@@ -405,10 +366,9 @@ class PacketOrder:
         self.expected = expected % SEQUENCE_MODULUS
 
     def accept(self, packets: Tensor) -> bool:
-        """Whether packets [n, packet_bytes] are due.  False: they were applied before; drop them.
+        """True where packets [n, packet_bytes] are due, False where they were applied before.
 
-        Raises:
-            PacketError: packets before these are missing; nothing was changed.  Have them sent again, or resync.
+        Raises PacketError where packets before these are missing; nothing was changed.
         """
         sequence = sequence_of(packets) if packets.device.type == "cpu" else self.expected
         ahead = (sequence - self.expected) % SEQUENCE_MODULUS

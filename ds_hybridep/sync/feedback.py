@@ -130,7 +130,7 @@ class Mirror:
 
     def tensors(self) -> list[Tensor]:
         """All that it holds."""
-        return [*self.values, *(t for state in self.states for t in state.all_tensors())]
+        return [*self.values, *(t for state in self.states for t in state.tensors.values())]
 
     def squared_distance(self, weights: Sequence[Tensor]) -> tuple[float, float]:
         """Sums over all elements of (weight - mirror)^2 and of weight^2."""
@@ -249,7 +249,7 @@ class ResidualEncoder:
 
     def tensors(self) -> list[Tensor]:
         """All that it holds."""
-        return [*self.residuals, *self._saved_residuals, *(t for state in self.states for t in state.all_tensors())]
+        return [*self.residuals, *self._saved_residuals, *(t for state in self.states for t in state.tensors.values())]
 
     def squared_residual(self) -> float:
         """Sum of squares of what was not delivered yet."""

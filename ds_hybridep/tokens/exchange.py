@@ -93,8 +93,6 @@ def dispatch_rows(
     """Send each destination the tokens of its rows, with their expert ids and gate weights.
 
     Args:
-        exchange: with whom.
-        plan: of the rows.
         send_splits: rows to each destination.
         x: [T, D] tokens.
         topk_weights: [T, K] fp32 gate weights.
@@ -108,7 +106,7 @@ def dispatch_rows(
         parts = _outgoing(exchange, plan, send_splits, x.contiguous(), topk_weights)
         messages = _swap_first_messages(exchange, parts, purpose)
         splits = list(send_splits)
-        for (i, _), count in zip(exchange.peers, row_counts(messages), strict=True):
+        for (i, _), count in zip(exchange.peers, _row_counts(messages), strict=True):
             splits[i] = count
 
         # What came goes to its place; records have one of their own until all of them are there.
@@ -155,7 +153,7 @@ def _outgoing(
 
 
 def _swap_first_messages(exchange: Exchange, parts: Sequence[tuple[Tensor, Tensor]], purpose: Purpose) -> list[Tensor]:
-    """The first message of each peer, in the room made for it: row count, metadata and rows."""
+    """The first message of each peer, in the room made for it."""
     channel, device = exchange.channel, parts[0][0].device
     headers = torch.tensor([len(rows) for _, rows in parts], dtype=torch.int64).view(-1, 1)
     headers = headers.to(device, non_blocking=True)  # otherwise the host would wait for the rows made above
@@ -185,8 +183,7 @@ def _unpack(message: Tensor, num_rows: int, samples: Sequence[Tensor]) -> list[T
     ]
 
 
-def row_counts(messages: Sequence[Tensor]) -> list[int]:
-    """The row counts in the headers of first messages."""
+def _row_counts(messages: Sequence[Tensor]) -> list[int]:
     # Device-to-host sync, one for all: tensors of these sizes are made next.
     headers = [message[:HEADER_BYTES] for message in messages]
     counts: list[int] = torch.cat(headers).view(torch.int64).tolist() if headers else []

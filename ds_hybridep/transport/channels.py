@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.groups import connect_gloo, first_line
-from ds_hybridep.transport.nccl import NcclGroup
+from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
 from ds_hybridep.transport.staging import Part, Staging
 from ds_hybridep.transport.streams import DeviceStreams, streams_of
 
@@ -53,23 +53,6 @@ class Purpose:
         return f"{self.operation} of {self.layer}" if self.layer else self.operation
 
 
-class Work(Protocol):
-    """A send, a receive or a batch of both that is under way."""
-
-    def wait(self, timeout: timedelta) -> object:
-        """Block until it is over.  Raises RuntimeError where it failed or the time limit passed."""
-
-
-class DeviceSide(Protocol):
-    """What a transfer of a device's tensors does on the device: a `Staging` over gloo, an `NcclBatch` over NCCL."""
-
-    def release_sends(self) -> None:
-        """The transfer is over: give up the memory of what was sent."""
-
-    def deliver(self) -> None:
-        """Let the current stream go on behind what arrived.  The host does not wait."""
-
-
 class Transfer:
     """A started batch of sends and receives.
 
@@ -82,8 +65,8 @@ class Transfer:
         self.start_ns = time.perf_counter_ns()
         self.end_ns = self.start_ns
         self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
-        self.works: list[Work] = []
-        self.device_side: DeviceSide | None = None  # of tensors on a device
+        self.works: list[Any] = []  # of gloo and NCCL: `wait(timeout)` raises RuntimeError where one failed
+        self.device_side: Staging | NcclBatch | None = None  # of tensors on a device
         self._destinations = [rank for rank, _ in sends]
         self._sources = [rank for rank, _ in receives]
         # Foreground transfers finish in `wait` or not at all; the event is for the thread of a background channel.
@@ -91,17 +74,14 @@ class Transfer:
         self._failure: str | None = None
 
     def is_done(self) -> bool:
-        """True when a background transfer has finished, well or badly.  Never blocks."""
+        """True when a background transfer has finished, well or badly."""
         return self._finished is not None and self._finished.is_set()
 
     def wait(self) -> None:
-        """Block until everything was sent and received.
+        """Block until everything was sent and received, or raise CommunicationError.
 
         For tensors of a device the current stream goes on behind what arrived.  The host does not wait for a
         foreground transfer over NCCL.
-
-        Raises:
-            CommunicationError: the time limit (`hybridep.timeout_s`) passed or the transport failed.
         """
         transport = self.channel.transport
         if self._finished is None:
@@ -174,22 +154,18 @@ class Channel:
 
     @property
     def has_equal_lengths(self) -> bool:
-        """True if a message over NCCL must be as long as the room that its receiver has made for it.
+        """True over NCCL, where a message must be as long as the room that its receiver has made for it.
 
-        Over gloo it may be shorter.  The sender's length decides: gloo's TCP transport sends it ahead of each message,
-        and checks that it is at most the receiver's (`Pair::prepareRead`).  tests/runtime/test_comm.py checks that the
-        installed torch still does so.
+        Gloo's TCP transport sends the length ahead of each message, and checks that it is at most the receiver's
+        (`Pair::prepareRead`).  tests/runtime/test_comm.py checks that the installed torch still does so.
         """
         return self.transport.backends[self.level] == "nccl"
 
     def prepare(self, device: torch.device) -> None:
-        """Connect what tensors of `device` need; all ranks of the channel must call.
+        """Connect what tensors of `device` need, or raise CommunicationError; all ranks of the channel must call.
 
         Otherwise their first transfer does, and blocks until all ranks have started one: a background transfer must
         not, since a rank may only start its own when others have gone on.
-
-        Raises:
-            CommunicationError: not all members came within the time limit.
         """
         streams = _streams_on(device)
         if self._nccl is None and self.has_equal_lengths and streams is not None:
@@ -229,7 +205,6 @@ class Channel:
         return transfer
 
     def _post(self, transfer: Transfer, sends: Sequence[Part], receives: Sequence[Part]) -> None:
-        """Hand tensors of the host to gloo."""
         group = self._group  # `close` may drop it meanwhile
         if group is None:
             raise RuntimeError("the channel was closed")
@@ -243,7 +218,7 @@ class Channel:
     def _start_on_device(
         self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
     ) -> None:
-        """A batch in NCCL; or in gloo the receives now, and the sends when their copies have reached the host."""
+        """In gloo the receives start now, and the sends when their copies have reached the host."""
         if self.has_equal_lengths:
             self.prepare(streams.device)
             assert self._nccl is not None
@@ -318,7 +293,7 @@ class _Line:
         self._waiting.put(transfer)
 
     def end(self) -> None:
-        """Stop behind what was put.  Waits for nothing."""
+        """Stop behind what was put."""
         self._waiting.put(None)
 
     def join(self, limit_s: float) -> None:
@@ -336,7 +311,7 @@ class Transport:
     Args:
         cluster: levels, for counting and errors.
         timeout_s: the longest wait.
-        generation: from `agree`.
+        generation: from `agree`; makes the names of these connections unique in the job.
         backends: "gloo" or "nccl" for each level, for tensors of a device; those of the host go over gloo.  Empty:
             gloo for all.
     """
@@ -345,7 +320,7 @@ class Transport:
         self.cluster = cluster
         self.backends = tuple(backends) or ("gloo",) * len(cluster.levels)
         self.timeout_s = timeout_s
-        self.generation = generation  # makes the names of this transport's connections unique in the job
+        self.generation = generation
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.traffic = Traffic()
@@ -384,7 +359,7 @@ class Transport:
         self.traffic.received_bytes[self.level_to(rank), kind] += num_bytes
 
     def note_finished(self, transfer: Transfer) -> None:
-        """Called by the waiting threads: wakes whoever waits for background transfers."""
+        """Called by the waiting threads."""
         records = self.records  # the main thread may end a trace at any time
         if records is not None:
             records.append(transfer)
@@ -406,7 +381,7 @@ class Transport:
         self.traffic.exposed_s[purpose.kind] += time.perf_counter() - begin
 
     def close(self) -> None:
-        """Close every channel.  Waits for nothing: call it when all transfers have ended, or will not end any more."""
+        """Close every channel; call it when all transfers have ended, or will not end any more."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
@@ -416,7 +391,7 @@ class Transport:
 
 
 def _streams_on(device: torch.device) -> DeviceStreams | None:
-    """The streams of the device that holds the tensors of a transfer; None on a CPU."""
+    """None on a CPU."""
     streams = streams_of(device) if device.type != "cpu" else None
     return streams if isinstance(streams, DeviceStreams) else None
 

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def connect_gloo(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
-    """A gloo process group over `ranks`.
-
-    Raises:
-        CommunicationError: not all members came within the time limit.
-    """
+    """A gloo process group over `ranks`; CommunicationError where not all come within the time limit."""
     store, limit = _store(name, ranks, transport), timedelta(seconds=transport.timeout_s)
     with naming_ranks(name, ranks, transport, "GLOO_SOCKET_IFNAME if they cannot reach each other"):
         return dist.distributed_c10d.ProcessGroupGloo(store, ranks.index(transport.rank), len(ranks), limit)

@@ -2,7 +2,7 @@
 """A Chrome/Perfetto trace of some steps, with the background transfers of weights and gradients as rows of their own.
 
 torch.profiler sees what threads do, not what is on the wire; the transport records when each background transfer
-started and ended.  Both are put on one time axis by a marker that has been stamped with both clocks.
+started and ended.  A marker that was stamped with both clocks puts both on one time axis.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from ds_hybridep.transport.channels import Transfer, Transport
 
@@ -27,12 +27,9 @@ def record_trace(transport: Transport, path: str | Path) -> Iterator[None]:
     """Profile the body and write `path` (Chrome trace JSON) when it ends; this rank only."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
     transport.records = []
     try:
-        with profile(activities=activities) as profiler:
+        with profile() as profiler:
             marked_ns = time.perf_counter_ns()
             with torch.profiler.record_function(CLOCK_MARK):
                 pass
