@@ -46,15 +46,6 @@ def to_blocks(x: Tensor, block: int) -> Tensor:
     return x.reshape(*x.shape[:-1], (length + missing) // block, block)
 
 
-def block_counts(length: int, block: int, device: torch.device) -> Tensor:
-    """Elements of each block as fp32, [num_blocks]."""
-    num_blocks = -(-length // block)
-    counts = torch.full((num_blocks,), float(block), device=device)
-    if num_blocks:
-        counts[-1] = float(length - (num_blocks - 1) * block)
-    return counts
-
-
 def to_bf16(x: Tensor) -> Tensor:
     """Scales fp32 -> bf16, and 0 where they are subnormal."""
     rounded = x.to(torch.bfloat16)
@@ -77,7 +68,8 @@ def quantise(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
         scales = to_bf16_up(blocks.abs().amax(dim=-1) / largest if x.numel() else blocks.sum(dim=-1))
         codes = torch.round(blocks / divisor(scales)).clamp_(-largest, largest) + (largest + 1)
     else:
-        mean = halving_sum(blocks.abs()) / block_counts(length, block, x.device)
+        counts = (length - torch.arange(0, length, block, device=x.device)).clamp(max=block)
+        mean = halving_sum(blocks.abs()) / counts
         scales = to_bf16(mean * INT2_STEP)
         codes = torch.floor(blocks / divisor(scales)).clamp_(-2.0, 1.0) + 2.0
     return codes.to(torch.uint8).flatten(-2)[..., :length], scales

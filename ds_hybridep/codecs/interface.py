@@ -20,17 +20,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs.packet import (
-    HEADER_BYTES,
-    MAGIC,
-    SEQUENCE_MODULUS,
-    VERSION,
-    check_headers,
-    header_words,
-    non_finite,
-    stamp_of,
-    write_headers,
-)
+from ds_hybridep.codecs import packet
+from ds_hybridep.codecs.packet import HEADER_BYTES, SEQUENCE_MODULUS
 from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import CompiledCodecs, Mode, Source, load_codec_kernels
 
@@ -93,7 +84,6 @@ class Codec(ABC):
         return (self,)
 
     def at(self, step: int) -> "Codec":
-        """The codec of encoder step `step`."""
         return self
 
     def resolve(self, rows: int, cols: int) -> "Codec":
@@ -262,7 +252,7 @@ class Codec(ABC):
         layout = next((one for one in layouts if one.num_bytes == packets.shape[-1]), layouts[-1])
         if layout.num_bytes == layouts[-1].num_bytes and layout.stamp != layouts[-1].stamp and n:
             # Two codecs whose packets happen to be of one length.
-            layout = layouts[int(header_words(packets[:1])[0, 3]) % 2**32 == layouts[-1].stamp]
+            layout = layouts[int(packet.header_words(packets[:1])[0, 3]) % 2**32 == layouts[-1].stamp]
         if packets.shape != (n, layout.num_bytes) or packets.dtype != torch.uint8:
             raise PacketError(
                 f"packets: got {packets.dtype} {tuple(packets.shape)}, wanted torch.uint8 {(n, layout.num_bytes)} for "
@@ -273,17 +263,16 @@ class Codec(ABC):
             flags = kernels.check_headers(packets, start=layout.start, stamp=layout.stamp)
             if flags >= 0:
                 return layout.codec, flags > 0
-        check_headers(packets, start=layout.start, stamp=layout.stamp, what=layout.codec.settings())
+        packet.check_headers(packets, start=layout.start, stamp=layout.stamp, what=layout.codec.settings())
         return layout.codec, True
 
     def _write_headers(self, packets: Tensor, layout: "_Layout", step: int, is_bad: Tensor) -> None:
         kernels = self.compiled(packets.device)
-        write = write_headers if kernels is None else kernels.write_headers
+        write = packet.write_headers if kernels is None else kernels.write_headers
         words = {"number": layout.number, "sequence": step % SEQUENCE_MODULUS, "stamp": layout.stamp}
         write(packets, start=layout.start, **words, is_bad=is_bad.to(torch.uint8))
 
     def _layout(self, rows: int, cols: int, stage: "Codec") -> "_Layout":
-        """What packets of this shape look like at one stage."""
         key = (rows, cols, id(stage))
         found = self._layouts.get(key)
         if found is None:
@@ -292,17 +281,15 @@ class Codec(ABC):
             found = self._layouts[key] = _Layout(
                 codec=codec,
                 num_bytes=HEADER_BYTES + codec.payload_bytes(rows, cols),
-                start=MAGIC | VERSION << 8 | codec.codec_id << 16,
+                start=packet.MAGIC | packet.VERSION << 8 | codec.codec_id << 16,
                 number=codec.header_number(rows, cols),
-                stamp=stamp_of(settings, rows, cols),
+                stamp=packet.stamp_of(settings, rows, cols),
             )
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """Packets of one codec and shape."""
-
     codec: Codec  # the one that really encodes this shape
     num_bytes: int
     start: int  # the first three bytes of the header as a number
@@ -328,7 +315,6 @@ def round_up(num_bytes: int, multiple: int = 4) -> int:
 
 
 def assign_or_add(out: Tensor, values: Tensor, *, is_add: bool) -> None:
-    """The end of a decoding in PyTorch."""
     if is_add:
         out += values
     else:
@@ -337,7 +323,7 @@ def assign_or_add(out: Tensor, values: Tensor, *, is_add: bool) -> None:
 
 def _poison(packets: Tensor, values: Tensor) -> Tensor:
     """Assign nan where packets are flagged: the same nan everywhere, so that bits stay equal."""
-    is_bad = non_finite(packets)
+    is_bad = packet.non_finite(packets)
     if packets.device.type != "cpu" or bool(is_bad.any()):  # no device-to-host sync on an accelerator
         values.masked_fill_(is_bad[:, None, None], math.nan)
     return values
@@ -345,7 +331,7 @@ def _poison(packets: Tensor, values: Tensor) -> Tensor:
 
 def sequence_of(packets: Tensor) -> int:
     """The sequence number that all n packets carry, else PacketError.  A device-to-host sync on an accelerator."""
-    numbers = set(header_words(packets)[:, 2].tolist())
+    numbers = set(packet.header_words(packets)[:, 2].tolist())
     if len(numbers) != 1:
         raise PacketError(
             f"packets of one tensor carry the sequence numbers {sorted(numbers)[:4]}, wanted one number; "
@@ -362,7 +348,6 @@ class PacketOrder:
     """
 
     def __init__(self, expected: int = 0) -> None:
-        """Begin with the packet whose sequence number is `expected`."""
         self.expected = expected % SEQUENCE_MODULUS
 
     def accept(self, packets: Tensor) -> bool:

@@ -31,18 +31,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs.blockwise import (
-    Blockwise,
-    divisor,
-    quantised_bytes,
-    read_codes,
-    read_quantised,
-    times_scales,
-    to_bf16_up,
-    to_blocks,
-    write_codes,
-    write_quantised,
-)
+from ds_hybridep.codecs import blockwise
+from ds_hybridep.codecs.blockwise import Blockwise, quantised_bytes, read_quantised, write_quantised
 from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add, round_up
 from ds_hybridep.kernels import Source
 
@@ -105,11 +95,9 @@ class LowRank(Codec):
         return self.fallback if min(rows, cols) <= 1 or is_small else self
 
     def effective_rank(self, rows: int, cols: int) -> int:
-        """Columns of the factors: no more than the matrix has."""
         return min(self.rank, rows, cols)
 
     def factor_bytes(self, rows: int, cols: int) -> int:
-        """Bytes of P and Q in a payload."""
         return round_up(self.effective_rank(rows, cols) * (self._column_bytes(rows) + self._column_bytes(cols)))
 
     def payload_bytes(self, rows: int, cols: int) -> int:
@@ -268,18 +256,18 @@ class LowRank(Codec):
 
 def write_log4(x: Tensor, payload: Tensor) -> None:
     """Quantise x [N, L] fp32 into payload [N, bytes]."""
-    blocks = to_blocks(x, FACTOR_BLOCK)
-    scales = to_bf16_up(blocks.abs().amax(dim=-1) / LOG_VALUES[-1])
-    codes = torch.bucketize(blocks.abs() / divisor(scales), x.new_tensor(LOG_BETWEEN), right=True)
+    blocks = blockwise.to_blocks(x, FACTOR_BLOCK)
+    scales = blockwise.to_bf16_up(blocks.abs().amax(dim=-1) / LOG_VALUES[-1])
+    codes = torch.bucketize(blocks.abs() / blockwise.divisor(scales), x.new_tensor(LOG_BETWEEN), right=True)
     codes += len(LOG_VALUES) * ((codes > 0) & (blocks < 0))
-    write_codes(codes.to(torch.uint8).flatten(-2)[..., : x.shape[-1]], scales, payload, 4)
+    blockwise.write_codes(codes.to(torch.uint8).flatten(-2)[..., : x.shape[-1]], scales, payload, 4)
 
 
 def read_log4(payload: Tensor, length: int) -> Tensor:
     """The inverse: fp32 [N, length]."""
-    codes, scales = read_codes(payload, length, 4, FACTOR_BLOCK)
+    codes, scales = blockwise.read_codes(payload, length, 4, FACTOR_BLOCK)
     levels = torch.tensor([*LOG_VALUES, *(-value for value in LOG_VALUES)], device=payload.device)
-    return times_scales(levels[codes.long()], scales, FACTOR_BLOCK)
+    return blockwise.times_scales(levels[codes.long()], scales, FACTOR_BLOCK)
 
 
 def _times_columns(x: Tensor, q: Tensor) -> Tensor:

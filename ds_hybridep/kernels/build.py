@@ -95,7 +95,6 @@ def _extension_or_reason(device_type: str) -> Any:
 
 
 def _describe(error: Exception) -> str:
-    """Type and message, without the middle of a long compiler output."""
     text = str(error).strip()
     if len(text) > OUTPUT_TAIL_CHARS:
         first_line = text.splitlines()[0][:500]

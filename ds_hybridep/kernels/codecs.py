@@ -110,7 +110,6 @@ class CompiledCodecs:
     def write_headers(
         self, packets: Tensor, *, start: int, number: int, sequence: int, stamp: int, is_bad: Tensor
     ) -> None:
-        """As `codecs.packet.write_headers`."""
         place = (packets.data_ptr(), packets.stride(0), packets.shape[0])
         with self._lane(_one_device(packets=packets, is_bad=is_bad)) as lane:
             self._extension.write_headers(*place, start, number, sequence, stamp, is_bad.data_ptr(), lane)

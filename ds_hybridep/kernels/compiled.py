@@ -208,7 +208,6 @@ class CompiledKernels:
 
 
 def _type_code(name: str, dtype: torch.dtype) -> int:
-    """Code of `dtype` in the extension; TypeError if it has none."""
     code = TYPE_CODES.get(dtype)
     if code is None:
         wanted = ", ".join(str(dtype) for dtype in TYPE_CODES)
@@ -217,7 +216,6 @@ def _type_code(name: str, dtype: torch.dtype) -> int:
 
 
 def _threads(device: torch.device) -> AbstractContextManager[int]:
-    """As many threads as torch would use."""
     return nullcontext(torch.get_num_threads())
 
 

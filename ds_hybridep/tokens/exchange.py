@@ -153,7 +153,6 @@ def _outgoing(
 
 
 def _swap_first_messages(exchange: Exchange, parts: Sequence[tuple[Tensor, Tensor]], purpose: Purpose) -> list[Tensor]:
-    """The first message of each peer, in the room made for it."""
     channel, device = exchange.channel, parts[0][0].device
     headers = torch.tensor([len(rows) for _, rows in parts], dtype=torch.int64).view(-1, 1)
     headers = headers.to(device, non_blocking=True)  # otherwise the host would wait for the rows made above
@@ -175,7 +174,6 @@ def _message_bytes(num_rows: int, samples: Sequence[Tensor]) -> int:
 
 
 def _unpack(message: Tensor, num_rows: int, samples: Sequence[Tensor]) -> list[Tensor]:
-    """Views of the metadata and the rows of a first message that has that many."""
     sizes = [num_rows * sample.element_size() * sample.shape[1] for sample in samples]
     pieces = message[HEADER_BYTES : HEADER_BYTES + sum(sizes)].split_with_sizes(sizes)
     return [
@@ -224,7 +222,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The messages of parts that go to one rank."""
     return [torch.cat([_bytes_of(part) for part in parts])] if _are_joined(parts) else parts
 
 

@@ -2,7 +2,7 @@
 """The forward of one MoE layer over expert domains."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +104,9 @@ class HybridMoE:
             counts = [splits[first : first + per_module] for first in range(0, len(splits), per_module)]
             chunks = expert_rows.split([sum(count) for count in counts])
             outputs: list[Tensor] = []
-            with self._checked_experts():
+            # Where weights of replicas enter autograd: refuse experts that checkpoint inside themselves.
+            is_guarded = self.migration is not None and torch.is_grad_enabled()
+            with refuse_checkpoints(self.name) if is_guarded else nullcontext():
                 for slot in range(self.num_slots):
                     for module_idx, module in enumerate(self.experts):
                         weights = replicas[slot][module_idx] if replicas is not None else {}
@@ -112,15 +114,9 @@ class HybridMoE:
             partial_sums = weighted_sum(torch.cat(outputs), row_weights, plan, self.kernels)
         return partial_sums if self.migration is None else self.migration.watch_backward(self.position, partial_sums)
 
-    def _checked_experts(self) -> AbstractContextManager[None]:
-        """Where weights of replicas enter autograd: refuse experts that checkpoint inside themselves."""
-        if self.migration is None or not torch.is_grad_enabled():
-            return nullcontext()
-        return refuse_checkpoints(self.name)
-
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """A copied or pickled layer is a plain DeepSpeed layer: channels and replicas belong to this one alone."""
-        return _no_hybrid_moe, ()
+        return type(None), ()
 
     def count_plain_ep(self, rows: Tensor | int) -> None:
         """Note the rows to each rank, [G] or one number for all, of a dispatch of plain EP, and of its combine."""
@@ -131,10 +127,6 @@ class HybridMoE:
             self.stats.was_recorded = torch.is_grad_enabled()
             num_exchanges = 4 if torch.is_grad_enabled() else 2
         self.stats.plain_rows = self.stats.plain_rows + num_exchanges * rows
-
-
-def _no_hybrid_moe() -> None:
-    return None
 
 
 def expert_to_slot(domain_experts: Sequence[int], num_experts: int, device: torch.device) -> Tensor:

@@ -63,7 +63,6 @@ class _Startup:
             self.generation = self._count(self._rank, 1)
 
     def _count(self, rank: int, more: int) -> int:
-        """Start-ups of `rank` so far, `more` added."""
         return int(self._store.add(f"ds_hybridep/startups/{rank}", more))
 
     def _others_went_on(self) -> bool:
@@ -80,7 +79,6 @@ class _Startup:
         self._store.set(self._key(str(self._rank)), json.dumps(payload, sort_keys=True))
 
     def announce(self, reason: str) -> None:
-        """This rank failed and will not wait."""
         if self._rank == 0:
             self._store.set(self._key("verdict"), f"rank 0 cannot start: {reason}")
         else:

@@ -54,10 +54,7 @@ class Purpose:
 
 
 class Transfer:
-    """A started batch of sends and receives.
-
-    Times are `time.perf_counter_ns()`; only background transfers have an end.
-    """
+    """A started batch of sends and receives.  Only background transfers have an end."""
 
     def __init__(self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part]) -> None:
         self.channel = channel
@@ -114,12 +111,10 @@ class Transfer:
             self._finished.set()
 
     def fail(self, error: RuntimeError) -> None:
-        """Keep the first failure for `wait`."""
         if self._failure is None:
             self._failure = f"failed: {first_line(error)}"
 
     def describe(self, failure: str) -> str:
-        """One sentence: who moved what over which level, what went wrong, and what to do."""
         transport = self.channel.transport
         level = transport.cluster.levels[self.channel.level].name
         return (
@@ -196,7 +191,10 @@ class Channel:
                 self._start_on_device(transfer, streams, sends, receives)
         except RuntimeError as error:
             raise CommunicationError(transfer.describe(f"failed: {first_line(error)}")) from error
-        self.transport.count_sent(sends, purpose.kind)
+        for rank, tensor in sends:
+            key = (self.transport.level_to(rank), purpose.kind)
+            self.transport.traffic.sent_bytes[key] += tensor.nbytes
+            self.transport.traffic.sent_messages[key] += 1
         if counts_receives:
             for rank, tensor in receives:
                 self.transport.count_received(rank, tensor.nbytes, purpose.kind)
@@ -208,17 +206,22 @@ class Channel:
         group = self._group  # `close` may drop it meanwhile
         if group is None:
             raise RuntimeError("the channel was closed")
-        with _without_profiling():
+        # torch opens a profiler range when a send or receive starts and closes it where that is waited for.  If the
+        # profiler ends in between, the process crashes when the waiting thread closes the range.  Torch does not tell
+        # whether ranges were on before; they are on afterwards.
+        torch._C._autograd._enable_record_function(False)
+        try:
             # Receives first: a posted receive lets the peer's data flow at once.
             for rank, tensor in receives:
                 transfer.works.append(group.recv([tensor], self._index_of_rank[rank], 0))
             for rank, tensor in sends:
                 transfer.works.append(group.send([tensor], self._index_of_rank[rank], 0))
+        finally:
+            torch._C._autograd._enable_record_function(True)
 
     def _start_on_device(
         self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
     ) -> None:
-        """In gloo the receives start now, and the sends when their copies have reached the host."""
         if self.has_equal_lengths:
             self.prepare(streams.device)
             assert self._nccl is not None
@@ -271,7 +274,7 @@ class Channel:
         for line in (self._departing, self._under_way):
             if line is not None:
                 line.end()
-                line.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
+                line.thread.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
 
     def close(self) -> None:
         """Let the threads end and drop the connections.  Waits for nothing."""
@@ -286,8 +289,8 @@ class _Line:
     def __init__(self, name: str, take: Callable[[Transfer | None], None]) -> None:
         self._take = take
         self._waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
 
     def put(self, transfer: Transfer) -> None:
         self._waiting.put(transfer)
@@ -295,9 +298,6 @@ class _Line:
     def end(self) -> None:
         """Stop behind what was put."""
         self._waiting.put(None)
-
-    def join(self, limit_s: float) -> None:
-        self._thread.join(limit_s)
 
     def _run(self) -> None:
         while (transfer := self._waiting.get()) is not None:
@@ -328,7 +328,7 @@ class Transport:
         self.on_close: list[Callable[[], object]] = []
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.num_finished = 0  # background transfers that have ended
-        self._level_of_rank: dict[int, int] = {}
+        self._level_of_rank = [cluster.level_between(self.rank, rank) for rank in range(self.world_size)]
         self._finished = threading.Condition()
 
     def channel(self, name: str, ranks: Sequence[int], *, background: bool = False) -> Channel:
@@ -341,25 +341,14 @@ class Transport:
 
     def level_to(self, rank: int) -> int:
         """Index of the slowest level that a message to `rank` crosses."""
-        if rank not in self._level_of_rank:
-            level = self.cluster.level_between(self.rank, rank)
-            assert level is not None, f"rank {rank} sends to itself"
-            self._level_of_rank[rank] = level
-        return self._level_of_rank[rank]
-
-    def count_sent(self, sends: Sequence[Part], kind: str) -> None:
-        """Add what was handed to the communicator."""
-        for rank, tensor in sends:
-            key = (self.level_to(rank), kind)
-            self.traffic.sent_bytes[key] += tensor.nbytes
-            self.traffic.sent_messages[key] += 1
+        level = self._level_of_rank[rank]
+        assert level is not None, f"rank {rank} sends to itself"
+        return level
 
     def count_received(self, rank: int, num_bytes: int, kind: str) -> None:
-        """Add what came from `rank`."""
         self.traffic.received_bytes[self.level_to(rank), kind] += num_bytes
 
     def note_finished(self, transfer: Transfer) -> None:
-        """Called by the waiting threads."""
         records = self.records  # the main thread may end a trace at any time
         if records is not None:
             records.append(transfer)
@@ -391,8 +380,7 @@ class Transport:
 
 
 def _streams_on(device: torch.device) -> DeviceStreams | None:
-    """None on a CPU."""
-    streams = streams_of(device) if device.type != "cpu" else None
+    streams = streams_of(device)
     return streams if isinstance(streams, DeviceStreams) else None
 
 
@@ -401,18 +389,3 @@ def profiler_range(*words: str) -> contextlib.AbstractContextManager[Any]:
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function("::".join(("hybridep", *words)))
     return _NO_RANGE
-
-
-@contextlib.contextmanager
-def _without_profiling() -> Iterator[None]:
-    """No profiler ranges inside.
-
-    torch opens a range when a send or receive starts and closes it where that is waited for.  A profiler that ends in
-    between leaves the range behind, and the process crashes when the waiting thread closes it.  Torch does not tell
-    whether ranges were on before; they are on afterwards.
-    """
-    torch._C._autograd._enable_record_function(False)
-    try:
-        yield
-    finally:
-        torch._C._autograd._enable_record_function(True)

@@ -28,7 +28,6 @@ def connect_gloo(name: str, ranks: tuple[int, ...], transport: "Transport") -> A
 
 
 def connect_nccl(name: str, ranks: tuple[int, ...], transport: "Transport", device: torch.device) -> Any:
-    """An NCCL process group over `ranks`."""
     store, index = _store(f"nccl/{name}", ranks, transport), ranks.index(transport.rank)
     kind, options = dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=transport.timeout_s)
@@ -44,7 +43,6 @@ def connect_nccl(name: str, ranks: tuple[int, ...], transport: "Transport", devi
 
 @contextlib.contextmanager
 def naming_ranks(name: str, ranks: tuple[int, ...], transport: "Transport", hint: str) -> Iterator[None]:
-    """Say which ranks could not be connected, and to look at `hint`."""
     try:
         yield
     except RuntimeError as error:

@@ -17,12 +17,10 @@ def group_ranks(group: Any) -> tuple[int, ...]:
 
 
 def world_size() -> int:
-    """Number of ranks of the job."""
     return dist.get_world_size()
 
 
 def is_initialized() -> bool:
-    """True once the job's process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 

@@ -51,7 +51,6 @@ class NcclBatch:
             time.sleep(NCCL_LOOK_S)
 
     def release_sends(self) -> None:
-        """The batch is over: its tensors may be freed."""
         self._tensors = ()
 
     def deliver(self) -> None:

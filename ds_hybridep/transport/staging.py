@@ -47,7 +47,6 @@ class Staging:
             self._origins = []
 
     def release_sends(self) -> None:
-        """Give up the host memory of what was sent."""
         self.sends = []
 
     def deliver(self) -> None:

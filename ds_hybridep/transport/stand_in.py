@@ -74,7 +74,6 @@ class StandInGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _backends_of(group: Any) -> dict[str, str]:
-    """The backend of a process group for each type of device that is there."""
     pairs = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
     return {device: name for device, name in pairs.items() if device == "cpu" or torch.cuda.is_available()}
 

@@ -44,7 +44,6 @@ class DeviceStreams:
         self._side, self.outbound, self.inbound = (self.new_stream() for _ in range(3))
 
     def new_stream(self) -> Any:
-        """A stream for `within`."""
         return self._api.Stream(self.device)
 
     @contextmanager
@@ -84,14 +83,7 @@ class DeviceStreams:
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
-_HOST = HostStreams()
-
-
+@functools.cache
 def streams_of(device: torch.device) -> DeviceStreams | HostStreams:
     """The streams that all layers and transfers of this process share on a device."""
-    return _streams_of(device) if device.type == "cuda" else _HOST
-
-
-@functools.cache
-def _streams_of(device: torch.device) -> DeviceStreams:
-    return DeviceStreams(device)
+    return DeviceStreams(device) if device.type == "cuda" else HostStreams()

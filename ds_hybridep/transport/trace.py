@@ -48,21 +48,13 @@ def _transfer_events(
 ) -> list[dict[str, Any]]:
     """Complete events of finished transfers, one row per level and kind, in the trace's microseconds."""
     mark_us = next(float(event["ts"]) for event in events if event.get("name") == CLOCK_MARK)
-    process = "hybridep transfers"
-    rows = sorted({(transfer.channel.level, transfer.purpose.kind) for transfer in transfers})
-    names = [f"{kind} over {transport.cluster.levels[level].name}" for level, kind in rows]
-    named: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": process, "args": {"name": process}}]
-    named += [
-        {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": name}}
-        for row, name in enumerate(names)
-    ]
-    return named + [
+    return [
         {
             "ph": "X",
             "cat": TRANSFER_CATEGORY,
             "name": str(transfer.purpose),
-            "pid": process,
-            "tid": rows.index((transfer.channel.level, transfer.purpose.kind)),
+            "pid": "hybridep transfers",
+            "tid": f"{transfer.purpose.kind} over {transport.cluster.levels[transfer.channel.level].name}",
             "ts": mark_us + (transfer.start_ns - marked_ns) / _NS_PER_US,
             "dur": (transfer.end_ns - transfer.start_ns) / _NS_PER_US,
             "args": {"kind": transfer.purpose.kind, "layer": transfer.purpose.layer, "bytes": transfer.num_bytes},
