@@ -55,8 +55,7 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
 class Codec(ABC):
     """Settings of one way to encode, and the encoding itself.  Frozen: what changes is in a CodecState.
 
-    `kernels` chooses the implementation; all give the same bytes and values, but encoding of low rank may round
-    differently.
+    All `kernels` give the same bytes and values, but encoding of low rank may round differently.
     """
 
     kernels: Mode = field(default="auto", compare=False, repr=False)
@@ -125,10 +124,7 @@ class Codec(ABC):
     def encode_with_residual(
         self, x: Tensor, residual: Tensor, state: CodecState, *, out: Tensor | None = None
     ) -> Tensor:
-        """Packets of x + residual; `residual` becomes what they leave out.  All [n, rows, cols] fp32.
-
-        The residual of a tensor with inf or nan stays as it was.
-        """
+        """Packets of x + residual, which becomes what they leave out, or stays where a tensor has inf or nan."""
         return self._encode(Source.RESIDUAL, x, residual, state, out)
 
     # ---- what a subclass says ----

@@ -50,7 +50,7 @@ def dispatch(
 
     Args:
         x: [T, D] tokens.
-        topk_idx: [T, K] int32 global expert ids, -1 = not routed.
+        topk_idx: [T, K] int32 global expert ids, -1 = dropped.
         topk_weights: [T, K] fp32 gate weights.
 
     Returns:

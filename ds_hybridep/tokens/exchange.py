@@ -90,23 +90,17 @@ def build_exchanges(
 def dispatch_rows(
     exchange: Exchange, plan: RoutePlan, send_splits: tuple[int, ...], x: Tensor, topk_weights: Tensor
 ) -> tuple[tuple[int, ...], Tensor, Tensor]:
-    """Send each destination the tokens of its rows, with their expert ids and gate weights.
+    """Send each destination the tokens [T, D] of its rows, with their expert ids and gate weights [T, K] fp32.
 
-    Args:
-        send_splits: rows to each destination.
-        x: [T, D] tokens.
-        topk_weights: [T, K] fp32 gate weights.
-
-    Returns:
-        Rows from each destination; their metadata [R, 2K] int32, expert ids and then the bits of the gate weights; the
-        rows [R, D], ordered by sender.
+    Returns the number of rows from each destination; their metadata [R, 2K] int32, expert ids and then the bits of the
+    gate weights; the rows [R, D], ordered by sender.
     """
     purpose = Purpose("tokens", "dispatch of rows", exchange.layer)
     with profiler_range(purpose.operation, exchange.layer):
         parts = _outgoing(exchange, plan, send_splits, x.contiguous(), topk_weights)
         messages = _swap_first_messages(exchange, parts, purpose)
         splits = list(send_splits)
-        for (i, _), count in zip(exchange.peers, _row_counts(messages), strict=True):
+        for (i, _), count in zip(exchange.peers, row_counts(messages), strict=True):
             splits[i] = count
 
         # What came goes to its place; records have one of their own until all of them are there.
@@ -181,7 +175,7 @@ def _unpack(message: Tensor, num_rows: int, samples: Sequence[Tensor]) -> list[T
     ]
 
 
-def _row_counts(messages: Sequence[Tensor]) -> list[int]:
+def row_counts(messages: Sequence[Tensor]) -> list[int]:
     # Device-to-host sync, one for all: tensors of these sizes are made next.
     headers = [message[:HEADER_BYTES] for message in messages]
     counts: list[int] = torch.cat(headers).view(torch.int64).tolist() if headers else []

@@ -58,13 +58,7 @@ class HybridMoE:
     stats: LayerStats = field(default_factory=LayerStats)
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """Weighted sum of the routed experts' outputs, [T, D] -> [T, D].
-
-        Args:
-            x: [T, D] tokens.
-            topk_idx: [T, K] int32 global expert ids, -1 = dropped.
-            topk_weights: [T, K] fp32 gate weights.
-        """
+        """Weighted sum of the routed experts' outputs, [T, D] -> [T, D]; arguments as for `dispatch`."""
         # Acquired before the dispatch, so that in the backward tokens go first and expert gradients after them.
         replicas = self.migration.acquire(self.position) if self.migration is not None else None
         rows, row_idx, row_weights, states = self._dispatch(x, topk_idx, topk_weights)
@@ -77,7 +71,6 @@ class HybridMoE:
     def _dispatch(
         self, rows: Tensor, row_idx: Tensor, row_weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, list[DispatchState]]:
-        """Rows for the experts of this rank's domain, and what `combine` needs to undo each exchange."""
         states = []
         for exchange in self.exchanges:
             rows, row_idx, row_weights, state = dispatch(rows, row_idx, row_weights, exchange)

@@ -312,8 +312,7 @@ class Transport:
         cluster: levels, for counting and errors.
         timeout_s: the longest wait.
         generation: from `agree`; makes the names of these connections unique in the job.
-        backends: "gloo" or "nccl" for each level, for tensors of a device; those of the host go over gloo.  Empty:
-            gloo for all.
+        backends: "gloo" or "nccl" for tensors of a device over each level, or empty for gloo; the host's go over gloo.
     """
 
     def __init__(self, cluster: Cluster, timeout_s: float, generation: int, backends: Sequence[str] = ()) -> None:
