@@ -71,7 +71,7 @@ int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_to
 // --- Rows of one byte an element ------------------------------------------------------------------------------------
 //
 // A row of D elements is a record of record_bytes(D): its codes, an exponent for each kScaleBlock elements, zeros.
-// The arithmetic is that of interface.py (Kernels.quantise_rows) and hybridep_scales.h.
+// The arithmetic is that of reference.py (quantise_rows) and hybridep_scales.h.
 
 inline constexpr int64_t kScaleBlock = 128;
 

@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Smaller forms of expert weights and gradients, for slow links.  No communication.
 
-    interface.py  Codec and CodecState: encode, decode, and the fused forms that keep mirrors and residuals;
-                  PacketOrder, which applies each packet once
-    packet.py     the header of a packet
-    registry.py   make_codec: a codec from its config
-    identity.py, blockwise.py, low_rank.py   one family each, its byte layout and its error bound
-
 The owner's side and a replica's side of one weight:
 
     packets = codec.encode_update(weights, mirror, state)

@@ -46,15 +46,6 @@ def to_blocks(x: Tensor, block: int) -> Tensor:
     return x.reshape(*x.shape[:-1], (length + missing) // block, block)
 
 
-def block_counts(length: int, block: int, device: torch.device) -> Tensor:
-    """Elements of each block as fp32, [num_blocks]; all are `block` but the last."""
-    num_blocks = -(-length // block)
-    counts = torch.full((num_blocks,), float(block), device=device)
-    if num_blocks:
-        counts[-1] = float(length - (num_blocks - 1) * block)
-    return counts
-
-
 def to_bf16(x: Tensor) -> Tensor:
     """Scales fp32 -> bf16, and 0 where they are subnormal."""
     rounded = x.to(torch.bfloat16)
@@ -75,30 +66,25 @@ def quantise(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     if bits in LARGEST_CODE:
         largest = LARGEST_CODE[bits]
         scales = to_bf16_up(blocks.abs().amax(dim=-1) / largest if x.numel() else blocks.sum(dim=-1))
-        s = _divisor(scales)
-        codes = torch.round(blocks / s).clamp_(-largest, largest) + (largest + 1)
+        codes = torch.round(blocks / divisor(scales)).clamp_(-largest, largest) + (largest + 1)
     else:
-        mean = halving_sum(blocks.abs()) / block_counts(length, block, x.device)
+        counts = (length - torch.arange(0, length, block, device=x.device)).clamp(max=block)
+        mean = halving_sum(blocks.abs()) / counts
         scales = to_bf16(mean * INT2_STEP)
-        codes = torch.floor(blocks / _divisor(scales)).clamp_(-2.0, 1.0) + 2.0
+        codes = torch.floor(blocks / divisor(scales)).clamp_(-2.0, 1.0) + 2.0
     return codes.to(torch.uint8).flatten(-2)[..., :length], scales
 
 
-def _divisor(scales: Tensor) -> Tensor:
+def divisor(scales: Tensor) -> Tensor:
     """Scales to divide by, [..., num_blocks, 1] fp32: infinite where they are 0, which makes codes of 0."""
     s = scales.float()
     return torch.where(s == 0, torch.inf, s).unsqueeze(-1)
 
 
-def dequantise(codes: Tensor, scales: Tensor, bits: int, block: int) -> Tensor:
-    """Values of codes uint8 [N, L] under scales bf16 [N, num_blocks], fp32 [N, L]."""
-    values = codes.float()
-    if bits in LARGEST_CODE:
-        values -= LARGEST_CODE[bits] + 1
-    else:
-        values -= 1.5
-    scaled = to_blocks(values, block) * scales.float().unsqueeze(-1)
-    return scaled.flatten(-2)[..., : codes.shape[-1]]
+def times_scales(levels: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Levels fp32 [N, L] times the scales bf16 [N, num_blocks] of their blocks."""
+    scaled = to_blocks(levels, block) * scales.float().unsqueeze(-1)
+    return scaled.flatten(-2)[..., : levels.shape[-1]]
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -130,18 +116,29 @@ def quantised_bytes(length: int, bits: int, block: int) -> int:
 def write_quantised(x: Tensor, payload: Tensor, bits: int, block: int) -> Tensor:
     """Quantise x [N, L] fp32 into payload [N, quantised_bytes].  Returns [N] bool: where a scale overflowed."""
     codes, scales = quantise(x, bits, block)
+    write_codes(codes, scales, payload, bits)
+    return ~scales.isfinite().all(dim=-1)
+
+
+def write_codes(codes: Tensor, scales: Tensor, payload: Tensor, bits: int) -> None:
+    """Lay out codes uint8 [N, L], one a byte, and scales bf16 [N, num_blocks] in payload [N, quantised_bytes]."""
     scale_bytes = scales.shape[-1] * SCALE_BYTES
     payload[:, :scale_bytes] = scales.view(torch.uint8)
     payload[:, scale_bytes:] = pack(codes, bits)
-    return ~scales.isfinite().all(dim=-1)
+
+
+def read_codes(payload: Tensor, length: int, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `write_codes`."""
+    scale_bytes = -(-length // block) * SCALE_BYTES
+    scales = payload[:, :scale_bytes].contiguous().view(torch.bfloat16)
+    return unpack(payload[:, scale_bytes:], bits, length), scales
 
 
 def read_quantised(payload: Tensor, length: int, bits: int, block: int) -> Tensor:
     """Values of payload [N, quantised_bytes], fp32 [N, length]."""
-    scale_bytes = -(-length // block) * SCALE_BYTES
-    scales = payload[:, :scale_bytes].contiguous().view(torch.bfloat16)
-    codes = unpack(payload[:, scale_bytes:], bits, length)
-    return dequantise(codes, scales, bits, block)
+    codes, scales = read_codes(payload, length, bits, block)
+    offset = LARGEST_CODE[bits] + 1 if bits in LARGEST_CODE else 1.5
+    return times_scales(codes.float() - offset, scales, block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,19 +161,15 @@ class Blockwise(Codec):
     block: int = 128
 
     def settings(self) -> str:
-        """See `Codec.settings`."""
-        return f"{BIT_NAMES[self.bits]}(block={self.block})"
+        return f"int{self.bits}(block={self.block})"
 
     def payload_bytes(self, rows: int, cols: int) -> int:
-        """See `Codec.payload_bytes`."""
         return round_up(quantised_bytes(rows * cols, self.bits, self.block))
 
     def header_number(self, rows: int, cols: int) -> int:
-        """The bits of an element."""
         return self.bits
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
-        """See `Codec.encode_payload`."""
         flags = self.encode_fused(Source.ENCODE, x, None, state, payload)
         if flags is not None:
             return flags.bool()
@@ -187,14 +180,12 @@ class Blockwise(Codec):
     def encode_fused(
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
     ) -> Tensor | None:
-        """See `Codec.encode_fused`."""
         kernels = self.compiled(a.device)
         if kernels is None:
             return None
         return kernels.blockwise_encode(source, a, other, payload, bits=self.bits, block=self.block)
 
     def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
-        """See `Codec.decode_payload`."""
         kernels = self.compiled(out.device)
         if kernels is not None:
             kernels.blockwise_decode(payload, out, bits=self.bits, block=self.block, is_add=is_add)
@@ -203,6 +194,3 @@ class Blockwise(Codec):
         num_bytes = quantised_bytes(length, self.bits, self.block)
         values = read_quantised(payload[:, :num_bytes], length, self.bits, self.block).view(out.shape)
         assign_or_add(out, values, is_add=is_add)
-
-
-BIT_NAMES = {8: "int8", 4: "int4", 2: "int2"}

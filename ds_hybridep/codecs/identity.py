@@ -25,11 +25,10 @@ class Identity(Codec):
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
     def payload_bytes(self, rows: int, cols: int) -> int:
-        """See `Codec.payload_bytes`."""
         return round_up(rows * cols * DTYPES[self.dtype].itemsize)
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
-        """See `Codec.encode_payload`.  What overflows fp16 counts as not finite."""
+        """What overflows fp16 counts as not finite."""
         values = x.flatten(1).to(DTYPES[self.dtype])
         num_bytes = values.shape[1] * values.element_size()
         payload[:, :num_bytes] = values.view(torch.uint8)
@@ -37,7 +36,6 @@ class Identity(Codec):
         return ~values.isfinite().all(dim=1)
 
     def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
-        """See `Codec.decode_payload`."""
         dtype = DTYPES[self.dtype]
         num_bytes = out.shape[1] * out.shape[2] * dtype.itemsize
         values = payload[:, :num_bytes].contiguous().view(dtype).view(out.shape)

@@ -20,46 +20,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs.packet import (
-    HEADER_BYTES,
-    MAGIC,
-    SEQUENCE_MODULUS,
-    VERSION,
-    check_headers,
-    header_words,
-    non_finite,
-    stamp_of,
-    write_headers,
-)
+from ds_hybridep.codecs import packet
+from ds_hybridep.codecs.packet import HEADER_BYTES, SEQUENCE_MODULUS
 from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import CompiledCodecs, Mode, Source, load_codec_kernels
 
 
 @dataclass
 class CodecState:
-    """What an encoder remembers between steps.  Equal states and inputs give equal packets.
+    """What an encoder remembers between steps.  Equal states and inputs give equal packets."""
 
-    step: packets encoded so far; the sequence number of the next one.
-    tensors: for example the factors that the next step starts from; the experts are the first dimension.
-    """
-
-    step: int = 0
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    def all_tensors(self) -> list[Tensor]:
-        """What takes memory."""
-        return list(self.tensors.values())
+    step: int = 0  # packets encoded so far; the sequence number of the next one
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # the experts are the first dimension
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy as plain dicts, ints and tensors, for a checkpoint or for a step that may be undone."""
+        """Copy as plain dicts, ints and tensors."""
         return {"step": self.step, "tensors": {name: tensor.clone() for name, tensor in self.tensors.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Become what `saved` was.
-
-        Raises:
-            PacketError: `saved` is of a codec with other settings or of another shape; nothing was changed.
-        """
+        """Become what `saved` was.  PacketError where that has other settings or shapes; nothing was changed."""
         mine, other = _shapes(self.tensors), _shapes(saved["tensors"])
         if mine != other:
             raise PacketError(f"codec state is {other}, wanted {mine}; load it with the settings that saved it")
@@ -76,13 +55,10 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
 class Codec(ABC):
     """Settings of one way to encode, and the encoding itself.  Frozen: what changes is in a CodecState.
 
-    Subclasses say how long a payload is, and encode and decode payloads; headers, checks, inf and nan are done here.
-    `kernels` chooses the implementation; all give the same bytes and values (encoding of low rank apart, which may
-    round differently).
+    All `kernels` give the same bytes and values, but encoding of low rank may round differently.
     """
 
     kernels: Mode = field(default="auto", compare=False, repr=False)
-    # By shape and codec of the step.
     _layouts: dict[tuple[int, int, int], "_Layout"] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -93,10 +69,7 @@ class Codec(ABC):
     # ---- what a codec is asked ----
 
     def packet_bytes(self, rows: int, cols: int, *, step: int | None = None) -> int:
-        """Bytes of one packet at encoder step `step`, exact and known before encoding.
-
-        Without `step` the largest over all steps, for buffers.  Only a codec with `first_steps` depends on the step.
-        """
+        """Bytes of one packet at encoder step `step`, exact; without `step` the largest over all steps."""
         codecs = self.stages if step is None else (self.at(step),)
         return max(self._layout(rows, cols, codec).num_bytes for codec in codecs)
 
@@ -110,7 +83,6 @@ class Codec(ABC):
         return (self,)
 
     def at(self, step: int) -> "Codec":
-        """The codec of encoder step `step`."""
         return self
 
     def resolve(self, rows: int, cols: int) -> "Codec":
@@ -125,49 +97,34 @@ class Codec(ABC):
         return CodecState(tensors=tensors)
 
     def encode(self, x: Tensor, state: CodecState, *, out: Tensor | None = None) -> Tensor:
-        """Packets [n, packet_bytes] uint8 of x [n, rows, cols] fp32; `state` advances by one step.
+        """Packets [n, packet_bytes] uint8 of x [n, rows, cols] fp32, in `out` if given; `state` advances by one step.
 
         A tensor with inf or nan gives a flagged packet, which decodes to nan throughout, and leaves its part of the
         state alone.
-
-        out: memory for the packets.
         """
         return self._encode(Source.ENCODE, x, None, state, out)
 
     def decode(self, packets: Tensor, out: Tensor) -> Tensor:
         """Assign what packets [n, packet_bytes] hold to out [n, rows, cols] fp32; returns it.
 
-        Raises:
-            PacketError: the packets were made with other settings or for another shape.
+        Raises PacketError for packets of other settings or of another shape.
         """
         return self._decode(packets, "out", out, is_add=False)
 
     def decode_add(self, packets: Tensor, into: Tensor) -> Tensor:
-        """Add what packets [n, packet_bytes] hold to `into` [n, rows, cols] fp32; returns it.
-
-        A flagged packet assigns nan.
-
-        Raises:
-            PacketError: as `decode`.
-        """
+        """As `decode`, but add; a flagged packet assigns nan."""
         return self._decode(packets, "into", into, is_add=True)
 
     def encode_update(
         self, weights: Tensor, mirror: Tensor, state: CodecState, *, out: Tensor | None = None
     ) -> Tensor:
-        """Packets of weights - mirror, added to the mirror as every replica adds them.  All [n, rows, cols] fp32.
-
-        What the packets leave out stays in weights - mirror and goes out later.
-        """
+        """Packets of weights - mirror, added to the mirror as every replica adds them.  All [n, rows, cols] fp32."""
         return self._encode(Source.UPDATE, weights, mirror, state, out)
 
     def encode_with_residual(
         self, x: Tensor, residual: Tensor, state: CodecState, *, out: Tensor | None = None
     ) -> Tensor:
-        """Packets of x + residual; `residual` becomes what they leave out.  All [n, rows, cols] fp32.
-
-        The residual of a tensor with inf or nan stays as it was.
-        """
+        """Packets of x + residual, which becomes what they leave out, or stays where a tensor has inf or nan."""
         return self._encode(Source.RESIDUAL, x, residual, state, out)
 
     # ---- what a subclass says ----
@@ -190,10 +147,9 @@ class Codec(ABC):
     def encode_fused(
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
     ) -> Tensor | None:
-        """Encode and update `other` and `state` in one call of a compiled kernel, for codecs that have one.
+        """Encode, and update `other` and `state`, in one call of a compiled kernel.
 
-        Returns [n] uint8, 1 for tensors that are not finite or overflowed, else 0; None: nothing was done, there is no
-        such kernel.
+        Returns [n] uint8, 1 for tensors that are not finite or overflowed; None where there is no such kernel.
         """
         return None
 
@@ -286,13 +242,13 @@ class Codec(ABC):
         return out
 
     def _open(self, packets: Tensor, name: str, target: Tensor) -> tuple["Codec", bool]:
-        """The codec that made the packets of a tensor like `target`, and whether some may be flagged."""
+        """The codec that made packets of a tensor like `target`, and whether some may be flagged."""
         n, rows, cols = require_tensors(name, target)
         layouts = [self._layout(rows, cols, codec) for codec in self.stages]
         layout = next((one for one in layouts if one.num_bytes == packets.shape[-1]), layouts[-1])
         if layout.num_bytes == layouts[-1].num_bytes and layout.stamp != layouts[-1].stamp and n:
             # Two codecs whose packets happen to be of one length.
-            layout = layouts[int(header_words(packets[:1])[0, 3]) % 2**32 == layouts[-1].stamp]
+            layout = layouts[int(packet.header_words(packets[:1])[0, 3]) % 2**32 == layouts[-1].stamp]
         if packets.shape != (n, layout.num_bytes) or packets.dtype != torch.uint8:
             raise PacketError(
                 f"packets: got {packets.dtype} {tuple(packets.shape)}, wanted torch.uint8 {(n, layout.num_bytes)} for "
@@ -303,19 +259,16 @@ class Codec(ABC):
             flags = kernels.check_headers(packets, start=layout.start, stamp=layout.stamp)
             if flags >= 0:
                 return layout.codec, flags > 0
-        check_headers(packets, start=layout.start, stamp=layout.stamp, what=layout.codec.settings())
+        packet.check_headers(packets, start=layout.start, stamp=layout.stamp, what=layout.codec.settings())
         return layout.codec, True
 
     def _write_headers(self, packets: Tensor, layout: "_Layout", step: int, is_bad: Tensor) -> None:
-        words = {"number": layout.number, "sequence": step % SEQUENCE_MODULUS, "stamp": layout.stamp}
         kernels = self.compiled(packets.device)
-        if kernels is not None:
-            kernels.write_headers(packets, start=layout.start, **words, is_bad=is_bad.to(torch.uint8))
-        else:
-            write_headers(packets, start=layout.start, **words, is_bad=is_bad)
+        write = packet.write_headers if kernels is None else kernels.write_headers
+        words = {"number": layout.number, "sequence": step % SEQUENCE_MODULUS, "stamp": layout.stamp}
+        write(packets, start=layout.start, **words, is_bad=is_bad.to(torch.uint8))
 
     def _layout(self, rows: int, cols: int, stage: "Codec") -> "_Layout":
-        """What packets of this shape look like at one stage of this codec; worked out once."""
         key = (rows, cols, id(stage))
         found = self._layouts.get(key)
         if found is None:
@@ -324,17 +277,15 @@ class Codec(ABC):
             found = self._layouts[key] = _Layout(
                 codec=codec,
                 num_bytes=HEADER_BYTES + codec.payload_bytes(rows, cols),
-                start=MAGIC | VERSION << 8 | codec.codec_id << 16,
+                start=packet.MAGIC | packet.VERSION << 8 | codec.codec_id << 16,
                 number=codec.header_number(rows, cols),
-                stamp=stamp_of(settings, rows, cols),
+                stamp=packet.stamp_of(settings, rows, cols),
             )
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """Packets of one codec and shape."""
-
     codec: Codec  # the one that really encodes this shape
     num_bytes: int
     start: int  # the first three bytes of the header as a number
@@ -343,7 +294,7 @@ class _Layout:
 
 
 def require_tensors(name: str, tensor: Tensor) -> tuple[int, int, int]:
-    """n, rows and cols of a contiguous fp32 tensor.  Raises ValueError or TypeError for any other."""
+    """n, rows and cols of a contiguous fp32 tensor; ValueError or TypeError for any other."""
     if tensor.dim() != 3:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted [n, rows, cols]; a vector is [n, 1, cols]")
     if tensor.dtype != torch.float32:
@@ -360,7 +311,6 @@ def round_up(num_bytes: int, multiple: int = 4) -> int:
 
 
 def assign_or_add(out: Tensor, values: Tensor, *, is_add: bool) -> None:
-    """The end of a decoding in PyTorch."""
     if is_add:
         out += values
     else:
@@ -369,19 +319,15 @@ def assign_or_add(out: Tensor, values: Tensor, *, is_add: bool) -> None:
 
 def _poison(packets: Tensor, values: Tensor) -> Tensor:
     """Assign nan where packets are flagged: the same nan everywhere, so that bits stay equal."""
-    is_bad = non_finite(packets)
+    is_bad = packet.non_finite(packets)
     if packets.device.type != "cpu" or bool(is_bad.any()):  # no device-to-host sync on an accelerator
         values.masked_fill_(is_bad[:, None, None], math.nan)
     return values
 
 
 def sequence_of(packets: Tensor) -> int:
-    """The sequence number that all n packets carry.  Reading it is a device-to-host sync on an accelerator.
-
-    Raises:
-        PacketError: the packets are of different steps.
-    """
-    numbers = set(header_words(packets)[:, 2].tolist())
+    """The sequence number that all n packets carry, else PacketError.  A device-to-host sync on an accelerator."""
+    numbers = set(packet.header_words(packets)[:, 2].tolist())
     if len(numbers) != 1:
         raise PacketError(
             f"packets of one tensor carry the sequence numbers {sorted(numbers)[:4]}, wanted one number; "
@@ -391,24 +337,19 @@ def sequence_of(packets: Tensor) -> int:
 
 
 class PacketOrder:
-    """Applies each packet once: says which arriving packets are due.
+    """Says which packets of one tensor group and sender are due, so that each is applied once.
 
-        if order.accept(packets):
-            codec.decode_add(packets, replica)
-
-    One object per stream, that is for each tensor group and sender.  On an accelerator packets are taken to be due, as
-    a transport brings them that loses and repeats none: reading their numbers would be a device-to-host sync.
+    On an accelerator all are taken to be due: reading their numbers would be a device-to-host sync, and the transport
+    loses and repeats none.
     """
 
     def __init__(self, expected: int = 0) -> None:
-        """Begin with the packet whose sequence number is `expected`."""
         self.expected = expected % SEQUENCE_MODULUS
 
     def accept(self, packets: Tensor) -> bool:
-        """Whether packets [n, packet_bytes] are due.  False: they were applied before; drop them.
+        """True where packets [n, packet_bytes] are due, False where they were applied before.
 
-        Raises:
-            PacketError: packets before these are missing; nothing was changed.  Have them sent again, or resync.
+        Raises PacketError where packets before these are missing; nothing was changed.
         """
         sequence = sequence_of(packets) if packets.device.type == "cpu" else self.expected
         ahead = (sequence - self.expected) % SEQUENCE_MODULUS

@@ -31,17 +31,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs.blockwise import (
-    SCALE_BYTES,
-    Blockwise,
-    pack,
-    quantised_bytes,
-    read_quantised,
-    to_bf16_up,
-    to_blocks,
-    unpack,
-    write_quantised,
-)
+from ds_hybridep.codecs import blockwise
+from ds_hybridep.codecs.blockwise import Blockwise, quantised_bytes, read_quantised, write_quantised
 from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add, round_up
 from ds_hybridep.kernels import Source
 
@@ -57,11 +48,9 @@ SMALLEST_RMS = 1e-3  # of the largest: rows and columns below count as if they h
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Codec):
-    """Factors of rank `rank`, `factors` telling how they are sent; vectors and small matrices go to `fallback`.
+    """Factors of rank `rank`, sent as `factors`; `iterations` power iterations are made each step.
 
-    Small means that the fallback's packet is not longer than the factors.  `iterations` power iterations are made each
-    step.
-
+    fallback: encodes vectors, and matrices of which its packet is not longer than the factors.
     rest: encodes what the factors leave out, and its payload follows theirs.
     first_rank: the rank of the first `first_steps` packets.  They have a state of their own, and the packets after
         them begin as those of a new encoder.
@@ -79,7 +68,7 @@ class LowRank(Codec):
     iterations: int = 1
     refresh_interval: int = 64
     fallback: Codec = Blockwise(bits=4)
-    rest: Blockwise | None = None
+    rest: Codec | None = None
     first_rank: int | None = None
     first_steps: int | None = None
 
@@ -89,45 +78,36 @@ class LowRank(Codec):
 
     @cached_property
     def stages(self) -> tuple[Codec, ...]:
-        """See `Codec.stages`."""
         if self.first_rank is None or self.first_steps is None:
             return (self,)
         then = replace(self, first_rank=None, first_steps=None, _steps_before=self.first_steps)
         return replace(then, rank=self.first_rank, _prefix="first_", _steps_before=0), then
 
     def at(self, step: int) -> Codec:
-        """See `Codec.at`."""
         return self if self.first_steps is None else self.stages[step >= self.first_steps]
 
     @cached_property
     def factors_alone(self) -> "LowRank":
-        """This codec without the rest."""
         return replace(self, rest=None)
 
     def resolve(self, rows: int, cols: int) -> Codec:
-        """See `Codec.resolve`."""
         is_small = self.factor_bytes(rows, cols) >= self.fallback.payload_bytes(rows, cols)
         return self.fallback if min(rows, cols) <= 1 or is_small else self
 
     def effective_rank(self, rows: int, cols: int) -> int:
-        """Columns of the factors: no more than the matrix has."""
         return min(self.rank, rows, cols)
 
     def factor_bytes(self, rows: int, cols: int) -> int:
-        """Bytes of P and Q in a payload."""
         return round_up(self.effective_rank(rows, cols) * (self._column_bytes(rows) + self._column_bytes(cols)))
 
     def payload_bytes(self, rows: int, cols: int) -> int:
-        """See `Codec.payload_bytes`."""
         rest_bytes = 0 if self.rest is None else self.rest.payload_bytes(rows, cols)
         return self.factor_bytes(rows, cols) + rest_bytes
 
     def header_number(self, rows: int, cols: int) -> int:
-        """The effective rank."""
         return self.effective_rank(rows, cols)
 
     def initial_tensors(self, n: int, rows: int, cols: int, device: torch.device) -> dict[str, Tensor]:
-        """See `Codec.initial_tensors`."""
         shapes: dict[str, tuple[int, ...]] = {"q": (n, self.effective_rank(rows, cols), cols)}
         if self.weighting == "rms":
             shapes |= {"row_rms": (n, rows), "col_rms": (n, cols)}
@@ -136,7 +116,6 @@ class LowRank(Codec):
     def encode_fused(
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
     ) -> Tensor | None:
-        """See `Codec.encode_fused`."""
         kernels = self.compiled(a.device)
         if kernels is None or self.rest is not None:
             return None
@@ -158,13 +137,13 @@ class LowRank(Codec):
         )
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
-        """See `Codec.encode_payload`.  Factors stand as rows here, [n, rank, rows or cols]."""
+        """Factors stand as rows here, [n, rank, rows or cols]."""
         if self.rest is not None:
-            factors, rest = self._factors_and_rest(payload, x.shape[1], x.shape[2])
-            is_overflow = self.factors_alone.encode_payload(x, state, factors, is_bad)
+            end = self.factor_bytes(x.shape[1], x.shape[2])
+            is_overflow = self.factors_alone.encode_payload(x, state, payload[:, :end], is_bad)
             value = torch.empty_like(x)
-            self.factors_alone.decode_payload(factors, value, is_add=False)
-            return is_overflow | self.rest.encode_payload(x - value, state, rest, is_bad)
+            self.factors_alone.decode_payload(payload[:, :end], value, is_add=False)
+            return is_overflow | self.rest.encode_payload(x - value, state, payload[:, end:], is_bad)
         mine = {name: state.tensors[name] for name in self.initial_tensors(0, x.shape[1], x.shape[2], x.device)}
         before = {name: tensor.clone() for name, tensor in mine.items()}
         flags = self.encode_fused(Source.ENCODE, x, None, state, payload)
@@ -192,17 +171,13 @@ class LowRank(Codec):
 
         # 2. Q for that P.
         q = divide_by_gram(_times_rows(x, p), p)
-        state.tensors[self._prefix + "q"].copy_(
-            q
-        )  # in its place: memory of another stream must not be freed in this one
+        # In its place: memory of another stream must not be freed in this one.
+        state.tensors[self._prefix + "q"].copy_(q)
         self._write(q * col_weight, q_payload)
         return ~self._read(q_payload, cols).isfinite().flatten(1).all(dim=1)
 
     def _weights(self, x: Tensor, state: CodecState) -> tuple[Tensor, Tensor]:
-        """Sizes of the rows [n, 1, rows] and columns [n, 1, cols] of x relative to the largest; moves the state on.
-
-        Ones without weighting.
-        """
+        """Sizes of the rows [n, 1, rows] and columns [n, 1, cols] of x relative to the largest; moves the state on."""
         if self.weighting == "none":
             return x.new_ones(()).expand(len(x), 1, x.shape[1]), x.new_ones(()).expand(len(x), 1, x.shape[2])
         weights = []
@@ -215,11 +190,11 @@ class LowRank(Codec):
         return weights[0], weights[1]
 
     def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
-        """See `Codec.decode_payload`.  The value of the factors is added first, then that of the rest."""
+        """The value of the factors is added first, then that of the rest."""
         if self.rest is not None:
-            factors, rest = self._factors_and_rest(payload, out.shape[1], out.shape[2])
-            self.factors_alone.decode_payload(factors, out, is_add=is_add)
-            self.rest.decode_payload(rest, out, is_add=True)
+            end = self.factor_bytes(out.shape[1], out.shape[2])
+            self.factors_alone.decode_payload(payload[:, :end], out, is_add=is_add)
+            self.rest.decode_payload(payload[:, end:], out, is_add=True)
             return
         kernels = self.compiled(out.device)
         if kernels is not None:
@@ -234,17 +209,13 @@ class LowRank(Codec):
             value += p[:, column, :, None] * q[:, column, None, :]
         assign_or_add(out, value, is_add=is_add)
 
-    def _factors_and_rest(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-        """The part of P and Q, and that of the rest, which may be empty."""
-        end = self.factor_bytes(rows, cols)
-        return payload[:, :end], payload[:, end:]
-
     def _fresh_start(self, step: int, q: Tensor) -> Tensor | None:
-        """Where to begin [rank, cols], if not from the previous step's q [n, rank, cols]."""
+        """Where to begin [rank, cols], if not from the previous step's q [n, rank, cols]: a function of the step."""
         step -= self._steps_before
         if step % self.refresh_interval:
             return None
-        return _random_start(q.shape[1], q.shape[2], step).to(q.device)
+        generator = torch.Generator().manual_seed(0x5EED + step)
+        return torch.randn(q.shape[1], q.shape[2], generator=generator).to(q.device)
 
     def _split(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """The parts of P and of Q, [n, rank, bytes of a column] each."""
@@ -255,7 +226,6 @@ class LowRank(Codec):
         return p_payload, payload[:, p_end : p_end + rank * q_bytes].unflatten(1, (rank, q_bytes))
 
     def _column_bytes(self, length: int) -> int:
-        """Bytes of one factor column."""
         if self.factors in FACTOR_BITS:
             return round_up(quantised_bytes(length, FACTOR_BITS[self.factors], FACTOR_BLOCK), 2)
         return length * FACTOR_DTYPES[self.factors].itemsize
@@ -286,24 +256,18 @@ class LowRank(Codec):
 
 def write_log4(x: Tensor, payload: Tensor) -> None:
     """Quantise x [N, L] fp32 into payload [N, bytes]."""
-    blocks = to_blocks(x, FACTOR_BLOCK)
-    scales = to_bf16_up(blocks.abs().amax(dim=-1) / LOG_VALUES[-1])
-    divisor = torch.where(scales.float() == 0, torch.inf, scales.float()).unsqueeze(-1)
-    codes = torch.bucketize(blocks.abs() / divisor, x.new_tensor(LOG_BETWEEN), right=True)
+    blocks = blockwise.to_blocks(x, FACTOR_BLOCK)
+    scales = blockwise.to_bf16_up(blocks.abs().amax(dim=-1) / LOG_VALUES[-1])
+    codes = torch.bucketize(blocks.abs() / blockwise.divisor(scales), x.new_tensor(LOG_BETWEEN), right=True)
     codes += len(LOG_VALUES) * ((codes > 0) & (blocks < 0))
-    scale_bytes = scales.shape[-1] * SCALE_BYTES
-    payload[:, :scale_bytes] = scales.view(torch.uint8)
-    payload[:, scale_bytes:] = pack(codes.to(torch.uint8).flatten(-2)[..., : x.shape[-1]], 4)
+    blockwise.write_codes(codes.to(torch.uint8).flatten(-2)[..., : x.shape[-1]], scales, payload, 4)
 
 
 def read_log4(payload: Tensor, length: int) -> Tensor:
     """The inverse: fp32 [N, length]."""
-    scale_bytes = -(-length // FACTOR_BLOCK) * SCALE_BYTES
-    scales = payload[:, :scale_bytes].contiguous().view(torch.bfloat16)
-    codes = unpack(payload[:, scale_bytes:], 4, length).long()
-    levels = torch.tensor([*LOG_VALUES, *(-value for value in LOG_VALUES)], device=payload.device)[codes]
-    scaled = to_blocks(levels, FACTOR_BLOCK) * scales.float().unsqueeze(-1)
-    return scaled.flatten(-2)[..., :length]
+    codes, scales = blockwise.read_codes(payload, length, 4, FACTOR_BLOCK)
+    levels = torch.tensor([*LOG_VALUES, *(-value for value in LOG_VALUES)], device=payload.device)
+    return blockwise.times_scales(levels[codes.long()], scales, FACTOR_BLOCK)
 
 
 def _times_columns(x: Tensor, q: Tensor) -> Tensor:
@@ -332,9 +296,3 @@ def divide_by_gram(q: Tensor, p: Tensor) -> Tensor:
     gram = gram + torch.diag_embed(1e-6 * diagonal.clamp(min=1e-3))
     solution: Tensor = torch.linalg.solve(gram, q)
     return solution.contiguous()
-
-
-def _random_start(rank: int, cols: int, step: int) -> Tensor:
-    """Normal numbers [rank, cols], a function of the step alone, so equal in every run and for every tensor."""
-    generator = torch.Generator().manual_seed(0x5EED + step)
-    return torch.randn(rank, cols, generator=generator)

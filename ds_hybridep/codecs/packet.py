@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in front of every payload, and its definition in PyTorch.
+"""What is in front of every payload.
 
 A packet is HEADER_BYTES bytes, then a payload whose length follows from codec, shape and step:
 
@@ -34,15 +34,15 @@ def stamp_of(settings: str, rows: int, cols: int) -> int:
 
 
 def write_headers(packets: Tensor, *, start: int, number: int, sequence: int, stamp: int, is_bad: Tensor) -> None:
-    """Fill the headers of packets [n, packet_bytes]; `start` is their first three bytes as a number.
+    """Fill the headers of packets [n, packet_bytes].
 
-    is_bad [n] bool sets the non-finite flag.
+    `start` is their first three bytes as a number; is_bad [n] uint8 is 1 where the non-finite flag is set.
     """
-    words = [start, number, sequence % SEQUENCE_MODULUS, stamp]
+    words = [start, number, sequence, stamp]
     signed = [word - 2**32 if word >= 2**31 else word for word in words]
     header = torch.tensor(signed, dtype=torch.int32).view(torch.uint8).to(packets.device)
     packets[:, :HEADER_BYTES] = header
-    packets[:, 3] = is_bad.to(torch.uint8) * NON_FINITE
+    packets[:, 3] = is_bad * NON_FINITE
 
 
 def non_finite(packets: Tensor) -> Tensor:
@@ -51,10 +51,7 @@ def non_finite(packets: Tensor) -> Tensor:
 
 
 def check_headers(packets: Tensor, *, start: int, stamp: int, what: str) -> None:
-    """Raise PacketError unless packets [n, packet_bytes] were made by the codec `what` for this shape.
-
-    Skipped on an accelerator, where reading them is a device-to-host sync.
-    """
+    """Raise PacketError unless packets were made by the codec `what` for this shape; on the CPU only."""
     if packets.device.type != "cpu" or not len(packets):
         return
     # Flags may differ from packet to packet, and number and sequence are not checked here.

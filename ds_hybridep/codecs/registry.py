@@ -17,17 +17,14 @@ BITS = {"int8": 8, "int4": 4, "int2": 2}
 def make_codec(spec: str | Mapping[str, Any] | CodecConfig, *, where: str = "codec", kernels: Mode = "auto") -> Codec:
     """The codec that `spec` describes: a name, an object with "type" and that type's options, or its settings.
 
-    where: key path of `spec`, for messages.
+    where: key path of `spec`, for the ConfigError of a bad one.
     kernels: "compiled" and "reference" insist on one implementation, "auto" prefers the compiled one.
-
-    Raises:
-        ConfigError: names the key path, the value found, what is allowed and what to do.
     """
     settings = spec if isinstance(spec, CodecConfig) else parse_codec(spec, where=where)
     if isinstance(settings, IdentityConfig):
         return Identity(dtype=settings.dtype, kernels=kernels)
     if isinstance(settings, BlockwiseConfig):
-        return _blockwise(settings, kernels)
+        return Blockwise(bits=BITS[settings.type], block=settings.block, kernels=kernels)
     assert isinstance(settings, LowRankConfig), f"{where}: {settings.type} is no codec for experts"
     return LowRank(
         rank=settings.rank,
@@ -36,12 +33,8 @@ def make_codec(spec: str | Mapping[str, Any] | CodecConfig, *, where: str = "cod
         iterations=settings.iterations,
         refresh_interval=settings.refresh_interval,
         fallback=make_codec(settings.fallback, kernels=kernels),
-        rest=None if settings.rest is None else _blockwise(settings.rest, kernels),
+        rest=None if settings.rest is None else make_codec(settings.rest, kernels=kernels),
         first_rank=settings.first_rank,
         first_steps=settings.first_steps,
         kernels=kernels,
     )
-
-
-def _blockwise(settings: BlockwiseConfig, kernels: Mode) -> Blockwise:
-    return Blockwise(bits=BITS[settings.type], block=settings.block, kernels=kernels)

@@ -11,9 +11,9 @@ from ds_hybridep.errors import KernelBuildError
 from ds_hybridep.kernels.codecs import CompiledCodecs
 from ds_hybridep.kernels.compiled import CompiledKernels
 from ds_hybridep.kernels.cuda import CudaKernels
-from ds_hybridep.kernels.interface import Kernels
 from ds_hybridep.kernels.reference import ReferenceKernels
 
+Kernels = CompiledKernels | ReferenceKernels
 Mode = Literal["auto", "compiled", "reference"]
 
 # What a tool chain or a loader can raise; anything else is a mistake of ours and must surface.
@@ -32,12 +32,11 @@ def load_kernels(mode: Mode, device_type: str = "cpu", dispatch_sms: int | None 
         mode: "auto" for compiled kernels or, with one warning that tells why, the reference; "compiled" for compiled
             kernels or an error; "reference" for the PyTorch definitions.
         device_type: as in torch.device.type.
-        dispatch_sms: compiled kernels for "cuda" dispatch and combine rows on at most so many multiprocessors; None
-            for all.  Other kernels compute the same and have no multiprocessors to leave free.
+        dispatch_sms: compiled kernels for "cuda" dispatch and combine rows on at most so many multiprocessors, and the
+            others stay free for kernels that run at the same time; None for all.  Results are the same.
 
     Raises:
-        KernelBuildError: mode is "compiled" and there are no compiled kernels; the message holds the end of the
-            compiler's output.
+        KernelBuildError: mode is "compiled" and there are no compiled kernels.
         ValueError: mode is none of the three, or dispatch_sms is less than 1.
     """
     if mode not in get_args(Mode):
@@ -61,18 +60,12 @@ def load_kernels(mode: Mode, device_type: str = "cpu", dispatch_sms: int | None 
 
 @functools.cache  # asked at every encoding
 def load_codec_kernels(mode: Mode, device_type: str = "cpu") -> CompiledCodecs | None:
-    """Compiled kernels for codecs on `device_type`; None: encode and decode by the PyTorch definitions in `codecs`.
-
-    Arguments and errors as `load_kernels`.
-    """
-    if mode == "reference":
-        return None
+    """Compiled kernels for codecs, None for the definitions in `codecs`; arguments and errors as `load_kernels`."""
     return getattr(load_kernels(mode, device_type), "codecs", None)
 
 
 @functools.cache
 def _kernels_of(extension: Any, device_type: str, dispatch_sms: int | None) -> CompiledKernels:
-    """The kernels of a module that the builder has loaded."""
     if device_type == "cuda":
         return CudaKernels(extension, dispatch_sms=dispatch_sms)
     return CompiledKernels(extension)
@@ -96,16 +89,12 @@ def _extension_or_reason(device_type: str) -> Any:
         if reason is not None:
             return reason
         extension = builder.load(verbose=False)
-        reason = builder.why_unusable(extension)
-        if reason is not None:
-            return reason
+        return builder.why_unusable(extension) or extension
     except BUILD_ERRORS as error:
         return _describe(error)
-    return extension
 
 
 def _describe(error: Exception) -> str:
-    """Type and message of a failed build, without the middle of a long compiler output."""
     text = str(error).strip()
     if len(text) > OUTPUT_TAIL_CHARS:
         first_line = text.splitlines()[0][:500]

@@ -6,7 +6,7 @@ call on more than one device are a ValueError.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import Any
 
@@ -18,25 +18,19 @@ Lane = Callable[[torch.device], AbstractContextManager[int]]
 
 
 class Source(IntEnum):
-    """What is encoded, as `enum class Source` in csrc/include/hybridep_codecs.h.
+    """What is encoded, as `enum class Source` in csrc/include/hybridep_codecs.h."""
 
-    ENCODE: a.
-    UPDATE: a - other; the packet's value is added to other.
-    RESIDUAL: a + other; other becomes what the packet leaves out.
-    """
-
-    ENCODE = 0
-    UPDATE = 1
-    RESIDUAL = 2
+    ENCODE = 0  # a
+    UPDATE = 1  # a - other; the packet's value is added to other
+    RESIDUAL = 2  # a + other; other becomes what the packet leaves out
 
 
 class CompiledCodecs:
-    """Work is split over torch.get_num_threads() threads; the results depend neither on their number nor on n."""
+    """Kernels of the module `extension`; results depend neither on the number of threads nor on n."""
 
-    def __init__(self, extension: Any) -> None:
-        """Wrap `extension`, the module that HybridEPBuilder loads."""
+    def __init__(self, extension: Any, lane: Lane) -> None:
         self._extension = extension
-        self._lane: Lane = _threads
+        self._lane = lane
 
     def prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
         """What is encoded, shaped as a [n, ...] and all zeros in tensors with inf or nan; and [n] bool, which have."""
@@ -77,9 +71,9 @@ class CompiledCodecs:
         factor: int,
         iterations: int,
     ) -> Tensor:
-        """As `blockwise_encode`, factors of q's rank; q [n, rank, cols] becomes the next.
+        """As `blockwise_encode`, with factors of q's rank.
 
-        row_rms [n, rows], col_rms [n, cols]: for weighting, likewise.
+        q [n, rank, cols], row_rms [n, rows], col_rms [n, cols]: become those of the next step.
         start [rank, cols]: where iterations begin instead of in q.
         factor: `enum class Factor` in csrc/include/hybridep_codecs.h.
         """
@@ -116,7 +110,6 @@ class CompiledCodecs:
     def write_headers(
         self, packets: Tensor, *, start: int, number: int, sequence: int, stamp: int, is_bad: Tensor
     ) -> None:
-        """As `codecs.packet.write_headers`; `start` is the first three bytes as a number."""
         place = (packets.data_ptr(), packets.stride(0), packets.shape[0])
         with self._lane(_one_device(packets=packets, is_bad=is_bad)) as lane:
             self._extension.write_headers(*place, start, number, sequence, stamp, is_bad.data_ptr(), lane)
@@ -127,16 +120,8 @@ class CompiledCodecs:
         return found
 
 
-def _threads(device: torch.device) -> AbstractContextManager[int]:
-    """As many threads as torch would use."""
-    return nullcontext(torch.get_num_threads())
-
-
 def _one_device(**tensors: Tensor | None) -> torch.device:
-    """The device of all tensors, of which the first is not None.
-
-    Raises ValueError where one is elsewhere: kernels get addresses, which do not tell.
-    """
+    """The device of all tensors, of which the first is not None; ValueError where one is elsewhere."""
     (first, tensor), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
     for name, other in others:
         if other.device != tensor.device:
@@ -150,7 +135,6 @@ def _flags(a: Tensor) -> Tensor:
 
 
 def _address(tensor: Tensor | None) -> int:
-    """Where it lies; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -160,7 +144,6 @@ def _size(tensor: Tensor) -> tuple[int, int]:
 
 
 def _input(source: Source, a: Tensor, other: Tensor | None) -> tuple[int, int, int, int, int]:
-    """Source, addresses and sizes of what is encoded."""
     return int(source), a.data_ptr(), _address(other), *_size(a)
 
 

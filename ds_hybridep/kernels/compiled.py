@@ -2,18 +2,18 @@
 """The routing kernels of csrc/ on CPU tensors, and what those on CUDA tensors (`cuda.py`) share with them.
 
 Each call checks what the extension cannot see (shape, dtype, device, contiguity), allocates the result, and passes
-addresses, sizes and type codes.  All of it is in this one file.
+addresses, sizes and type codes.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.kernels.codecs import CompiledCodecs, Lane
-from ds_hybridep.kernels.interface import RoutePlan
 from ds_hybridep.plan.row_format import RowFormat, record_bytes
 
 # As `enum class Type` and `enum class RowFormat` in csrc/include/hybridep_rows.h.
@@ -21,18 +21,37 @@ TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FORMAT_CODES: dict[RowFormat, int] = {"int8": 0, "fp8": 1}
 
 
-class CompiledKernels:
-    """Kernels on raw memory; what they compute is documented in `interface.Kernels`.
+@dataclass(frozen=True, kw_only=True)
+class RoutePlan:
+    """Which token is sent to which destination, and where each (token, k) slot finds its row afterwards.
 
-    All tensors must be contiguous and on one device, the CPU here, and those that are summed fp32, bf16 or fp16.
-    Otherwise the methods raise ValueError or TypeError: a silent copy would hide where the time goes.  Work is split
-    over torch.get_num_threads() threads; the results do not depend on their number.
+    Rows are sorted by destination, then by token; a token whose slots share a destination has one row there.
+    Example, T = 2, K = 2, experts 0 and 1 at destination 0, expert 2 at destination 1:
 
-    Results equal those of `ReferenceKernels` bit for bit, except grad_weights, whose dot products sum in another
-    order, and grad_rows where tokens share a row.
+        topk_idx = [[2, 0],     rows_per_destination = [2, 1]     slot_to_row       = [[2, 0],
+                    [1, 0]]     row_to_token  = [0, 1, 0]                              [1, 1]]
+                                row_topk_idx  = [[-1, 0],         first_slot_to_row = [[2, 0],
+                                                 [1, 0],                               [1, -1]]
+                                                 [2, -1]]
     """
 
-    name = "compiled"
+    rows_per_destination: Tensor  # [N] int64, sums to R: the send splits
+    row_to_token: Tensor  # [R] int64
+    row_topk_idx: Tensor  # [R, K] int32, expert ids of the row's token at the row's destination, -1 in other slots
+    slot_to_row: Tensor  # [T, K] int64, the row that serves a slot, -1 where none does
+    first_slot_to_row: Tensor  # [T, K] int64, the same with -1 at repeats: a sum over k visits each row once
+
+
+class CompiledKernels:
+    """The operations of `ReferenceKernels` on raw memory, split over torch.get_num_threads() threads.
+
+    All tensors must be contiguous and on one device, the CPU here, and those that are summed fp32, bf16 or fp16; a
+    silent copy would hide where the time goes.  Results do not depend on the number of threads, and equal those of
+    theirs bit for bit, except grad_weights, whose dot products sum in another order, and grad_rows where
+    tokens share a row.
+    """
+
+    name: str = "compiled"
     device_type: ClassVar[str] = "cpu"
 
     def __init__(self, extension: Any) -> None:
@@ -41,11 +60,11 @@ class CompiledKernels:
         self._dispatch_rows: Callable[..., None] = extension.dispatch_rows
         self._combine_rows: Callable[..., None] = extension.combine_rows
         self._lane: Lane = _threads
-        self.codecs = CompiledCodecs(extension)
+        self.codecs = CompiledCodecs(extension, _threads)
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
-        """See `Kernels.plan_routes`."""
-        num_tokens, top_k, num_experts = plan_sizes(topk_idx, expert_to_destination, num_destinations)
+        sizes = plan_sizes(topk_idx, expert_to_destination, num_destinations)
+        num_tokens, top_k, _ = sizes
         self._device_of(topk_idx=topk_idx, expert_to_destination=expert_to_destination)
         extension = self._extension
         num_chunks = extension.plan_chunks(num_tokens, top_k, torch.get_num_threads())
@@ -54,9 +73,7 @@ class CompiledKernels:
         routes = (
             topk_idx.data_ptr(),
             expert_to_destination.data_ptr(),
-            num_tokens,
-            top_k,
-            num_experts,
+            *sizes,
             num_destinations,
             num_chunks,
             chunk_rows.data_ptr(),
@@ -79,8 +96,7 @@ class CompiledKernels:
         return plan
 
     def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
-        """See `Kernels.dispatch_rows`."""
-        num_tokens, hidden, num_rows = dispatch_sizes(x, row_to_token)
+        num_tokens, num_rows, hidden = dispatch_sizes(x, row_to_token)
         device = self._device_of(x=x, row_to_token=row_to_token)
         out = torch.empty((num_rows, hidden), dtype=x.dtype, device=device)
         with self._lane(device) as lane:
@@ -96,19 +112,16 @@ class CompiledKernels:
         return out
 
     def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
-        """See `Kernels.quantise_rows`."""
-        num_tokens, hidden, num_rows = quantise_sizes(x, row_to_token, row_format)
+        sizes = quantise_sizes(x, row_to_token, row_format)
         x_type = _type_code("x", x.dtype)
         device = self._device_of(x=x, row_to_token=row_to_token)
-        records = torch.empty((num_rows, record_bytes(hidden)), dtype=torch.uint8, device=device)
+        records = torch.empty((len(row_to_token), record_bytes(x.shape[1])), dtype=torch.uint8, device=device)
         with self._lane(device) as lane:
             self._extension.quantise_rows(
                 x.data_ptr(),
                 x_type,
                 row_to_token.data_ptr(),
-                num_tokens,
-                num_rows,
-                hidden,
+                *sizes,
                 FORMAT_CODES[row_format],
                 lane,
                 records.data_ptr(),
@@ -116,7 +129,6 @@ class CompiledKernels:
         return records
 
     def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
-        """See `Kernels.dequantise_rows`."""
         num_rows = dequantise_sizes(records, hidden, row_format, dtype)
         out_type = _type_code("dtype", dtype)
         device = self._device_of(records=records)
@@ -130,22 +142,18 @@ class CompiledKernels:
     def combine_rows(
         self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """See `Kernels.combine_rows`."""
-        num_tokens, top_k, num_rows, hidden = combine_sizes(rows, slot_to_row, weights)
+        sizes = combine_sizes(rows, slot_to_row, weights)
         rows_type = _type_code("rows", rows.dtype)
         out_type = rows_type if out_dtype is None else _type_code("out_dtype", out_dtype)
         device = self._device_of(rows=rows, slot_to_row=slot_to_row, weights=weights)
-        out = torch.empty((num_tokens, hidden), dtype=out_dtype or rows.dtype, device=device)
+        out = torch.empty((len(slot_to_row), rows.shape[1]), dtype=out_dtype or rows.dtype, device=device)
         with self._lane(device) as lane:
             self._combine_rows(
                 rows.data_ptr(),
                 rows_type,
                 slot_to_row.data_ptr(),
                 0 if weights is None else weights.data_ptr(),
-                num_tokens,
-                top_k,
-                num_rows,
-                hidden,
+                *sizes,
                 lane,
                 out.data_ptr(),
                 out_type,
@@ -155,14 +163,12 @@ class CompiledKernels:
     def combine_rows_backward(
         self, grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `Kernels.combine_rows_backward`."""
-        num_tokens, top_k, num_rows, hidden = backward_sizes(grad, rows, slot_to_row, weights)
+        sizes = backward_sizes(grad, rows, slot_to_row, weights)
         grad_type = _type_code("grad", grad.dtype)
         rows_type = _type_code("rows", rows.dtype)
         device = self._device_of(grad=grad, rows=rows, slot_to_row=slot_to_row, weights=weights)
-        scratch = torch.empty(2 * num_rows + num_tokens * top_k, dtype=torch.int64, device=device)
-        grad_rows = torch.empty((num_rows, hidden), dtype=rows.dtype, device=device)
-        grad_weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=device)
+        scratch = torch.empty(2 * len(rows) + slot_to_row.numel(), dtype=torch.int64, device=device)
+        grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
         with self._lane(device) as lane:
             self._extension.combine_rows_backward(
                 grad.data_ptr(),
@@ -171,10 +177,7 @@ class CompiledKernels:
                 rows_type,
                 slot_to_row.data_ptr(),
                 weights.data_ptr(),
-                num_tokens,
-                top_k,
-                num_rows,
-                hidden,
+                *sizes,
                 lane,
                 scratch.data_ptr(),
                 grad_rows.data_ptr(),
@@ -183,7 +186,6 @@ class CompiledKernels:
         return grad_rows, grad_weights
 
     def bit_sums(self, tensor: Tensor) -> Tensor:
-        """See `Kernels.bit_sums`."""
         device = self._device_of(tensor=tensor)
         word_bytes = min(tensor.element_size(), 2)
         sums = torch.empty(2, dtype=torch.int64, device=device)
@@ -192,32 +194,20 @@ class CompiledKernels:
         return sums
 
     def _device_of(self, **tensors: Tensor | None) -> torch.device:
-        """The device of all tensors.  Raises ValueError unless it is one device of ours, and all are contiguous.
-
-        Only then do addresses and sizes tell all of them.
-        """
-        device: torch.device | None = None
-        for name, tensor in tensors.items():
-            if tensor is None:
-                continue
+        """The device of all tensors; ValueError unless it is one device of ours, and all are contiguous."""
+        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        device = next(iter(given.values())).device
+        for name, tensor in given.items():
             if tensor.device.type != self.device_type:
-                wanted = self.device_type
-                raise ValueError(
-                    f"{name}: on device {tensor.device}, wanted {wanted}; use load_kernels for that device"
-                )
-            if device is not None and tensor.device != device:
-                raise ValueError(
-                    f"{name}: on device {tensor.device}, wanted {device}, where the arguments before it are"
-                )
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name}: strides {tensor.stride()} are not contiguous; pass {name}.contiguous()")
-            device = tensor.device
-        assert device is not None
+                wanted = f"{self.device_type}; use load_kernels for that device"
+                raise ValueError(f"{name}: on device {tensor.device}, wanted {wanted}")
+            if tensor.device != device:
+                raise ValueError(f"{name}: on device {tensor.device}, wanted {device}, where the others are")
+            require_contiguous(name, tensor)
         return device
 
 
 def _type_code(name: str, dtype: torch.dtype) -> int:
-    """Code of `dtype` in the extension.  Raises TypeError if it has none."""
     code = TYPE_CODES.get(dtype)
     if code is None:
         wanted = ", ".join(str(dtype) for dtype in TYPE_CODES)
@@ -226,40 +216,34 @@ def _type_code(name: str, dtype: torch.dtype) -> int:
 
 
 def _threads(device: torch.device) -> AbstractContextManager[int]:
-    """As many threads as torch would use."""
     return nullcontext(torch.get_num_threads())
 
 
-# --- Checks of shapes and dtypes -------------------------------------------------------------------------------------
+# --- Checks of shapes and dtypes: ValueError or TypeError ------------------------------------------------------------
 
 
 def plan_sizes(topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> tuple[int, int, int]:
-    """T, K and E of a call of plan_routes.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
+    """T, K and E of a call of plan_routes."""
     if topk_idx.dim() != 2 or topk_idx.shape[1] < 1:
         raise ValueError(f"topk_idx: got shape {tuple(topk_idx.shape)}, wanted [T, K] with K of 1 or more")
-    if expert_to_destination.dim() != 1:
-        raise ValueError(f"expert_to_destination: got shape {tuple(expert_to_destination.shape)}, wanted [E]")
+    _require_dims("expert_to_destination", expert_to_destination, "[E]", torch.int32)
     if num_destinations < 1:
         raise ValueError(f"num_destinations: got {num_destinations}, wanted 1 or more")
     _require_dtype("topk_idx", topk_idx, torch.int32)
-    _require_dtype("expert_to_destination", expert_to_destination, torch.int32)
     num_tokens, top_k = topk_idx.shape
     return num_tokens, top_k, expert_to_destination.shape[0]
 
 
 def dispatch_sizes(x: Tensor, row_to_token: Tensor) -> tuple[int, int, int]:
-    """T, D and R of a call of dispatch_rows.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
-    if x.dim() != 2:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, wanted [T, D]")
-    if row_to_token.dim() != 1:
-        raise ValueError(f"row_to_token: got shape {tuple(row_to_token.shape)}, wanted [R]")
-    _require_dtype("row_to_token", row_to_token, torch.int64)
+    """T, R and D of a call of dispatch_rows."""
+    _require_dims("x", x, "[T, D]")
+    _require_dims("row_to_token", row_to_token, "[R]", torch.int64)
     num_tokens, hidden = x.shape
-    return num_tokens, hidden, row_to_token.shape[0]
+    return num_tokens, len(row_to_token), hidden
 
 
 def quantise_sizes(x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> tuple[int, int, int]:
-    """T, D and R of a call of quantise_rows.  Raises ValueError or TypeError where arguments are wrong."""
+    """T, R and D of a call of quantise_rows."""
     sizes = dispatch_sizes(x, row_to_token)
     _require_floating("x", x.dtype)
     _require_format(row_format)
@@ -267,7 +251,7 @@ def quantise_sizes(x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> tu
 
 
 def dequantise_sizes(records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> int:
-    """R of a call of dequantise_rows.  Raises ValueError or TypeError where arguments are wrong."""
+    """R of a call of dequantise_rows."""
     if hidden < 0:
         raise ValueError(f"hidden: got {hidden}, wanted 0 or more")
     if records.dim() != 2 or records.shape[1] != record_bytes(hidden):
@@ -280,13 +264,10 @@ def dequantise_sizes(records: Tensor, hidden: int, row_format: RowFormat, dtype:
 
 
 def combine_sizes(rows: Tensor, slot_to_row: Tensor, weights: Tensor | None) -> tuple[int, int, int, int]:
-    """T, K, R and D of a call of combine_rows.  Raises ValueError or TypeError where shapes or dtypes are wrong."""
-    if rows.dim() != 2:
-        raise ValueError(f"rows: got shape {tuple(rows.shape)}, wanted [R, D]")
-    if slot_to_row.dim() != 2:
-        raise ValueError(f"slot_to_row: got shape {tuple(slot_to_row.shape)}, wanted [T, K]")
+    """T, K, R and D of a call of combine_rows."""
+    _require_dims("rows", rows, "[R, D]")
+    _require_dims("slot_to_row", slot_to_row, "[T, K]", torch.int64)
     _require_floating("rows", rows.dtype)
-    _require_dtype("slot_to_row", slot_to_row, torch.int64)
     if weights is not None:
         _require_dtype("weights", weights, torch.float32)
         if weights.shape != slot_to_row.shape:
@@ -299,7 +280,7 @@ def combine_sizes(rows: Tensor, slot_to_row: Tensor, weights: Tensor | None) -> 
 
 
 def backward_sizes(grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor) -> tuple[int, int, int, int]:
-    """T, K, R and D of a call of combine_rows_backward.  Raises as `combine_sizes`."""
+    """T, K, R and D of a call of combine_rows_backward."""
     num_tokens, top_k, num_rows, hidden = combine_sizes(rows, slot_to_row, weights)
     if grad.shape != (num_tokens, hidden):
         raise ValueError(f"grad: got shape {tuple(grad.shape)}, wanted [T, D] = {(num_tokens, hidden)}")
@@ -307,8 +288,19 @@ def backward_sizes(grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Ten
     return num_tokens, top_k, num_rows, hidden
 
 
+def require_contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: strides {tensor.stride()} are not contiguous; pass {name}.contiguous()")
+
+
+def _require_dims(name: str, tensor: Tensor, wanted: str, dtype: torch.dtype | None = None) -> None:
+    """`wanted` such as "[T, D]" has a letter for each dimension."""
+    if tensor.dim() != wanted.count(",") + 1:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted {wanted}")
+    _require_dtype(name, tensor, dtype or tensor.dtype)
+
+
 def _require_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Raise TypeError unless `tensor` has `dtype`."""
     if tensor.dtype != dtype:
         raise TypeError(f"{name}: got {tensor.dtype}, wanted {dtype}; convert it with {name}.to({dtype})")
 

@@ -7,7 +7,8 @@ operations by a line on standard output and a CUDA error at the next synchronisa
 use its device.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,32 +16,18 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.kernels.codecs import CompiledCodecs, Lane
-from ds_hybridep.kernels.compiled import CompiledKernels, plan_sizes
-from ds_hybridep.kernels.interface import RoutePlan
+from ds_hybridep.kernels.compiled import CompiledKernels, RoutePlan, plan_sizes
 
 
-class current_stream(AbstractContextManager[int]):
-    """The current stream of a CUDA device, which is the current device meanwhile: kernels are launched there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._guard: Any = torch.cuda.device(device)
-        self._device = device
-
-    def __enter__(self) -> int:
-        self._guard.__enter__()
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
-
-    def __exit__(self, *exception: Any) -> None:
-        self._guard.__exit__(*exception)
+@contextmanager
+def current_stream(device: torch.device) -> Iterator[int]:
+    """The current stream of a CUDA device, which is the current device meanwhile."""
+    with torch.cuda.device(device):
+        yield int(torch.cuda.current_stream(device).cuda_stream)
 
 
 class CudaCodecs(CompiledCodecs):
-    """As `CompiledCodecs`, in the current stream of a CUDA device; nothing is waited for."""
-
-    def __init__(self, extension: Any, *, lane: Lane | None = None) -> None:
-        """Wrap `extension`, the module that HybridEPBuilder("cuda") loads; `lane` as in `CudaKernels`."""
-        super().__init__(extension)
-        self._lane = lane or current_stream
+    """As `CompiledCodecs`; nothing is waited for."""
 
     def check_headers(self, packets: Tensor, *, start: int, stamp: int) -> int:
         """1, some packet may be flagged: reading them would be a wait for the device."""
@@ -50,30 +37,23 @@ class CudaCodecs(CompiledCodecs):
 class CudaKernels(CompiledKernels):
     """As `CompiledKernels`, on CUDA devices of compute capability 8.0 and later."""
 
-    name: str = "cuda"
+    name = "cuda"
     device_type: ClassVar[str] = "cuda"
 
-    def __init__(self, extension: Any, *, lane: Lane | None = None, dispatch_sms: int | None = None) -> None:
-        """Wrap `extension`, the module that HybridEPBuilder("cuda") loads.
-
-        lane: where calls run; None for the current stream.
-        dispatch_sms: rows are dispatched and combined on at most so many multiprocessors, and the others stay free for
-            kernels that run at the same time; None for all.  Results are the same.
-        """
+    def __init__(self, extension: Any, *, lane: Lane = current_stream, dispatch_sms: int | None = None) -> None:
+        """Wrap `extension`, the module that HybridEPBuilder("cuda") loads; `dispatch_sms` as in `load_kernels`."""
         super().__init__(extension)
-        self._lane = lane or current_stream
-        self.codecs = CudaCodecs(extension, lane=lane)
+        self._lane = lane
+        self.codecs = CudaCodecs(extension, lane)
         if dispatch_sms is not None:
             self.name = f"{self.name}, dispatch on {dispatch_sms} SMs"
             self._dispatch_rows = partial(extension.dispatch_rows_on, dispatch_sms)
             self._combine_rows = partial(extension.combine_rows_on, dispatch_sms)
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
-        """See `Kernels.plan_routes`.  The plan is made on the device, with room for the most rows that there can be.
-
-        Only the counts of rows go to the host, and marks of wrong ids.
-        """
-        num_tokens, top_k, num_experts = plan_sizes(topk_idx, expert_to_destination, num_destinations)
+        """The plan is made on the device, with room for the most rows there can be; only counts go to the host."""
+        sizes = plan_sizes(topk_idx, expert_to_destination, num_destinations)
+        num_tokens, top_k, num_experts = sizes
         device = self._device_of(topk_idx=topk_idx, expert_to_destination=expert_to_destination)
         room = num_tokens * min(top_k, num_destinations)
         counts = torch.empty(num_destinations + 2, dtype=torch.int64, device=device)
@@ -87,9 +67,7 @@ class CudaKernels(CompiledKernels):
             self._extension.plan_routes(
                 topk_idx.data_ptr(),
                 expert_to_destination.data_ptr(),
-                num_tokens,
-                top_k,
-                num_experts,
+                *sizes,
                 num_destinations,
                 lane,
                 scratch.data_ptr(),
@@ -113,7 +91,7 @@ class CudaKernels(CompiledKernels):
         )
 
     def _require_id(self, name: str, mark: int, limit: int, of_what: str) -> None:
-        """Raise ValueError where the device has marked an id of `limit` or more."""
+        """ValueError where the device has marked an id of `limit` or more."""
         if mark != self._extension.NONE_WRONG:
             found = mark & 0xFFFFFFFF
             raise ValueError(f"{name}: holds {found}, but there are {limit} {of_what}: wanted ids below {limit}")

@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The definition of each routing kernel in plain PyTorch.  Runs on every device and for every floating point dtype."""
+"""The definition of each routing kernel in plain PyTorch.  Runs on every device and for every floating point dtype.
+
+The operations come in adjoint pairs, so a backward pass needs no kernel of its own except for gate weights:
+
+    forward                                          gradient of its first argument
+    dispatch_rows(x, row_to_token)                   combine_rows(grad_rows, first_slot_to_row)
+    combine_rows(rows, first_slot_to_row)            dispatch_rows(grad, row_to_token)
+    combine_rows(rows, slot_to_row, weights)         combine_rows_backward(grad, rows, slot_to_row, weights)
+
+None of them records an autograd graph: callers wrap the pairs in `torch.autograd.Function`.  `quantise_rows` is
+dispatch_rows to rows of one byte an element, `dequantise_rows` its inverse.  The pair has no gradient: a caller who
+wants one takes that of dispatch_rows, as if nothing had been rounded.
+
+All raise ValueError where a shape is wrong, an id of a plan is out of range, a tensor is on another device or, for
+compiled kernels, is not contiguous; TypeError where a dtype is wrong; IndexError where an index is out of range.
+"""
 
 import struct
 
 import torch
 from torch import Tensor
 
-from ds_hybridep.kernels.compiled import (
-    backward_sizes,
-    combine_sizes,
-    dequantise_sizes,
-    dispatch_sizes,
-    plan_sizes,
-    quantise_sizes,
-)
-from ds_hybridep.kernels.interface import RoutePlan
+from ds_hybridep.kernels import compiled
+from ds_hybridep.kernels.compiled import RoutePlan
 from ds_hybridep.plan.row_format import SCALE_BLOCK, RowFormat, num_scales, record_bytes
 
 FP32_BIAS, FP32_INFINITY, NOT_FINITE = 127, 0x7F800000, 255
@@ -25,13 +33,17 @@ LARGEST_SCALED = {"int8": 127.0, "fp8": 464.0}  # 464 is the largest that rounds
 
 
 class ReferenceKernels:
-    """Kernels whose source is their definition; what they compute is documented in `interface.Kernels`."""
+    """Kernels whose source is their definition."""
 
-    name = "reference"
+    name: str = "reference"  # what logs and benchmark records call this implementation
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
-        """See `Kernels.plan_routes`."""
-        num_tokens, top_k, num_experts = plan_sizes(topk_idx, expert_to_destination, num_destinations)
+        """Rows to send to each of N destinations.
+
+        topk_idx: [T, K] int32, expert of each slot; negative where the slot was dropped.
+        expert_to_destination: [E] int32, in 0..N-1; negative where an expert is not routed by this plan.
+        """
+        num_tokens, top_k, num_experts = compiled.plan_sizes(topk_idx, expert_to_destination, num_destinations)
         nowhere = num_destinations  # the destination, past all others, of slots that are not routed
 
         # 1. Destination of every slot.  Dropped slots read the entry appended to the map.
@@ -72,14 +84,29 @@ class ReferenceKernels:
         )
 
     def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
-        """See `Kernels.dispatch_rows`."""
-        num_tokens, _, _ = dispatch_sizes(x, row_to_token)
+        """Rows x[row_to_token], [R, D] in x.dtype, of x [T, D] of any dtype and row_to_token [R] int64 in 0..T-1."""
+        num_tokens, _, _ = compiled.dispatch_sizes(x, row_to_token)
         _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
         return x.index_select(0, row_to_token)
 
     def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
-        """See `Kernels.quantise_rows`."""
-        num_tokens, hidden, num_rows = quantise_sizes(x, row_to_token, row_format)
+        """Records of the rows x[row_to_token], [R, record_bytes(D)] uint8, laid out as in `plan.row_format`.
+
+        With the largest magnitude a of a block of 128 elements, and its scale s = 2^(exponent byte - 127):
+
+            row_format  codes                                 s, a power of two, at least 2^-110
+            int8        round(element / s), two's complement  the least with a <= 127 s
+            fp8         element / s as float8_e4m3fn          the least with a <= 464 s, which rounds to 448 s
+
+        Halves round to even.  Powers of two divide and multiply exactly, so an element is off by half a step at most
+        (of s; of e4m3 times s), the dtype of x holds what comes of it without another rounding, and rows that were
+        quantised before give the same records again.  A block with inf or nan has the exponent byte 255 and codes of
+        0: all of it becomes nan, and the other blocks stay.
+
+        x: [T, D] floating point.  Elements beyond the range of fp32 count as inf.
+        row_to_token: as in `dispatch_rows`.
+        """
+        num_tokens, num_rows, hidden = compiled.quantise_sizes(x, row_to_token, row_format)
         _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
         padded = torch.nn.functional.pad(x.index_select(0, row_to_token).float(), (0, -hidden % SCALE_BLOCK))
         blocks = padded.view(num_rows, num_scales(hidden), SCALE_BLOCK)
@@ -93,8 +120,12 @@ class ReferenceKernels:
         return records
 
     def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
-        """See `Kernels.dequantise_rows`."""
-        dequantise_sizes(records, hidden, row_format, dtype)
+        """Rows [R, hidden] of records [R, record_bytes(hidden)] uint8 that `quantise_rows` has made.
+
+        Elements are code times scale, at most the largest finite number of `dtype`, a floating point one.  The bound
+        keeps finite what was: an element that is nearly the largest of its dtype may round beyond it.
+        """
+        compiled.dequantise_sizes(records, hidden, row_format, dtype)
         code_dtype = torch.float8_e4m3fn if row_format == "fp8" else torch.int8
         codes = records[:, :hidden].contiguous().view(code_dtype).to(torch.promote_types(dtype, torch.float32))
         exponents = records[:, hidden : hidden + num_scales(hidden)]
@@ -105,8 +136,16 @@ class ReferenceKernels:
     def combine_rows(
         self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """See `Kernels.combine_rows`."""
-        num_tokens, top_k, num_rows, hidden = combine_sizes(rows, slot_to_row, weights)
+        """Sum over the slots of each token, out[t] = sum_k weights[t, k] * rows[slot_to_row[t, k]], [T, D].
+
+        Products and sums are fp32 (fp64 for fp64 rows), in slot order, rounded once at the end.
+
+        rows: [R, D] floating point.
+        slot_to_row: [T, K] int64 below R; negative where a slot adds nothing.
+        weights: [T, K] fp32; None for ones.
+        out_dtype: of the result; None for rows.dtype.
+        """
+        num_tokens, top_k, num_rows, hidden = compiled.combine_sizes(rows, slot_to_row, weights)
         _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
         out = rows.new_zeros((num_tokens, hidden), dtype=_sum_dtype(rows))
         for k in range(top_k if num_rows else 0):
@@ -121,8 +160,14 @@ class ReferenceKernels:
     def combine_rows_backward(
         self, grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `Kernels.combine_rows_backward`."""
-        _, top_k, num_rows, hidden = backward_sizes(grad, rows, slot_to_row, weights)
+        """Gradients of weighted combine_rows: those of `rows`, [R, D] in rows.dtype, and of `weights`, [T, K] fp32.
+
+            grad_rows[r]       = sum of weights[t, k] * grad[t] over the slots that r serves, 0 if it serves none
+            grad_weights[t, k] = <grad[t], rows[slot_to_row[t, k]]>, 0 where slot_to_row is negative
+
+        grad: [T, D] floating point, of the result; the other arguments as given to combine_rows.
+        """
+        _, top_k, num_rows, hidden = compiled.backward_sizes(grad, rows, slot_to_row, weights)
         _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
         wide_grad = grad.to(_sum_dtype(rows))
         # One row more than there are: it takes what slots without a row would add.
@@ -137,9 +182,15 @@ class ReferenceKernels:
         return grad_rows[:num_rows].to(rows.dtype), grad_weights
 
     def bit_sums(self, tensor: Tensor) -> Tensor:
-        """See `Kernels.bit_sums`."""
-        if not tensor.is_contiguous():
-            raise ValueError(f"tensor: strides {tensor.stride()} are not contiguous; pass tensor.contiguous()")
+        """[2] int64: the sum of a contiguous tensor's words, and that of words times position, both modulo 2^64.
+
+        Two ranks compare these instead of the tensors themselves.  A word is two bytes with their sign; in tensors of
+        one-byte elements it is a byte without sign.  Positions count from 1 and begin anew after 65521 words.  The
+        extra memory is bounded, and nothing is waited for: the result is on the tensor's device.
+
+            int16 {1, 2, -3}  ->  {0, -4}
+        """
+        compiled.require_contiguous("tensor", tensor)
         words = tensor.view(-1).view(torch.int16 if tensor.element_size() > 1 else torch.uint8)
         sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
         for begin in range(0, len(words), WORDS_AT_A_TIME):
@@ -169,7 +220,7 @@ def _sum_dtype(rows: Tensor) -> torch.dtype:
 
 
 def _require_below(name: str, ids: Tensor, limit: int, of_what: str) -> None:
-    """Raise ValueError where `ids` holds `limit` or more.  Skipped on an accelerator, where reading it is a sync."""
+    """ValueError where `ids` holds `limit` or more.  Skipped on an accelerator, where reading it is a sync."""
     if ids.numel() and ids.device.type == "cpu":
         largest = int(ids.max())
         if largest >= limit:
@@ -177,7 +228,7 @@ def _require_below(name: str, ids: Tensor, limit: int, of_what: str) -> None:
 
 
 def _require_index(name: str, index: Tensor, size: int, of_what: str, *, may_be_negative: bool) -> None:
-    """Raise IndexError where `index` points past `size`.  Skipped on an accelerator, where reading it is a sync."""
+    """IndexError where `index` points past `size`.  Likewise."""
     if not index.numel() or index.device.type != "cpu":
         return
     smallest, largest = (int(bound) for bound in index.aminmax())

@@ -38,7 +38,6 @@ class _LevelPeers:
 
     @property
     def others(self) -> list[int]:
-        """Indices of the other ranks."""
         return [at for at in range(len(self.ranks)) if at != self.own]
 
 
@@ -47,9 +46,6 @@ class LevelCollectives:
 
     Results are bit-identical on all ranks and do not depend on timing: each block is summed by one rank, in the order
     of the coordinates.  16-bit types are summed in fp32 and rounded once per level.
-
-    Args:
-        transport: connects the ranks and counts the bytes, as kind "dense".
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -78,9 +74,7 @@ class LevelCollectives:
     def reduce_slices(self, tensor: Tensor, slices: Sequence[tuple[int, int]]) -> None:
         """Replace the slices of a contiguous tensor that are this rank's by their sums; the others stay as they are.
 
-        Args:
-            tensor: [sum of the slices' sizes].
-            slices: (rank that needs the sum, number of elements), in the order of the tensor; equal on all ranks.
+        slices: (rank that needs the sum, number of elements), in the order of the tensor; equal on all ranks.
         """
         pieces = tensor.detach().view(-1).split([num_elements for _, num_elements in slices])
         by_owner: list[list[Tensor]] = [[] for _ in range(self.world_size)]

@@ -124,7 +124,7 @@ class Mirror:
         return message
 
     def tensors(self) -> list[Tensor]:
-        return [*self.values, *(t for state in self.states for t in state.all_tensors())]
+        return [*self.values, *(t for state in self.states for t in state.tensors.values())]
 
     def squared_distance(self, weights: Sequence[Tensor]) -> tuple[float, float]:
         """Sums over all elements of (weight - mirror)^2 and of weight^2."""
@@ -236,7 +236,7 @@ class ResidualEncoder:
         self.load_state_dict({"residuals": self._saved_residuals, "states": self._saved_states})
 
     def tensors(self) -> list[Tensor]:
-        return [*self.residuals, *self._saved_residuals, *(t for state in self.states for t in state.all_tensors())]
+        return [*self.residuals, *self._saved_residuals, *(t for state in self.states for t in state.tensors.values())]
 
     def squared_residual(self) -> float:
         """Sum of squares of what was not delivered yet."""

@@ -29,7 +29,7 @@ from ds_hybridep.tokens.exchange import Exchange, dispatch_rows, swap
 
 @dataclass(frozen=True)
 class DispatchState:
-    """What combine and the backward need to undo one exchange.  Lives for one layer call."""
+    """What combine and the backward need to undo one exchange."""
 
     exchange: Exchange
     plan: RoutePlan
@@ -37,11 +37,9 @@ class DispatchState:
     recv_splits: tuple[int, ...]  # rows from each destination; the way back swaps the two
 
     def send(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Rows go to their destinations."""
         return swap(self.exchange, tensors, self.send_splits, self.recv_splits, what)
 
     def send_back(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Rows return to where they came from."""
         return swap(self.exchange, tensors, self.recv_splits, self.send_splits, what)
 
 
@@ -52,9 +50,8 @@ def dispatch(
 
     Args:
         x: [T, D] tokens.
-        topk_idx: [T, K] int32 global expert ids, -1 = not routed.
+        topk_idx: [T, K] int32 global expert ids, -1 = dropped.
         topk_weights: [T, K] fp32 gate weights.
-        exchange: with whom.
 
     Returns:
         rows [R, D] in x.dtype, row_topk_idx [R, K] int32 (only experts behind this rank, else -1), row_weights [R, K]

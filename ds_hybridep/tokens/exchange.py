@@ -90,18 +90,10 @@ def build_exchanges(
 def dispatch_rows(
     exchange: Exchange, plan: RoutePlan, send_splits: tuple[int, ...], x: Tensor, topk_weights: Tensor
 ) -> tuple[tuple[int, ...], Tensor, Tensor]:
-    """Send each destination the tokens of its rows, with their expert ids and gate weights.
+    """Send each destination the tokens [T, D] of its rows, with their expert ids and gate weights [T, K] fp32.
 
-    Args:
-        exchange: with whom.
-        plan: of the rows.
-        send_splits: rows to each destination.
-        x: [T, D] tokens.
-        topk_weights: [T, K] fp32 gate weights.
-
-    Returns:
-        Rows from each destination; their metadata [R, 2K] int32, expert ids and then the bits of the gate weights; the
-        rows [R, D], ordered by sender.
+    Returns the number of rows from each destination; their metadata [R, 2K] int32, expert ids and then the bits of the
+    gate weights; the rows [R, D], ordered by sender.
     """
     purpose = Purpose("tokens", "dispatch of rows", exchange.layer)
     with profiler_range(purpose.operation, exchange.layer):
@@ -155,7 +147,6 @@ def _outgoing(
 
 
 def _swap_first_messages(exchange: Exchange, parts: Sequence[tuple[Tensor, Tensor]], purpose: Purpose) -> list[Tensor]:
-    """The first message of each peer, in the room made for it: row count, metadata and rows."""
     channel, device = exchange.channel, parts[0][0].device
     headers = torch.tensor([len(rows) for _, rows in parts], dtype=torch.int64).view(-1, 1)
     headers = headers.to(device, non_blocking=True)  # otherwise the host would wait for the rows made above
@@ -177,7 +168,6 @@ def _message_bytes(num_rows: int, samples: Sequence[Tensor]) -> int:
 
 
 def _unpack(message: Tensor, num_rows: int, samples: Sequence[Tensor]) -> list[Tensor]:
-    """Views of the metadata and the rows of a first message that has that many."""
     sizes = [num_rows * sample.element_size() * sample.shape[1] for sample in samples]
     pieces = message[HEADER_BYTES : HEADER_BYTES + sum(sizes)].split_with_sizes(sizes)
     return [
@@ -186,7 +176,6 @@ def _unpack(message: Tensor, num_rows: int, samples: Sequence[Tensor]) -> list[T
 
 
 def row_counts(messages: Sequence[Tensor]) -> list[int]:
-    """The row counts in the headers of first messages."""
     # Device-to-host sync, one for all: tensors of these sizes are made next.
     headers = [message[:HEADER_BYTES] for message in messages]
     counts: list[int] = torch.cat(headers).view(torch.int64).tolist() if headers else []
@@ -227,7 +216,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The messages of parts that go to one rank."""
     return [torch.cat([_bytes_of(part) for part in parts])] if _are_joined(parts) else parts
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward of one MoE layer over expert domains: the table of contents of this package."""
+"""The forward of one MoE layer over expert domains."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -49,43 +49,24 @@ def call_expert(expert: nn.Module, weights: dict[str, Tensor], rows: Tensor, _co
 
 @dataclass(frozen=True)
 class HybridMoE:
-    """Routed experts of one layer: dispatch, experts, combine.
-
-    Attributes:
-        name: of the layer, for messages.
-        experts: modules with the e experts owned by this rank, one each or one for all.
-        num_local: e.
-        exchanges: the way of a token, slowest level first; empty where all experts are in this rank's domain.
-        expert_to_slot: [E] int32, slot * e + local index of each expert of this rank's domain, else -1.
-        num_slots: M, ranks of the domain.
-        kernels: local row operations.
-        migration: moves weights and gradients; None where every domain is one rank.
-        position: of this layer's store in `migration`.
-        call: runs one of `experts`, with weights that replace its own, on rows ordered and counted by expert.
-        weighs_inputs: gate weights multiply the experts' inputs; otherwise their outputs.
-    """
+    """Routed experts of one layer: dispatch, experts, combine."""
 
     name: str
-    experts: tuple[nn.Module, ...]
-    num_local: int
-    exchanges: tuple[Exchange, ...]
-    expert_to_slot: Tensor
-    num_slots: int
+    experts: tuple[nn.Module, ...]  # with the e experts owned by this rank, one each or one for all
+    num_local: int  # e
+    exchanges: tuple[Exchange, ...]  # slowest level first; empty where all experts are in this rank's domain
+    expert_to_slot: Tensor  # [E] int32, slot * e + local index of each expert of this rank's domain, else -1
+    num_slots: int  # M
     kernels: Kernels
-    migration: MigrationManager | None = None
-    position: int = -1
+    migration: MigrationManager | None = None  # None where every domain is one rank
+    position: int = -1  # of this layer's store in `migration`
+    # Runs one of `experts`, with weights that replace its own, on rows ordered and counted by expert.
     call: Callable[[nn.Module, dict[str, Tensor], Tensor, Sequence[int]], Tensor] = call_expert
-    weighs_inputs: bool = False
+    weighs_inputs: bool = False  # gate weights multiply the experts' inputs; otherwise their outputs
     stats: LayerStats = field(default_factory=LayerStats)
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """Weighted sum of the routed experts' outputs, [T, D] -> [T, D].
-
-        Args:
-            x: [T, D] tokens.
-            topk_idx: [T, K] int32 global expert ids, -1 = dropped.
-            topk_weights: [T, K] fp32 gate weights.
-        """
+        """Weighted sum of the routed experts' outputs, [T, D] -> [T, D]; arguments as for `dispatch`."""
         # Acquired before the dispatch, so that in the backward tokens go first and expert gradients after them.
         replicas = self.migration.acquire(self.position) if self.migration is not None else None
         rows, row_idx, row_weights, states = self._dispatch(x, topk_idx, topk_weights)
@@ -98,7 +79,6 @@ class HybridMoE:
     def _dispatch(
         self, rows: Tensor, row_idx: Tensor, row_weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, list[DispatchState]]:
-        """Rows for the experts of this rank's domain, after all exchanges, and what `combine` needs to undo each."""
         states = []
         for exchange in self.exchanges:
             rows, row_idx, row_weights, state = dispatch(rows, row_idx, row_weights, exchange)
@@ -146,7 +126,7 @@ class HybridMoE:
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """A copied or pickled layer is a plain DeepSpeed layer: channels and replicas belong to this one alone."""
-        return _no_hybrid_moe, ()
+        return type(None), ()
 
     def count_plain_ep(self, rows: Tensor | int) -> None:
         """Note the rows to each rank, [G] or one number for all, of a dispatch of plain EP, and of its combine."""
@@ -157,10 +137,6 @@ class HybridMoE:
             self.stats.was_recorded = torch.is_grad_enabled()
             num_exchanges = 4 if torch.is_grad_enabled() else 2
         self.stats.plain_rows = self.stats.plain_rows + num_exchanges * rows
-
-
-def _no_hybrid_moe() -> None:
-    return None
 
 
 def expert_to_slot(domain_experts: Sequence[int], num_experts: int, device: torch.device) -> Tensor:

@@ -15,17 +15,13 @@ from ds_hybridep.transport.job import is_initialized
 
 
 def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
-    """Return when every rank has called with an equal payload.
+    """The number of this start-up, equal on all ranks and new in the job, when all have called with an equal payload.
 
-    Goes through the job's store and not through a collective, because a rank without the package would never join
-    one.  Rank 0 compares and publishes the verdict.  Every start-up has a generation of its own.
+    Goes through the job's store and not through a collective, which a rank without the package would never join.
 
     Args:
         payload: what all ranks must share, JSON-able.
-        timeout_s: seconds to wait for the other ranks.
-
-    Returns:
-        The generation, equal on all ranks and different from every earlier one of the job.
+        timeout_s: the longest wait for the other ranks.
 
     Raises:
         AgreementError: a rank differs (says which and in what), failed, or did not come.
@@ -67,7 +63,6 @@ class _Startup:
             self.generation = self._count(self._rank, 1)
 
     def _count(self, rank: int, more: int) -> int:
-        """Start-ups of `rank` so far, `more` added."""
         return int(self._store.add(f"ds_hybridep/startups/{rank}", more))
 
     def _others_went_on(self) -> bool:
@@ -84,7 +79,6 @@ class _Startup:
         self._store.set(self._key(str(self._rank)), json.dumps(payload, sort_keys=True))
 
     def announce(self, reason: str) -> None:
-        """This rank failed and will not wait."""
         if self._rank == 0:
             self._store.set(self._key("verdict"), f"rank 0 cannot start: {reason}")
         else:
@@ -106,13 +100,13 @@ class _Startup:
         return verdict
 
     def await_verdict(self) -> str:
-        """Other ranks: what rank 0 found.  Rank 0 may itself wait for the limit before it can say who is missing."""
+        """Other ranks: what rank 0 found, which may itself wait for the limit first."""
         limit_s = 1.25 * self._timeout_s + 5.0
         verdict = self._get("verdict", limit_s)
         return self._give_up([0], "rank 0", limit_s) if verdict is None else verdict
 
     def _give_up(self, missing: Sequence[int], who: str, limit_s: float) -> str:
-        """Tell the missing ranks that nobody waits for them any more; the verdict on this start-up."""
+        """Tell the missing ranks that nobody waits for them any more; the verdict."""
         for rank in missing:
             self._store.set(self._key(f"missed/{rank}"), "")
         return (
@@ -121,7 +115,7 @@ class _Startup:
         )
 
     def _get(self, name: str, limit_s: float) -> str | None:
-        """The value of that name once it is there; None when the limit passes first."""
+        """The value once it is there; None when the limit passes first."""
         key = self._key(name)
         try:
             self._store.wait([key], timedelta(seconds=limit_s))
@@ -135,7 +129,7 @@ class _Startup:
 
 
 def _compare_payloads(payloads: Sequence[Mapping[str, Any]]) -> str:
-    """Empty if all payloads are equal to rank 0's; else what is wrong, in one sentence per rank."""
+    """Empty if all payloads are equal to rank 0's; else what is wrong."""
     failed = [f"rank {rank} cannot start: {p['error']}" for rank, p in enumerate(payloads) if "error" in p]
     different = [
         f"rank {rank} differs from rank 0 in {path}: {theirs!r} instead of {ours!r}"

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.groups import connect_gloo, first_line
-from ds_hybridep.transport.nccl import NcclGroup
+from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
 from ds_hybridep.transport.staging import Part, Staging
 from ds_hybridep.transport.streams import DeviceStreams, streams_of
 
@@ -53,28 +53,8 @@ class Purpose:
         return f"{self.operation} of {self.layer}" if self.layer else self.operation
 
 
-class Work(Protocol):
-    """A send, a receive or a batch of both that is under way."""
-
-    def wait(self, timeout: timedelta) -> object:
-        """Block until it is over.  Raises RuntimeError where it failed or the time limit passed."""
-
-
-class DeviceSide(Protocol):
-    """What a transfer of a device's tensors does on the device: a `Staging` over gloo, an `NcclBatch` over NCCL."""
-
-    def release_sends(self) -> None:
-        """The transfer is over: give up the memory of what was sent."""
-
-    def deliver(self) -> None:
-        """Let the current stream go on behind what arrived.  The host does not wait."""
-
-
 class Transfer:
-    """A started batch of sends and receives.
-
-    Times are `time.perf_counter_ns()`; only background transfers have an end.
-    """
+    """A started batch of sends and receives.  Only background transfers have an end."""
 
     def __init__(self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part]) -> None:
         self.channel = channel
@@ -82,8 +62,8 @@ class Transfer:
         self.start_ns = time.perf_counter_ns()
         self.end_ns = self.start_ns
         self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
-        self.works: list[Work] = []
-        self.device_side: DeviceSide | None = None  # of tensors on a device
+        self.works: list[Any] = []  # of gloo and NCCL: `wait(timeout)` raises RuntimeError where one failed
+        self.device_side: Staging | NcclBatch | None = None  # of tensors on a device
         self._destinations = [rank for rank, _ in sends]
         self._sources = [rank for rank, _ in receives]
         # Foreground transfers finish in `wait` or not at all; the event is for the thread of a background channel.
@@ -91,17 +71,14 @@ class Transfer:
         self._failure: str | None = None
 
     def is_done(self) -> bool:
-        """True when a background transfer has finished, well or badly.  Never blocks."""
+        """True when a background transfer has finished, well or badly."""
         return self._finished is not None and self._finished.is_set()
 
     def wait(self) -> None:
-        """Block until everything was sent and received.
+        """Block until everything was sent and received, or raise CommunicationError.
 
         For tensors of a device the current stream goes on behind what arrived.  The host does not wait for a
         foreground transfer over NCCL.
-
-        Raises:
-            CommunicationError: the time limit (`hybridep.timeout_s`) passed or the transport failed.
         """
         transport = self.channel.transport
         if self._finished is None:
@@ -134,12 +111,10 @@ class Transfer:
             self._finished.set()
 
     def fail(self, error: RuntimeError) -> None:
-        """Keep the first failure for `wait`."""
         if self._failure is None:
             self._failure = f"failed: {first_line(error)}"
 
     def describe(self, failure: str) -> str:
-        """One sentence: who moved what over which level, what went wrong, and what to do."""
         transport = self.channel.transport
         level = transport.cluster.levels[self.channel.level].name
         return (
@@ -174,22 +149,18 @@ class Channel:
 
     @property
     def has_equal_lengths(self) -> bool:
-        """True if a message over NCCL must be as long as the room that its receiver has made for it.
+        """True over NCCL, where a message must be as long as the room that its receiver has made for it.
 
-        Over gloo it may be shorter.  The sender's length decides: gloo's TCP transport sends it ahead of each message,
-        and checks that it is at most the receiver's (`Pair::prepareRead`).  tests/runtime/test_comm.py checks that the
-        installed torch still does so.
+        Gloo's TCP transport sends the length ahead of each message, and checks that it is at most the receiver's
+        (`Pair::prepareRead`).  tests/runtime/test_comm.py checks that the installed torch still does so.
         """
         return self.transport.backends[self.level] == "nccl"
 
     def prepare(self, device: torch.device) -> None:
-        """Connect what tensors of `device` need; all ranks of the channel must call.
+        """Connect what tensors of `device` need, or raise CommunicationError; all ranks of the channel must call.
 
         Otherwise their first transfer does, and blocks until all ranks have started one: a background transfer must
         not, since a rank may only start its own when others have gone on.
-
-        Raises:
-            CommunicationError: not all members came within the time limit.
         """
         streams = _streams_on(device)
         if self._nccl is None and self.has_equal_lengths and streams is not None:
@@ -220,7 +191,10 @@ class Channel:
                 self._start_on_device(transfer, streams, sends, receives)
         except RuntimeError as error:
             raise CommunicationError(transfer.describe(f"failed: {first_line(error)}")) from error
-        self.transport.count_sent(sends, purpose.kind)
+        for rank, tensor in sends:
+            key = (self.transport.level_to(rank), purpose.kind)
+            self.transport.traffic.sent_bytes[key] += tensor.nbytes
+            self.transport.traffic.sent_messages[key] += 1
         if counts_receives:
             for rank, tensor in receives:
                 self.transport.count_received(rank, tensor.nbytes, purpose.kind)
@@ -229,21 +203,25 @@ class Channel:
         return transfer
 
     def _post(self, transfer: Transfer, sends: Sequence[Part], receives: Sequence[Part]) -> None:
-        """Hand tensors of the host to gloo."""
         group = self._group  # `close` may drop it meanwhile
         if group is None:
             raise RuntimeError("the channel was closed")
-        with _without_profiling():
+        # torch opens a profiler range when a send or receive starts and closes it where that is waited for.  If the
+        # profiler ends in between, the process crashes when the waiting thread closes the range.  Torch does not tell
+        # whether ranges were on before; they are on afterwards.
+        torch._C._autograd._enable_record_function(False)
+        try:
             # Receives first: a posted receive lets the peer's data flow at once.
             for rank, tensor in receives:
                 transfer.works.append(group.recv([tensor], self._index_of_rank[rank], 0))
             for rank, tensor in sends:
                 transfer.works.append(group.send([tensor], self._index_of_rank[rank], 0))
+        finally:
+            torch._C._autograd._enable_record_function(True)
 
     def _start_on_device(
         self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
     ) -> None:
-        """A batch in NCCL; or in gloo the receives now, and the sends when their copies have reached the host."""
         if self.has_equal_lengths:
             self.prepare(streams.device)
             assert self._nccl is not None
@@ -296,7 +274,7 @@ class Channel:
         for line in (self._departing, self._under_way):
             if line is not None:
                 line.end()
-                line.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
+                line.thread.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
 
     def close(self) -> None:
         """Let the threads end and drop the connections.  Waits for nothing."""
@@ -311,18 +289,15 @@ class _Line:
     def __init__(self, name: str, take: Callable[[Transfer | None], None]) -> None:
         self._take = take
         self._waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
 
     def put(self, transfer: Transfer) -> None:
         self._waiting.put(transfer)
 
     def end(self) -> None:
-        """Stop behind what was put.  Waits for nothing."""
+        """Stop behind what was put."""
         self._waiting.put(None)
-
-    def join(self, limit_s: float) -> None:
-        self._thread.join(limit_s)
 
     def _run(self) -> None:
         while (transfer := self._waiting.get()) is not None:
@@ -336,23 +311,22 @@ class Transport:
     Args:
         cluster: levels, for counting and errors.
         timeout_s: the longest wait.
-        generation: from `agree`.
-        backends: "gloo" or "nccl" for each level, for tensors of a device; those of the host go over gloo.  Empty:
-            gloo for all.
+        generation: from `agree`; makes the names of these connections unique in the job.
+        backends: "gloo" or "nccl" for tensors of a device over each level, or empty for gloo; the host's go over gloo.
     """
 
     def __init__(self, cluster: Cluster, timeout_s: float, generation: int, backends: Sequence[str] = ()) -> None:
         self.cluster = cluster
         self.backends = tuple(backends) or ("gloo",) * len(cluster.levels)
         self.timeout_s = timeout_s
-        self.generation = generation  # makes the names of this transport's connections unique in the job
+        self.generation = generation
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.traffic = Traffic()
         self.records: list[Transfer] | None = None  # finished background transfers, while a trace is taken
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.num_finished = 0  # background transfers that have ended
-        self._level_of_rank: dict[int, int] = {}
+        self._level_of_rank = [cluster.level_between(self.rank, rank) for rank in range(self.world_size)]
         self._finished = threading.Condition()
 
     def channel(self, name: str, ranks: Sequence[int], *, background: bool = False) -> Channel:
@@ -365,25 +339,14 @@ class Transport:
 
     def level_to(self, rank: int) -> int:
         """Index of the slowest level that a message to `rank` crosses."""
-        if rank not in self._level_of_rank:
-            level = self.cluster.level_between(self.rank, rank)
-            assert level is not None, f"rank {rank} sends to itself"
-            self._level_of_rank[rank] = level
-        return self._level_of_rank[rank]
-
-    def count_sent(self, sends: Sequence[Part], kind: str) -> None:
-        """Add what was handed to the communicator."""
-        for rank, tensor in sends:
-            key = (self.level_to(rank), kind)
-            self.traffic.sent_bytes[key] += tensor.nbytes
-            self.traffic.sent_messages[key] += 1
+        level = self._level_of_rank[rank]
+        assert level is not None, f"rank {rank} sends to itself"
+        return level
 
     def count_received(self, rank: int, num_bytes: int, kind: str) -> None:
-        """Add what came from `rank`."""
         self.traffic.received_bytes[self.level_to(rank), kind] += num_bytes
 
     def note_finished(self, transfer: Transfer) -> None:
-        """Called by the waiting threads: wakes whoever waits for background transfers."""
         records = self.records  # the main thread may end a trace at any time
         if records is not None:
             records.append(transfer)
@@ -405,15 +368,14 @@ class Transport:
         self.traffic.exposed_s[purpose.kind] += time.perf_counter() - begin
 
     def close(self) -> None:
-        """Close every channel.  Waits for nothing: call it when all transfers have ended, or will not end any more."""
+        """Close every channel; call it when all transfers have ended, or will not end any more."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
 
 
 def _streams_on(device: torch.device) -> DeviceStreams | None:
-    """The streams of the device that holds the tensors of a transfer; None on a CPU."""
-    streams = streams_of(device) if device.type != "cpu" else None
+    streams = streams_of(device)
     return streams if isinstance(streams, DeviceStreams) else None
 
 
@@ -422,18 +384,3 @@ def profiler_range(*words: str) -> contextlib.AbstractContextManager[Any]:
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function("::".join(("hybridep", *words)))
     return _NO_RANGE
-
-
-@contextlib.contextmanager
-def _without_profiling() -> Iterator[None]:
-    """No profiler ranges inside.
-
-    torch opens a range when a send or receive starts and closes it where that is waited for.  A profiler that ends in
-    between leaves the range behind, and the process crashes when the waiting thread closes it.  Torch does not tell
-    whether ranges were on before; they are on afterwards.
-    """
-    torch._C._autograd._enable_record_function(False)
-    try:
-        yield
-    finally:
-        torch._C._autograd._enable_record_function(True)

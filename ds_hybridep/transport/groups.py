@@ -21,18 +21,13 @@ if TYPE_CHECKING:
 
 
 def connect_gloo(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
-    """A gloo process group over `ranks`.
-
-    Raises:
-        CommunicationError: not all members came within the time limit.
-    """
+    """A gloo process group over `ranks`; CommunicationError where not all come within the time limit."""
     store, limit = _store(name, ranks, transport), timedelta(seconds=transport.timeout_s)
     with naming_ranks(name, ranks, transport, "GLOO_SOCKET_IFNAME if they cannot reach each other"):
         return dist.distributed_c10d.ProcessGroupGloo(store, ranks.index(transport.rank), len(ranks), limit)
 
 
 def connect_nccl(name: str, ranks: tuple[int, ...], transport: "Transport", device: torch.device) -> Any:
-    """An NCCL process group over `ranks`."""
     store, index = _store(f"nccl/{name}", ranks, transport), ranks.index(transport.rank)
     kind, options = dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=transport.timeout_s)
@@ -48,7 +43,6 @@ def connect_nccl(name: str, ranks: tuple[int, ...], transport: "Transport", devi
 
 @contextlib.contextmanager
 def naming_ranks(name: str, ranks: tuple[int, ...], transport: "Transport", hint: str) -> Iterator[None]:
-    """Say which ranks could not be connected, and to look at `hint`."""
     try:
         yield
     except RuntimeError as error:

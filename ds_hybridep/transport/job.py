@@ -17,7 +17,6 @@ def group_ranks(group: Any) -> tuple[int, ...]:
 
 
 def world_size() -> int:
-    """Number of ranks of the job."""
     return dist.get_world_size()
 
 
@@ -27,15 +26,13 @@ def own_rank() -> int:
 
 
 def is_initialized() -> bool:
-    """True once the job's process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
 def join_job(timeout_s: float) -> None:
     """Form the job's process group over gloo, from what a launcher has set in the environment.
 
-    Raises:
-        CommunicationError: the environment names no job, or its ranks did not come together.
+    Raises CommunicationError where the environment names no job, or its ranks did not come together.
     """
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
@@ -58,11 +55,7 @@ def backend_name() -> str:
 
 
 def backends_of(config: HybridEPConfig, device: torch.device) -> tuple[str, ...]:
-    """The backend, "gloo" or "nccl", that carries tensors of the model's device over each level.
-
-    Raises:
-        UnsupportedError: a level asks for what is not there.
-    """
+    """The backend, "gloo" or "nccl", of tensors of `device` over each level; UnsupportedError for what is missing."""
     return tuple(
         backend_for(level.backend, device, f"hybridep.levels[{index}].backend")
         for index, level in enumerate(config.levels)

@@ -51,7 +51,6 @@ class NcclBatch:
             time.sleep(NCCL_LOOK_S)
 
     def release_sends(self) -> None:
-        """The batch is over: its tensors may be freed."""
         self._tensors = ()
 
     def deliver(self) -> None:
@@ -60,12 +59,9 @@ class NcclBatch:
 
 
 class NcclGroup:
-    """Connects `ranks` over NCCL and starts batches between them.
+    """Connects `ranks` over NCCL, or raises CommunicationError, and starts batches between them.
 
     NCCL starts a batch behind what the current stream was given so far, and runs it in a stream of its own.
-
-    Raises:
-        CommunicationError: not all members came within the time limit.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], transport: "Transport", streams: DeviceStreams) -> None:

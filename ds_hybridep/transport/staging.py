@@ -22,12 +22,9 @@ Part = tuple[int, Tensor]  # (global rank, contiguous tensor that goes there or 
 
 
 class Staging:
-    """Copies of one transfer's tensors in pinned host memory.
+    """Copies of one transfer's tensors in pinned host memory; arguments as for `Channel.start`.
 
-    Args:
-        streams: of the device.
-        sends, receives: as for `Channel.start`; kept until they were copied.
-        is_awaited: a thread sleeps until what is sent has come to the host; otherwise it is looked for.
+    is_awaited: a thread sleeps until what is sent has come to the host; otherwise it is looked for.
     """
 
     def __init__(
@@ -44,17 +41,12 @@ class Staging:
             self._copied = streams.mark(is_awaited=is_awaited)
 
     def await_sends(self) -> None:
-        """Block until what is sent lies in `sends`.
-
-        Raises:
-            RuntimeError: the device failed.
-        """
+        """Block until what is sent lies in `sends`; RuntimeError where the device failed."""
         if self._origins:
             self._copied.synchronize()
             self._origins = []
 
     def release_sends(self) -> None:
-        """Give up the host memory of what was sent."""
         self.sends = []
 
     def deliver(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process group that torch accepts in place of another, and that sends large sums and gathers another way."""
+"""A process group to hand to code that calls torch's collectives, in place of another."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,14 +20,11 @@ _FORWARDED = (
 
 
 class StandInGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group to hand to code that calls torch's collectives, so that two of them take another way.
+    """As `group`, but a sum of at least one element per rank, and a gather into one tensor, go another way.
 
-    Ranks and connections are those of `group`, and so is every collective but these: a sum of at least one element per
-    rank, and a gather into one tensor.
-
-    The others are the very methods of `group`.  Inherited ones would reach torch through the layer that looks for
-    overrides in Python, which keeps the interpreter's lock while it enters gloo; gloo's own thread may hold gloo's
-    lock and wait for the interpreter's to free a tensor, and both wait for ever.
+    The other collectives are the very methods of `group`.  Inherited ones would reach torch through the layer that
+    looks for overrides in Python, which keeps the interpreter's lock while it enters gloo; gloo's own thread may hold
+    gloo's lock and wait for the interpreter's to free a tensor, and both wait for ever.
 
     Args:
         group: over gloo, or on GPUs over NCCL.
@@ -79,7 +76,6 @@ def _tables() -> tuple[dict[Any, Any], ...]:
 
 
 def _backends_of(group: Any) -> dict[str, str]:
-    """The backend of a process group for each type of device that is there."""
     pairs = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
     return {device: name for device, name in pairs.items() if device == "cpu" or torch.cuda.is_available()}
 

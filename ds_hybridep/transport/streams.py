@@ -9,12 +9,7 @@
     use(...)
 
 Encoding, decoding and sums of migration run aside.  Copies between device and host have two more streams, one for each
-way, so that they hold up neither computation nor each other.
-
-`aside` waits for more than it must: what is queued there begins after whatever the current stream had been given.  In
-return, every border between two streams is one of the two verbs.
-
-A CPU has no streams: work runs where it is written.
+way, so that they hold up neither computation nor each other.  A CPU has no streams: work runs where it is written.
 """
 
 import functools
@@ -41,9 +36,7 @@ class DeviceStreams:
     Whoever hands a tensor from one stream to another keeps it until the other stream, or the host, was waited for:
     memory that is freed goes back to the stream that it was allocated in.
 
-    Args:
-        device: with its index.
-        api: what of torch.cuda is used; tests put another in its place.
+    api: what of torch.cuda is used; tests put another in its place.
     """
 
     def __init__(self, device: torch.device, api: Any = torch.cuda) -> None:
@@ -51,7 +44,6 @@ class DeviceStreams:
         self._side, self.outbound, self.inbound = (self.new_stream() for _ in range(3))
 
     def new_stream(self) -> Any:
-        """A stream for `within`."""
         return self._api.Stream(self.device)
 
     @contextmanager
@@ -67,10 +59,7 @@ class DeviceStreams:
         return self.within(self._side, after=self.mark())
 
     def mark(self, *, is_awaited: bool = False) -> Mark:
-        """The point that the current stream has come to.
-
-        is_awaited: a thread will sleep until then, rather than look at it again and again.
-        """
+        """The point that the current stream has come to; is_awaited: a thread sleeps until then instead of looking."""
         mark = self._api.Event(blocking=is_awaited)
         mark.record(self._api.current_stream(self.device))
         return mark
@@ -90,21 +79,11 @@ class DeviceStreams:
         self._api.current_stream(self.device).synchronize()
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
-        """Host memory of the shape of a contiguous `tensor`, which copies reach without the host's help.
-
-        torch keeps what was freed for the next one, and only gives it out when copies from and to it have ended.
-        """
+        """Pinned host memory as `tensor`, a contiguous one; torch reuses it only when copies with it have ended."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
-_HOST = HostStreams()
-
-
+@functools.cache
 def streams_of(device: torch.device) -> DeviceStreams | HostStreams:
     """The streams that all layers and transfers of this process share on a device."""
-    return _streams_of(device) if device.type == "cuda" else _HOST
-
-
-@functools.cache
-def _streams_of(device: torch.device) -> DeviceStreams:
-    return DeviceStreams(device)
+    return DeviceStreams(device) if device.type == "cuda" else HostStreams()

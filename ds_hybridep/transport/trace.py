@@ -2,7 +2,7 @@
 """A Chrome/Perfetto trace of some steps, with the background transfers of weights and gradients as rows of their own.
 
 torch.profiler sees what threads do, not what is on the wire; the transport records when each background transfer
-started and ended.  Both are put on one time axis by a marker that has been stamped with both clocks.
+started and ended.  A marker that was stamped with both clocks puts both on one time axis.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from ds_hybridep.transport.channels import Transfer, Transport
 
@@ -27,12 +27,9 @@ def record_trace(transport: Transport, path: str | Path) -> Iterator[None]:
     """Profile the body and write `path` (Chrome trace JSON) when it ends; this rank only."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
     transport.records = []
     try:
-        with profile(activities=activities) as profiler:
+        with profile() as profiler:
             marked_ns = time.perf_counter_ns()
             with torch.profiler.record_function(CLOCK_MARK):
                 pass
@@ -51,21 +48,13 @@ def _transfer_events(
 ) -> list[dict[str, Any]]:
     """Complete events of finished transfers, one row per level and kind, in the trace's microseconds."""
     mark_us = next(float(event["ts"]) for event in events if event.get("name") == CLOCK_MARK)
-    process = "hybridep transfers"
-    rows = sorted({(transfer.channel.level, transfer.purpose.kind) for transfer in transfers})
-    names = [f"{kind} over {transport.cluster.levels[level].name}" for level, kind in rows]
-    named: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": process, "args": {"name": process}}]
-    named += [
-        {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": name}}
-        for row, name in enumerate(names)
-    ]
-    return named + [
+    return [
         {
             "ph": "X",
             "cat": TRANSFER_CATEGORY,
             "name": str(transfer.purpose),
-            "pid": process,
-            "tid": rows.index((transfer.channel.level, transfer.purpose.kind)),
+            "pid": "hybridep transfers",
+            "tid": f"{transfer.purpose.kind} over {transport.cluster.levels[transfer.channel.level].name}",
             "ts": mark_us + (transfer.start_ns - marked_ns) / _NS_PER_US,
             "dur": (transfer.end_ns - transfer.start_ns) / _NS_PER_US,
             "args": {"kind": transfer.purpose.kind, "layer": transfer.purpose.layer, "bytes": transfer.num_bytes},

@@ -13,7 +13,7 @@ PLAN_FIELDS = ("rows_per_destination", "row_to_token", "row_topk_idx", "slot_to_
 
 
 def plan_by_loops(topk_idx, expert_to_destination, num_destinations):
-    """What Kernels.plan_routes returns, as nested lists by field name."""
+    """What ReferenceKernels.plan_routes returns, as nested lists by field name."""
     top_k = len(topk_idx[0]) if topk_idx else 0
     destinations = [[expert_to_destination[e] if e >= 0 else -1 for e in experts] for experts in topk_idx]
     row_of = {}  # (destination, token) -> row
@@ -41,7 +41,7 @@ def plan_by_loops(topk_idx, expert_to_destination, num_destinations):
 
 
 def combine_by_loops(rows, slot_to_row, weights=None):
-    """Kernels.combine_rows in Python floats, which are fp64: [T, D] fp64."""
+    """ReferenceKernels.combine_rows in Python floats, which are fp64: [T, D] fp64."""
     num_tokens, top_k = slot_to_row.shape
     out = torch.zeros(num_tokens, rows.shape[1], dtype=torch.float64)
     for t in range(num_tokens):
@@ -54,7 +54,7 @@ def combine_by_loops(rows, slot_to_row, weights=None):
 
 
 def combine_backward_by_loops(grad, rows, slot_to_row, weights):
-    """Kernels.combine_rows_backward in Python floats: [R, D] fp64 and [T, K] fp64."""
+    """ReferenceKernels.combine_rows_backward in Python floats: [R, D] fp64 and [T, K] fp64."""
     num_tokens, top_k = slot_to_row.shape
     grad_rows = torch.zeros(rows.shape, dtype=torch.float64)
     grad_weights = torch.zeros(num_tokens, top_k, dtype=torch.float64)
@@ -75,7 +75,7 @@ E4M3 = [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0 ** (e - 7) for e
 
 
 def record_by_loops(row, row_format):
-    """The bytes that Kernels.quantise_rows makes of one row, given as Python floats."""
+    """The bytes that ReferenceKernels.quantise_rows makes of one row, given as Python floats."""
     codes, exponents = [], []
     for begin in range(0, len(row), 128):
         block, exponent = row[begin : begin + 128], 17

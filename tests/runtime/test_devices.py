@@ -89,7 +89,7 @@ def test_a_codec_stays_on_the_device(spec: Any) -> None:
                 assert packets.device == codec.decode_add(packets, mirror).device == DEVICE
                 packets = codec.encode_with_residual(weights, mirror, state)
                 assert codec.decode(packets, mirror).device == DEVICE
-        assert all(tensor.device == DEVICE for tensor in state.all_tensors())
+        assert all(tensor.device == DEVICE for tensor in state.tensors.values())
 
 
 @pytest.mark.parametrize("weights_codec", ["identity", "int8"])

@@ -115,20 +115,16 @@ def by_time(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_rows_are_named_by_kind_and_level(pool4: ProcessPool, tmp_path: Path) -> None:
     for _, trace in traces_of(pool4, case_of(2, 2), tmp_path):
-        rows = {
-            event["tid"]: event["args"]["name"]
-            for event in trace["traceEvents"]
-            if event.get("name") == "thread_name" and event.get("pid") == "hybridep transfers"
-        }
-        assert sorted(rows.values()) == [
+        assert {event["pid"] for event in transfers_of(trace)} == {"hybridep transfers"}
+        rows = {event["tid"]: set() for event in transfers_of(trace)}
+        assert sorted(rows) == [
             f"expert_{kind} over {level}" for kind in ("gradients", "weights") for level in ("dc", "gpu")
         ]
-        sizes = {rows[event["tid"]]: set() for event in transfers_of(trace)}
         for event in transfers_of(trace):
-            sizes[rows[event["tid"]]].add(event["args"]["bytes"])
-            assert rows[event["tid"]].startswith(event["args"]["kind"])
+            rows[event["tid"]].add(event["args"]["bytes"])
+            assert event["tid"].startswith(event["args"]["kind"])
         # Own experts over the slow level, with those that came from there over the fast one.
-        assert sizes == {name: {(4 if name.endswith("dc") else 8) * EXPERT_BYTES} for name in rows.values()}
+        assert rows == {name: {(4 if name.endswith("dc") else 8) * EXPERT_BYTES} for name in rows}
 
 
 def test_ranges_of_the_way_of_a_token_are_named_by_layer(traces: Traces) -> None:
