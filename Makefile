@@ -29,7 +29,7 @@ help:
 	@echo "make test-slow  those that take long"
 	@echo "make test-versions  a core of the tests with each DeepSpeed and Python; writes docs/versions.md"
 	@echo "make check      lint, format, types, import order"
-	@echo "make fmt        format, and mend what can be mended"
+	@echo "make fmt        format, and fix what can be fixed"
 	@echo "make bench      the measuring programs"
 	@echo "make clean      remove what the others made, .venv too"
 

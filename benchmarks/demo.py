@@ -82,7 +82,7 @@ def compare(folder: Path, steps: int, environment: dict[str, str]) -> int:
         return 1
     print(format_run_record(json.loads(record_path.read_text())))
     print(
-        '\n"plain EP" is reckoned from the routing of this run, with the padding that DeepSpeed sends; the '
+        '\n"plain EP" is computed from the routing of this run, with the padding that DeepSpeed sends; the '
         "other columns\nwere counted while sending, evaluation included. Model and batch are sized so that tokens "
         "outweigh experts: with large\nexperts and few tokens the domains send more than plain EP."
     )

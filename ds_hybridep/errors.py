@@ -53,7 +53,7 @@ class PacketError(HybridEPError, RuntimeError):
 
 
 class KernelBuildError(HybridEPError, RuntimeError):
-    """Compiled kernels were asked for but cannot be built or loaded. Mend the tool chain or choose "reference"."""
+    """Compiled kernels were asked for but cannot be built or loaded. Fix the tool chain or choose "reference"."""
 
 
 class LabError(HybridEPError, RuntimeError):

@@ -446,7 +446,7 @@ def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
 
 
 def token_codecs_of(case: Case) -> list[str]:
-    """What the log says of tokens: as set, after plans by hand, and of a planned job; and what that reckons with."""
+    """What the log says of tokens: as set, after plans by hand, and of a planned job; and what that counts on."""
 
     def described(engine: Engine) -> str:
         train(engine, case, 0, 1)

@@ -233,7 +233,7 @@ void blockwise_encode(const Input& input, int bits, int64_t block, Stream stream
                    flags.get());
         };
         // A residual must stay as it is where a packet is lost, so that is found out first.  A mirror becomes nan, so
-        // it is written at once and what was lost is mended.
+        // it is written at once and what was lost is restored.
         if (input.source == Source::kResidual) {
             pass(Pass::kProbe, grid);
             pass(Pass::kAll, grid);
