@@ -33,7 +33,6 @@ class Choice:
     """The option to run next, which is the present one where the choice is over.
 
     expected_s: of a step of `best`, with its share of the change to it.
-    runner_up: the best of the others, None if there is none.
     """
 
     best: Option
@@ -54,8 +53,7 @@ class Choice:
 class Look:
     """What is known of a job when its plan is looked at.
 
-    step: optimizer steps so far.
-    step_s: the median of those that were measured.
+    step: optimizer steps so far; `step_s` is the median of those that were measured.
     before, job: links and work at the last look and now.
     was_settled: steps have changed under a plan that was to stay.
     change_s: seconds that a change of plan takes, without filling replicas.
@@ -87,7 +85,6 @@ class Chooser:
     known: of each option that has run, by how much the measured step was longer than the predicted one.
     is_open: the choice is not over; the next look may change the plan.
     begin_step: since which links and work are what they are; None before the first choice.
-    choice: the last one.
     """
 
     options: tuple[Option, ...]

@@ -19,11 +19,7 @@ DenseSync = Literal["deepspeed", "hierarchical", "auto"]
 
 @dataclass(frozen=True)
 class Option:
-    """All that can be changed while a job runs.
-
-    config: the settings that it stands for.
-    layout: as the stream model takes it.
-    """
+    """All that can be changed while a job runs; `layout` is what the stream model takes it for."""
 
     config: HybridEPConfig
     layout: Layout
@@ -72,7 +68,6 @@ def open_options(
     spans: positions of the expert-parallel group at each level.
     codecs: the lossy codecs that may be used; none where nothing travels encoded.
     token_codecs: of each level; without effect where tokens are left to DeepSpeed.
-    can_sync_by_level: dense_sync "hierarchical" works with this engine.
     """
     exchange, dense = config.token_exchange, config.dense_sync
     exchanges: tuple[TokenExchange, ...] = ("deepspeed", "direct", "hierarchical") if exchange == AUTO else (exchange,)

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """What DeepSpeed knows of a job and the layers do not say.
+    """What DeepSpeed knows of a job and the layers do not say; `..._dense_params` as in `plan.workload`.
 
-    dense_params, active_dense_params, trainable_dense_params: of all but the experts, see `plan.workload`.
-    zero_stage: 0, 1 or 2.
     micro_steps: of one optimizer step, asked each time.
-    capacity_factor: of the gates, as they train.
     can_sync_by_level: dense_sync "hierarchical" works with this engine.
     """
 
@@ -62,14 +59,8 @@ class JobFacts:
 class JobPlanner:
     """The plan of one attached model; all ranks must make the same calls at the same steps.
 
-    Args:
-        config: with what is "auto" in it.
-        specs: of the MoE layers, all of one expert-parallel group.
-        facts: of the job.
-
-    Attributes:
-        current: the option that runs; None while settings given by hand are none.
-        history: changes of plan.
+    specs: of the MoE layers, all of one expert-parallel group.
+    current: the option that runs; None while settings given by hand are none.
 
     Raises:
         UnsupportedError: layers have different expert-parallel groups.
@@ -145,10 +136,9 @@ class JobPlanner:
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
     def before_step(self, runtime: RunningPlan) -> HybridEPConfig | None:
-        """Call when gradients are complete and nothing is under way.
+        """The settings to go on with after this optimizer step; None: as before.
 
-        Returns:
-            The settings to go on with after this optimizer step; None: as before.
+        Call when gradients are complete and nothing is under way.
         """
         entry_s = time.perf_counter()
         self._meter.begin_step()
@@ -164,10 +154,7 @@ class JobPlanner:
             self._pulse.send(is_due)
 
     def follow(self, config: HybridEPConfig, runtime: RunningPlan, reason: str) -> None:
-        """Other settings have taken over: what is measured from now on is theirs.
-
-        Planning ends where they are none of the options.
-        """
+        """Other settings have taken over.  Planning ends where they are none of the options."""
         if config is self._next:  # else somebody else wanted it, at any time
             self._change_s = time.perf_counter() - self._meter.end_s
         before, is_off = self._label, self._watch.mode == "off"
@@ -193,7 +180,7 @@ class JobPlanner:
         self._meter.begin(runtime, self._num_steps)
 
     def _look(self, runtime: RunningPlan) -> HybridEPConfig | None:
-        """Measure, and let rank 0 decide.  Returns the settings to go on with; None: as before."""
+        """Measure, and let rank 0 decide."""
         current = best = self.current
         before, was_settled = self._meter.job, self.is_settled
         measured_s = self._meter.measure(runtime, current, self._watch.step_s)
@@ -247,10 +234,11 @@ class JobPlanner:
         job, option, choice, prediction = self._meter.job, self.current, self._chooser.choice, None
         if option is not None:
             predicted = job.predict(option)
-            uplinks = [dict(kinds) for kinds in predicted.uplink_bytes]
-            terms = predicted.terms.as_dict()
-            prediction = {"step_s": predicted.step_s, "terms_s": terms, "uplink_bytes": uplinks}
-        rates = {key: value for key, value in asdict(job.rates).items() if value is not None and math.isfinite(value)}
+            prediction = {
+                "step_s": predicted.step_s,
+                "terms_s": predicted.terms.as_dict(),
+                "uplink_bytes": [dict(kinds) for kinds in predicted.uplink_bytes],
+            }
         workload = ("tokens_per_rank", "micro_steps", "row_scale", "is_checkpointed")
         return {
             "plan": None if option is None else option.label,
@@ -259,7 +247,6 @@ class JobPlanner:
             "measured": self._meter.since_begin(runtime, self._num_steps),
             "workload": {key: getattr(job.workload, key) for key in workload},
             "links": self.links,
-            "rates": rates,
             "reason": self.history[-1]["reason"] if self.history else "the first steps",
             "runner_up": None if choice is None or choice.runner_up is None else choice.runner_up.label,
             "runner_up_s": None if choice is None else choice.runner_up_s,

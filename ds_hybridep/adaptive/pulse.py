@@ -83,11 +83,7 @@ class Pulse:
             self._transfer = self._channel.start(sends, receives, Purpose("control", "notice to look at the plan"))
 
     def take(self) -> bool:
-        """The bit that was sent last, once.
-
-        Raises:
-            CommunicationError: it did not come within the time limit.
-        """
+        """The bit that was sent last, once.  Raises CommunicationError where it did not come in time."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()

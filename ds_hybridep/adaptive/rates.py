@@ -22,9 +22,9 @@ TIMINGS = 3
 
 
 def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rates:
-    """Speed of an expert in FLOP/s, forward and backward, and seconds of a call; the mean over all ranks.
+    """Speed of an expert in FLOP/s, forward and backward, and seconds of a call; the mean over all ranks, which must call.
 
-    Messages are taken to cost the host as much as the latency inside a machine. All ranks must call.
+    Messages are taken to cost the host as much as the latency inside a machine.
     """
     probe.table([0.0])
     few_s, many_s = (_expert_s(spec, rows) for rows in EXPERT_ROWS)
@@ -43,17 +43,8 @@ def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rate
     )
 
 
-def measure_codec(
-    name: str,
-    config: CodecConfig,
-    spec: LayerSpec,
-    probe: LinkProbe,
-    kernels: Mode,
-) -> CodecCost:
-    """Ratio and speed, in bytes of the parameters' type per second, of a codec on one layer's experts.
-
-    Speeds are the mean over all ranks, which must all call.
-    """
+def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernels: Mode) -> CodecCost:
+    """Ratio and speed of a codec on one layer's experts; the mean over all ranks, which must all call."""
     codec = make_codec(config, kernels=kernels)
     parts = tuple(
         PacketPart(piece.name, piece.shape, spec.num_local)

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--levels: {','.join(levels)} make {cluster.num_ranks} ranks, but the job has {transport.world_size}"
             )
-        probes = probe_links(transport, is_thorough=True, limit_s=args.limit)
+        probes = probe_links(transport, limit_s=args.limit)
         if transport.rank == 0:
             print(describe(probes), flush=True)
             if args.out is not None:
@@ -117,21 +117,12 @@ def cluster_file(probes: "Sequence[LevelProbe]", *, is_json: bool) -> str:
 
 def describe(probes: "Sequence[LevelProbe]") -> str:
     """A table: median, and in brackets the tenth and the ninetieth percentile."""
-    header = ["level", "children", "latency [ms]", "capacity", "all at once", "one pair onward", "backward"]
-    header.append("4 connections")
-    rows = [header]
+    rows = [["level", "children", "latency [ms]", "capacity", "all at once"]]
+    mbit = BITS_PER_BYTE / 1e6
     for probe in probes:
-        rates = (
-            probe.together_bytes_per_s,
-            probe.onward_bytes_per_s,
-            probe.backward_bytes_per_s,
-            probe.flows_bytes_per_s,
-        )
-        mbit = BITS_PER_BYTE / 1e6
         capacity = probe.capacity_bytes_per_s
         cells = [_spread(probe.latency_s, MS_PER_S), "-" if capacity is None else f"{capacity * mbit:.4g}"]
-        cells += [_spread(rate, mbit) for rate in rates]
-        rows.append([probe.name, str(probe.size), *cells])
+        rows.append([probe.name, str(probe.size), *cells, _spread(probe.bytes_per_s, mbit)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(["Mbit/s of one child's uplink in one direction, headers included", *lines])
