@@ -28,17 +28,13 @@ REPETITIONS = 4  # of a burst that says that the link has changed
 
 
 class JobLinks:
-    """What is known of the links; all ranks must make the same calls, with nothing else under way.
-
-    cluster: the job's levels with their links, equal on all ranks.
-    num_neighbours: ranks on this host.
-    """
+    """What is known of the links; all ranks must make the same calls, with nothing else under way."""
 
     def __init__(self, config: HybridEPConfig, transport: Transport, device: torch.device) -> None:
         self.probe = LinkProbe(transport, device)
         name = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")
         hosts = [int(row[0]) for row in self.probe.table([float(name)])]
-        self.num_neighbours = hosts.count(hosts[transport.rank])
+        self.num_neighbours = hosts.count(hosts[transport.rank])  # ranks on this host
         levels = []
         for index, level in enumerate(config.cluster().levels):
             link = level.link

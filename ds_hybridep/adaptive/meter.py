@@ -59,21 +59,15 @@ class LayerWatch:
 
 
 class JobMeter:
-    """Keeps what is known of a job; all ranks must make the same calls, with nothing else under way.
-
-    Attributes:
-        job: links and work as measured last, equal on all ranks.
-        memory: free bytes of the fullest rank, and what a step takes of them for a while.
-        begin_s, end_s: of the last optimizer step.
-    """
+    """Keeps what is known of a job; all ranks must make the same calls, with nothing else under way."""
 
     def __init__(
         self, links: JobLinks, job: Job, num_layers: int, micro_steps: Callable[[], int], device: torch.device
     ) -> None:
         self.job = job
         self.watches = tuple(LayerWatch() for _ in range(num_layers))
-        self.memory = (math.inf, 0.0)
-        self.begin_s = self.end_s = 0.0
+        self.memory = (math.inf, 0.0)  # free bytes of the fullest rank, and what a step takes of them for a while
+        self.begin_s = self.end_s = 0.0  # of the last optimizer step
         self._links, self._micro_steps, self._device = links, micro_steps, device
         self._counted = [0] * 5  # by `_totals`, at the last look
         self._begin_step, self._begin_exposed_s, self._begin_sent = 0, dict[str, float](), dict[tuple[int, str], int]()

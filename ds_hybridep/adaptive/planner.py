@@ -21,7 +21,7 @@ from typing import Any
 
 from ds_hybridep.adaptive.chooser import LEAST_HORIZON, Chooser, Look
 from ds_hybridep.adaptive.links import JobLinks
-from ds_hybridep.adaptive.meter import JobMeter, LayerWatch, RunningPlan
+from ds_hybridep.adaptive.meter import JobMeter, RunningPlan
 from ds_hybridep.adaptive.options import Job, Option, name_of, open_options, settings_of
 from ds_hybridep.adaptive.pulse import TRIAL_STEPS, WARM_UP_STEPS, Pulse, StepWatch
 from ds_hybridep.adaptive.rates import expert_params, measure_codec, measure_experts
@@ -41,30 +41,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """What DeepSpeed knows of a job and the layers do not say; `..._dense_params` as in `plan.workload`.
-
-    micro_steps: of one optimizer step, asked each time.
-    can_sync_by_level: dense_sync "hierarchical" works with this engine.
-    """
+    """What DeepSpeed knows of a job and the layers do not say; `..._dense_params` as in `plan.workload`."""
 
     dense_params: int
     active_dense_params: int
     trainable_dense_params: int
     zero_stage: int
-    micro_steps: Callable[[], int]
+    micro_steps: Callable[[], int]  # of one optimizer step
     capacity_factor: float
-    can_sync_by_level: bool
+    can_sync_by_level: bool  # dense_sync "hierarchical" works with this engine
 
 
 class JobPlanner:
     """The plan of one attached model; all ranks must make the same calls at the same steps.
 
-    specs: of the MoE layers, all of one expert-parallel group.
-    current: the option that runs; None while settings given by hand are none.
-
-    Raises:
-        UnsupportedError: layers have different expert-parallel groups.
-        AgreementError: ranks differ.
+    Raises UnsupportedError where layers have different expert-parallel groups, AgreementError where ranks differ.
     """
 
     def __init__(self, config: HybridEPConfig, specs: Sequence[LayerSpec], facts: JobFacts) -> None:
@@ -97,26 +88,12 @@ class JobPlanner:
         self._meter = JobMeter(self._links, job, len(specs), facts.micro_steps, device)
         self._config = config
         self._chooser = Chooser(options, LEAST_HORIZON if config.advanced.replan else math.inf)
-        self.current: Option | None = options[0]
+        self.current: Option | None = options[0]  # None while settings given by hand are none of the options
+        self.start_config, self.watches = options[0].config, self._meter.watches
         self._num_steps = 0
         self._next: HybridEPConfig | None = None  # chosen and not carried out yet
         self._change_s = 0.0  # that the last change of plan took, without filling replicas
         self._watch, self._pulse = StepWatch(), Pulse(self._transport)
-
-    @property
-    def watches(self) -> tuple[LayerWatch, ...]:
-        """Forward pre-hooks, one for each layer."""
-        return self._meter.watches
-
-    @property
-    def links(self) -> list[dict[str, Any]]:
-        """Of each level, as measured last."""
-        return self._links.record()
-
-    @property
-    def start_config(self) -> HybridEPConfig:
-        """The settings of the first steps."""
-        return self._chooser.options[0].config
 
     @property
     def _label(self) -> str:
@@ -222,7 +199,7 @@ class JobPlanner:
     def describe(self) -> str:
         """One line for the log at the start."""
         links = ", ".join(
-            f"{link['name']} {link['bandwidth_gbps']} Gbit/s {link['latency_ms']} ms" for link in self.links
+            f"{link['name']} {link['bandwidth_gbps']} Gbit/s {link['latency_ms']} ms" for link in self._links.record()
         )
         return (
             f"hybridep: links: {links}; {len(self._chooser.options)} plans are open, the first choice is made after "
@@ -246,9 +223,9 @@ class JobPlanner:
             "measured_step_s": None if option is None else self._watch.step_s,
             "measured": self._meter.since_begin(runtime, self._num_steps),
             "workload": {key: getattr(job.workload, key) for key in workload},
-            "links": self.links,
+            "links": self._links.record(),
             "reason": self.history[-1]["reason"] if self.history else "the first steps",
-            "runner_up": None if choice is None or choice.runner_up is None else choice.runner_up.label,
+            "runner_up": choice.runner_up.label if choice is not None and choice.runner_up is not None else None,
             "runner_up_s": None if choice is None else choice.runner_up_s,
             "history": list(self.history),
         }

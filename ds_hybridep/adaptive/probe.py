@@ -50,11 +50,8 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Spread":
-        """Raises ValueError where there are no samples."""
-        ordered = sorted(samples)
-        if not ordered:
-            raise ValueError("a spread needs at least one sample")
-        last = len(ordered) - 1
+        """Of one sample or more."""
+        ordered, last = sorted(samples), len(samples) - 1
         return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)])
 
 
@@ -64,7 +61,7 @@ class LevelProbe:
 
     latency_s: one way, half of a round trip of 8 bytes.
     bytes_per_s: of the slowest uplink while all ranks send both ways, sample by sample.
-    capacity_bytes_per_s: the same from the fastest transfers, since what else a machine does can only make them slower.
+    capacity_bytes_per_s: the same from the fastest transfers: what else a machine does can only make them slower.
     """
 
     name: str
@@ -82,10 +79,7 @@ class LevelProbe:
 
 
 class LinkProbe:
-    """Transfers made only to be timed; all ranks of the job must make the same calls, with nothing else under way.
-
-    device: of what is sent; copies to and from the host are timed with it.
-    """
+    """Transfers made only to be timed; all ranks of the job must make the same calls, with nothing else under way."""
 
     def __init__(self, transport: Transport, device: torch.device = CPU) -> None:
         self._transport, self._device = transport, device
@@ -105,10 +99,7 @@ class LinkProbe:
         return rows
 
     def measure(self, level: int, *, limit_s: float) -> LevelProbe:
-        """All about one level.
-
-        limit_s: transfers are repeated for half of it; the rest is for what comes before.
-        """
+        """All about one level; transfers are repeated for half of `limit_s`, the rest is for what comes before."""
         about = self._cluster.levels[level]
         if about.size == 1:
             return LevelProbe(about.name, 1)
@@ -128,9 +119,7 @@ class LinkProbe:
     def burst(self, level: int, num_bytes: int, latency_s: float) -> float:
         """Bytes per second of the slowest uplink while every rank sends `num_bytes`, headers included.
 
-        Call right after `table`, from which all ranks come together.
-
-        latency_s: one way, which passes before anything arrives.
+        Call right after `table`, from which all ranks come together.  `latency_s` passes before anything arrives.
         """
         carried = self._carried(level, num_bytes)
         return min(_rate_of(carried, s, (0.0, latency_s)) for s in self._transfer_s(level, num_bytes).values())
@@ -227,10 +216,7 @@ def _rate_of(num_bytes: float, seconds: float, less: tuple[float, float]) -> flo
 def _slowest(
     carried: tuple[float, float], longs: Sequence[Mapping[Place, float]], shorts: Sequence[Mapping[Place, float]]
 ) -> float:
-    """Rate of the slowest uplink by the fastest of its long and of its short transfers.
-
-    carried: bytes of a long and of a short one.
-    """
+    """Rate of the slowest uplink by the fastest of its long and its short transfers, which carry `carried` bytes."""
     long_bytes, short_bytes = carried
     return min(
         _rate_of(long_bytes, min(one[uplink] for one in longs), (short_bytes, min(one[uplink] for one in shorts)))
@@ -241,8 +227,7 @@ def _slowest(
 def probe_links(transport: Transport, *, limit_s: float) -> tuple[LevelProbe, ...]:
     """All levels, slowest first; all ranks must call.
 
-    limit_s: seconds for all of it, shared out among the levels that have several children; a slow link may need more
-        for its first transfers.
+    limit_s: for all of it; a slow link may need more for its first transfers.
     """
     probe = LinkProbe(transport)
     share_s = limit_s / max(sum(size > 1 for size in transport.cluster.sizes), 1)

@@ -53,13 +53,7 @@ def refuse_unsupported(engine: Any) -> None:
 
 
 class DenseSync:
-    """Carries DeepSpeed's sums and gathers of dense parameters for one engine.
-
-    Args:
-        engine: its dense data-parallel group holds all ranks in order, see `refuse_unsupported`.
-        collectives: carry sums and gathers.
-        patches: undo what is changed.
-    """
+    """Carries DeepSpeed's sums and gathers of dense parameters for one engine that `refuse_unsupported` has passed."""
 
     def __init__(self, engine: Any, collectives: LevelCollectives, patches: Patches) -> None:
         self._collectives = collectives

@@ -31,13 +31,9 @@ _ABSENT = object()
 class Patch:
     """One row.
 
-    Attributes:
-        owner: "module:Class" whose attribute it is; changed on one instance where `until` is "detach".
-        attribute: a method, unless the name says otherwise.
-        why: what the replacement is for.
-        until: when it is undone.
-        parameters: of the method that the replacement relies on.
-        is_method: False for what instances get only when they are made.
+    owner: "module:Class" whose attribute it is; changed on one instance where `until` is "detach".
+    parameters: of the method that the replacement relies on.
+    is_method: False for what instances get only when they are made.
     """
 
     owner: str
