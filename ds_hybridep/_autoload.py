@@ -77,50 +77,43 @@ def _patch(module: "ModuleType") -> None:
     missing = [name for name in _METHODS if not hasattr(engine_class, name)]
     if not missing:
         for name in _METHODS:
-            _wrap(engine_class, name, _joining(name))
+            _wrap(engine_class, name, _join, name)
         return
     reason = AttributeError(f"DeepSpeedEngine has no {' and no '.join(missing)}")
     _log_failure(reason, f'a ds_config with a "{_BLOCK}" block will be refused, others are not affected')
     if engine_class is not None:
-        _wrap(engine_class, "__init__", _refusing(reason))
+        _wrap(engine_class, "__init__", _refuse, reason)
 
 
-def _wrap(owner: "Any", name: str, replacement: "Any") -> None:
+def _wrap(owner: "Any", name: str, replacement: "Any", about: "Any") -> None:
     from functools import wraps
 
     original = getattr(owner, name)
 
     @wraps(original)
     def call(*args: "Any", **kwargs: "Any") -> "Any":
-        return replacement(original, *args, **kwargs)
+        return replacement(about, original, *args, **kwargs)
 
     setattr(owner, name, call)
 
 
-def _joining(name: str) -> "Any":
-    def join(original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> "Any":
-        if not _is_on(engine._config):
-            return original(engine, *args, **kwargs)
-        from ds_hybridep.integration import api
+def _join(name: str, original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> "Any":
+    if not _is_on(engine._config):
+        return original(engine, *args, **kwargs)
+    from ds_hybridep.integration import api
 
-        return getattr(api, name.lstrip("_"))(original, engine, *args, **kwargs)
-
-    return join
+    return getattr(api, name.lstrip("_"))(original, engine, *args, **kwargs)
 
 
-def _refusing(reason: Exception) -> "Any":
-    """So that the block is not silently ignored."""
-
-    def init(original: "Any", *args: "Any", **kwargs: "Any") -> None:
-        if any(map(_is_on, (*args, *kwargs.values()))):
-            raise RuntimeError(
-                f'ds_config has a "{_BLOCK}" block, but ds_hybridep could not join this DeepSpeed ({reason}); install '
-                f'a version of DeepSpeed that it supports (see its setup.py), or set "{_BLOCK}": {{"enabled": false}} '
-                f"to train without it"
-            ) from reason
-        original(*args, **kwargs)
-
-    return init
+def _refuse(reason: Exception, original: "Any", *args: "Any", **kwargs: "Any") -> None:
+    """In the place of `__init__`, so that the block is not silently ignored."""
+    if any(map(_is_on, (*args, *kwargs.values()))):
+        raise RuntimeError(
+            f'ds_config has a "{_BLOCK}" block, but ds_hybridep could not join this DeepSpeed ({reason}); install '
+            f'a version of DeepSpeed that it supports (see its setup.py), or set "{_BLOCK}": {{"enabled": false}} '
+            f"to train without it"
+        ) from reason
+    original(*args, **kwargs)
 
 
 def _is_on(config: "Any") -> bool:

@@ -117,17 +117,14 @@ def _layout_of(
     codecs: Mapping[CodecConfig, CodecCost],
     token_codecs: Sequence[CodecCost],
 ) -> Layout:
-    exact = LevelCodecs().weight
-    pairs = [
-        (codecs.get(level.weight_codec, exact), codecs.get(level.gradient_codec, exact))
-        if level.domain_size != 1
-        else (exact, exact)
-        for level in config.levels
-    ]
+    exact, levels = LevelCodecs().weight, []
+    for level, token in zip(config.levels, token_codecs, strict=True):
+        known = codecs if level.domain_size != 1 else {}
+        levels.append(LevelCodecs(known.get(level.weight_codec, exact), known.get(level.gradient_codec, exact), token))
     return Layout(
         spans=spans,
         domain_sizes=config.domain_sizes,
-        codecs=tuple(LevelCodecs(*pair, token) for pair, token in zip(pairs, token_codecs, strict=True)),
+        codecs=tuple(levels),
         prefetch_depth=config.advanced.prefetch_depth,
         exchange="hierarchical" if config.token_exchange == "hierarchical" else "direct",
         is_padded=config.token_exchange == "deepspeed",

@@ -22,7 +22,7 @@ TIMINGS = 3
 
 
 def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rates:
-    """Speed of an expert in FLOP/s, forward and backward, and seconds of a call; mean of all ranks, which must call."""
+    """Speed of an expert in FLOP/s, forward and backward, and seconds of a call; of all ranks, which must call."""
     probe.table([0.0])
     few_s, many_s = (_expert_s(spec, rows) for rows in EXPERT_ROWS)
     few, many = EXPERT_ROWS

@@ -49,7 +49,8 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         if not checked.enabled:
             return
         layers = facts.find_layers(engine.module if is_engine else engine)
-        supported.refuse_combination(engine, checked, layers, is_engine=is_engine)
+        refuse = supported.refuse_engine if is_engine else supported.refuse_without_engine
+        refuse(engine, checked, layers)
         specs = [facts.spec_of(name, layer) for name, layer in layers.items()]
         supported.refuse_devices(specs)
     planner, start = None, checked
@@ -139,7 +140,8 @@ def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> Non
             )
         if [level.size for level in checked.levels] != [level.size for level in attachment.runtime.config.levels]:
             raise ConfigError("replan takes the same levels as before, slowest first; only their settings may differ")
-        supported.refuse_combination(engine, checked, attachment.layers, is_engine=attachment.is_engine)
+        refuse = supported.refuse_engine if attachment.is_engine else supported.refuse_without_engine
+        refuse(engine, checked, attachment.layers)
     attachment.switch(checked, "by hand")
 
 

@@ -102,35 +102,28 @@ class Statistics:
     def _job_record(self, tables: Sequence[Tensor]) -> dict[str, Any]:
         stacked, num_layers = torch.stack(list(tables)), len(self._layers)
         num_others = stacked.shape[1] - num_layers * (1 + NUM_CODEC_SUMS)
-        counters, rows, sums = stacked.split([num_others, num_layers, num_layers * NUM_CODEC_SUMS], dim=1)
-        totals = iter(counters.sum(0).tolist())
-        levels: list[dict[str, Any]] = [
-            {
-                "name": level.name,
-                "sent_bytes": {kind: int(next(totals)) for kind in KINDS},
-                "plain_ep_bytes": int(next(totals)),
-            }
-            for level in self._transport.cluster.levels
-        ]
+        others, rows, sums = stacked.split([num_others, num_layers, num_layers * NUM_CODEC_SUMS], dim=1)
+        totals = iter(others.sum(0).tolist())
+        levels: list[dict[str, Any]] = []
+        for level in self._transport.cluster.levels:
+            sent_bytes = {kind: int(next(totals)) for kind in KINDS}
+            levels.append({"name": level.name, "sent_bytes": sent_bytes, "plain_ep_bytes": int(next(totals))})
         exposed_s: dict[str, float | None] = {kind: next(totals) / len(tables) for kind in EXPOSED_KINDS}
         if not self._counts_dense and not any(level["sent_bytes"]["dense"] for level in levels):
             for counters in (exposed_s, *(level["sent_bytes"] for level in levels)):
                 counters["dense"] = None
         imbalance = (rows.max(0).values / rows.mean(0).clamp_min(1e-30)).tolist()
         codecs = sums.sum(0).view(num_layers, NUM_CODEC_SUMS).tolist()
+        layers = []
+        for (layer, _, _), value, own in zip(self._layers, imbalance, codecs, strict=True):
+            record = CodecSums(*own).record(len(tables)) if any(own) else {}
+            layers.append({"name": layer.name, "imbalance": value, "codecs": record})
         return {
             "steps": self.num_steps,
             "world_size": len(tables),
             "levels": levels,
             "exposed_s": exposed_s,
-            "layers": [
-                {
-                    "name": layer.name,
-                    "imbalance": value,
-                    "codecs": CodecSums(*own).record(len(tables)) if any(own) else {},
-                }
-                for (layer, _, _), value, own in zip(self._layers, imbalance, codecs, strict=True)
-            ],
+            "layers": layers,
         }
 
     def _plain_ep_bytes(self) -> list[int]:
@@ -169,13 +162,11 @@ def summarize(record: Mapping[str, Any]) -> str:
 def monitor_events(record: Mapping[str, Any], num_samples: int) -> list[tuple[str, float, int]]:
     """DeepSpeed monitor events (tag, value, samples) of a job record."""
     steps = max(record["steps"], 1)
-    events = [
-        (f"HybridEP/{level['name']}/{kind}_MB_per_step", level["sent_bytes"][kind] / steps / 1e6, num_samples)
+    values = {
+        f"{level['name']}/{kind}_MB_per_step": None if sent is None else sent / steps / 1e6
         for level in record["levels"]
-        for kind in KINDS
-        if level["sent_bytes"][kind] is not None
-    ]
-    exposed_s = {kind: value for kind, value in record["exposed_s"].items() if value is not None}
-    events += [(f"HybridEP/exposed_s/{kind}", value, num_samples) for kind, value in exposed_s.items()]
-    events += [(f"HybridEP/imbalance/{layer['name']}", layer["imbalance"], num_samples) for layer in record["layers"]]
-    return events
+        for kind, sent in level["sent_bytes"].items()
+    }
+    values |= {f"exposed_s/{kind}": value for kind, value in record["exposed_s"].items()}
+    values |= {f"imbalance/{layer['name']}": layer["imbalance"] for layer in record["layers"]}
+    return [(f"HybridEP/{tag}", value, num_samples) for tag, value in values.items() if value is not None]

@@ -75,13 +75,8 @@ def _warn_once(message: str) -> None:
     log_dist(f"hybridep: {message}", ranks=[0], level=logging.WARNING)
 
 
-def refuse_combination(
-    engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.Module], *, is_engine: bool
-) -> None:
+def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.Module]) -> None:
     """Raise UnsupportedError for features of DeepSpeed, or settings of the block, that were not tested together."""
-    if not is_engine:
-        _refuse_without_engine(config)
-        return
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer_name() or ""
     in_use = {
         **dict.fromkeys(untested_settings(engine._config._param_dict, engine._config.zero_config), True),
@@ -145,7 +140,7 @@ def _refuse_partitioned(engine: Any, config: HybridEPConfig, layers: Mapping[str
         )
 
 
-def _refuse_without_engine(config: HybridEPConfig) -> None:
+def refuse_without_engine(_model: nn.Module, config: HybridEPConfig, _layers: Mapping[str, nn.Module]) -> None:
     """Raise UnsupportedError for settings that need a DeepSpeed engine."""
     if config.is_planned:
         raise UnsupportedError(
