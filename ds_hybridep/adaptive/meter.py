@@ -103,9 +103,9 @@ class JobMeter:
         return self.end_s - self.begin_s
 
     def measure(self, runtime: RunningPlan, option: Option | None, step_s: float | None) -> float | None:
-        """Bring `job` and `memory` up to date; `option` has run since `begin` or the last call.
+        """Bring `job` and `memory` up to date.  Returns `step_s` of rank 0; None where no layer has trained.
 
-        Returns `step_s` of rank 0; None where no layer has trained (an evaluation is no training).
+        option: has run since `begin` or the last call.
         """
         before, self._counted = self._counted, self._totals(runtime)
         own = [now - earlier for now, earlier in zip(self._counted, before, strict=True)]

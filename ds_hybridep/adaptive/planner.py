@@ -14,7 +14,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.row_format import token_codec
-from ds_hybridep.plan.workload import MoEModel, Workload
+from ds_hybridep.plan.workload import Workload
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.job import backends_of
@@ -39,26 +38,25 @@ from ds_hybridep.version import __version__
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobFacts:
-    """What DeepSpeed knows of a job and the layers do not say; `..._dense_params` as in `plan.workload`."""
-
-    dense_params: int
-    active_dense_params: int
-    trainable_dense_params: int
-    zero_stage: int
-    micro_steps: Callable[[], int]  # of one optimizer step
-    capacity_factor: float
-    can_sync_by_level: bool  # dense_sync "hierarchical" works with this engine
-
-
 class JobPlanner:
     """The plan of one attached model; all ranks must make the same calls at the same steps.
+
+    workload: before any step was counted.
+    micro_steps: of one optimizer step, asked each time.
+    can_sync_by_level: dense_sync "hierarchical" works with this engine.
 
     Raises UnsupportedError where layers have different expert-parallel groups, AgreementError where ranks differ.
     """
 
-    def __init__(self, config: HybridEPConfig, specs: Sequence[LayerSpec], facts: JobFacts) -> None:
+    def __init__(
+        self,
+        config: HybridEPConfig,
+        specs: Sequence[LayerSpec],
+        workload: Workload,
+        *,
+        micro_steps: Callable[[], int],
+        can_sync_by_level: bool,
+    ) -> None:
         self.history: list[dict[str, Any]] = []
         with announcing_failure():
             spec = _same_of_all(specs)
@@ -82,10 +80,10 @@ class JobPlanner:
                 for one in (_lossy_codecs(config) if expert_params(spec, trainable_only=True) else ())
             },
             token_codecs=[token_codec(level.row_format, spec.hidden, param_bytes) for level in config.levels],
-            can_sync_by_level=facts.can_sync_by_level,
+            can_sync_by_level=can_sync_by_level,
         )
-        job = Job(self._links.cluster, _first_workload(specs, facts), rates)
-        self._meter = JobMeter(self._links, job, len(specs), facts.micro_steps, device)
+        job = Job(self._links.cluster, workload, rates)
+        self._meter = JobMeter(self._links, job, len(specs), micro_steps, device)
         self._config = config
         self._chooser = Chooser(options, LEAST_HORIZON if config.advanced.replan else math.inf)
         self.current: Option | None = options[0]  # None while settings given by hand are none of the options
@@ -251,30 +249,6 @@ def _same_of_all(specs: Sequence[LayerSpec]) -> LayerSpec:
                 f'on {list(first.group_ranks)}; write sizes and codecs in place of "auto"'
             )
     return first
-
-
-def _first_workload(specs: Sequence[LayerSpec], facts: JobFacts) -> Workload:
-    """The job's work before any step was counted."""
-    first = specs[0]
-    model = MoEModel(
-        name="this job",
-        hidden=first.hidden,
-        num_experts=first.num_experts,
-        top_k=first.top_k,
-        num_moe_layers=len(specs),
-        expert_params=expert_params(first),
-        dense_params=facts.dense_params,
-        active_dense_params=facts.active_dense_params,
-    )
-    return Workload(
-        model=model,
-        tokens_per_rank=1,
-        param_bytes=first.sample.element_size(),
-        zero_stage=facts.zero_stage,
-        capacity_factor=facts.capacity_factor,
-        trainable_expert_params=expert_params(first, trainable_only=True),
-        trainable_dense_params=facts.trainable_dense_params,
-    )
 
 
 def _plan_in(path: Path) -> str | None:

@@ -59,14 +59,13 @@ class Spread:
 class LevelProbe:
     """One level's links as measured; all None for a level with one child.
 
-    latency_s: one way, half of a round trip of 8 bytes.
     bytes_per_s: of the slowest uplink while all ranks send both ways, sample by sample.
     capacity_bytes_per_s: the same from the fastest transfers: what else a machine does can only make them slower.
     """
 
     name: str
     size: int
-    latency_s: Spread | None = None
+    latency_s: Spread | None = None  # one way, half of a round trip of 8 bytes
     bytes_per_s: Spread | None = None
     capacity_bytes_per_s: float | None = None
 

@@ -26,14 +26,14 @@ class StepWatch:
     """
 
     def __init__(self) -> None:
-        self.mode: Literal["trial", "settled", "off"] = "trial"
-        self._steps: list[float] = []
-        self._skipped = WARM_UP_STEPS
-        self._before = 1.0  # the last step over the usual one
+        self.try_plan(WARM_UP_STEPS)
 
     def try_plan(self, skipped: int = 0) -> None:
         """Measure the steps to come, but for the first `skipped`."""
-        self.mode, self._steps, self._skipped, self._before = "trial", [], skipped, 1.0
+        self.mode: Literal["trial", "settled", "off"] = "trial"
+        self._steps: list[float] = []
+        self._skipped = skipped
+        self._before = 1.0  # the last step over the usual one
 
     @property
     def step_s(self) -> float | None:

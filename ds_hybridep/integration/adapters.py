@@ -35,17 +35,13 @@ _MARKS = ("allreduce", "group_name", "ds_zero_placement_family", "ds_zero_partit
 
 @dataclass(frozen=True)
 class Adapter:
-    """What peft adds to one parameter of a layer's experts.
-
-    originals: the parameters of peft's own modules, lora_A and lora_B.
-    factors: [E, r, cols] and [E, rows, r]; the product is multiplied by `scaling`.
-    """
+    """What peft adds to one parameter of a layer's experts."""
 
     parameter: str
     base: nn.Parameter  # [E, rows, cols]
-    originals: tuple[nn.Parameter, nn.Parameter]
-    factors: tuple[Tensor, Tensor]
-    scaling: float
+    originals: tuple[nn.Parameter, nn.Parameter]  # of peft's own modules, lora_A and lora_B
+    factors: tuple[Tensor, Tensor]  # [E, r, cols] and [E, rows, r]
+    scaling: float  # of their product
 
 
 class AdaptedExperts(GroupedExperts):  # type: ignore[misc]  # DeepSpeed has no types

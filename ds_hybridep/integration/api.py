@@ -55,7 +55,13 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         supported.refuse_devices(specs)
     planner, start = None, checked
     if checked.is_planned:
-        planner = JobPlanner(checked, specs, facts.facts_of(engine, layers))
+        planner = JobPlanner(
+            checked,
+            specs,
+            facts.workload_of(engine, layers, specs),
+            micro_steps=engine.gradient_accumulation_steps,
+            can_sync_by_level=facts.can_sync_by_level(engine),
+        )
         log_dist(planner.describe(), ranks=[0])
         start = planner.start_config
     prepare = partial(
@@ -65,7 +71,12 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         master_of=facts.master_of,
         loss_scale=partial(loss_scale_of, engine) if is_engine else no_scale,
     )
-    attachment = Attachment(engine, prepare, start, layers, planner, is_engine=is_engine)
+    try:
+        attachment = Attachment(engine, prepare, start, layers, planner, is_engine=is_engine)
+    except Exception:
+        if planner is not None:
+            planner.close()
+        raise
     log_dist(attachment.runtime.describe(), ranks=[0])
     engine.__dict__["_hybridep_attachment"] = attachment
     attachment.bind()
