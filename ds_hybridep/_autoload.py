@@ -6,8 +6,7 @@ every program in the environment.  So this module loads nothing but `sys`, does 
 `sys.meta_path`, and never raises: an exception here would break `import torch`.
 
     import torch              -> install()       one finder, nothing loaded
-    import deepspeed          -> _EngineFinder   the normal loader executes deepspeed.runtime.engine, then two methods
-                                                 of its engine ask each engine for the block; still nothing is loaded
+    import deepspeed          -> _EngineFinder   two methods of its engine ask for the block; still nothing loaded
     an engine with the block  -> the rest of ds_hybridep is imported, and attaches itself
     the methods are missing   -> logged once; an engine whose ds_config has the block raises, others are untouched
 
@@ -124,7 +123,7 @@ def _is_on(config: "Any") -> bool:
 
 
 def _log_failure(reason: Exception, consequence: str) -> None:
-    """Say that ds_hybridep is not active, why, and what follows.  Logged, since a warning could be made an error."""
+    """Logged, since a warning could be made an error."""
     import logging
 
     text = "ds_hybridep could not join DeepSpeed and is not active: %s: %s; %s"

@@ -6,9 +6,8 @@ the difference between the measured and the predicted step of an option that has
 
     expected = predicted + (measured - predicted when it ran)
 
-An option that has not run is given the difference of the one most like it.  A choice starts from the option that runs
-and takes the best; what is as good or nearly so is tried too, one option after the other.  After MOST_CHANGES changes
-of plan it is over.  It holds until links or work change, which makes what was measured worthless.
+An option that has not run is given the difference of the one most like it.  What is as good as the best or nearly so
+is tried too, one after the other.  A choice holds until links or work change: what was measured is worthless then.
 """
 
 import math
@@ -41,9 +40,9 @@ class Choice:
     def describe(self) -> str:
         """Why, in one line."""
         text = f"{self.expected_s:.4g} s a step expected, {self.reason}"
-        if self.runner_up is not None and self.runner_up_s is not None:
-            text += f"; runner-up {self.runner_up.label}, {self.runner_up_s:.4g} s"
-        return text
+        return (
+            text if self.runner_up is None else f"{text}; runner-up {self.runner_up.label}, {self.runner_up_s:.4g} s"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The links of a running job: given, or measured at its start; measured again by short bursts.
 
-Transfers of training itself are no measure of a link: they wait for the slower of two ranks, and DeepSpeed's are not
-ours to see.
+Transfers of training are no measure: they wait for the slower of two ranks, and DeepSpeed's are not ours to see.
 """
 
 import hashlib

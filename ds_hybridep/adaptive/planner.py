@@ -41,8 +41,7 @@ log = logging.getLogger(__name__)
 class JobPlanner:
     """The plan of one attached model; all ranks must make the same calls at the same steps.
 
-    workload: before any step was counted.
-    micro_steps: of one optimizer step, asked each time.
+    workload: before any step was counted; `micro_steps` of an optimizer step are asked for each time.
     can_sync_by_level: dense_sync "hierarchical" works with this engine.
 
     Raises UnsupportedError where layers have different expert-parallel groups, AgreementError where ranks differ.
@@ -111,10 +110,7 @@ class JobPlanner:
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
     def before_step(self, runtime: RunningPlan) -> HybridEPConfig | None:
-        """The settings to go on with after this optimizer step; None: as before.
-
-        Call when gradients are complete and nothing is under way.
-        """
+        """Call when gradients are complete.  Returns the settings to go on with after this step; None: as before."""
         entry_s = time.perf_counter()
         self._meter.begin_step()
         self._num_steps += 1
@@ -183,9 +179,9 @@ class JobPlanner:
     # -- checkpoints and records ------------------------------------------------------------------------------------
 
     def recall(self, path: Path) -> HybridEPConfig | None:
-        """The settings that a checkpoint was saved with, if they are others than now; all ranks must call.
+        """The settings in the file that rank 0 wrote beside a checkpoint, if they are others than now.
 
-        path: of the file that rank 0 wrote beside the checkpoint; other ranks need not see it.
+        All ranks must call; only rank 0 reads.
         """
         label = _plan_in(path) if self._transport.rank == 0 else None
         index = next((i for i, option in enumerate(self._chooser.options) if option.label == label), -1)

@@ -127,8 +127,7 @@ class LinkProbe:
         """Bytes per second of the slowest uplink, by samples and by the fastest transfers.
 
         Transfers grow until they take long enough. Then long and short ones take turns, and a sample is what the long
-        one carried more over the time that it took more: what a transfer costs whatever its size (latency, a start
-        that is not the same moment everywhere, a connection that gets up to speed) is in both.
+        one carried more over the time that it took more: what a transfer costs whatever its size is in both.
         """
         until_s, num_bytes = time.perf_counter() + limit_s, FIRST_BYTES
         seconds = max(self._once(level, num_bytes).values())
@@ -226,7 +225,7 @@ def _slowest(
 def probe_links(transport: Transport, *, limit_s: float) -> tuple[LevelProbe, ...]:
     """All levels, slowest first; all ranks must call.
 
-    limit_s: for all of it; a slow link may need more for its first transfers.
+    limit_s: for all levels together; a slow link may need more for its first transfers.
     """
     probe = LinkProbe(transport)
     share_s = limit_s / max(sum(size > 1 for size in transport.cluster.sizes), 1)

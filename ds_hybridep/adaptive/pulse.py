@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When to look at the plan: rank 0 watches the steps, and tells all ranks without making them wait.
+"""When to look at the plan: rank 0 watches its steps, and tells all ranks without making them wait.
 
-Steps of all ranks end together, so rank 0 watches its own.  Its verdict travels as one bit while the next step
-computes, and all ranks read it before that step's optimizer.
+Its verdict travels as one bit while the next step computes, and all ranks read it before that step's optimizer.
 """
 
 import statistics

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters that peft has put on the experts of a Hugging Face model, carried over to AutoEP's grouped weights.
 
-peft wraps the module that holds all experts of a layer (`target_parameters`), and AutoEP does not find experts below a
-wrapper.  So the wrappers are taken off before AutoEP works, and each rank gets the factors of the experts that AutoEP
-gave it:
+AutoEP does not find experts below peft's wrapper of all experts of a layer (`target_parameters`).  So the wrappers are
+taken off before AutoEP works, and each rank gets the factors of the experts that AutoEP gave it:
 
     peft    experts.gate_up_proj [E, 2F, D] + scaling * lora_B [E, 2F, r] @ lora_A [E, r, D]
     here    experts.w1 | w3      [e, F, D]  + scaling * (upper | lower half of lora_B [e, 2F, r]) @ lora_A [e, r, D]

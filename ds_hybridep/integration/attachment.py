@@ -111,7 +111,7 @@ class Attachment:
         self.runtime.close()
 
     def switch(self, config: HybridEPConfig, reason: str) -> None:
-        """Go on with other settings, between two optimizer steps; all ranks must call.
+        """Go on with other settings; all ranks must call, between two optimizer steps.
 
         Raises AgreementError where a rank cannot make their runtime; all go on with those of before.
         """
