@@ -6,8 +6,7 @@ every program in the environment.  So this module loads nothing but `sys`, does 
 `sys.meta_path`, and never raises: an exception here would break `import torch`.
 
     import torch              -> install()       one finder, nothing loaded
-    import deepspeed          -> _EngineFinder   the normal loader executes deepspeed.runtime.engine, then two methods
-                                                 of its engine ask each engine for the block; still nothing is loaded
+    import deepspeed          -> _EngineFinder   two methods of its engine ask for the block; still nothing loaded
     an engine with the block  -> the rest of ds_hybridep is imported, and attaches itself
     the methods are missing   -> logged once; an engine whose ds_config has the block raises, others are untouched
 
@@ -43,7 +42,7 @@ def install() -> None:
 
 
 class _EngineFinder:
-    """Meta-path finder for one module name.  The spec is the one the other finders give, with the loader wrapped."""
+    """Meta-path finder for one module name.  The spec is the one that other finders give."""
 
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -55,95 +54,76 @@ class _EngineFinder:
             spec: ModuleSpec | None = find_spec(fullname, path, target) if find_spec else None
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _PatchingLoader(spec.loader)  # type: ignore[assignment]  # a loader by its methods
+                    _patch_after(spec.loader)
                 return spec
         return None
 
 
-class _PatchingLoader:
-    """Executes the module with its own loader, then patches it.  The module keeps its own loader, not this one."""
+def _patch_after(loader: "Any") -> None:
+    """Let `loader` patch the module when it has executed it, once; the module keeps it as it was."""
 
-    def __init__(self, loader: "Any") -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> "Any":
-        # Tools that look at the spec without importing (get_source, is_package, ...) see the normal loader.
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: "ModuleType") -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
+    def exec_module(module: "ModuleType") -> None:
+        del loader.exec_module
+        loader.exec_module(module)
         _patch(module)
+
+    loader.exec_module = exec_module
 
 
 def _patch(module: "ModuleType") -> None:
     """Let engines of `module` look for the block.  Where that cannot be, engines with the block are refused."""
     engine_class = getattr(module, "DeepSpeedEngine", None)
     missing = [name for name in _METHODS if not hasattr(engine_class, name)]
-    for name in _METHODS if not missing else ():
-        _wrap(engine_class, name, _joining(name))
-    if missing:
-        reason = AttributeError(f"DeepSpeedEngine has no {' and no '.join(missing)}")
-        _log_failure(reason, f'a ds_config with a "{_BLOCK}" block will be refused, others are not affected')
-        if engine_class is not None:
-            _wrap(engine_class, "__init__", _refusing(reason))
+    if not missing:
+        for name in _METHODS:
+            _wrap(engine_class, name, _join, name)
+        return
+    reason = AttributeError(f"DeepSpeedEngine has no {' and no '.join(missing)}")
+    _log_failure(reason, f'a ds_config with a "{_BLOCK}" block will be refused, others are not affected')
+    if engine_class is not None:
+        _wrap(engine_class, "__init__", _refuse, reason)
 
 
-def _wrap(owner: "Any", name: str, replacement: "Any") -> None:
+def _wrap(owner: "Any", name: str, replacement: "Any", about: "Any") -> None:
     from functools import wraps
 
     original = getattr(owner, name)
 
     @wraps(original)
-    def call(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
-        return replacement(original, self, *args, **kwargs)
+    def call(*args: "Any", **kwargs: "Any") -> "Any":
+        return replacement(about, original, *args, **kwargs)
 
     setattr(owner, name, call)
 
 
-def _joining(name: str) -> "Any":
-    def join(original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> "Any":
-        if not _is_on(engine._config._param_dict):
-            return original(engine, *args, **kwargs)
-        from ds_hybridep.integration import api
+def _join(name: str, original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> "Any":
+    if not _is_on(engine._config):
+        return original(engine, *args, **kwargs)
+    from ds_hybridep.integration import api
 
-        return getattr(api, name.lstrip("_"))(original, engine, *args, **kwargs)
-
-    return join
+    return getattr(api, name.lstrip("_"))(original, engine, *args, **kwargs)
 
 
-def _refusing(reason: Exception) -> "Any":
-    """So that the block is not silently ignored."""
-
-    def init(original: "Any", *args: "Any", **kwargs: "Any") -> None:
-        import inspect
-
-        arguments = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-        if _is_on(getattr(arguments.get("config_class"), "_param_dict", None) or arguments.get("config")):
-            raise RuntimeError(
-                f'ds_config has a "{_BLOCK}" block, but ds_hybridep could not join this DeepSpeed ({reason}); install '
-                f'a version of DeepSpeed that it supports (see its setup.py), or set "{_BLOCK}": {{"enabled": false}} '
-                f"to train without it"
-            ) from reason
-        original(*args, **kwargs)
-
-    return init
+def _refuse(reason: Exception, original: "Any", *args: "Any", **kwargs: "Any") -> None:
+    """In the place of `__init__`, so that the block is not silently ignored."""
+    if any(map(_is_on, (*args, *kwargs.values()))):
+        raise RuntimeError(
+            f'ds_config has a "{_BLOCK}" block, but ds_hybridep could not join this DeepSpeed ({reason}); install '
+            f'a version of DeepSpeed that it supports (see its setup.py), or set "{_BLOCK}": {{"enabled": false}} '
+            f"to train without it"
+        ) from reason
+    original(*args, **kwargs)
 
 
-def _is_on(ds_config: "Any") -> bool:
-    """Whether a ds_config has the block, and not switched off."""
+def _is_on(config: "Any") -> bool:
+    """Whether this is a ds_config, or DeepSpeed's object for one, that has the block, and not switched off."""
+    ds_config = getattr(config, "_param_dict", config)
     block = ds_config.get(_BLOCK) if isinstance(ds_config, dict) else None
     return block is not None and not (isinstance(block, dict) and block.get("enabled") is False)
 
 
 def _log_failure(reason: Exception, consequence: str) -> None:
-    """Say that ds_hybridep is not active, why, and what follows.  Logged, since a warning could be made an error."""
+    """Logged, since a warning could be made an error."""
     import logging
 
     text = "ds_hybridep could not join DeepSpeed and is not active: %s: %s; %s"

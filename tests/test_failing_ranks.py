@@ -13,6 +13,7 @@ from test_engine import block_of, close_to, engine_of, error_of, train, world2
 from test_lossy import COARSE, block_with, residuals_of
 
 import ds_hybridep
+from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.integration import api
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -43,6 +44,18 @@ def attach_where_memory_is_short(case: Case) -> dict[str, Any]:
         found["left"] = [name for name in vars(engine) if name in ("_hybridep_attachment", "_take_model_step")]
         found["again"] = error_of(ds_hybridep.attach, engine, block_of(case))
         return {**found, "losses": train(engine, case, 0, 2)}
+
+
+def plan_where_memory_is_short(case: Case) -> tuple[tuple[str, str], int]:
+    """The error of an attach that plans, and how often its planner was closed."""
+    block = block_of(case)
+    block["levels"] = [{**level, "domain_size": "auto"} for level in block["levels"]]
+    with engine_of(case, with_block=False) as engine:
+        with (
+            mock.patch.object(api, "prepare_runtime", failing_on_rank_1(api.prepare_runtime)),
+            mock.patch.object(JobPlanner, "close", autospec=True, side_effect=JobPlanner.close) as closing,
+        ):
+            return error_of(ds_hybridep.attach, engine, block), closing.call_count
 
 
 def replan_where_memory_is_short(case: Case) -> dict[str, Any]:
@@ -99,6 +112,13 @@ def test_a_rank_that_cannot_build_its_runtime_stops_the_others_at_once(pool2: Pr
         assert "rank 1 cannot start: MemoryError: no room for replicas" in message
         assert found["left"] == []
         assert found["again"] == ("", "")
+
+
+def test_the_planner_of_an_attach_that_fails_drops_its_connections(pool2: ProcessPool) -> None:
+    for (kind, message), num_closed in pool2.run(plan_where_memory_is_short, case=world2(), timeout_s=60.0):
+        assert kind == "AgreementError"
+        assert "rank 1 cannot start: MemoryError: no room for replicas" in message
+        assert num_closed == 1
 
 
 def test_a_change_of_plan_that_fails_on_one_rank_loses_nothing(pool2: ProcessPool) -> None:

@@ -6,9 +6,8 @@ the difference between the measured and the predicted step of an option that has
 
     expected = predicted + (measured - predicted when it ran)
 
-An option that has not run is given the difference of the one most like it.  A choice starts from the option that runs
-and takes the best; what is as good or nearly so is tried too, one option after the other.  After MOST_CHANGES changes
-of plan it is over.  It holds until links or work change, which makes what was measured worthless.
+An option that has not run is given the difference of the one most like it.  What is as good as the best or nearly so
+is tried too, one after the other.  A choice holds until links or work change: what was measured is worthless then.
 """
 
 import math
@@ -30,14 +29,10 @@ LEAST_HORIZON = 100  # steps that a choice is expected to last, and in which a c
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The option to run next, which is the present one where the choice is over.
-
-    expected_s: of a step of `best`, with its share of the change to it.
-    runner_up: the best of the others, None if there is none.
-    """
+    """The option to run next, which is the present one where the choice is over."""
 
     best: Option
-    expected_s: float
+    expected_s: float  # of a step, with its share of the change to it
     runner_up: Option | None
     runner_up_s: float | None
     reason: str
@@ -45,30 +40,22 @@ class Choice:
     def describe(self) -> str:
         """Why, in one line."""
         text = f"{self.expected_s:.4g} s a step expected, {self.reason}"
-        if self.runner_up is not None and self.runner_up_s is not None:
-            text += f"; runner-up {self.runner_up.label}, {self.runner_up_s:.4g} s"
-        return text
+        return (
+            text if self.runner_up is None else f"{text}; runner-up {self.runner_up.label}, {self.runner_up_s:.4g} s"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What is known of a job when its plan is looked at.
+    """What is known of a job when its plan is looked at; `before` and `job` are links and work then and now."""
 
-    step: optimizer steps so far.
-    step_s: the median of those that were measured.
-    before, job: links and work at the last look and now.
-    was_settled: steps have changed under a plan that was to stay.
-    change_s: seconds that a change of plan takes, without filling replicas.
-    fits: whether there is memory for an option; asked of all but the current one.
-    """
-
-    step: int
-    step_s: float
+    step: int  # optimizer steps so far
+    step_s: float  # the median of those that were measured
     before: Job
     job: Job
-    was_settled: bool
-    change_s: float = 0.0
-    fits: Callable[[Option], bool] = lambda option: True
+    was_settled: bool  # steps have changed under a plan that was to stay
+    change_s: float = 0.0  # of a change of plan, without filling replicas
+    fits: Callable[[Option], bool] = lambda option: True  # there is memory for it; asked of all but the current one
 
     def has_changed(self, options: Sequence[Option]) -> bool:
         """Whether work or links are others than before, by as much as matters to one of the options."""
@@ -83,20 +70,16 @@ class Look:
 class Chooser:
     """Chooses among options, in one choice after another.
 
-    horizon: steps that the choice is expected to last; infinite where it is the only one.
     known: of each option that has run, by how much the measured step was longer than the predicted one.
-    is_open: the choice is not over; the next look may change the plan.
-    begin_step: since which links and work are what they are; None before the first choice.
-    choice: the last one.
     """
 
     options: tuple[Option, ...]
-    horizon: float = LEAST_HORIZON
+    horizon: float = LEAST_HORIZON  # steps that the choice is expected to last; infinite where it is the only one
     known: dict[Option, float] = field(default_factory=dict)
     changes_left: int = MOST_CHANGES
-    is_open: bool = True
-    begin_step: int | None = None
-    choice: Choice | None = None
+    is_open: bool = True  # the next look may change the plan
+    begin_step: int | None = None  # since which links and work are what they are; None before the first choice
+    choice: Choice | None = None  # the last one
 
     def look(self, current: Option, look: Look) -> tuple[Option, bool]:
         """The option to run next, and whether it stays until steps change."""

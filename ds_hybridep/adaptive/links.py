@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The links of a running job: given, or measured at its start; measured again by short bursts.
 
-Transfers of training itself are no measure of a link: they wait for the slower of two ranks, and DeepSpeed's are not
-ours to see.
+Transfers of training are no measure: they wait for the slower of two ranks, and DeepSpeed's are not ours to see.
 """
 
 import hashlib
@@ -28,37 +27,31 @@ REPETITIONS = 4  # of a burst that says that the link has changed
 
 
 class JobLinks:
-    """What is known of the links; all ranks must make the same calls, with nothing else under way.
-
-    Attributes:
-        cluster: the job's levels with their links, equal on all ranks.
-        num_neighbours: ranks on this host.
-    """
+    """What is known of the links; all ranks must make the same calls, with nothing else under way."""
 
     def __init__(self, config: HybridEPConfig, transport: Transport, device: torch.device) -> None:
         self.probe = LinkProbe(transport, device)
         name = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")
         hosts = [int(row[0]) for row in self.probe.table([float(name)])]
-        self.num_neighbours = hosts.count(hosts[transport.rank])
+        self.num_neighbours = hosts.count(hosts[transport.rank])  # ranks on this host
         levels = []
         for index, level in enumerate(config.cluster().levels):
             link = level.link
             if level.size > 1 and (link.bandwidth_bytes_per_s is None or link.latency_s is None):
-                limit_s = PROBE_LIMIT_S / len(config.levels)
-                level = replace(level, link=self.probe.measure(index, is_thorough=False, limit_s=limit_s).level.link)
+                measured = self.probe.measure(index, limit_s=PROBE_LIMIT_S / len(config.levels))
+                level = replace(level, link=measured.level.link)
             levels.append(level)
         self.cluster = Cluster(tuple(levels))
 
     def record(self) -> list[dict[str, Any]]:
         """Name, bandwidth and latency of each level, as in a block."""
-        links = [(level.name, level.link.bandwidth_bytes_per_s, level.link.latency_s) for level in self.cluster.levels]
         return [
             {
-                "name": name,
-                "bandwidth_gbps": None if bandwidth is None else float(f"{bandwidth * 8e-9:.4g}"),
-                "latency_ms": None if latency is None else float(f"{latency * 1e3:.4g}"),
+                "name": level.name,
+                "bandwidth_gbps": _digits(level.link.bandwidth_bytes_per_s, 8e-9),
+                "latency_ms": _digits(level.link.latency_s, 1e3),
             }
-            for name, bandwidth, latency in links
+            for level in self.cluster.levels
         ]
 
     def measure(self) -> None:
@@ -88,3 +81,7 @@ class JobLinks:
         if abs(rate / known - 1) > CHANGE:
             rate = max(rate, *(self.probe.burst(level, num_bytes, latency_s) for _ in range(REPETITIONS - 1)))
         return rate
+
+
+def _digits(value: float | None, unit: float) -> float | None:
+    return None if value is None else float(f"{value * unit:.4g}")

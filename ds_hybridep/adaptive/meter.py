@@ -4,10 +4,10 @@
 import math
 import resource
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import psutil
 import torch
@@ -25,10 +25,7 @@ ROOM_SHARE = 0.9  # of the memory that is free; packets and other buffers of the
 
 
 class RunningPlan(Protocol):
-    """What a planner reads of the runtime that carries out the plan.
-
-    Bytes and waits of `transport` and `layer_stats` go on from plan to plan; `codec_s` is of this one.
-    """
+    """What a planner reads of the runtime; `codec_s` is of this plan, all else goes on from plan to plan."""
 
     transport: Transport
     layer_stats: dict[str, LayerStats]
@@ -61,75 +58,36 @@ class LayerWatch:
             self.tokens += inputs[0].numel() // inputs[0].shape[-1]
 
 
-class Totals(NamedTuple):
-    """Work of this rank: calls of layers, their tokens and recomputations; rows sent, and the calls that sent them."""
-
-    calls: float = 0
-    tokens: float = 0
-    recomputed: float = 0
-    rows: float = 0
-    row_calls: float = 0
-
-    @classmethod
-    def of(cls, watches: Iterable[LayerWatch], stats: Iterable[LayerStats]) -> "Totals":
-        """As counted so far."""
-        counts = [[watch.calls, watch.tokens, watch.recomputed, 0, 0] for watch in watches]
-        counts += [[0, 0, 0, one.rows_sent, one.calls] for one in stats]
-        return cls(*map(sum, zip(*counts, strict=True)))
-
-
-@dataclass(frozen=True)
-class PlanBegin:
-    """Counters of this rank when the plan began."""
-
-    step: int = 0
-    exposed_s: Mapping[str, float] = field(default_factory=dict)
-    sent_bytes: Mapping[tuple[int, str], int] = field(default_factory=dict)
-
-
 class JobMeter:
-    """Keeps what is known of a job; all ranks must make the same calls, with nothing else under way.
-
-    Args:
-        links: of the job.
-        job: before any step was counted.
-        num_layers: MoE layers.
-        micro_steps: of one optimizer step, asked each time.
-        device: of the model.
-
-    Attributes:
-        job: links and work as measured last, equal on all ranks.
-        watches: one for each layer.
-        memory: free bytes of the fullest rank, and what a step takes of them for a while.
-    begin_s, end_s: of the last optimizer step.
-    """
+    """Keeps what is known of a job; all ranks must make the same calls, with nothing else under way."""
 
     def __init__(
         self, links: JobLinks, job: Job, num_layers: int, micro_steps: Callable[[], int], device: torch.device
     ) -> None:
         self.job = job
         self.watches = tuple(LayerWatch() for _ in range(num_layers))
-        self.memory = (math.inf, 0.0)
-        self.begin_s = self.end_s = 0.0
+        self.memory = (math.inf, 0.0)  # free bytes of the fullest rank, and what a step takes of them for a while
+        self.begin_s = self.end_s = 0.0  # of the last optimizer step
         self._links, self._micro_steps, self._device = links, micro_steps, device
-        self._since, self._plan_begin = Totals(), PlanBegin()
+        self._counted = [0] * 5  # by `_totals`, at the last look
+        self._begin_step, self._begin_exposed_s, self._begin_sent = 0, dict[str, float](), dict[tuple[int, str], int]()
 
     def begin(self, runtime: RunningPlan, step: int) -> None:
         """Another plan runs from here, after so many steps."""
         traffic = runtime.transport.traffic
-        self._since = Totals.of(self.watches, runtime.layer_stats.values())
-        self._plan_begin = PlanBegin(step, dict(traffic.exposed_s), dict(traffic.sent_bytes))
+        self._counted = self._totals(runtime)
+        self._begin_step = step
+        self._begin_exposed_s, self._begin_sent = dict(traffic.exposed_s), dict(traffic.sent_bytes)
 
     def since_begin(self, runtime: RunningPlan, step: int) -> dict[str, Any]:
         """Of this rank, per step of the plan: seconds waited and spent on codecs, bytes of its uplinks."""
-        begin, traffic, below = self._plan_begin, runtime.transport.traffic, ranks_below(self.job.cluster)
-        steps = max(step - begin.step, 1)
+        traffic, below = runtime.transport.traffic, ranks_below(self.job.cluster)
+        steps = max(step - self._begin_step, 1)
         sent: list[dict[str, float]] = [{} for _ in below]
         for (level, kind), num_bytes in traffic.sent_bytes.items():
-            sent[level][kind] = (num_bytes - begin.sent_bytes.get((level, kind), 0)) * below[level] / steps
-        waited = {kind: (s - begin.exposed_s.get(kind, 0.0)) / steps for kind, s in traffic.exposed_s.items()}
-        codec_s = runtime.codec_s / steps
-        return {"steps": step - begin.step, "waited_s": waited, "codec_s": codec_s, "uplink_bytes": sent}
+            sent[level][kind] = (num_bytes - self._begin_sent.get((level, kind), 0)) * below[level] / steps
+        waited = {kind: (s - self._begin_exposed_s.get(kind, 0.0)) / steps for kind, s in traffic.exposed_s.items()}
+        return {"waited_s": waited, "codec_s": runtime.codec_s / steps, "uplink_bytes": sent}
 
     def begin_step(self) -> None:
         """Call before the optimizer.  A step begins with its first layer: what a script does between is not its."""
@@ -145,34 +103,39 @@ class JobMeter:
         return self.end_s - self.begin_s
 
     def measure(self, runtime: RunningPlan, option: Option | None, step_s: float | None) -> float | None:
-        """Bring `job` and `memory` up to date; `option` has run since `begin` or the last call.
+        """Bring `job` and `memory` up to date.  Returns `step_s` of rank 0; None where no layer has trained.
 
-        Returns:
-            `step_s` of rank 0; None where no layer has trained (an evaluation is no training).
+        option: has run since `begin` or the last call.
         """
-        since, self._since = self._since, Totals.of(self.watches, runtime.layer_stats.values())
-        own = [now - before for now, before in zip(self._since, since, strict=True)]
+        before, self._counted = self._counted, self._totals(runtime)
+        own = [now - earlier for now, earlier in zip(self._counted, before, strict=True)]
         memory = memory_left(self._device, self._links.num_neighbours)
         table = self._links.probe.table([step_s or -1.0, *memory, *own])
         # Later on, plans and their changes are in what steps have taken for a while.
         self.memory = min(row[1] for row in table), self.memory[1] or max(row[2] for row in table)
-        total = Totals(*(sum(column) for column in list(zip(*table, strict=True))[3:]))
-        if not total.calls or table[0][0] < 0:
+        calls, tokens, recomputed, rows, row_calls = (sum(column) for column in list(zip(*table, strict=True))[3:])
+        if not calls or table[0][0] < 0:
             return None
         self._links.measure()
         workload = replace(
             self.job.workload,
-            tokens_per_rank=max(round(total.tokens / total.calls), 1),
+            tokens_per_rank=max(round(tokens / calls), 1),
             micro_steps=max(self._micro_steps(), 1),
-            is_checkpointed=total.recomputed > 0,
+            is_checkpointed=recomputed > 0,
         )
         expected = 0.0
         if option is not None and not option.layout.is_padded:
             expected = sum(row_counts(option.layout, replace(workload, row_scale=1.0)))
-        if total.row_calls and expected > 0:
-            workload = replace(workload, row_scale=total.rows / total.row_calls / expected)
+        if row_calls and expected > 0:
+            workload = replace(workload, row_scale=rows / row_calls / expected)
         self.job = replace(self.job, cluster=self._links.cluster, workload=workload)
         return table[0][0]
+
+    def _totals(self, runtime: RunningPlan) -> list[int]:
+        """Of this rank: calls of layers, their tokens and recomputations; rows sent, and the calls that sent them."""
+        counts = [[watch.calls, watch.tokens, watch.recomputed, 0, 0] for watch in self.watches]
+        counts += [[0, 0, 0, one.rows_sent, one.calls] for one in runtime.layer_stats.values()]
+        return [sum(column) for column in zip(*counts, strict=True)]
 
     def has_room(self, current: Option, option: Option) -> bool:
         """Whether there is memory for both plans' replicas at the change, and for the new ones in a step."""

@@ -19,11 +19,7 @@ DenseSync = Literal["deepspeed", "hierarchical", "auto"]
 
 @dataclass(frozen=True)
 class Option:
-    """All that can be changed while a job runs.
-
-    config: the settings that it stands for.
-    layout: as the stream model takes it.
-    """
+    """All that can be changed while a job runs; `layout` is what the stream model takes it for."""
 
     config: HybridEPConfig
     layout: Layout
@@ -72,7 +68,6 @@ def open_options(
     spans: positions of the expert-parallel group at each level.
     codecs: the lossy codecs that may be used; none where nothing travels encoded.
     token_codecs: of each level; without effect where tokens are left to DeepSpeed.
-    can_sync_by_level: dense_sync "hierarchical" works with this engine.
     """
     exchange, dense = config.token_exchange, config.dense_sync
     exchanges: tuple[TokenExchange, ...] = ("deepspeed", "direct", "hierarchical") if exchange == AUTO else (exchange,)
@@ -122,17 +117,14 @@ def _layout_of(
     codecs: Mapping[CodecConfig, CodecCost],
     token_codecs: Sequence[CodecCost],
 ) -> Layout:
-    exact = LevelCodecs().weight
-    pairs = [
-        (codecs.get(level.weight_codec, exact), codecs.get(level.gradient_codec, exact))
-        if level.domain_size != 1
-        else (exact, exact)
-        for level in config.levels
-    ]
+    exact, levels = LevelCodecs().weight, []
+    for level, token in zip(config.levels, token_codecs, strict=True):
+        known = codecs if level.domain_size != 1 else {}
+        levels.append(LevelCodecs(known.get(level.weight_codec, exact), known.get(level.gradient_codec, exact), token))
     return Layout(
         spans=spans,
         domain_sizes=config.domain_sizes,
-        codecs=tuple(LevelCodecs(*pair, token) for pair, token in zip(pairs, token_codecs, strict=True)),
+        codecs=tuple(levels),
         prefetch_depth=config.advanced.prefetch_depth,
         exchange="hierarchical" if config.token_exchange == "hierarchical" else "direct",
         is_padded=config.token_exchange == "deepspeed",

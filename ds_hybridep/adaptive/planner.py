@@ -14,14 +14,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_hybridep.adaptive.chooser import LEAST_HORIZON, Chooser, Look
 from ds_hybridep.adaptive.links import JobLinks
-from ds_hybridep.adaptive.meter import JobMeter, LayerWatch, RunningPlan
+from ds_hybridep.adaptive.meter import JobMeter, RunningPlan
 from ds_hybridep.adaptive.options import Job, Option, name_of, open_options, settings_of
 from ds_hybridep.adaptive.pulse import TRIAL_STEPS, WARM_UP_STEPS, Pulse, StepWatch
 from ds_hybridep.adaptive.rates import expert_params, measure_codec, measure_experts
@@ -30,7 +29,7 @@ from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.row_format import token_codec
-from ds_hybridep.plan.workload import MoEModel, Workload
+from ds_hybridep.plan.workload import Workload
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.job import backends_of
@@ -39,44 +38,24 @@ from ds_hybridep.version import __version__
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobFacts:
-    """What DeepSpeed knows of a job and the layers do not say.
-
-    dense_params, active_dense_params, trainable_dense_params: of all but the experts, see `plan.workload`.
-    zero_stage: 0, 1 or 2.
-    micro_steps: of one optimizer step, asked each time.
-    capacity_factor: of the gates, as they train.
-    can_sync_by_level: dense_sync "hierarchical" works with this engine.
-    """
-
-    dense_params: int
-    active_dense_params: int
-    trainable_dense_params: int
-    zero_stage: int
-    micro_steps: Callable[[], int]
-    capacity_factor: float
-    can_sync_by_level: bool
-
-
 class JobPlanner:
     """The plan of one attached model; all ranks must make the same calls at the same steps.
 
-    Args:
-        config: with what is "auto" in it.
-        specs: of the MoE layers, all of one expert-parallel group.
-        facts: of the job.
+    workload: before any step was counted; `micro_steps` of an optimizer step are asked for each time.
+    can_sync_by_level: dense_sync "hierarchical" works with this engine.
 
-    Attributes:
-        current: the option that runs; None while settings given by hand are none.
-        history: changes of plan.
-
-    Raises:
-        UnsupportedError: layers have different expert-parallel groups.
-        AgreementError: ranks differ.
+    Raises UnsupportedError where layers have different expert-parallel groups, AgreementError where ranks differ.
     """
 
-    def __init__(self, config: HybridEPConfig, specs: Sequence[LayerSpec], facts: JobFacts) -> None:
+    def __init__(
+        self,
+        config: HybridEPConfig,
+        specs: Sequence[LayerSpec],
+        workload: Workload,
+        *,
+        micro_steps: Callable[[], int],
+        can_sync_by_level: bool,
+    ) -> None:
         self.history: list[dict[str, Any]] = []
         with announcing_failure():
             spec = _same_of_all(specs)
@@ -100,32 +79,18 @@ class JobPlanner:
                 for one in (_lossy_codecs(config) if expert_params(spec, trainable_only=True) else ())
             },
             token_codecs=[token_codec(level.row_format, spec.hidden, param_bytes) for level in config.levels],
-            can_sync_by_level=facts.can_sync_by_level,
+            can_sync_by_level=can_sync_by_level,
         )
-        job = Job(self._links.cluster, _first_workload(specs, facts), rates)
-        self._meter = JobMeter(self._links, job, len(specs), facts.micro_steps, device)
+        job = Job(self._links.cluster, workload, rates)
+        self._meter = JobMeter(self._links, job, len(specs), micro_steps, device)
         self._config = config
         self._chooser = Chooser(options, LEAST_HORIZON if config.advanced.replan else math.inf)
-        self.current: Option | None = options[0]
+        self.current: Option | None = options[0]  # None while settings given by hand are none of the options
+        self.start_config, self.watches = options[0].config, self._meter.watches
         self._num_steps = 0
         self._next: HybridEPConfig | None = None  # chosen and not carried out yet
         self._change_s = 0.0  # that the last change of plan took, without filling replicas
         self._watch, self._pulse = StepWatch(), Pulse(self._transport)
-
-    @property
-    def watches(self) -> tuple[LayerWatch, ...]:
-        """Forward pre-hooks, one for each layer."""
-        return self._meter.watches
-
-    @property
-    def links(self) -> list[dict[str, Any]]:
-        """Of each level, as measured last."""
-        return self._links.record()
-
-    @property
-    def start_config(self) -> HybridEPConfig:
-        """The settings of the first steps."""
-        return self._chooser.options[0].config
 
     @property
     def _label(self) -> str:
@@ -145,11 +110,7 @@ class JobPlanner:
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
     def before_step(self, runtime: RunningPlan) -> HybridEPConfig | None:
-        """Call when gradients are complete and nothing is under way.
-
-        Returns:
-            The settings to go on with after this optimizer step; None: as before.
-        """
+        """Call when gradients are complete.  Returns the settings to go on with after this step; None: as before."""
         entry_s = time.perf_counter()
         self._meter.begin_step()
         self._num_steps += 1
@@ -164,10 +125,7 @@ class JobPlanner:
             self._pulse.send(is_due)
 
     def follow(self, config: HybridEPConfig, runtime: RunningPlan, reason: str) -> None:
-        """Other settings have taken over: what is measured from now on is theirs.
-
-        Planning ends where they are none of the options.
-        """
+        """Other settings have taken over.  Planning ends where they are none of the options."""
         if config is self._next:  # else somebody else wanted it, at any time
             self._change_s = time.perf_counter() - self._meter.end_s
         before, is_off = self._label, self._watch.mode == "off"
@@ -193,7 +151,7 @@ class JobPlanner:
         self._meter.begin(runtime, self._num_steps)
 
     def _look(self, runtime: RunningPlan) -> HybridEPConfig | None:
-        """Measure, and let rank 0 decide.  Returns the settings to go on with; None: as before."""
+        """Measure, and let rank 0 decide."""
         current = best = self.current
         before, was_settled = self._meter.job, self.is_settled
         measured_s = self._meter.measure(runtime, current, self._watch.step_s)
@@ -221,9 +179,9 @@ class JobPlanner:
     # -- checkpoints and records ------------------------------------------------------------------------------------
 
     def recall(self, path: Path) -> HybridEPConfig | None:
-        """The settings that a checkpoint was saved with, if they are others than now; all ranks must call.
+        """The settings in the file that rank 0 wrote beside a checkpoint, if they are others than now.
 
-        path: of the file that rank 0 wrote beside the checkpoint; other ranks need not see it.
+        All ranks must call; only rank 0 reads.
         """
         label = _plan_in(path) if self._transport.rank == 0 else None
         index = next((i for i, option in enumerate(self._chooser.options) if option.label == label), -1)
@@ -235,7 +193,7 @@ class JobPlanner:
     def describe(self) -> str:
         """One line for the log at the start."""
         links = ", ".join(
-            f"{link['name']} {link['bandwidth_gbps']} Gbit/s {link['latency_ms']} ms" for link in self.links
+            f"{link['name']} {link['bandwidth_gbps']} Gbit/s {link['latency_ms']} ms" for link in self._links.record()
         )
         return (
             f"hybridep: links: {links}; {len(self._chooser.options)} plans are open, the first choice is made after "
@@ -247,10 +205,11 @@ class JobPlanner:
         job, option, choice, prediction = self._meter.job, self.current, self._chooser.choice, None
         if option is not None:
             predicted = job.predict(option)
-            uplinks = [dict(kinds) for kinds in predicted.uplink_bytes]
-            terms = predicted.terms.as_dict()
-            prediction = {"step_s": predicted.step_s, "terms_s": terms, "uplink_bytes": uplinks}
-        rates = {key: value for key, value in asdict(job.rates).items() if value is not None and math.isfinite(value)}
+            prediction = {
+                "step_s": predicted.step_s,
+                "terms_s": predicted.terms.as_dict(),
+                "uplink_bytes": [dict(kinds) for kinds in predicted.uplink_bytes],
+            }
         workload = ("tokens_per_rank", "micro_steps", "row_scale", "is_checkpointed")
         return {
             "plan": None if option is None else option.label,
@@ -258,10 +217,9 @@ class JobPlanner:
             "measured_step_s": None if option is None else self._watch.step_s,
             "measured": self._meter.since_begin(runtime, self._num_steps),
             "workload": {key: getattr(job.workload, key) for key in workload},
-            "links": self.links,
-            "rates": rates,
+            "links": self._links.record(),
             "reason": self.history[-1]["reason"] if self.history else "the first steps",
-            "runner_up": None if choice is None or choice.runner_up is None else choice.runner_up.label,
+            "runner_up": choice.runner_up.label if choice is not None and choice.runner_up is not None else None,
             "runner_up_s": None if choice is None else choice.runner_up_s,
             "history": list(self.history),
         }
@@ -287,30 +245,6 @@ def _same_of_all(specs: Sequence[LayerSpec]) -> LayerSpec:
                 f'on {list(first.group_ranks)}; write sizes and codecs in place of "auto"'
             )
     return first
-
-
-def _first_workload(specs: Sequence[LayerSpec], facts: JobFacts) -> Workload:
-    """The job's work before any step was counted."""
-    first = specs[0]
-    model = MoEModel(
-        name="this job",
-        hidden=first.hidden,
-        num_experts=first.num_experts,
-        top_k=first.top_k,
-        num_moe_layers=len(specs),
-        expert_params=expert_params(first),
-        dense_params=facts.dense_params,
-        active_dense_params=facts.active_dense_params,
-    )
-    return Workload(
-        model=model,
-        tokens_per_rank=1,
-        param_bytes=first.sample.element_size(),
-        zero_stage=facts.zero_stage,
-        capacity_factor=facts.capacity_factor,
-        trainable_expert_params=expert_params(first, trainable_only=True),
-        trainable_dense_params=facts.trainable_dense_params,
-    )
 
 
 def _plan_in(path: Path) -> str | None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When to look at the plan: rank 0 watches the steps, and tells all ranks without making them wait.
+"""When to look at the plan: rank 0 watches its steps, and tells all ranks without making them wait.
 
-Steps of all ranks end together, so rank 0 watches its own.  Its verdict travels as one bit while the next step
-computes, and all ranks read it before that step's optimizer.
+Its verdict travels as one bit while the next step computes, and all ranks read it before that step's optimizer.
 """
 
 import statistics
@@ -26,14 +25,14 @@ class StepWatch:
     """
 
     def __init__(self) -> None:
-        self.mode: Literal["trial", "settled", "off"] = "trial"
-        self._steps: list[float] = []
-        self._skipped = WARM_UP_STEPS
-        self._before = 1.0  # the last step over the usual one
+        self.try_plan(WARM_UP_STEPS)
 
     def try_plan(self, skipped: int = 0) -> None:
         """Measure the steps to come, but for the first `skipped`."""
-        self.mode, self._steps, self._skipped, self._before = "trial", [], skipped, 1.0
+        self.mode: Literal["trial", "settled", "off"] = "trial"
+        self._steps: list[float] = []
+        self._skipped = skipped
+        self._before = 1.0  # the last step over the usual one
 
     @property
     def step_s(self) -> float | None:
@@ -83,11 +82,7 @@ class Pulse:
             self._transfer = self._channel.start(sends, receives, Purpose("control", "notice to look at the plan"))
 
     def take(self) -> bool:
-        """The bit that was sent last, once.
-
-        Raises:
-            CommunicationError: it did not come within the time limit.
-        """
+        """The bit that was sent last, once.  Raises CommunicationError where it did not come in time."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()

@@ -22,17 +22,14 @@ TIMINGS = 3
 
 
 def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rates:
-    """Speed of an expert in FLOP/s, forward and backward, and seconds of a call; the mean over all ranks.
-
-    Messages are taken to cost the host as much as the latency inside a machine. All ranks must call.
-    """
+    """Speed of an expert in FLOP/s, forward and backward, and seconds of a call; of all ranks, which must call."""
     probe.table([0.0])
     few_s, many_s = (_expert_s(spec, rows) for rows in EXPERT_ROWS)
     few, many = EXPERT_ROWS
-    means = [statistics.fmean(column) for column in zip(*probe.table([few_s, many_s]), strict=True)]
-    row_s = max(means[1] - means[0], 1e-9) / (many - few)
-    call_s = max(means[0] - few * row_s, 0.0) / 3.0  # a backward takes twice as long as a forward
-    latency_s = max((level.link.latency_s or 0.0 for level in cluster.levels[-1:]), default=0.0)
+    few_s, many_s = _means(probe, few_s, many_s)
+    row_s = max(many_s - few_s, 1e-9) / (many - few)
+    call_s = max(few_s - few * row_s, 0.0) / 3.0  # a backward takes twice as long as a forward
+    latency_s = cluster.levels[-1].link.latency_s or 0.0  # what a message is taken to cost the host
     return Rates(
         flops_per_s=6.0 * expert_params(spec) / row_s,
         expert_call_s=call_s,
@@ -43,17 +40,8 @@ def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rate
     )
 
 
-def measure_codec(
-    name: str,
-    config: CodecConfig,
-    spec: LayerSpec,
-    probe: LinkProbe,
-    kernels: Mode,
-) -> CodecCost:
-    """Ratio and speed, in bytes of the parameters' type per second, of a codec on one layer's experts.
-
-    Speeds are the mean over all ranks, which must all call.
-    """
+def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernels: Mode) -> CodecCost:
+    """Ratio and speed of a codec on one layer's experts; the mean over all ranks, which must all call."""
     codec = make_codec(config, kernels=kernels)
     parts = tuple(
         PacketPart(piece.name, piece.shape, spec.num_local)
@@ -78,8 +66,7 @@ def measure_codec(
         encode_s.append(middle_s - begin_s)
         decode_s.append(time.perf_counter() - middle_s)
     num_elements = sum(weight.numel() for weight in weights)
-    own = [statistics.median(encode_s[1:]), statistics.median(decode_s[1:])]
-    means = [statistics.fmean(column) for column in zip(*probe.table(own), strict=True)]
+    means = _means(probe, statistics.median(encode_s[1:]), statistics.median(decode_s[1:]))
     travel_bytes = num_elements * spec.sample.element_size()
     return CodecCost(
         name=name,
@@ -87,6 +74,10 @@ def measure_codec(
         encode_bytes_per_s=travel_bytes / max(means[0], 1e-9),
         decode_bytes_per_s=travel_bytes / max(means[1], 1e-9),
     )
+
+
+def _means(probe: LinkProbe, *own: float) -> list[float]:
+    return [statistics.fmean(column) for column in zip(*probe.table(own), strict=True)]
 
 
 def _expert_s(spec: LayerSpec, rows: int) -> float:

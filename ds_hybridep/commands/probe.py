@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 LIMIT_S = 10.0
 TIMEOUT_S = 120.0
 LEVEL = re.compile(r"(?:([A-Za-z_]\w*)=)?([1-9]\d*)")
-HEADER = (
-    "level", "children", "latency [ms]", "capacity", "all at once", "one pair onward", "backward", "4 connections",
-)  # fmt: skip
+HEADER = ("level", "children", "latency [ms]", "capacity", "all at once")
 
 DESCRIPTION = """\
 Measures latency and bandwidth of every level, and writes them as a cluster file, which `ds_hybridep plan --cluster`
@@ -66,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--levels: {','.join(levels)} make {cluster.num_ranks} ranks, but the job has {transport.world_size}"
             )
-        probes = probe_links(transport, is_thorough=True, limit_s=LIMIT_S)
+        probes = probe_links(transport, limit_s=LIMIT_S)
         if transport.rank == 0:
             print(describe(probes), flush=True)
             if args.out is not None:
@@ -109,12 +107,11 @@ def cluster_file(probes: "Sequence[LevelProbe]", *, is_json: bool) -> str:
 def describe(probes: "Sequence[LevelProbe]") -> str:
     """A table: median, and in brackets the tenth and the ninetieth percentile."""
     rows = [list(HEADER)]
+    mbit = BITS_PER_BYTE / 1e6
     for probe in probes:
-        mbit, capacity = BITS_PER_BYTE / 1e6, probe.capacity_bytes_per_s
+        capacity = probe.capacity_bytes_per_s
         cells = [_spread(probe.latency_s, MS_PER_S), "-" if capacity is None else f"{capacity * mbit:.4g}"]
-        cells += [_spread(rate, mbit) for rate in (probe.together_bytes_per_s, probe.onward_bytes_per_s)]
-        cells += [_spread(rate, mbit) for rate in (probe.backward_bytes_per_s, probe.flows_bytes_per_s)]
-        rows.append([probe.name, str(probe.size), *cells])
+        rows.append([probe.name, str(probe.size), *cells, _spread(probe.bytes_per_s, mbit)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(["Mbit/s of one child's uplink in one direction, headers included", *lines])

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters that peft has put on the experts of a Hugging Face model, carried over to AutoEP's grouped weights.
 
-peft wraps the module that holds all experts of a layer (`target_parameters`), and AutoEP does not find experts below a
-wrapper.  So the wrappers are taken off before AutoEP works, and each rank gets the factors of the experts that AutoEP
-gave it:
+AutoEP does not find experts below peft's wrapper of all experts of a layer (`target_parameters`).  So the wrappers are
+taken off before AutoEP works, and each rank gets the factors of the experts that AutoEP gave it:
 
     peft    experts.gate_up_proj [E, 2F, D] + scaling * lora_B [E, 2F, r] @ lora_A [E, r, D]
     here    experts.w1 | w3      [e, F, D]  + scaling * (upper | lower half of lora_B [e, 2F, r]) @ lora_A [e, r, D]
@@ -35,22 +34,13 @@ _MARKS = ("allreduce", "group_name", "ds_zero_placement_family", "ds_zero_partit
 
 @dataclass(frozen=True)
 class Adapter:
-    """What peft adds to one parameter of a layer's experts.
-
-    Attributes:
-        parameter: its name.
-        base: [E, rows, cols].
-        factors: the parameters of peft's own modules, lora_A and lora_B.
-        lora_a, lora_b: [E, r, cols] and [E, rows, r].
-        scaling: of their product.
-    """
+    """What peft adds to one parameter of a layer's experts."""
 
     parameter: str
-    base: nn.Parameter
-    factors: tuple[nn.Parameter, nn.Parameter]
-    lora_a: Tensor
-    lora_b: Tensor
-    scaling: float
+    base: nn.Parameter  # [E, rows, cols]
+    originals: tuple[nn.Parameter, nn.Parameter]  # of peft's own modules, lora_A and lora_B
+    factors: tuple[Tensor, Tensor]  # [E, r, cols] and [E, rows, r]
+    scaling: float  # of their product
 
 
 class AdaptedExperts(GroupedExperts):  # type: ignore[misc]  # DeepSpeed has no types
@@ -82,11 +72,7 @@ def factor_names(parameter: str) -> tuple[str, str]:
 
 
 def take_off(model: nn.Module) -> dict[str, list[Adapter]]:
-    """Put the experts back to where peft has wrapped them; by name of the MoE block what the wrappers added.
-
-    Raises:
-        UnsupportedError: adapters that cannot be carried over.
-    """
+    """Put the experts back to where peft has wrapped them; by name of the MoE block what the wrappers added."""
     if "peft" not in sys.modules:
         return {}
     from peft.tuners.lora.layer import ParamWrapper
@@ -120,20 +106,15 @@ def _adapter_of(name: str, wrapper: Any) -> Adapter:
             )
     (adapter,) = wrapper.lora_A
     lora_b, lora_a, scaling = wrapper.get_delta_factors(adapter)
-    factors = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    return Adapter(parameter, base, factors, lora_a.detach(), lora_b.detach(), float(scaling))
+    originals = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    return Adapter(parameter, base, originals, (lora_a.detach(), lora_b.detach()), float(scaling))
 
 
 def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -> None:
-    """Give the experts that AutoEP has made their factors.
+    """Give the experts that AutoEP has made their factors, which `take_off` has put aside.
 
-    Args:
-        taken: from `take_off`.
-        sources: DeepSpeed's record of what replaces which parameter, for optimizers that were given the old ones;
-            None from DeepSpeed before 0.19.7, which keeps no record.
-
-    Raises:
-        UnsupportedError: AutoEP left a block as it was, or lays weights out in another way, or DeepSpeed is too old.
+    sources: DeepSpeed's record of what replaces which parameter, for optimizers that were given the old ones; None
+        from DeepSpeed before 0.19.7, which keeps no record.
     """
     if taken and sources is None:
         raise UnsupportedError(
@@ -152,10 +133,8 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
         experts.scalings = {adapter.parameter: adapter.scaling for adapter in adapters}
         for adapter in adapters:
             _check_layout(name, experts, adapter, own)
-            pairs = zip(
-                factor_names(adapter.parameter), (adapter.lora_a, adapter.lora_b), adapter.factors, strict=True
-            )
-            for factor_name, factor, old in pairs:
+            names = factor_names(adapter.parameter)
+            for factor_name, factor, old in zip(names, adapter.factors, adapter.originals, strict=True):
                 parameter = nn.Parameter(factor[own].clone(), requires_grad=old.requires_grad)
                 for mark in _MARKS:
                     setattr(parameter, mark, getattr(experts.w1, mark))
@@ -194,13 +173,10 @@ def save(layers: Mapping[str, Any], folder: Path) -> None:
     first = next(iter(layers.values()))
     if groups._get_expert_data_parallel_rank(first.ep_group_name) != 0:
         return
-    record = {
-        name: {
-            "experts": _experts_of(layer),
-            "factors": {key: value.detach().clone() for key, value in _factors_of(layer)},
-        }
-        for name, layer in layers.items()
-    }
+    record = {}
+    for name, layer in layers.items():
+        factors = {key: value.detach().clone() for key, value in _factors_of(layer)}
+        record[name] = {"experts": _experts_of(layer), "factors": factors}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILES.replace("*", f"{first.ep_rank:05d}")
     unfinished = path.with_suffix(".partial")
@@ -209,11 +185,7 @@ def save(layers: Mapping[str, Any], folder: Path) -> None:
 
 
 def load(layers: Mapping[str, Any], folder: Path) -> None:
-    """Read what `save` of all ranks wrote, with any number of experts on a rank.
-
-    Raises:
-        ConfigError: the factors of an expert are missing.
-    """
+    """Read what `save` of all ranks wrote, with any number of experts on a rank."""
     found: dict[tuple[str, str, int], Tensor] = {}
     for path in sorted(folder.glob(FILES)):
         for name, entry in torch.load(path, weights_only=True, map_location="cpu").items():

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions, and how an engine with the block attaches itself.
-
-DeepSpeed's modules are not replaced.  All that is changed on an engine stands in the table of patches.py, and `detach`
-takes exactly that back.
-"""
+"""The public functions, and how an engine with the block attaches itself.  What they change stands in patches.py."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -53,12 +49,19 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         if not checked.enabled:
             return
         layers = facts.find_layers(engine.module if is_engine else engine)
-        _refuse_combination(engine, checked, layers, is_engine=is_engine)
+        refuse = supported.refuse_engine if is_engine else supported.refuse_without_engine
+        refuse(engine, checked, layers)
         specs = [facts.spec_of(name, layer) for name, layer in layers.items()]
         supported.refuse_devices(specs)
     planner, start = None, checked
     if checked.is_planned:
-        planner = JobPlanner(checked, specs, facts.facts_of(engine, layers))
+        planner = JobPlanner(
+            checked,
+            specs,
+            facts.workload_of(engine, layers, specs),
+            micro_steps=engine.gradient_accumulation_steps,
+            can_sync_by_level=facts.can_sync_by_level(engine),
+        )
         log_dist(planner.describe(), ranks=[0])
         start = planner.start_config
     prepare = partial(
@@ -68,7 +71,12 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         master_of=facts.master_of,
         loss_scale=partial(loss_scale_of, engine) if is_engine else no_scale,
     )
-    attachment = Attachment(engine, prepare, start, layers, planner, is_engine=is_engine)
+    try:
+        attachment = Attachment(engine, prepare, start, layers, planner, is_engine=is_engine)
+    except Exception:
+        if planner is not None:
+            planner.close()
+        raise
     log_dist(attachment.runtime.describe(), ranks=[0])
     engine.__dict__["_hybridep_attachment"] = attachment
     attachment.bind()
@@ -79,8 +87,7 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
 def detach(engine: nn.Module) -> None:
     """Give the MoE layers back to DeepSpeed, as they were before `attach`; all ranks must call.
 
-    Raises:
-        GradientNotReturnedError: in the middle of a gradient accumulation.
+    Raises GradientNotReturnedError in the middle of a gradient accumulation.
     """
     attachment = _attachment_of(engine)
     attachment.runtime.finish()
@@ -90,26 +97,25 @@ def detach(engine: nn.Module) -> None:
 
 
 def stats(engine: nn.Module) -> dict[str, Any]:
-    """Counters since attach: bytes and messages per level, direction and kind, exposed seconds, rows per layer.
+    """Counters of this rank since attach: bytes and messages per level, direction and kind, exposed seconds, rows.
 
-    Returns:
-        This rank's counters; under "job" those of all ranks together as of the last report, on rank 0 (None
-        elsewhere and before the first report): sent bytes, bytes that plain EP would have sent, imbalance per layer.
-        Seconds of kind "dense" are None where DeepSpeed sends those itself.
-        "replica_bytes": held now for replicas and their gradients.
-        Under "planning" the plan of a job that is planned while it runs (None elsewhere), as in `report_file`.
+    Seconds of kind "dense" are None where DeepSpeed sends those itself.  Beside the counters:
+
+        "replica_bytes"  held now for replicas and their gradients
+        "job"            counters of all ranks together as of the last report, as in `report_file`; None before the
+                         first one and on ranks other than 0
+        "planning"       the plan of a job that is planned while it runs, as in `report_file`; None elsewhere
     """
     attachment = _attachment_of(engine)
-    record = attachment.runtime.statistics.local()
-    for layer, codecs in zip(record["layers"], attachment.runtime.statistics.codecs(), strict=True):
+    runtime, planner = attachment.runtime, attachment.planner
+    record = runtime.statistics.local()
+    for layer, codecs in zip(record["layers"], runtime.statistics.codecs(), strict=True):
         layer["codecs"] = codecs
-    planning = None if attachment.planner is None else attachment.planner.record(attachment.runtime)
-    migration = attachment.runtime.migration
     return {
         **record,
-        "replica_bytes": 0 if migration is None else migration.replica_bytes,
+        "replica_bytes": 0 if runtime.migration is None else runtime.migration.replica_bytes,
         "job": attachment.last_report,
-        "planning": planning,
+        "planning": None if planner is None else planner.record(runtime),
     }
 
 
@@ -128,9 +134,7 @@ def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> Non
     goes to the owners of the experts. Levels must be those of before. Where something is planned ("auto"), planning
     goes on from here; `config` itself must say all sizes and codecs.
 
-    Args:
-        engine: between two optimizer steps.
-        config: the content of a "hybridep" block.
+    Call between two optimizer steps, with the content of a "hybridep" block.
 
     Raises:
         ConfigError, PlanError, UnsupportedError: the block is wrong, leaves something "auto", or does not fit.
@@ -147,7 +151,8 @@ def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> Non
             )
         if [level.size for level in checked.levels] != [level.size for level in attachment.runtime.config.levels]:
             raise ConfigError("replan takes the same levels as before, slowest first; only their settings may differ")
-        _refuse_combination(engine, checked, attachment.layers, is_engine=attachment.is_engine)
+        refuse = supported.refuse_engine if attachment.is_engine else supported.refuse_without_engine
+        refuse(engine, checked, attachment.layers)
     attachment.switch(checked, "by hand")
 
 
@@ -205,12 +210,3 @@ def _checked_config(engine: Any, config: Mapping[str, Any] | HybridEPConfig | No
     ds_config_path = getattr(engine, "config", None)
     base_dir = Path(ds_config_path).parent if isinstance(ds_config_path, str) else Path(".")
     return parse_config(block, world_size=world_size(), base_dir=base_dir)
-
-
-def _refuse_combination(
-    engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.Module], *, is_engine: bool
-) -> None:
-    if is_engine:
-        supported.refuse_engine(engine, config, layers)
-    else:
-        supported.refuse_without_engine(config)

@@ -26,18 +26,10 @@ _attached: list["Attachment"] = []
 
 
 class Attachment:
-    """Connects one engine to its runtime.
+    """Connects one engine, or model without one, to its runtime; AgreementError where a rank could not make its own.
 
-    Args:
-        engine: or model.
-        prepare: checks given settings and returns what makes their runtime; all ranks must call.
-        config: to begin with.
-        layers: by module name.
-        planner: chooses other settings while the job runs; None where all are given.
-        is_engine: False for a model without an engine.
-
-    Raises:
-        AgreementError: a rank could not make its runtime.
+    prepare: checks given settings and returns what makes their runtime; all ranks must call.
+    planner: chooses other settings while the job runs; None where all are given.
     """
 
     def __init__(
@@ -72,10 +64,9 @@ class Attachment:
             is_classic = not autoep.is_autoep_layer(layer)
             owner, wrap = (MOE_LAYER, classic.wrap_forward) if is_classic else (AUTOEP_LAYER, autoep.wrap_forward)
             patches.share(owner, "forward", wrap)
-        for layer, watch in zip(
-            self.layers.values(), () if self.planner is None else self.planner.watches, strict=False
-        ):
-            patches.keep(MODULE, "forward_pre_hook", layer.register_forward_pre_hook(watch).remove)
+        if self.planner is not None:
+            for layer, watch in zip(self.layers.values(), self.planner.watches, strict=True):
+                patches.keep(MODULE, "forward_pre_hook", layer.register_forward_pre_hook(watch).remove)
         if self.is_engine:
             for method, replacement in (
                 ("_configure_optimizer", self._configure_optimizer),
@@ -120,10 +111,9 @@ class Attachment:
         self.runtime.close()
 
     def switch(self, config: HybridEPConfig, reason: str) -> None:
-        """Go on with other settings, between two optimizer steps; all ranks must call.
+        """Go on with other settings; all ranks must call, between two optimizer steps.
 
-        Raises:
-            AgreementError: a rank refuses the settings or cannot make their runtime; all go on with those of before.
+        Raises AgreementError where a rank cannot make their runtime; all go on with those of before.
         """
         earlier = self.runtime
         with announcing_failure():
@@ -272,10 +262,8 @@ def _wrap_zero_grad_of_module(original: Callable[..., Any]) -> Callable[..., Non
 
 
 def _noticing(attachment: Attachment) -> Callable[..., None]:
-    """Hook before the model's forward: owners without gradients have no sums of replicas either.
-
-    A function and no method: a deep copy of the model carries it along, and must not copy the attachment.
-    """
+    """Hook before the model's forward: owners without gradients have no sums of replicas either."""
+    # A function and no method: a deep copy of the model carries it along, and must not copy the attachment.
 
     def notice(_module: nn.Module, _inputs: Any) -> None:
         if is_in_backward():
@@ -306,11 +294,7 @@ def _refuse(method: str, _original: Callable[..., Any], *_args: Any, **_kwargs: 
 
 
 def _build_together(build: Callable[[], HybridRuntime], timeout_s: float) -> HybridRuntime:
-    """What `build` makes, once every rank has made its own; all ranks must call.
-
-    Raises:
-        AgreementError: on all ranks, where one of them has failed.
-    """
+    """What `build` makes, once every rank has made its own.  Raises AgreementError on all where one has failed."""
     runtime = None
     try:
         with announcing_failure():

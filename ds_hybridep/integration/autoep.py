@@ -40,12 +40,7 @@ def check_transformers() -> None:
 
 
 def spec_of(name: str, layer: Any) -> LayerSpec:
-    """What the runtime must know of an AutoEP layer.
-
-    Raises:
-        ConfigError: the layer has no expert-parallel group yet.
-        UnsupportedError: the "expert_parallel" block asks for something that hybridep replaces or cannot do.
-    """
+    """What the runtime must know of an AutoEP layer; raises UnsupportedError for settings that do not go together."""
     _refuse_unsupported(name, layer)
     if layer.ep_group is None:
         raise ConfigError(f"{name}: the layer has no expert-parallel group yet; attach after deepspeed.initialize")
@@ -64,13 +59,10 @@ def spec_of(name: str, layer: Any) -> LayerSpec:
 
 
 def call_grouped(experts: nn.Module, weights: dict[str, Tensor], rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Output rows of a group of experts, [n, D] -> [n, D], as DeepSpeed computes them.
+    """Output rows of `GroupedExperts`, [n, D] -> [n, D], as DeepSpeed computes them.
 
-    Args:
-        experts: `GroupedExperts`.
-        weights: replace all of the module's own parameters; none: the module is called as it is.
-        rows: [n, D], ordered by expert.
-        counts: rows of each expert.
+    weights: replace all of the module's own parameters; none: the module is called as it is.
+    rows: ordered by expert, of which each has as many as `counts` says.
     """
     from deepspeed.module_inject.auto_ep_layer import permute_by_local_expert, unpermute_by_local_expert
 

@@ -39,11 +39,7 @@ def save(
 
 
 def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In the place of `engine.load_checkpoint`.
-
-    Raises:
-        AgreementError: another rank failed, or found no checkpoint where this one did.
-    """
+    """In the place of `engine.load_checkpoint`; AgreementError where one rank finds a checkpoint and another none."""
     engine = attachment.engine
     with announcing_failure():
         call = inspect.signature(original).bind(*args, **kwargs)

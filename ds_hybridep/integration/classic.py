@@ -14,12 +14,7 @@ from ds_hybridep.transport.job import group_ranks
 
 
 def spec_of(name: str, layer: MOELayer) -> LayerSpec:
-    """What the runtime must know of a layer.
-
-    Raises:
-        ConfigError: the layer has no expert-parallel group yet.
-        UnsupportedError: the layer uses Tutel.
-    """
+    """What the runtime must know of a layer; raises UnsupportedError where it uses Tutel."""
     if layer.use_tutel:
         raise UnsupportedError(f"{name}: Tutel does not work with hybridep; build MoE with use_tutel=False")
     if layer.ep_group is None:

@@ -21,28 +21,23 @@ _REMEDY = 'or set hybridep.dense_sync to "deepspeed"'
 
 def refuse_unsupported(engine: Any) -> None:
     """Raise UnsupportedError where a setting makes DeepSpeed reduce dense gradients in a way that is not covered."""
-    zero = engine._config.zero_config
-    is_partitioned = engine.zero_optimization()
+    zero, is_partitioned = engine._config.zero_config, engine.zero_optimization()
+    is_sparse = any(getattr(module, "sparse", False) is True for module in engine.module.modules())
+    owners_only = "leave it at true: level by level, each sum goes to its owner alone anyway"
     reasons = {
-        "ZeRO stage 3": (engine.zero_optimization_stage() == 3, "use stage 0, 1 or 2"),
-        "parameters with sparse gradients (torch.nn.Embedding(sparse=True))": (
-            any(getattr(module, "sparse", False) is True for module in engine.module.modules()),
-            "build them with sparse=False",
-        ),
-        "zero_optimization.contiguous_gradients = false": (
-            is_partitioned and not zero.contiguous_gradients,
-            "leave it at true",
-        ),
-        "zero_optimization.reduce_scatter = false": (is_partitioned and not zero.reduce_scatter, "leave it at true"),
-        "zero_optimization.use_multi_rank_bucket_allreduce = false": (
-            is_partitioned and not zero.use_multi_rank_bucket_allreduce,
-            "leave it at true: level by level, each sum goes to its owner alone anyway",
-        ),
+        "ZeRO stage 3; use stage 0, 1 or 2": engine.zero_optimization_stage() == 3,
+        "parameters with sparse gradients (torch.nn.Embedding(sparse=True)); build them with sparse=False": is_sparse,
     }
-    for setting, (is_used, remedy) in reasons.items():
+    for name, remedy in {
+        "contiguous_gradients": "leave it at true",
+        "reduce_scatter": "leave it at true",
+        "use_multi_rank_bucket_allreduce": owners_only,
+    }.items():
+        reasons[f"zero_optimization.{name} = false; {remedy}"] = is_partitioned and not getattr(zero, name)
+    for reason, is_used in reasons.items():
         if is_used:
             raise UnsupportedError(
-                f'hybridep.dense_sync is "hierarchical", which does not work with {setting}; {remedy}, {_REMEDY}'
+                f'hybridep.dense_sync is "hierarchical", which does not work with {reason}, {_REMEDY}'
             )
     ranks = group_ranks(engine.seq_data_parallel_group)
     if ranks != tuple(range(len(ranks))) or len(ranks) != engine.world_size:
@@ -53,13 +48,7 @@ def refuse_unsupported(engine: Any) -> None:
 
 
 class DenseSync:
-    """Carries DeepSpeed's sums and gathers of dense parameters for one engine.
-
-    Args:
-        engine: its dense data-parallel group holds all ranks in order, see `refuse_unsupported`.
-        collectives: carry sums and gathers.
-        patches: undo what is changed.
-    """
+    """Carries DeepSpeed's sums and gathers of dense parameters for one engine that `refuse_unsupported` has passed."""
 
     def __init__(self, engine: Any, collectives: LevelCollectives, patches: Patches) -> None:
         self._collectives = collectives

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runtime and planner ask about a model and its engine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed.moe.sharded_moe import MOELayer
 from torch import Tensor, nn
 
-from ds_hybridep.adaptive.planner import JobFacts
+from ds_hybridep.adaptive.rates import expert_params
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.integration import autoep, classic, dense
+from ds_hybridep.plan.workload import MoEModel, Workload
 
 
 def find_layers(model: nn.Module) -> dict[str, Any]:
@@ -34,8 +35,8 @@ def spec_of(name: str, layer: Any) -> LayerSpec:
     return autoep.spec_of(name, layer) if autoep.is_autoep_layer(layer) else classic.spec_of(name, layer)
 
 
-def facts_of(engine: Any, layers: Mapping[str, Any]) -> JobFacts:
-    """What plans need to know of the model and the engine."""
+def workload_of(engine: Any, layers: Mapping[str, Any], specs: Sequence[LayerSpec]) -> Workload:
+    """The job's work before any step was counted."""
     experts = {id(p) for layer in layers.values() for p in layer.experts.parameters()}
     others = [p for p in engine.module.parameters() if id(p) not in experts]
     # A table is looked up; where it is the head too, it is in another module as well and counted there.
@@ -43,22 +44,37 @@ def facts_of(engine: Any, layers: Mapping[str, Any]) -> JobFacts:
     multiplied = {
         id(p) for m in engine.module.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)
     }
-    # AutoEP drops no token and pads nothing.
-    gate = getattr(next(iter(layers.values())), "gate", None)
-    try:
-        dense.refuse_unsupported(engine)
-        can_sync_by_level = True
-    except UnsupportedError:
-        can_sync_by_level = False
-    return JobFacts(
+    first = specs[0]
+    model = MoEModel(
+        name="this job",
+        hidden=first.hidden,
+        num_experts=first.num_experts,
+        top_k=first.top_k,
+        num_moe_layers=len(specs),
+        expert_params=expert_params(first),
         dense_params=sum(p.numel() for p in others),
         active_dense_params=sum(p.numel() for p in others if id(p) not in tables or id(p) in multiplied),
-        trainable_dense_params=sum(p.numel() for p in others if p.requires_grad),
-        zero_stage=engine.zero_optimization_stage(),
-        micro_steps=engine.gradient_accumulation_steps,
-        capacity_factor=float(getattr(gate, "capacity_factor", 1.0)),
-        can_sync_by_level=can_sync_by_level,
     )
+    # AutoEP drops no token and pads nothing.
+    gate = getattr(next(iter(layers.values())), "gate", None)
+    return Workload(
+        model=model,
+        tokens_per_rank=1,
+        param_bytes=first.sample.element_size(),
+        zero_stage=engine.zero_optimization_stage(),
+        capacity_factor=float(getattr(gate, "capacity_factor", 1.0)),
+        trainable_expert_params=expert_params(first, trainable_only=True),
+        trainable_dense_params=sum(p.numel() for p in others if p.requires_grad),
+    )
+
+
+def can_sync_by_level(engine: Any) -> bool:
+    """Whether dense_sync "hierarchical" works with this engine."""
+    try:
+        dense.refuse_unsupported(engine)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def master_of(parameter: Any) -> Tensor | None:

@@ -29,23 +29,14 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Patch:
-    """One row.
+    """One row."""
 
-    Attributes:
-        owner: "module:Class" whose attribute it is; changed on one instance where `until` is "detach".
-        attribute: a method, unless the name says otherwise.
-        why: what the replacement is for.
-        until: when it is undone.
-        parameters: of the method that the replacement relies on.
-        is_method: False for what instances get only when they are made.
-    """
-
-    owner: str
+    owner: str  # "module:Class" whose attribute it is
     attribute: str
     why: str
     until: Literal["detach", "last detach", "exit"] = "detach"
-    parameters: tuple[str, ...] = ()
-    is_method: bool = True
+    parameters: tuple[str, ...] = ()  # of the method that the replacement relies on
+    is_method: bool = True  # False for what instances get only when they are made
 
 
 TABLE = (
@@ -85,7 +76,7 @@ TABLE = (
         "torch looks up backend and ranks of the group that stands in for the data-parallel one", is_method=False,
     ),  # fmt: skip
 )  # fmt: skip
-_ROWS = {(row.owner, row.attribute): row for row in TABLE}
+_ROWS = {(row.owner, row.attribute) for row in TABLE}
 _shared: dict[tuple[str, str], tuple[int, Callable[[], None]]] = {}  # users, undo
 
 
@@ -113,7 +104,15 @@ class Patches:
         key = owner, attribute
         users, undo = _shared.get(key) or (0, _replace(find(owner), attribute, make))
         _shared[key] = users + 1, undo
-        self.keep(owner, attribute, lambda: _give_up(key))
+
+        def give_up() -> None:
+            users, undo = _shared.pop(key)
+            if users > 1:
+                _shared[key] = users - 1, undo
+            else:
+                undo()
+
+        self.keep(owner, attribute, give_up)
 
     def keep(self, owner: str, attribute: str, undo: Callable[[], None]) -> None:
         """Note a change that was made already, with what takes it back."""
@@ -188,11 +187,3 @@ def _restore(owner: Any, attribute: str, before: Any) -> None:
         delattr(owner, attribute)
     else:
         setattr(owner, attribute, before)
-
-
-def _give_up(key: tuple[str, str]) -> None:
-    users, undo = _shared.pop(key)
-    if users > 1:
-        _shared[key] = users - 1, undo
-    else:
-        undo()

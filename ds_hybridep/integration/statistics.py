@@ -16,23 +16,18 @@ from ds_hybridep.transport.channels import KINDS, Purpose, Transport
 
 NUM_CODEC_SUMS = len(fields(CodecSums))
 EXPOSED_KINDS = ("tokens", "expert_weights", "expert_gradients", "dense")
+LAYER_COUNTERS = ("calls", "rows_sent", "rows_computed")
 
 
 class Statistics:
     """Counters of one attached model.
 
-    Args:
-        transport: counts bytes, messages and exposed seconds.
-        layers: with their partition and the bytes of one row (hidden size x element size).
-        counts_dense: False where DeepSpeed sends dense gradients itself: job records have None for kind "dense".
+    layers: with their partition and the bytes of one row.
+    counts_dense: False where DeepSpeed sends dense gradients itself: job records have None for kind "dense".
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        layers: Sequence[tuple[HybridMoE, Partition, int]],
-        *,
-        counts_dense: bool = True,
+        self, transport: Transport, layers: Sequence[tuple[HybridMoE, Partition, int]], *, counts_dense: bool = True
     ) -> None:
         self._transport = transport
         self._layers = list(layers)
@@ -41,29 +36,26 @@ class Statistics:
 
     def local(self) -> dict[str, Any]:
         """This rank's counters since attach; JSON-able.  Bytes and messages are those handed to the communicator."""
-        traffic, cluster = self._transport.traffic, self._transport.cluster
-        plain_ep_bytes = self._plain_ep_bytes()
+        traffic = self._transport.traffic
+        counters = {name: getattr(traffic, name) for name in ("sent_bytes", "received_bytes", "sent_messages")}
+        levels = zip(self._transport.cluster.levels, self._plain_ep_bytes(), strict=True)
         return {
             "rank": self._transport.rank,
             "steps": self.num_steps,
             "levels": [
                 {
                     "name": level.name,
-                    "sent_bytes": {kind: traffic.sent_bytes.get((index, kind), 0) for kind in KINDS},
-                    "received_bytes": {kind: traffic.received_bytes.get((index, kind), 0) for kind in KINDS},
-                    "sent_messages": {kind: traffic.sent_messages.get((index, kind), 0) for kind in KINDS},
-                    "plain_ep_bytes": plain_ep_bytes[index],
+                    **{
+                        name: {kind: counts.get((index, kind), 0) for kind in KINDS}
+                        for name, counts in counters.items()
+                    },
+                    "plain_ep_bytes": plain_ep_bytes,
                 }
-                for index, level in enumerate(cluster.levels)
+                for index, (level, plain_ep_bytes) in enumerate(levels)
             ],
             "exposed_s": {kind: traffic.exposed_s.get(kind, 0.0) for kind in EXPOSED_KINDS},
             "layers": [
-                {
-                    "name": layer.name,
-                    "calls": layer.stats.calls,
-                    "rows_sent": layer.stats.rows_sent,
-                    "rows_computed": layer.stats.rows_computed,
-                }
+                {"name": layer.name, **{name: getattr(layer.stats, name) for name in LAYER_COUNTERS}}
                 for layer, _, _ in self._layers
             ],
         }
@@ -91,7 +83,11 @@ class Statistics:
         transport = self._transport
         local = self.local()
         codecs = [astuple(self._codec_sums(layer) or CodecSums()) for layer, _, _ in self._layers]
-        own = torch.tensor([*_flatten_counters(local), *itertools.chain(*codecs)], dtype=torch.float64)
+        numbers: list[float] = []  # in the order in which `_job_record` reads them
+        for level in local["levels"]:
+            numbers += [*level["sent_bytes"].values(), level["plain_ep_bytes"]]
+        numbers += [*local["exposed_s"].values(), *(layer["rows_computed"] for layer in local["layers"])]
+        own = torch.tensor([*numbers, *itertools.chain(*codecs)], dtype=torch.float64)
         if transport.world_size == 1:
             return self._job_record([own])
         channel = transport.channel("report", range(transport.world_size))
@@ -104,37 +100,30 @@ class Statistics:
         return self._job_record(tables)
 
     def _job_record(self, tables: Sequence[Tensor]) -> dict[str, Any]:
-        stacked = torch.stack(list(tables))
-        totals = iter(stacked.sum(0).tolist())
-        levels: list[dict[str, Any]] = [
-            {
-                "name": level.name,
-                "sent_bytes": {kind: int(next(totals)) for kind in KINDS},
-                "plain_ep_bytes": int(next(totals)),
-            }
-            for level in self._transport.cluster.levels
-        ]
+        stacked, num_layers = torch.stack(list(tables)), len(self._layers)
+        num_others = stacked.shape[1] - num_layers * (1 + NUM_CODEC_SUMS)
+        others, rows, sums = stacked.split([num_others, num_layers, num_layers * NUM_CODEC_SUMS], dim=1)
+        totals = iter(others.sum(0).tolist())
+        levels: list[dict[str, Any]] = []
+        for level in self._transport.cluster.levels:
+            sent_bytes = {kind: int(next(totals)) for kind in KINDS}
+            levels.append({"name": level.name, "sent_bytes": sent_bytes, "plain_ep_bytes": int(next(totals))})
         exposed_s: dict[str, float | None] = {kind: next(totals) / len(tables) for kind in EXPOSED_KINDS}
         if not self._counts_dense and not any(level["sent_bytes"]["dense"] for level in levels):
             for counters in (exposed_s, *(level["sent_bytes"] for level in levels)):
                 counters["dense"] = None
-        first_row = stacked.shape[1] - len(self._layers) * (1 + NUM_CODEC_SUMS)
-        rows = stacked[:, first_row : first_row + len(self._layers)]
         imbalance = (rows.max(0).values / rows.mean(0).clamp_min(1e-30)).tolist()
-        codecs = stacked[:, first_row + len(self._layers) :].sum(0).view(len(self._layers), NUM_CODEC_SUMS).tolist()
+        codecs = sums.sum(0).view(num_layers, NUM_CODEC_SUMS).tolist()
+        layers = []
+        for (layer, _, _), value, own in zip(self._layers, imbalance, codecs, strict=True):
+            record = CodecSums(*own).record(len(tables)) if any(own) else {}
+            layers.append({"name": layer.name, "imbalance": value, "codecs": record})
         return {
             "steps": self.num_steps,
             "world_size": len(tables),
             "levels": levels,
             "exposed_s": exposed_s,
-            "layers": [
-                {
-                    "name": layer.name,
-                    "imbalance": value,
-                    "codecs": CodecSums(*sums).record(len(tables)) if any(sums) else {},
-                }
-                for (layer, _, _), value, sums in zip(self._layers, imbalance, codecs, strict=True)
-            ],
+            "layers": layers,
         }
 
     def _plain_ep_bytes(self) -> list[int]:
@@ -173,24 +162,11 @@ def summarize(record: Mapping[str, Any]) -> str:
 def monitor_events(record: Mapping[str, Any], num_samples: int) -> list[tuple[str, float, int]]:
     """DeepSpeed monitor events (tag, value, samples) of a job record."""
     steps = max(record["steps"], 1)
-    events = [
-        (f"HybridEP/{level['name']}/{kind}_MB_per_step", level["sent_bytes"][kind] / steps / 1e6, num_samples)
+    values = {
+        f"{level['name']}/{kind}_MB_per_step": None if sent is None else sent / steps / 1e6
         for level in record["levels"]
-        for kind in KINDS
-        if level["sent_bytes"][kind] is not None
-    ]
-    exposed_s = {kind: value for kind, value in record["exposed_s"].items() if value is not None}
-    events += [(f"HybridEP/exposed_s/{kind}", value, num_samples) for kind, value in exposed_s.items()]
-    events += [(f"HybridEP/imbalance/{layer['name']}", layer["imbalance"], num_samples) for layer in record["layers"]]
-    return events
-
-
-def _flatten_counters(local: Mapping[str, Any]) -> list[float]:
-    """Numbers of a local record in the order in which `_job_record` reads them."""
-    numbers: list[float] = []
-    for level in local["levels"]:
-        numbers += [level["sent_bytes"][kind] for kind in KINDS]
-        numbers.append(level["plain_ep_bytes"])
-    numbers += [local["exposed_s"][kind] for kind in EXPOSED_KINDS]
-    numbers += [layer["rows_computed"] for layer in local["layers"]]
-    return numbers
+        for kind, sent in level["sent_bytes"].items()
+    }
+    values |= {f"exposed_s/{kind}": value for kind, value in record["exposed_s"].items()}
+    values |= {f"imbalance/{layer['name']}": layer["imbalance"] for layer in record["layers"]}
+    return [(f"HybridEP/{tag}", value, num_samples) for tag, value in values.items() if value is not None]

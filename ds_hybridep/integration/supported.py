@@ -23,16 +23,14 @@ from ds_hybridep.transport.job import backend_name
 
 TESTED_VERSIONS = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
 
-# Sections and switches of a ds_config.  The first were trained with; the others do not change what is computed.
+# Sections and switches of a ds_config that were trained with, or do not change what is computed (from "aio" on).
 TESTED_SECTIONS = frozenset({
     "activation_checkpointing", "bf16", "checkpoint", "data_types", "expert_parallel", "fp16", "hybridep",
     "managed_gradient_accumulation", "optimizer", "prescale_gradients", "scheduler", "tensor_parallel",
     "use_data_before_expert_parallelism", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-    "zero_optimization",
-})  # fmt: skip
-OBSERVING_SECTIONS = frozenset({
-    "aio", "comet", "comms_logger", "csv_monitor", "dataloader_drop_last", "disable_python_gc", "dump_state",
-    "flops_profiler", "memory_breakdown", "monitor_config", "tensorboard", "timers", "wall_clock_breakdown", "wandb",
+    "zero_optimization", "aio", "comet", "comms_logger", "csv_monitor", "dataloader_drop_last", "disable_python_gc",
+    "dump_state", "flops_profiler", "memory_breakdown", "monitor_config", "tensorboard", "timers",
+    "wall_clock_breakdown", "wandb",
 })  # fmt: skip
 # Of "zero_optimization"; all others must have their default values.
 TESTED_ZERO = frozenset({
@@ -79,16 +77,14 @@ def _warn_once(message: str) -> None:
 
 def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.Module]) -> None:
     """Raise UnsupportedError for features of DeepSpeed, or settings of the block, that were not tested together."""
-    stage = engine.zero_optimization_stage()
-    optimizer = engine.optimizer_name() or ""
-    is_classic = any(not is_autoep_layer(layer) for layer in layers.values())
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer_name() or ""
     in_use = {
-        **{name: True for name in untested_settings(engine._config._param_dict, engine._config.zero_config)},
+        **dict.fromkeys(untested_settings(engine._config._param_dict, engine._config.zero_config), True),
         "pipeline parallelism (PipelineModule)": engine.pipeline_parallelism,
         "tensor parallelism": bwc_tensor_model_parallel_world_size(groups.mpu) > 1 or engine.autotp_size() > 1,
         "sequence parallelism": groups._get_sequence_parallel_world_size() > 1,
         f"the 1-bit optimizer {optimizer}": optimizer.lower() in ("onebitadam", "onebitlamb", "zerooneadam"),
-        "ZeRO stage 3 with native MoE layers": stage == 3 and is_classic,
+        "ZeRO stage 3 with native MoE layers": stage == 3 and not all(map(is_autoep_layer, layers.values())),
     }
     for feature, is_used in in_use.items():
         if is_used:
@@ -105,11 +101,11 @@ def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.M
 
 
 def untested_settings(ds_config: Mapping[str, Any], zero: Any) -> list[str]:
-    """Key paths of features that are on and on no list above."""
+    """Key paths of features that are on and not on a list above."""
     found = []
     for name, value in ds_config.items():
         is_on = value.get("enabled", bool(value)) if isinstance(value, Mapping) else value is True
-        if is_on and name not in TESTED_SECTIONS | OBSERVING_SECTIONS:
+        if is_on and name not in TESTED_SECTIONS:
             found.append(name)
     if ds_config.get("gradient_allreduce_op", "mean") != "mean":
         found.append("gradient_allreduce_op")
@@ -144,7 +140,7 @@ def _refuse_partitioned(engine: Any, config: HybridEPConfig, layers: Mapping[str
         )
 
 
-def refuse_without_engine(config: HybridEPConfig) -> None:
+def refuse_without_engine(_model: nn.Module, config: HybridEPConfig, _layers: Mapping[str, nn.Module]) -> None:
     """Raise UnsupportedError for settings that need a DeepSpeed engine."""
     if config.is_planned:
         raise UnsupportedError(
