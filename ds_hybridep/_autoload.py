@@ -67,7 +67,10 @@ def _patch_after(loader: "Any") -> None:
         loader.exec_module(module)
         _patch(module)
 
-    loader.exec_module = exec_module
+    try:
+        loader.exec_module = exec_module
+    except AttributeError as reason:  # a loader of somebody else's that takes no attributes
+        _log_failure(reason, f'a "{_BLOCK}" block in ds_config has NO effect; call ds_hybridep.attach in the script')
 
 
 def _patch(module: "ModuleType") -> None:

@@ -113,6 +113,23 @@ def test_an_engine_with_the_block_joins(run):
     assert run("_autoload.install()\nimport deepspeed.runtime.engine as module" + JOINS).stderr == ""
 
 
+def test_a_loader_that_takes_no_attributes_is_told_of_and_the_import_goes_on(run):
+    code = """
+    import importlib.machinery
+
+    class Loader(importlib.machinery.SourceFileLoader):
+        __slots__ = ()
+
+        def __setattr__(self, name, value):
+            if name == "exec_module":
+                raise AttributeError("takes no attributes")
+            super().__setattr__(name, value)
+
+    _autoload._patch_after(Loader("deepspeed.runtime.engine", "engine.py"))
+    """
+    assert "takes no attributes" in run(code).stderr
+
+
 def test_module_keeps_its_own_loader(run):
     code = """
     import importlib, importlib.machinery, importlib.util, inspect
