@@ -64,11 +64,7 @@ class UndeliveredGradients:
     Each is added once, to the first gradient that its parameter gets at an accumulation boundary, and is kept until
     the step that uses it was applied.
 
-    Args:
-        experts: by layer the modules with those that this rank owns, one each or one for all.
-        is_boundary: True when the backward that runs is the last before the optimizer step.
-        loss_scale: by which gradients are multiplied now.
-        changes: of the step under way.
+    experts: by layer the modules with those that this rank owns, one each or one for all.
     """
 
     def __init__(

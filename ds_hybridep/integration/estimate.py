@@ -38,7 +38,6 @@ class MemoryNeeds:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.replicas + self.gradient_sums + self.codecs
 
     def __add__(self, other: "MemoryNeeds") -> "MemoryNeeds":
@@ -78,7 +77,7 @@ def estimate_hybridep_mem_needs_all_live(
         expert_parallel: content of the "expert_parallel" block, for a model that AutoEP has yet to change.
 
     Returns:
-        Bytes by domain sizes, one for each level.
+        Needs by domain sizes, one for each level.
 
     Raises:
         ConfigError, PlanError: the block is wrong or does not fit the model.
@@ -111,11 +110,8 @@ def estimate_hybridep_mem_needs_all_cold(
 
     Args:
         expert_shapes: of the parameters of one expert that are trained, for example [(11008, 4096), (4096, 11008)].
-        num_experts: of a layer.
         ep_size: ranks of an expert-parallel group.
-        num_layers: Mixture-of-Experts layers.
         frozen_shapes: of those that are not trained.
-        block, world_size, dtype, accumulation, returns and raises: likewise.
     """
     if num_experts % ep_size:
         raise ConfigError(f"{num_experts} experts cannot be shared evenly by ep_size {ep_size}; choose a divisor")
@@ -127,15 +123,14 @@ def estimate_hybridep_mem_needs_all_cold(
 
 def _layers_of(module: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
     """The module as a layer, if it is one of DeepSpeed's."""
+    layer: Any = module  # AutoEP's class does not exist everywhere
     if isinstance(module, MoE):
-        experts = module.deepspeed_moe.experts.deepspeed_experts[0].parameters()
-        expert = _shell([(p.shape, dtype or p.dtype, p.requires_grad) for p in experts])
-        return [(expert, module.num_local_experts, module.ep_size)]
-    if not is_autoep_layer(module):
+        pairs = [(p, p.shape) for p in module.deepspeed_moe.experts.deepspeed_experts[0].parameters()]
+    elif is_autoep_layer(module):
+        pairs = [(p, full_shape(p)[1:]) for p in layer.experts.parameters()]
+    else:
         return []
-    layer: Any = module  # of a class that exists where AutoEP does
-    grouped = layer.experts.parameters()
-    expert = _shell([(full_shape(p)[1:], dtype or p.dtype, p.requires_grad) for p in grouped])
+    expert = _shell([(shape, dtype or p.dtype, p.requires_grad) for p, shape in pairs])
     return [(expert, layer.num_local_experts, layer.ep_size)]
 
 

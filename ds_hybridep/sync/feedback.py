@@ -39,7 +39,6 @@ class PacketPart:
 
     @property
     def cols(self) -> int:
-        """Columns as a codec sees them."""
         return math.prod(self.shape) // max(self.rows, 1)
 
     def as_matrices(self, tensor: Tensor) -> Tensor:
@@ -101,6 +100,16 @@ class MessageLayout:
         return found
 
 
+def _copy_to(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value)
+
+
+def _load_states(states: Sequence[CodecState], saved: Sequence[dict[str, Any]]) -> None:
+    for state, other in zip(states, saved, strict=True):
+        state.load_state_dict(other)
+
+
 class Mirror:
     """The owner's side of one lossy codec: what its replicas hold, and the encoder of what they lack."""
 
@@ -136,10 +145,8 @@ class Mirror:
         return {"values": [v.clone() for v in self.values], "states": [state.state_dict() for state in self.states]}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        for value, other in zip(self.values, saved["values"], strict=True):
-            value.copy_(other)
-        for state, other in zip(self.states, saved["states"], strict=True):
-            state.load_state_dict(other)
+        _copy_to(self.values, saved["values"])
+        _load_states(self.states, saved["states"])
 
 
 class Replica:
@@ -149,12 +156,7 @@ class Replica:
         """values: [e, rows, cols] fp32 for each part; may be views of weights that are computed with."""
         self.layout = layout
         self.values = list(values)
-        self.order = PacketOrder()
-
-    @property
-    def step(self) -> int:
-        """The encoder step of the next message."""
-        return self.order.expected
+        self.order = PacketOrder()  # its `expected` is the encoder step of the next message
 
     def assign(self, weights: Sequence[Tensor]) -> None:
         """Hold what was shipped exactly, [e, *shape] for each part."""
@@ -174,7 +176,7 @@ class Replica:
         Raises:
             PacketError: a message before it is missing.
         """
-        packets = self.layout.packets(message, self.step)
+        packets = self.layout.packets(message, self.order.expected)
         if self.order.accept(packets[0]):
             for part, value in zip(packets, self.values, strict=True):
                 self.layout.codec.decode_add(part, value)
@@ -219,8 +221,7 @@ class ResidualEncoder:
     def encode(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
         """The message of gradients ([e, *shape] fp32 for each part), divided by the loss scale; uint8."""
         if self not in self._changes:
-            for saved, residual in zip(self._saved_residuals, self.residuals, strict=True):
-                saved.copy_(residual)
+            _copy_to(self._saved_residuals, self.residuals)
             self._saved_states = [state.state_dict() for state in self.states]
             self._changes.note(self, self._go_back)
         message, packets = self.layout.new_message(self.states[0].step, self.residuals[0].device)
@@ -252,10 +253,8 @@ class ResidualEncoder:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        for residual, other in zip(self.residuals, saved["residuals"], strict=True):
-            residual.copy_(other)
-        for state, other_state in zip(self.states, saved["states"], strict=True):
-            state.load_state_dict(other_state)
+        _copy_to(self.residuals, saved["residuals"])
+        _load_states(self.states, saved["states"])
 
 
 class GradientDecoder:
@@ -263,31 +262,22 @@ class GradientDecoder:
 
     def __init__(self, layout: MessageLayout, changes: StepChanges) -> None:
         self.layout = layout
-        self._order = PacketOrder()
+        self.order = PacketOrder()  # its `expected` is the encoder step of the next message
         self._changes = changes
         self._saved = 0
 
     @property
-    def step(self) -> int:
-        """The encoder step of the next message."""
-        return self._order.expected
-
-    @property
     def committed_step(self) -> int:
         """The encoder step of the next message as of the last applied step."""
-        return self._saved if self in self._changes else self._order.expected
-
-    def expect(self, step: int) -> None:
-        """Go on with the message of this encoder step."""
-        self._order.expected = step
+        return self._saved if self in self._changes else self.order.expected
 
     def add(self, message: Tensor, sums: Sequence[Tensor], scale: float) -> None:
         """Add what a message holds, times the loss scale, to `sums` ([e, *shape] fp32 for each part)."""
         if self not in self._changes:
-            self._saved = self._order.expected
-            self._changes.note(self, lambda: self.expect(self._saved))
-        packets = self.layout.packets(message, self.step)
-        if not self._order.accept(packets[0]):
+            self._saved = self.order.expected
+            self._changes.note(self, lambda: setattr(self.order, "expected", self._saved))
+        packets = self.layout.packets(message, self.order.expected)
+        if not self.order.accept(packets[0]):
             return
         for part, packet, total in zip(self.layout.parts, packets, sums, strict=True):
             matrices = total.view(part.num_experts, part.rows, part.cols)
@@ -312,7 +302,6 @@ class Encoding:
     """How weights and gradients travel; codecs by level index, None where they go as they are.
 
     master_of: the optimizer's fp32 copy of a parameter, flat or shaped; None where this rank does not hold all of it.
-    loss_scale: by which gradients are multiplied now.
     """
 
     weight_codecs: tuple[Codec | None, ...]
@@ -325,11 +314,9 @@ class Feedback:
     """All that lossy codecs keep for one layer on this rank.
 
     Args:
-        encoding: codecs by level.
-        parts: trainable parameters of a slot.
         levels: that the layer's weights and gradients cross.
         replicas: by slot of another rank the level to its owner, and its weights [e, *shape] for each part.
-        changes: of the step under way, shared by all layers.
+        changes: shared by all layers.
     """
 
     def __init__(
@@ -361,23 +348,22 @@ class Feedback:
                     self.mirrors[name] = Mirror(MessageLayout(codec, parts), device)
         for slot, (level, weights) in replicas.items():
             if (codec := encoding.weight_codecs[level]) is not None:
+                layout = MessageLayout(codec, parts)
                 values = [
-                    weight.view(part.num_experts, part.rows, part.cols)
-                    if weight.dtype == torch.float32
-                    else torch.zeros(part.num_experts, part.rows, part.cols, device=device)
-                    for part, weight in zip(parts, weights, strict=True)
+                    weight.view(value.shape) if weight.dtype == torch.float32 else value
+                    for value, weight in zip(layout.new_values(device), weights, strict=True)
                 ]
-                self.replicas[slot] = Replica(MessageLayout(codec, parts), values)
+                self.replicas[slot] = Replica(layout, values)
 
     def encoder(self, level: int, slot: int) -> ResidualEncoder | None:
-        """The sender of a slot's gradients over a level; None where they go as they are."""
+        """Made when first asked for; None where gradients go as they are."""
         if (level, slot) not in self.encoders and level in self.gradient_layouts:
             layout = self.gradient_layouts[level]
             self.encoders[level, slot] = ResidualEncoder(layout, self._device, self.changes)
         return self.encoders.get((level, slot))
 
     def decoder(self, level: int, sender: int, slot: int) -> GradientDecoder | None:
-        """The receiver of a rank's messages for a slot; None where they come as they are."""
+        """Likewise."""
         if (sender, slot) not in self.decoders and level in self.gradient_layouts:
             self.decoders[sender, slot] = GradientDecoder(self.gradient_layouts[level], self.changes)
         return self.decoders.get((sender, slot))
