@@ -91,18 +91,12 @@ def gather_stages(partition: Partition, rank: int) -> tuple[GatherStage, ...]:
     for level, size in enumerate(sizes):
         if size == 1:
             continue
-        held = [  # by offset at this level: slots of any offset at slower levels, and of the own one elsewhere
-            tuple(
-                flatten(place, sizes)
-                for place in itertools.product(
-                    *(
-                        (offset,) if at == level else range(width) if at in slower else (own[at],)
-                        for at, width in enumerate(sizes)
-                    )
-                )
-            )
-            for offset in range(size)
-        ]
+        # By offset at this level: slots of any offset at slower levels, and of the own one elsewhere.
+        offsets: list[Sequence[int]] = [range(n) if at in slower else (own[at],) for at, n in enumerate(sizes)]
+        held = []
+        for offset in range(size):
+            offsets[level] = (offset,)
+            held.append(tuple(flatten(place, sizes) for place in itertools.product(*offsets)))
         peers = [
             Peer(peer, sends=held[own[level]], receives=held[offset])
             for offset, peer in enumerate(partition.gather_peers(rank, level))

@@ -119,9 +119,9 @@ class LayerExperts:
             self.gradients = Gradients.EMPTY if self.returning is None else Gradients.DROPPED
 
     def refuse_changed(self) -> None:
-        """Raise VerificationError where owned parameters were written to since they were shipped.
+        """Raise VerificationError where owned parameters were written to since they were shipped, as torch counts.
 
-        Seen is what torch counts: no write to `parameter.data` or to a flat buffer, and nothing under ZeRO-3.
+        Not seen: writes to `parameter.data` or to a flat buffer, and all under ZeRO-3.
         """
         if self.weights in (Weights.SHIPPING, Weights.FRESH) and self.versions != self._versions():
             # The other ranks do not know: a shipment that this one starts alone would never end.
@@ -250,7 +250,7 @@ class MigrationManager:
         self.progress()
 
     def progress(self) -> None:
-        """Start whatever can start in the background.  Never blocks."""
+        """Start what can start in the background.  Never blocks."""
         for pipeline in self._pipelines:
             pipeline.progress()
 

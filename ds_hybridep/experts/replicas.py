@@ -63,11 +63,11 @@ class Replicas:
         streams = streams_of(sample.device)
         self.streams = streams if isinstance(streams, DeviceStreams) else None  # None: work runs where it is written
         new = torch.empty if is_transient else torch.zeros
+        slots = range(len(self.domain_ranks))
         self.weights = [
-            new(len(self.domain_ranks), self.num_local * block.num_elements, dtype=block.dtype, device=sample.device)
+            new(len(slots), self.num_local * block.num_elements, dtype=block.dtype, device=sample.device)
             for block in self.blocks
         ]
-        slots = range(len(self.domain_ranks))
         self.weight_parts = [self._trainable_parts(self.weights, slot) for slot in slots]
         self.weights_by_name = [
             [self._named_views(slot, module_idx) for module_idx in range(len(self.experts))] for slot in slots

@@ -40,13 +40,6 @@ class MemoryNeeds:
     def total(self) -> int:
         return self.replicas + self.gradient_sums + self.codecs
 
-    def __add__(self, other: "MemoryNeeds") -> "MemoryNeeds":
-        return MemoryNeeds(
-            replicas=self.replicas + other.replicas,
-            gradient_sums=self.gradient_sums + other.gradient_sums,
-            codecs=self.codecs + other.codecs,
-        )
-
 
 DomainSizes = tuple[int, ...]
 Layer = tuple[nn.Module, int, int]  # an expert without memory, experts of a rank, ranks of the group
@@ -63,9 +56,8 @@ def estimate_hybridep_mem_needs_all_live(
 ) -> dict[DomainSizes, MemoryNeeds]:
     """Print what each rank needs for replicas of the model's experts, for all domain sizes.
 
-    Exact for what stays between steps, with the codecs of the block ("auto" counts as exact); packets and other
-    buffers of the moment come on top.  Expert-parallel groups are taken to be consecutive ranks.  Nothing of that size
-    is allocated, and no process group is needed.
+    Exact for what stays between steps; codecs that are "auto" count as exact.  Expert-parallel groups are taken to be
+    consecutive ranks.  Nothing of that size is allocated, and no process group is needed.
 
     Args:
         model: with `deepspeed.moe.layer.MoE` layers or those that AutoEP has made; with `expert_parallel` one of
@@ -180,7 +172,7 @@ def _memory_of_layer(experts: Sequence[nn.Module], partition: Partition, encodin
 
 
 def _most_at_once(layers: Sequence[MemoryNeeds], num_held: int, *, accumulates: bool) -> MemoryNeeds:
-    """What transient replicas of these layers need: weights of so many neighbours, and all that codecs keep.
+    """What replicas of these layers need: weights of so many neighbours, and all that codecs keep.
 
     accumulates: several micro-steps are added up, for which the gradient sums of all layers wait.
     """
@@ -201,16 +193,14 @@ def _print_needs(
     alone = (1,) * len(cluster.levels)
     spans = [Partition.build(cluster, range(ep), alone).spans for _, _, ep in layers]
     common = [math.gcd(*level_spans) for level_spans in zip(*spans, strict=True)]
+    num_held = config.advanced.prefetch_depth + 1 if config.replicas == "transient" else len(layers)
     needs: dict[DomainSizes, MemoryNeeds] = {}
     for sizes in itertools.product(*(divisors(span) for span in common)):
         by_layer = [
             _memory_of_layer([expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding)
             for expert, num_local, ep in layers
         ]
-        if config.replicas == "transient":
-            needs[sizes] = _most_at_once(by_layer, config.advanced.prefetch_depth + 1, accumulates=accumulation > 1)
-        else:
-            needs[sizes] = sum(by_layer, MemoryNeeds())
+        needs[sizes] = _most_at_once(by_layer, num_held, accumulates=accumulation > 1)
     print(
         f"Memory needed on each rank for replicas of experts, beside what DeepSpeed needs, in MiB:\n"
         f"{world_size} ranks, {len(layers)} MoE layers, {config.replicas} replicas\n"

@@ -62,7 +62,7 @@ class MessageLayout:
 
     @property
     def fp32_bytes(self) -> int:
-        """Bytes of what a message stands for, in fp32."""
+        """Of what a message stands for."""
         return sum(4 * part.num_experts * part.rows * part.cols for part in self.parts)
 
     def new_message(self, step: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
@@ -79,7 +79,6 @@ class MessageLayout:
         ]
 
     def new_states(self, device: torch.device) -> list[CodecState]:
-        """Encoder states that have encoded nothing yet."""
         return [self.codec.new_state(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
 
     def new_values(self, device: torch.device) -> list[Tensor]:
@@ -288,12 +287,10 @@ class GradientDecoder:
 
 
 def no_master(_: nn.Parameter) -> Tensor | None:
-    """For optimizers that keep no copy of their own."""
     return None
 
 
 def no_scale() -> float:
-    """For losses that are not scaled."""
     return 1.0
 
 
@@ -386,12 +383,7 @@ class Feedback:
     def num_bytes(self, weights: Sequence[Tensor]) -> int:
         """Bytes held beside weights and gradient sums; replicas that are views of `weights` are not counted."""
         shared = {tensor.untyped_storage()._cdata for tensor in weights}  # by identity: some have no address
-        held = [tensor for mirror in self.mirrors.values() for tensor in mirror.tensors()]
-        held += [
-            value
-            for replica in self.replicas.values()
-            for value in replica.values
-            if value.untyped_storage()._cdata not in shared
-        ]
-        held += [tensor for encoder in self.encoders.values() for tensor in encoder.tensors()]
-        return sum(tensor.nbytes for tensor in held)
+        senders: list[Mirror | ResidualEncoder] = [*self.mirrors.values(), *self.encoders.values()]
+        held = [tensor for sender in senders for tensor in sender.tensors()]
+        held += [value for replica in self.replicas.values() for value in replica.values]
+        return sum(tensor.nbytes for tensor in held if tensor.untyped_storage()._cdata not in shared)
