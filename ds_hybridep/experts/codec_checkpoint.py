@@ -22,14 +22,10 @@ PATTERN = "hybridep_rank_*.pt"
 
 @dataclass(frozen=True, kw_only=True)
 class OwnedExperts:
-    """One layer's experts on this rank.
+    """One layer's experts on this rank, by id.
 
-    Attributes:
-        name: of the layer.
-        experts: their ids.
-        shapes: [e, *shape] of each trainable parameter.
-        share: one over the number of ranks that own the same experts, whose gradients are summed in the end.
-        device: of the parameters.
+    shapes: [e, *shape] of each trainable parameter.
+    share: one over the number of ranks that own the same experts, whose gradients are summed in the end.
     """
 
     name: str
@@ -40,7 +36,6 @@ class OwnedExperts:
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """Where a rank's state lies in the folder of a checkpoint."""
     return folder / f"hybridep_rank_{rank:05d}.pt"
 
 
@@ -75,10 +70,7 @@ def capture(
     plan: str,
     step: int,
 ) -> dict[str, Any]:
-    """This rank's state; nothing may be under way, and replicas must hold the weights.
-
-    plan, step: what the state belongs to; a file of another checkpoint may lie in the same folder.
-    """
+    """This rank's state at `plan` and `step`; nothing may be under way, and replicas must hold the weights."""
     captured = {replicas.layer: _capture_layer(replicas) for replicas in layers}
     for layer in owned:
         if layer.name in undelivered:
@@ -90,8 +82,7 @@ def capture(
 def restore(layers: Sequence[Replicas], saved: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     """Become what `capture` saw at the same plan; replicas must hold exact weights by now.
 
-    Returns:
-        By layer what waited for the next gradients of the owned experts.
+    Returns by layer what waited for the next gradients of the owned experts.
     """
     for replicas in layers:
         _restore_layer(replicas, saved["layers"][replicas.layer])
@@ -168,4 +159,4 @@ def _restore_layer(replicas: Replicas, saved: Mapping[str, Any]) -> None:
         level = replicas.level_between(replicas.domain_ranks.index(record["sender"]), replicas.own_slot)
         decoder = feedback.decoder(level, record["sender"], record["slot"])
         assert decoder is not None, f"{replicas.layer}: level {level} has no gradient codec"
-        decoder.expect(record["expected"])
+        decoder.order.expected = record["expected"]

@@ -18,9 +18,6 @@ class LayerSpec:
         name: dotted module name.
         group: name of its expert-parallel group.
         group_ranks: global ranks of that group, in group-rank order.
-        num_experts: E.
-        top_k: K.
-        hidden: D.
         experts: modules with the e experts owned by this rank: one each, or, `is_grouped`, one for all.
         call: runs one of `experts`, as in `HybridMoE`.
         is_grouped: parameters of the module are [e, *shape].
@@ -50,11 +47,7 @@ class LayerSpec:
 
 
 def check_experts(spec: LayerSpec) -> None:
-    """Refuse what a copy of an expert's parameters would not carry.
-
-    Raises:
-        UnsupportedError: the expert has buffers or hooks, no parameters, or others than its neighbours.
-    """
+    """Raise UnsupportedError for experts with buffers or hooks, without parameters, or with different ones."""
     advice = "or set every hybridep domain_size to 1, which needs no copies of experts"
     blocks = lay_out(spec.experts[0], is_grouped=spec.is_grouped)
     if not blocks:

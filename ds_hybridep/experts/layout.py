@@ -49,10 +49,7 @@ class Block:
 
 
 def lay_out(expert: nn.Module, *, is_grouped: bool = False) -> tuple[Block, ...]:
-    """Blocks of an expert, in the order of its parameters.
-
-    is_grouped: the module's parameters hold several experts, [e, *shape].
-    """
+    """Blocks of an expert, in the order of its parameters; `is_grouped`: these are [e, *shape]."""
     members: dict[tuple[torch.dtype, bool], list[ParameterSlice]] = {}
     for name, parameter in expert.named_parameters():
         slices = members.setdefault((parameter.dtype, parameter.requires_grad), [])
@@ -63,7 +60,6 @@ def lay_out(expert: nn.Module, *, is_grouped: bool = False) -> tuple[Block, ...]
 
 
 def num_local_experts(experts: Sequence[nn.Module], *, is_grouped: bool) -> int:
-    """How many experts the modules hold."""
     return full_shape(next(experts[0].parameters()))[0] if is_grouped else len(experts)
 
 
@@ -78,14 +74,11 @@ class Peer:
 
 @dataclass(frozen=True)
 class GatherStage:
-    """One level at which the domain has several members; peers in the order of their offsets.
-
-    weights, gradients: channels; None where only memory is estimated.
-    """
+    """One level at which the domain has several members; peers in the order of their offsets."""
 
     level: int
     peers: tuple[Peer, ...]
-    weights: Channel | None = None
+    weights: Channel | None = None  # until `connect`
     gradients: Channel | None = None
 
 
@@ -98,18 +91,12 @@ def gather_stages(partition: Partition, rank: int) -> tuple[GatherStage, ...]:
     for level, size in enumerate(sizes):
         if size == 1:
             continue
-        held = [  # by offset at this level: slots of any offset at slower levels, and of the own one elsewhere
-            tuple(
-                flatten(place, sizes)
-                for place in itertools.product(
-                    *(
-                        (offset,) if at == level else range(width) if at in slower else (own[at],)
-                        for at, width in enumerate(sizes)
-                    )
-                )
-            )
-            for offset in range(size)
-        ]
+        # By offset at this level: slots of any offset at slower levels, and of the own one elsewhere.
+        offsets: list[Sequence[int]] = [range(n) if at in slower else (own[at],) for at, n in enumerate(sizes)]
+        held = []
+        for offset in range(size):
+            offsets[level] = (offset,)
+            held.append(tuple(flatten(place, sizes) for place in itertools.product(*offsets)))
         peers = [
             Peer(peer, sends=held[own[level]], receives=held[offset])
             for offset, peer in enumerate(partition.gather_peers(rank, level))

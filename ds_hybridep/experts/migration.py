@@ -13,6 +13,7 @@ Forward and step communicate from the main thread, the backward from autograd's;
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -118,9 +119,9 @@ class LayerExperts:
             self.gradients = Gradients.EMPTY if self.returning is None else Gradients.DROPPED
 
     def refuse_changed(self) -> None:
-        """Raise VerificationError where owned parameters were written to since they were shipped.
+        """Raise VerificationError where owned parameters were written to since they were shipped, as torch counts.
 
-        Seen is what torch counts: no write to `parameter.data` or to a flat buffer, and nothing under ZeRO-3.
+        Not seen: writes to `parameter.data` or to a flat buffer, and all under ZeRO-3.
         """
         if self.weights in (Weights.SHIPPING, Weights.FRESH) and self.versions != self._versions():
             # The other ranks do not know: a shipment that this one starts alone would never end.
@@ -152,10 +153,8 @@ class LayerExperts:
             )
 
     def _wait(self, pipeline: StagePipeline, transfer: WeightShipment | GradientReturn) -> None:
-        if self.replicas.feedback is None:
-            pipeline.wait(transfer)
-            return
-        with self.replicas.feedback.counters.timing("exposed_s"):
+        feedback = self.replicas.feedback
+        with nullcontext() if feedback is None else feedback.counters.timing("exposed_s"):
             pipeline.wait(transfer)
 
 
@@ -163,7 +162,6 @@ class MigrationManager:
     """Moves weights and gradients of all layers' experts at the right time.
 
     Args:
-        transport: counters, time limit and the end of background transfers.
         layers: in the order in which the model runs them.
         prefetch_depth: layers between a gradient's return and the wait for it.
         is_boundary: True when the backward that runs is the last before the optimizer step.
@@ -213,7 +211,6 @@ class MigrationManager:
         return _by_slot(replicas, iter(_held(replicas, own)))
 
     def wait_for_weights(self, position: int) -> None:
-        """Block until the layer's replicas hold the weights to compute with."""
         self.layers[position].finish_shipment()
 
     def watch_backward(self, _position: int, outputs: Tensor) -> Tensor:
@@ -234,21 +231,17 @@ class MigrationManager:
         """
         layer = self.layers[position]
         if is_in_backward():
-            return _prefetch(self, layer)
+            return _prefetch(layer)
         for later in self.layers[position + 1 : position + 1 + self._depth]:
             if later.prefetched is None and later.replicas.trainable_names:
-                later.prefetched = _prefetch(self, later)
+                later.prefetched = _prefetch(later)
         prefetched, layer.prefetched = layer.prefetched, None
-        return prefetched if prefetched is not None else _prefetch(self, layer)
+        return prefetched if prefetched is not None else _prefetch(layer)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
     def take_gradients(self, layer: LayerExperts, handle: ReturnHandle, gradients: Sequence[Tensor]) -> None:
-        """Add replica gradients to the sums; at the boundary start their return.
-
-        Raises:
-            GradientNotReturnedError: the forward ran before another plan took over.
-        """
+        """Add replica gradients to the sums; at the boundary start their return."""
         layer.refuse_released()
         layer.add_gradients(gradients)
         handle.operation = None
@@ -257,18 +250,14 @@ class MigrationManager:
         self.progress()
 
     def progress(self) -> None:
-        """Start whatever can start in the background.  Never blocks."""
+        """Start what can start in the background.  Never blocks."""
         for pipeline in self._pipelines:
             pipeline.progress()
 
     # -- around the optimizer step -------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Make sure that nothing is under way and no gradient was left behind.
-
-        Raises:
-            GradientNotReturnedError: a layer did not run in the boundary backward but holds gradients of earlier ones.
-        """
+        """Make sure that nothing is under way; raise GradientNotReturnedError if a gradient was left behind."""
         self.check_returned("step()")
         self.finish_shipments()
 
@@ -317,7 +306,6 @@ class MigrationManager:
             layer.drop_gradients()
 
     def finish_shipments(self) -> None:
-        """Wait for weights on their way."""
         for layer in self.layers:
             layer.finish_shipment()
 
@@ -328,12 +316,11 @@ class MigrationManager:
             pipeline.drain()
 
     def release(self) -> None:
-        """Free replicas and sums."""
         for layer in self.layers:
             layer.release()
 
     def describe_memory(self) -> str:
-        """What replicas take on this rank, for the log."""
+        """For the log."""
         return f"replicas and their gradients {self.replica_bytes / 2**20:.1f} MiB per rank"
 
     @property
@@ -377,9 +364,9 @@ def _stand_in(replicas: Replicas) -> list[nn.Parameter]:
     return stand_in(replicas.owned_parameters()) if replicas.is_partitioned else []
 
 
-def _prefetch(manager: MigrationManager, layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
+def _prefetch(layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
     handle, away = ReturnHandle(), _stand_in(layer.replicas)
-    aliases = _Prefetch.apply(manager, layer, handle, *layer.replicas.owned_parameters())
+    aliases = _Prefetch.apply(layer, handle, *layer.replicas.owned_parameters())
     if away:
         take_away(away)
     return handle, aliases
@@ -389,10 +376,8 @@ class _Prefetch(Function):
     """Identity on the owned parameters; its backward waits for what the other ranks computed, and adds it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, manager: MigrationManager, layer: LayerExperts, handle: ReturnHandle, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.manager, ctx.layer, ctx.handle = manager, layer, handle
+    def forward(ctx: Any, layer: LayerExperts, handle: ReturnHandle, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer, ctx.handle = layer, handle
         return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
@@ -403,11 +388,11 @@ class _Prefetch(Function):
         if away:
             torch.autograd.Variable._execution_engine.queue_callback(partial(take_away, away))
         if ctx.handle.operation is None:  # not the accumulation boundary: the owner's own part only
-            return None, None, None, *gradients
+            return None, None, *gradients
         with profiler_range("prefetch_backward", ctx.layer.replicas.layer):
             returned = ctx.layer.finish_return(ctx.handle)
             summed = ((own.float() + other).to(own.dtype) for own, other in zip(gradients, returned, strict=True))
-            return None, None, None, *summed
+            return None, None, *summed
 
 
 class _Acquire(Function):

@@ -14,12 +14,10 @@ from torch import nn
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """The parameter's shape when it is whole."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """True where ZeRO-3 decides when the parameter is whole."""
     return hasattr(parameter, "ds_id")
 
 
@@ -37,12 +35,9 @@ def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def stand_in(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Give parameters that are away their whole shape, over one element of memory; `take_away` ends it.
+    """Give parameters that are away their whole shape, over one element of memory, and return them.
 
     Autograd asks for the shape twice: when a parameter enters a graph, and when its gradient is accumulated.
-
-    Returns:
-        Those that were away.
     """
     away = [parameter for parameter in parameters if _is_away(parameter)]
     for parameter in away:

@@ -8,6 +8,7 @@ One tensor for each block of `experts.layout`.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,9 @@ class Replicas:
     """One layer's replicas on this rank.
 
     Args:
-        layer: name of the layer, for messages.
-        experts: the e experts owned by this rank, one module each; grouped, one module for all of them.
+        experts: the e experts owned by this rank, one module each; `is_grouped`: one, with parameters [e, *shape].
         partition: of the layer's expert-parallel group.
-        stages: from `layout.gather_stages`.
-        rank: global rank of this process.
-        encoding: how weights and gradients travel.
-        changes: of the step under way, shared by all layers.
-        is_grouped: `experts` is one module, whose parameters are [e, *shape].
+        changes: shared by all layers.
         is_transient: weights have no memory until `TransientWeights` gives them some, and sums only while some wait to
             return; weights must travel as they are.
     """
@@ -67,11 +63,11 @@ class Replicas:
         streams = streams_of(sample.device)
         self.streams = streams if isinstance(streams, DeviceStreams) else None  # None: work runs where it is written
         new = torch.empty if is_transient else torch.zeros
+        slots = range(len(self.domain_ranks))
         self.weights = [
-            new(len(self.domain_ranks), self.num_local * block.num_elements, dtype=block.dtype, device=sample.device)
+            new(len(slots), self.num_local * block.num_elements, dtype=block.dtype, device=sample.device)
             for block in self.blocks
         ]
-        slots = range(len(self.domain_ranks))
         self.weight_parts = [self._trainable_parts(self.weights, slot) for slot in slots]
         self.weights_by_name = [
             [self._named_views(slot, module_idx) for module_idx in range(len(self.experts))] for slot in slots
@@ -97,9 +93,8 @@ class Replicas:
     def _make_feedback(self, changes: StepChanges) -> Feedback | None:
         """None where everything travels as it is, or nothing does but at the start because all is frozen."""
         levels = [stage.level for stage in self.stages]
-        codecs = [codecs[level] for codecs in (self.encoding.weight_codecs, self.encoding.gradient_codecs)
-                  for level in levels]  # fmt: skip
-        if not self.parts or not any(codecs):
+        weights, gradients = self.encoding.weight_codecs, self.encoding.gradient_codecs
+        if not self.parts or not any(weights[level] or gradients[level] for level in levels):
             return None
         replicas = {
             slot: (self.level_between(self.own_slot, slot), self.weight_parts[slot]) for slot in self.replica_slots
@@ -166,13 +161,9 @@ class Replicas:
             for place in [places[name]]
             if not trainable_only or name in self.trainable_names
         ]
-        if self.is_partitioned:
-            with gathered([parameter for _, parameter in pairs]):
-                for place, parameter in pairs:
-                    place.copy_(parameter.detach())
-            return
-        for place, parameter in pairs:
-            place.copy_(parameter.detach())
+        with gathered([parameter for _, parameter in pairs]) if self.is_partitioned else nullcontext():
+            for place, parameter in pairs:
+                place.copy_(parameter.detach())
 
     def source_weights(self) -> list[Tensor]:
         """Owned trainable weights as exact as this rank has them, [e, *shape], in the order of `parts`.
@@ -214,20 +205,19 @@ class Replicas:
             self._make_sums()
         iterator = iter(gradients)
         for slot in self.replica_slots:
-            for module_idx in range(len(self.experts)):
-                for part in self.sum_parts[slot]:
-                    (part if self.is_grouped else part[module_idx]).add_(next(iterator))
+            for part in self._by_module(self.sum_parts[slot]):
+                part.add_(next(iterator))
 
     def take_returned(self) -> list[Tensor]:
         """What came back for the owned experts, fp32, by `experts` and `trainable_names`; clears all sums."""
-        parts = self.sum_parts[self.own_slot]
-        returned = [
-            (part if self.is_grouped else part[module_idx]).clone()
-            for module_idx in range(len(self.experts))
-            for part in parts
-        ]
+        returned = [part.clone() for part in self._by_module(self.sum_parts[self.own_slot])]
         self.clear_sums()
         return returned
+
+    def _by_module(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        if self.is_grouped:
+            return list(parts)
+        return [part[module_idx] for module_idx in range(len(self.experts)) for part in parts]
 
     def clear_sums(self) -> None:
         """Forget all partial gradients."""
@@ -241,7 +231,6 @@ class Replicas:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held now."""
         weights = sum(tensor.untyped_storage().nbytes() for tensor in self.weights)
         sums = sum(tensor.nbytes for tensor in self.sums if tensor is not None)
         return weights + sums + (self.feedback.num_bytes(self.weights) if self.feedback is not None else 0)
@@ -255,11 +244,9 @@ class Replicas:
                         self.feedback.encoder(stage.level, slot)
 
     def release(self) -> None:
-        """Give up all that is held; nothing can be done with it afterwards."""
         self.weights, self.sums, self.weight_parts, self.sum_parts, self.weights_by_name = [], [], [], [], []
         self.feedback = None
 
     def expert_ids(self, slot: int) -> range:
-        """Ids of a slot's experts in the layer."""
         owner = self.partition.group_ranks.index(self.domain_ranks[slot])
         return range(owner * self.num_local, (owner + 1) * self.num_local)

@@ -35,15 +35,10 @@ class StagedTransfer(ABC):
         self._completed: Mark = None
 
     def can_advance(self) -> bool:
-        """True when `advance` would not block."""
         return not self.is_complete and (self._transfer is None or self._transfer.is_done())
 
     def advance(self) -> None:
-        """Wait for the stage under way, take in what arrived, and start the next one.
-
-        Raises:
-            CommunicationError: the stage under way failed or passed the time limit.
-        """
+        """Wait for the stage under way, take in what arrived, and start the next one."""
         streams = self.replicas.streams
         with _NOTHING if streams is None else streams.aside():
             if self._transfer is not None:
@@ -63,7 +58,6 @@ class StagedTransfer(ABC):
             self.replicas.streams.follow(self._completed)
 
     def describe_stall(self, timeout_s: float) -> str:
-        """For the error when nothing finished within the time limit."""
         if self._transfer is None:
             return f"{self.purpose}: its first stage did not start within the time limit of {timeout_s:g} s"
         return self._transfer.describe(f"passed the time limit of {timeout_s:g} s")
@@ -143,7 +137,7 @@ class WeightShipment(StagedTransfer):
             self._fresh.append(slot)
         if self._is_exact or replica is None:
             return [self.replicas.weights[i][slot] for i in self._blocks]
-        num_bytes = replica.layout.num_bytes(replica.step)
+        num_bytes = replica.layout.num_bytes(replica.order.expected)
         self._arrived[slot] = torch.empty(num_bytes, dtype=torch.uint8, device=self.replicas.device)
         return [self._arrived[slot]]
 
@@ -209,7 +203,7 @@ class GradientReturn(StagedTransfer):
                     messages.append(torch.empty_like(sums[slot], dtype=block.dtype))
                     self._arrivals.append(partial(sums[slot].add_, messages[-1]))
             return messages
-        num_bytes = decoder.layout.num_bytes(decoder.step)
+        num_bytes = decoder.layout.num_bytes(decoder.order.expected)
         message = torch.empty(num_bytes, dtype=torch.uint8, device=replicas.device)
         self._arrivals.append(partial(decoder.add, message, replicas.sum_parts[slot], self._scale))
         return [message]
@@ -233,7 +227,7 @@ class StagePipeline:
         self._under_way: deque[StagedTransfer] = deque()
 
     def start(self, transfer: StagedTransfer) -> None:
-        """Start the first stage.  Never blocks."""
+        """Never blocks."""
         transfer.advance()
         self._under_way.append(transfer)
 
@@ -266,6 +260,5 @@ class StagePipeline:
                     raise CommunicationError(transfer.describe_stall(self._transport.timeout_s))
 
     def drain(self) -> None:
-        """Block until every transfer is complete."""
         while self._under_way:
             self.wait(self._under_way[-1])

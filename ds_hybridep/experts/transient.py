@@ -2,7 +2,7 @@
 """Migration with replicas that are held around their use only: gathered ahead of a forward, and again of a backward.
 
     forward    acquire(l): gather l+1 .. l+depth    experts of layer l
-    backward   begin_backward(l): gather l-1 .. l-depth, wait for l    experts of layer l    acquire(l)
+    backward   hold(l): gather l-1 .. l-depth, wait for l    experts of layer l    acquire(l)
 
 `ReplicaPool` decides what is gathered and given back.  It follows calls alone, not times, so all ranks start the same
 transfers in the same order.  The optimizer step makes all that is held old; in between weights do not change, and
@@ -73,9 +73,7 @@ class TransientWeights:
 class TransientMigration(MigrationManager):
     """Holds replica weights of at most `prefetch_depth` + 1 layers.
 
-    Args:
-        transport, layers, is_boundary: as for `MigrationManager`; with transient replicas.
-        prefetch_depth: layers that are gathered ahead, too.
+    prefetch_depth: layers that are gathered ahead, too.
     """
 
     def __init__(
@@ -100,11 +98,6 @@ class TransientMigration(MigrationManager):
         """The same outputs of a layer's experts; the backward from them first has the replicas again."""
         return _WatchBackward.apply(self, position, outputs) if outputs.requires_grad else outputs
 
-    def begin_backward(self, position: int) -> None:
-        """Have a layer's replicas for its experts' backward; called before that."""
-        with profiler_range("gather_for_backward", self.layers[position].replicas.layer):
-            self.hold(position)
-
     def hold(self, position: int) -> None:
         """Have a layer's replicas, from here on until another layer's are asked for."""
         self.layers[position].refuse_released()
@@ -113,17 +106,15 @@ class TransientMigration(MigrationManager):
         self.wait_for_weights(position)
 
     def stamp(self) -> None:
-        """Call after owned experts' copies were written outside a shipment."""
         for memory in self._memory:
             memory.stamp()
 
     def release(self) -> None:
-        """Free all that is held."""
         self._memory = []
         super().release()
 
     def describe_memory(self) -> str:
-        """What replicas take on this rank at most, for the log."""
+        """For the log."""
         return (
             f"transient replicas of at most {self._pool.capacity} layers, {self.most_weight_bytes / 2**20:.1f} MiB "
             f"per rank beside their gradients"
@@ -177,5 +168,6 @@ class _WatchBackward(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        ctx.manager.begin_backward(ctx.position)
+        with profiler_range("gather_for_backward", ctx.manager.layers[ctx.position].replicas.layer):
+            ctx.manager.hold(ctx.position)
         return None, None, gradient

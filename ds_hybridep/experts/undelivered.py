@@ -38,14 +38,13 @@ def collect(replicas: Replicas, transport: Transport) -> list[Tensor]:
     feedback.forget_gradients()
     total = kept[replicas.own_slot]
     if feedback.gradient_layouts:  # where gradients go as they are, nobody has kept anything for others
-        others = [(slot, replicas.domain_ranks[slot]) for slot in replicas.replica_slots]
-        arrived = {slot: torch.empty(sum(sizes), device=replicas.device) for slot, _ in others}
+        ranks = [replicas.domain_ranks[slot] for slot in replicas.replica_slots]
+        sent = [kept[slot] for slot in replicas.replica_slots]
+        arrived = [torch.empty_like(total) for _ in ranks]
         channel = transport.channel("hand_over", replicas.domain_ranks)
-        sends = [(rank, kept[slot]) for slot, rank in others]
-        receives = [(rank, arrived[slot]) for slot, rank in others]
-        channel.start(sends, receives, Purpose("expert_gradients", "hand-over of residuals", replicas.layer)).wait()
-        for slot, _ in others:  # in the order of ranks: the same sum every time
-            total = total + arrived[slot]
+        purpose = Purpose("expert_gradients", "hand-over of residuals", replicas.layer)
+        channel.start(list(zip(ranks, sent, strict=True)), list(zip(ranks, arrived, strict=True)), purpose).wait()
+        total = sum(arrived, total)  # in the order of ranks: the same sum every time
     return [piece.view(shape) for piece, shape in zip(total.split(sizes), shapes, strict=True)]
 
 
@@ -64,11 +63,7 @@ class UndeliveredGradients:
     Each is added once, to the first gradient that its parameter gets at an accumulation boundary, and is kept until
     the step that uses it was applied.
 
-    Args:
-        experts: by layer the modules with those that this rank owns, one each or one for all.
-        is_boundary: True when the backward that runs is the last before the optimizer step.
-        loss_scale: by which gradients are multiplied now.
-        changes: of the step under way.
+    experts: by layer the modules with those that this rank owns, one each or one for all.
     """
 
     def __init__(
@@ -123,6 +118,6 @@ class UndeliveredGradients:
 
 
 def _trainable_in_order(expert: nn.Module) -> list[nn.Parameter]:
-    """Trainable parameters of an expert, in the order of `Replicas.parts`."""
+    """In the order of `Replicas.parts`."""
     parameters = dict(expert.named_parameters())
     return [parameters[piece.name] for block in lay_out(expert) if block.is_trainable for piece in block.slices]

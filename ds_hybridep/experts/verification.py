@@ -12,11 +12,7 @@ from ds_hybridep.transport.channels import Purpose, Transport
 
 
 def verify(migration: MigrationManager, transport: Transport, kernels: Kernels) -> None:
-    """Compare replicas with their owners; all ranks must call at the same step.
-
-    Raises:
-        VerificationError: names layer, expert owner and the ranks that differ.
-    """
+    """Raise VerificationError where replicas differ from their owners; all ranks must call at the same step."""
     migration.finish_shipments()
     if migration.is_stale:
         return

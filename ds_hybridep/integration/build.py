@@ -52,7 +52,6 @@ class PlannedLayer:
         }
 
     def owned(self, rank: int, world_size: int) -> OwnedExperts:
-        """The layer's experts on `rank`."""
         spec = self.spec
         first = spec.group_ranks.index(rank) * spec.num_local
         blocks = lay_out(spec.experts[0], is_grouped=spec.is_grouped)
@@ -66,14 +65,7 @@ class PlannedLayer:
 
 
 class Builder:
-    """Makes the layers of one plan and what moves their experts.
-
-    Args:
-        config, transport, kernels: of the job.
-        encoding: how weights and gradients travel.
-        changes: of the step under way.
-        is_boundary: True when the backward that runs is the last before the optimizer step.
-    """
+    """Makes the layers of one plan and what moves their experts."""
 
     def __init__(
         self,
@@ -125,7 +117,7 @@ class Builder:
         )  # fmt: skip
 
     def _stages_of(self, layer: PlannedLayer) -> tuple[GatherStage, ...]:
-        """None where every domain is one rank."""
+        """Empty where every domain is one rank."""
         stages = gather_stages(layer.partition, self._transport.rank)
         return connect(stages, self._transport, layer.spec.group, layer.spec.sample.device)
 

@@ -38,15 +38,7 @@ class MemoryNeeds:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.replicas + self.gradient_sums + self.codecs
-
-    def __add__(self, other: "MemoryNeeds") -> "MemoryNeeds":
-        return MemoryNeeds(
-            replicas=self.replicas + other.replicas,
-            gradient_sums=self.gradient_sums + other.gradient_sums,
-            codecs=self.codecs + other.codecs,
-        )
 
 
 DomainSizes = tuple[int, ...]
@@ -64,9 +56,8 @@ def estimate_hybridep_mem_needs_all_live(
 ) -> dict[DomainSizes, MemoryNeeds]:
     """Print what each rank needs for replicas of the model's experts, for all domain sizes.
 
-    Exact for what stays between steps, with the codecs of the block ("auto" counts as exact); packets and other
-    buffers of the moment come on top.  Expert-parallel groups are taken to be consecutive ranks.  Nothing of that size
-    is allocated, and no process group is needed.
+    Exact for what stays between steps; codecs that are "auto" count as exact.  Expert-parallel groups are taken to be
+    consecutive ranks.  Nothing of that size is allocated, and no process group is needed.
 
     Args:
         model: with `deepspeed.moe.layer.MoE` layers or those that AutoEP has made; with `expert_parallel` one of
@@ -78,7 +69,7 @@ def estimate_hybridep_mem_needs_all_live(
         expert_parallel: content of the "expert_parallel" block, for a model that AutoEP has yet to change.
 
     Returns:
-        Bytes by domain sizes, one for each level.
+        Needs by domain sizes, one for each level.
 
     Raises:
         ConfigError, PlanError: the block is wrong or does not fit the model.
@@ -111,11 +102,8 @@ def estimate_hybridep_mem_needs_all_cold(
 
     Args:
         expert_shapes: of the parameters of one expert that are trained, for example [(11008, 4096), (4096, 11008)].
-        num_experts: of a layer.
         ep_size: ranks of an expert-parallel group.
-        num_layers: Mixture-of-Experts layers.
         frozen_shapes: of those that are not trained.
-        block, world_size, dtype, accumulation, returns and raises: likewise.
     """
     if num_experts % ep_size:
         raise ConfigError(f"{num_experts} experts cannot be shared evenly by ep_size {ep_size}; choose a divisor")
@@ -127,15 +115,14 @@ def estimate_hybridep_mem_needs_all_cold(
 
 def _layers_of(module: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
     """The module as a layer, if it is one of DeepSpeed's."""
+    layer: Any = module  # AutoEP's class does not exist everywhere
     if isinstance(module, MoE):
-        experts = module.deepspeed_moe.experts.deepspeed_experts[0].parameters()
-        expert = _shell([(p.shape, dtype or p.dtype, p.requires_grad) for p in experts])
-        return [(expert, module.num_local_experts, module.ep_size)]
-    if not is_autoep_layer(module):
+        pairs = [(p, p.shape) for p in module.deepspeed_moe.experts.deepspeed_experts[0].parameters()]
+    elif is_autoep_layer(module):
+        pairs = [(p, full_shape(p)[1:]) for p in layer.experts.parameters()]
+    else:
         return []
-    layer: Any = module  # of a class that exists where AutoEP does
-    grouped = layer.experts.parameters()
-    expert = _shell([(full_shape(p)[1:], dtype or p.dtype, p.requires_grad) for p in grouped])
+    expert = _shell([(shape, dtype or p.dtype, p.requires_grad) for p, shape in pairs])
     return [(expert, layer.num_local_experts, layer.ep_size)]
 
 
@@ -185,7 +172,7 @@ def _memory_of_layer(experts: Sequence[nn.Module], partition: Partition, encodin
 
 
 def _most_at_once(layers: Sequence[MemoryNeeds], num_held: int, *, accumulates: bool) -> MemoryNeeds:
-    """What transient replicas of these layers need: weights of so many neighbours, and all that codecs keep.
+    """What replicas of these layers need: weights of so many neighbours, and all that codecs keep.
 
     accumulates: several micro-steps are added up, for which the gradient sums of all layers wait.
     """
@@ -206,16 +193,14 @@ def _print_needs(
     alone = (1,) * len(cluster.levels)
     spans = [Partition.build(cluster, range(ep), alone).spans for _, _, ep in layers]
     common = [math.gcd(*level_spans) for level_spans in zip(*spans, strict=True)]
+    num_held = config.advanced.prefetch_depth + 1 if config.replicas == "transient" else len(layers)
     needs: dict[DomainSizes, MemoryNeeds] = {}
     for sizes in itertools.product(*(divisors(span) for span in common)):
         by_layer = [
             _memory_of_layer([expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding)
             for expert, num_local, ep in layers
         ]
-        if config.replicas == "transient":
-            needs[sizes] = _most_at_once(by_layer, config.advanced.prefetch_depth + 1, accumulates=accumulation > 1)
-        else:
-            needs[sizes] = sum(by_layer, MemoryNeeds())
+        needs[sizes] = _most_at_once(by_layer, num_held, accumulates=accumulation > 1)
     print(
         f"Memory needed on each rank for replicas of experts, beside what DeepSpeed needs, in MiB:\n"
         f"{world_size} ranks, {len(layers)} MoE layers, {config.replicas} replicas\n"

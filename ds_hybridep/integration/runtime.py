@@ -75,11 +75,7 @@ class HybridRuntime:
             self.verify()
 
     def verify(self) -> None:
-        """Prove that every replica holds its owner's weights; all ranks must call at the same step.
-
-        Raises:
-            VerificationError: names layer, expert owner and the ranks that differ.
-        """
+        """As `experts.verification.verify`, where there are replicas."""
         if self.migration is not None:
             verify(self.migration, self.transport, self.kernels)
 
@@ -125,11 +121,7 @@ class HybridRuntime:
             self.migration.refresh()
 
     def finish(self) -> None:
-        """Wait for what is under way; all ranks must call.
-
-        Raises:
-            GradientNotReturnedError: in the middle of an accumulation.
-        """
+        """Wait for what is under way; all ranks must call, and not in the middle of an accumulation."""
         if self.migration is not None:
             self.migration.check_returned("detach")
             self.migration.finish()
@@ -146,9 +138,7 @@ class HybridRuntime:
     def hand_over(self) -> dict[str, list[Tensor]]:
         """Give the owners what senders of gradients had kept back, before another plan; all ranks must call.
 
-        Returns:
-            By layer what was not delivered yet of the owned experts, fp32 [e, *shape] for each trainable parameter.
-            Empty where nothing is lossy.
+        Returns by layer what was not delivered of the owned experts, fp32 [e, *shape] for each trainable parameter.
         """
         self.finish()
         kept = {layer: list(parts) for layer, parts in self._undelivered.remove().items()}
@@ -182,10 +172,7 @@ class HybridRuntime:
         return json.dumps({"levels": levels, "layers": [layer.canonical() for layer in self._planned]}, sort_keys=True)
 
     def save_codecs(self, folder: Path, step: int) -> None:
-        """Write what lossy codecs keep into the folder of a checkpoint; all ranks must call, before it is complete.
-
-        step: optimizer steps so far.
-        """
+        """Write what lossy codecs keep into the folder of a checkpoint; all ranks must call, before it is complete."""
         saved = None
         if self.migration is not None:
             if self._feedbacks:
@@ -248,7 +235,6 @@ class HybridRuntime:
 
     @property
     def _feedbacks(self) -> list[Feedback]:
-        """Of the layers that have codecs."""
         return [replicas.feedback for replicas in self._replicas if replicas.feedback is not None]
 
     @property
@@ -262,7 +248,6 @@ class HybridRuntime:
 
     @property
     def token_exchange(self) -> Literal["direct", "hierarchical", "deepspeed"]:
-        """How tokens travel."""
         return self._planned[0].exchange or "deepspeed"
 
     @property
@@ -295,11 +280,9 @@ def prepare_runtime(
     All that settings, layers and ranks may be refused for is refused here, before anything is built.
 
     Args:
-        config: of the job.
         specs: of the model's MoE layers, in the order in which they run.
         is_boundary: True when the backward that runs is the last before the optimizer step.
-        master_of: the optimizer's fp32 copy of a parameter, None where this rank does not hold all of it.
-        loss_scale: by which gradients are multiplied now.
+        master_of, loss_scale: as in `Encoding`.
 
     Raises:
         PlanError: an expert-parallel group is no regular part of the levels, or cannot be split into the domains.

@@ -48,12 +48,10 @@ class CodecSums(CodecCounters):
     def record(self, num_ranks: int = 1) -> dict[str, float]:
         """For `ds_hybridep.stats` and reports, of one rank or of sums over `num_ranks`; seconds are means over these.
 
-        weight_bytes, gradient_bytes: encoded bytes sent under this plan.
         weight_ratio, gradient_ratio: fp32 bytes of what they held over those; 0 where nothing was sent.
         weight_error: relative L2 distance of the replicas from the weights that they stand for, seen by their owner.
         residual_norm: L2 norm of the gradients that were not delivered yet.
-        encode_s, decode_s, exposed_s: seconds under this plan; exposed are those in which this layer's computation
-            waited for weights or gradients, decoding meanwhile included.
+        exposed_s: in which this layer's computation waited for weights or gradients, decoding meanwhile included.
         """
         return {
             "weight_bytes": self.weight_bytes,

@@ -39,7 +39,6 @@ class PacketPart:
 
     @property
     def cols(self) -> int:
-        """Columns as a codec sees them."""
         return math.prod(self.shape) // max(self.rows, 1)
 
     def as_matrices(self, tensor: Tensor) -> Tensor:
@@ -63,7 +62,7 @@ class MessageLayout:
 
     @property
     def fp32_bytes(self) -> int:
-        """Bytes of what a message stands for, in fp32."""
+        """Of what a message stands for."""
         return sum(4 * part.num_experts * part.rows * part.cols for part in self.parts)
 
     def new_message(self, step: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
@@ -80,7 +79,6 @@ class MessageLayout:
         ]
 
     def new_states(self, device: torch.device) -> list[CodecState]:
-        """Encoder states that have encoded nothing yet."""
         return [self.codec.new_state(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
 
     def new_values(self, device: torch.device) -> list[Tensor]:
@@ -99,6 +97,16 @@ class MessageLayout:
                 start += math.ceil(part.num_experts * num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             found = self._places[id(codec)] = (start, places)
         return found
+
+
+def _copy_to(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value)
+
+
+def _load_states(states: Sequence[CodecState], saved: Sequence[dict[str, Any]]) -> None:
+    for state, other in zip(states, saved, strict=True):
+        state.load_state_dict(other)
 
 
 class Mirror:
@@ -136,10 +144,8 @@ class Mirror:
         return {"values": [v.clone() for v in self.values], "states": [state.state_dict() for state in self.states]}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        for value, other in zip(self.values, saved["values"], strict=True):
-            value.copy_(other)
-        for state, other in zip(self.states, saved["states"], strict=True):
-            state.load_state_dict(other)
+        _copy_to(self.values, saved["values"])
+        _load_states(self.states, saved["states"])
 
 
 class Replica:
@@ -149,12 +155,7 @@ class Replica:
         """values: [e, rows, cols] fp32 for each part; may be views of weights that are computed with."""
         self.layout = layout
         self.values = list(values)
-        self.order = PacketOrder()
-
-    @property
-    def step(self) -> int:
-        """The encoder step of the next message."""
-        return self.order.expected
+        self.order = PacketOrder()  # its `expected` is the encoder step of the next message
 
     def assign(self, weights: Sequence[Tensor]) -> None:
         """Hold what was shipped exactly, [e, *shape] for each part."""
@@ -174,7 +175,7 @@ class Replica:
         Raises:
             PacketError: a message before it is missing.
         """
-        packets = self.layout.packets(message, self.step)
+        packets = self.layout.packets(message, self.order.expected)
         if self.order.accept(packets[0]):
             for part, value in zip(packets, self.values, strict=True):
                 self.layout.codec.decode_add(part, value)
@@ -219,8 +220,7 @@ class ResidualEncoder:
     def encode(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
         """The message of gradients ([e, *shape] fp32 for each part), divided by the loss scale; uint8."""
         if self not in self._changes:
-            for saved, residual in zip(self._saved_residuals, self.residuals, strict=True):
-                saved.copy_(residual)
+            _copy_to(self._saved_residuals, self.residuals)
             self._saved_states = [state.state_dict() for state in self.states]
             self._changes.note(self, self._go_back)
         message, packets = self.layout.new_message(self.states[0].step, self.residuals[0].device)
@@ -252,10 +252,8 @@ class ResidualEncoder:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        for residual, other in zip(self.residuals, saved["residuals"], strict=True):
-            residual.copy_(other)
-        for state, other_state in zip(self.states, saved["states"], strict=True):
-            state.load_state_dict(other_state)
+        _copy_to(self.residuals, saved["residuals"])
+        _load_states(self.states, saved["states"])
 
 
 class GradientDecoder:
@@ -263,31 +261,22 @@ class GradientDecoder:
 
     def __init__(self, layout: MessageLayout, changes: StepChanges) -> None:
         self.layout = layout
-        self._order = PacketOrder()
+        self.order = PacketOrder()  # its `expected` is the encoder step of the next message
         self._changes = changes
         self._saved = 0
 
     @property
-    def step(self) -> int:
-        """The encoder step of the next message."""
-        return self._order.expected
-
-    @property
     def committed_step(self) -> int:
         """The encoder step of the next message as of the last applied step."""
-        return self._saved if self in self._changes else self._order.expected
-
-    def expect(self, step: int) -> None:
-        """Go on with the message of this encoder step."""
-        self._order.expected = step
+        return self._saved if self in self._changes else self.order.expected
 
     def add(self, message: Tensor, sums: Sequence[Tensor], scale: float) -> None:
         """Add what a message holds, times the loss scale, to `sums` ([e, *shape] fp32 for each part)."""
         if self not in self._changes:
-            self._saved = self._order.expected
-            self._changes.note(self, lambda: self.expect(self._saved))
-        packets = self.layout.packets(message, self.step)
-        if not self._order.accept(packets[0]):
+            self._saved = self.order.expected
+            self._changes.note(self, lambda: setattr(self.order, "expected", self._saved))
+        packets = self.layout.packets(message, self.order.expected)
+        if not self.order.accept(packets[0]):
             return
         for part, packet, total in zip(self.layout.parts, packets, sums, strict=True):
             matrices = total.view(part.num_experts, part.rows, part.cols)
@@ -298,12 +287,10 @@ class GradientDecoder:
 
 
 def no_master(_: nn.Parameter) -> Tensor | None:
-    """For optimizers that keep no copy of their own."""
     return None
 
 
 def no_scale() -> float:
-    """For losses that are not scaled."""
     return 1.0
 
 
@@ -312,7 +299,6 @@ class Encoding:
     """How weights and gradients travel; codecs by level index, None where they go as they are.
 
     master_of: the optimizer's fp32 copy of a parameter, flat or shaped; None where this rank does not hold all of it.
-    loss_scale: by which gradients are multiplied now.
     """
 
     weight_codecs: tuple[Codec | None, ...]
@@ -325,11 +311,9 @@ class Feedback:
     """All that lossy codecs keep for one layer on this rank.
 
     Args:
-        encoding: codecs by level.
-        parts: trainable parameters of a slot.
         levels: that the layer's weights and gradients cross.
         replicas: by slot of another rank the level to its owner, and its weights [e, *shape] for each part.
-        changes: of the step under way, shared by all layers.
+        changes: shared by all layers.
     """
 
     def __init__(
@@ -361,23 +345,22 @@ class Feedback:
                     self.mirrors[name] = Mirror(MessageLayout(codec, parts), device)
         for slot, (level, weights) in replicas.items():
             if (codec := encoding.weight_codecs[level]) is not None:
+                layout = MessageLayout(codec, parts)
                 values = [
-                    weight.view(part.num_experts, part.rows, part.cols)
-                    if weight.dtype == torch.float32
-                    else torch.zeros(part.num_experts, part.rows, part.cols, device=device)
-                    for part, weight in zip(parts, weights, strict=True)
+                    weight.view(value.shape) if weight.dtype == torch.float32 else value
+                    for value, weight in zip(layout.new_values(device), weights, strict=True)
                 ]
-                self.replicas[slot] = Replica(MessageLayout(codec, parts), values)
+                self.replicas[slot] = Replica(layout, values)
 
     def encoder(self, level: int, slot: int) -> ResidualEncoder | None:
-        """The sender of a slot's gradients over a level; None where they go as they are."""
+        """Made when first asked for; None where gradients go as they are."""
         if (level, slot) not in self.encoders and level in self.gradient_layouts:
             layout = self.gradient_layouts[level]
             self.encoders[level, slot] = ResidualEncoder(layout, self._device, self.changes)
         return self.encoders.get((level, slot))
 
     def decoder(self, level: int, sender: int, slot: int) -> GradientDecoder | None:
-        """The receiver of a rank's messages for a slot; None where they come as they are."""
+        """Likewise."""
         if (sender, slot) not in self.decoders and level in self.gradient_layouts:
             self.decoders[sender, slot] = GradientDecoder(self.gradient_layouts[level], self.changes)
         return self.decoders.get((sender, slot))
@@ -400,12 +383,7 @@ class Feedback:
     def num_bytes(self, weights: Sequence[Tensor]) -> int:
         """Bytes held beside weights and gradient sums; replicas that are views of `weights` are not counted."""
         shared = {tensor.untyped_storage()._cdata for tensor in weights}  # by identity: some have no address
-        held = [tensor for mirror in self.mirrors.values() for tensor in mirror.tensors()]
-        held += [
-            value
-            for replica in self.replicas.values()
-            for value in replica.values
-            if value.untyped_storage()._cdata not in shared
-        ]
-        held += [tensor for encoder in self.encoders.values() for tensor in encoder.tensors()]
-        return sum(tensor.nbytes for tensor in held)
+        senders: list[Mirror | ResidualEncoder] = [*self.mirrors.values(), *self.encoders.values()]
+        held = [tensor for sender in senders for tensor in sender.tensors()]
+        held += [value for replica in self.replicas.values() for value in replica.values]
+        return sum(tensor.nbytes for tensor in held if tensor.untyped_storage()._cdata not in shared)
