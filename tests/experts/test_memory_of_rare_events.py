@@ -41,7 +41,7 @@ def test_verification_makes_no_copies_of_the_weights() -> None:
         from ds_hybridep.plan.partition import Partition
         from ds_hybridep.sync.feedback import Encoding, StepChanges
 
-        experts = [torch.nn.Linear(4096, 4096, bias=False)]  # 64 MiB, and as much for each slot
+        experts = [torch.nn.Linear(8192, 4096, bias=False)]  # 128 MiB, and as much for each slot
         partition = Partition.build(Cluster((Level("dc", 2),)), (0, 1), (2,))
         stages = gather_stages(partition, 0)
         replicas = Replicas("layer", experts, partition, stages, 0, Encoding((None,), (None,)), StepChanges())
@@ -52,7 +52,8 @@ def test_verification_makes_no_copies_of_the_weights() -> None:
         def run():
             checksums(replicas, kernels)
     """
-    assert growth_of(program) < 32
+    # The definition looks at 2^20 words at a time, which takes some 40 MiB for tensors of any size.
+    assert growth_of(program) < 64
 
 
 def test_a_resume_under_another_plan_reads_only_what_concerns_the_own_experts(tmp_path: Path) -> None:
