@@ -28,7 +28,7 @@ from ds_hybridep.plan.row_format import SCALE_BLOCK, RowFormat, num_scales, reco
 FP32_BIAS, FP32_INFINITY, NOT_FINITE = 127, 0x7F800000, 255
 SMALLEST_EXPONENT = 17  # scale 2^-110: no step of a format is then a subnormal number, which processors may flush
 POSITIONS = 65521  # of words in `bit_sums`, then they begin anew: a product of a word and its position fits 32 bits
-WORDS_AT_A_TIME = 2**20  # bounds the memory of `bit_sums`
+WORDS_AT_A_TIME = 2**18  # bounds the memory of `bit_sums`
 LARGEST_SCALED = {"int8": 127.0, "fp8": 464.0}  # 464 is the largest that rounds to 448, which is fp8's largest
 
 
