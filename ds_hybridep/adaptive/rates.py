@@ -14,7 +14,8 @@ from ds_hybridep.experts.layout import lay_out
 from ds_hybridep.kernels import Mode
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.layout import CodecCost, Rates
-from ds_hybridep.sync.feedback import MessageLayout, Mirror, PacketPart, Replica
+from ds_hybridep.sync.messages import MessageLayout, PacketPart
+from ds_hybridep.sync.mirrors import Mirror, Replica
 from ds_hybridep.transport.streams import streams_of
 
 EXPERT_ROWS = (16, 256)
@@ -52,7 +53,7 @@ def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkPr
     layout, device = MessageLayout(codec, parts), spec.sample.device
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(p.num_experts, *p.shape, generator=generator).to(device) for p in parts]
-    mirror, replica = Mirror(layout, device), Replica(layout, layout.new_values(device))
+    mirror, replica = Mirror(layout, device), Replica(layout, [torch.zeros_like(weight) for weight in weights])
     probe.table([0.0])
     encode_s, decode_s, streams = [], [], streams_of(device)
     streams.synchronize()
@@ -61,7 +62,7 @@ def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkPr
         message = mirror.encode(weights)
         streams.synchronize()
         middle_s = time.perf_counter()
-        replica.apply(message)
+        replica.apply([message])
         streams.synchronize()
         encode_s.append(middle_s - begin_s)
         decode_s.append(time.perf_counter() - middle_s)

@@ -122,20 +122,16 @@ def _capture_layer(replicas: Replicas) -> dict[str, Any]:
     feedback = replicas.feedback
     if feedback is None:
         return {"mirrors": {}, "replicas": [], "encoders": [], "decoders": []}
+    gradients = feedback.gradient_state()
+    for record in gradients["encoders"]:
+        record["experts"] = list(replicas.expert_ids(record["slot"]))
     return {
         "mirrors": {name: mirror.state_dict() for name, mirror in feedback.mirrors.items()},
         "replicas": [
             {"slot": slot, "values": replica.values, "expected": replica.order.expected}
-            for slot, replica in feedback.replicas.items()
+            for slot, replica in feedback.lossy_replicas.items()
         ],
-        "encoders": [
-            {"level": level, "slot": slot, "experts": list(replicas.expert_ids(slot)), **encoder.state_dict()}
-            for (level, slot), encoder in feedback.encoders.items()
-        ],
-        "decoders": [
-            {"sender": sender, "slot": slot, "expected": decoder.committed_step}
-            for (sender, slot), decoder in feedback.decoders.items()
-        ],
+        **gradients,
     }
 
 
@@ -146,17 +142,9 @@ def _restore_layer(replicas: Replicas, saved: Mapping[str, Any]) -> None:
     for name, mirror in feedback.mirrors.items():
         mirror.load_state_dict(saved["mirrors"][name])
     for record in saved["replicas"]:
-        replica = feedback.replicas[record["slot"]]
+        replica = feedback.lossy_replicas[record["slot"]]
         for value, other in zip(replica.values, record["values"], strict=True):
             value.copy_(other)
         replica.order.expected = record["expected"]
-        replica.copy_to(replicas.weight_parts[record["slot"]])
-    for record in saved["encoders"]:
-        encoder = feedback.encoder(record["level"], record["slot"])
-        assert encoder is not None, f"{replicas.layer}: level {record['level']} has no gradient codec"
-        encoder.load_state_dict(record)
-    for record in saved["decoders"]:
-        level = replicas.level_between(replicas.domain_ranks.index(record["sender"]), replicas.own_slot)
-        decoder = feedback.decoder(level, record["sender"], record["slot"])
-        assert decoder is not None, f"{replicas.layer}: level {level} has no gradient codec"
-        decoder.order.expected = record["expected"]
+        replica.round()
+    feedback.load_gradient_state(saved)

@@ -27,8 +27,9 @@ from torch.autograd.function import once_differentiable
 from ds_hybridep.errors import GradientNotReturnedError, VerificationError
 from ds_hybridep.experts.partitioned import stand_in, take_away
 from ds_hybridep.experts.replicas import Replicas
-from ds_hybridep.experts.shipment import GradientReturn, StagePipeline, WeightShipment
-from ds_hybridep.transport.channels import Transport, profiler_range
+from ds_hybridep.experts.shipment import WeightShipment
+from ds_hybridep.sync.transfers import Reduce, StagePipeline
+from ds_hybridep.transport.channels import Purpose, Transport, profiler_range
 
 
 class Weights(Enum):
@@ -54,7 +55,7 @@ class Gradients(Enum):
 class ReturnHandle:
     """Shared by the two autograd nodes of one layer call: what acquire's backward has started, and what came of it."""
 
-    operation: GradientReturn | None = None
+    operation: Reduce | None = None
     collected: list[Tensor] | None = None
 
 
@@ -99,7 +100,8 @@ class LayerExperts:
     def start_return(self, handle: ReturnHandle) -> None:
         """ACCUMULATING to RETURNING.  Does not block."""
         self.replicas.make_encoders()  # in the current stream, which is the one that frees what they hold
-        handle.operation, handle.collected = GradientReturn(self.replicas), None
+        purpose = Purpose("expert_gradients", "return of expert gradients", self.replicas.layer)
+        handle.operation, handle.collected = Reduce(self.replicas, purpose), None
         self.gradient_pipeline.start(handle.operation)
         self.returning, self.gradients = handle, Gradients.RETURNING
 
@@ -152,7 +154,7 @@ class LayerExperts:
                 f"or was detached; run both before the change, or both after it"
             )
 
-    def _wait(self, pipeline: StagePipeline, transfer: WeightShipment | GradientReturn) -> None:
+    def _wait(self, pipeline: StagePipeline, transfer: WeightShipment | Reduce) -> None:
         feedback = self.replicas.feedback
         with nullcontext() if feedback is None else feedback.counters.timing("exposed_s"):
             pipeline.wait(transfer)

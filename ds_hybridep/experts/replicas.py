@@ -13,11 +13,15 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from ds_hybridep.codecs import Patch
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.experts.layout import GatherStage, ParameterSlice, lay_out, num_local_experts
+from ds_hybridep.experts.layout import ParameterSlice, lay_out, num_local_experts
 from ds_hybridep.experts.partitioned import gathered
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.sync.feedback import Encoding, Feedback, PacketPart, StepChanges
+from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges
+from ds_hybridep.sync.messages import MessageLayout, PacketPart
+from ds_hybridep.sync.mirrors import Mirror, PatchReplica, PatchSender, Replica
+from ds_hybridep.sync.stages import GatherStage
 from ds_hybridep.transport.streams import DeviceStreams, streams_of
 
 
@@ -69,11 +73,9 @@ class Replicas:
             for block in self.blocks
         ]
         self.weight_parts = [self._trainable_parts(self.weights, slot) for slot in slots]
-        self.weights_by_name = [
-            [self._named_views(slot, module_idx) for module_idx in range(len(self.experts))] for slot in slots
-        ]
+        self.weights_by_name = [self._by_name(self.values(slot, trainable_only=False)) for slot in slots]
         # 3. Sums of gradients.
-        self.sums: list[Tensor | None] = []
+        self.gradient_sums: list[Tensor | None] = []
         self.sum_parts: list[list[Tensor]] = []
         if is_transient:
             for weights in self.weights:
@@ -84,11 +86,11 @@ class Replicas:
         self.feedback = self._make_feedback(changes)
 
     def _make_sums(self) -> None:
-        self.sums = [
+        self.gradient_sums = [
             torch.zeros(weights.shape, dtype=torch.float32, device=weights.device) if block.is_trainable else None
             for block, weights in zip(self.blocks, self.weights, strict=True)
         ]
-        self.sum_parts = [self._trainable_parts(self.sums, slot) for slot in range(len(self.domain_ranks))]
+        self.sum_parts = [self._trainable_parts(self.gradient_sums, slot) for slot in range(len(self.domain_ranks))]
 
     def _make_feedback(self, changes: StepChanges) -> Feedback | None:
         """None where everything travels as it is, or nothing does but at the start because all is frozen."""
@@ -96,10 +98,23 @@ class Replicas:
         weights, gradients = self.encoding.weight_codecs, self.encoding.gradient_codecs
         if not self.parts or not any(weights[level] or gradients[level] for level in levels):
             return None
-        replicas = {
-            slot: (self.level_between(self.own_slot, slot), self.weight_parts[slot]) for slot in self.replica_slots
-        }
-        return Feedback(self.encoding, self.parts, levels, replicas, self.device, changes)
+        feedback = Feedback([self.parts] * len(self.domain_ranks), gradients, self.device, changes)
+        for level in levels:
+            codec = weights[level]
+            if isinstance(codec, Patch):
+                known = next(iter(feedback.patches.values()), None)
+                feedback.patches[level] = known or PatchSender(codec, self.values(self.own_slot, trainable_only=True))
+            elif codec is not None:
+                name = feedback.mirror_names[level] = codec.settings()
+                if name not in feedback.mirrors:
+                    feedback.mirrors[name] = Mirror(MessageLayout(codec, self.parts), self.device)
+        for slot in self.replica_slots:
+            codec = weights[self.level_between(self.own_slot, slot)]
+            if isinstance(codec, Patch):
+                feedback.replicas[slot] = PatchReplica(codec, self.values(slot, trainable_only=True))
+            elif codec is not None:
+                feedback.replicas[slot] = Replica(MessageLayout(codec, self.parts), self.weight_parts[slot])
+        return feedback
 
     def level_between(self, slot: int, other: int) -> int:
         """The slowest level between the ranks of two slots."""
@@ -109,27 +124,44 @@ class Replicas:
 
     # -- views ---------------------------------------------------------------------------------------------------
 
-    def _part(self, tensor: Tensor, slot: int, piece: ParameterSlice) -> Tensor:
-        """View [e, *shape] of one parameter of a slot's experts, in one of `weights` or `sums`."""
+    def _part(self, tensor: Tensor, piece: ParameterSlice) -> Tensor:
+        """View [e, *shape] of one parameter of a slot's experts, in the slot's row of `weights` or `sums`."""
         start, stop = self.num_local * piece.start, self.num_local * piece.stop
-        return tensor[slot, start:stop].view(self.num_local, *piece.shape)
+        return tensor[start:stop].view(self.num_local, *piece.shape)
 
     def _trainable_parts(self, tensors: Sequence[Tensor | None], slot: int) -> list[Tensor]:
         return [
-            self._part(tensor, slot, piece)
+            self._part(tensor[slot], piece)
             for block, tensor in zip(self.blocks, tensors, strict=True)
             if block.is_trainable and tensor is not None
             for piece in block.slices
         ]
 
-    def _named_views(self, slot: int, module_idx: int) -> dict[str, Tensor]:
-        """Weights in a slot by parameter name, for one of `experts`."""
-        return {
-            piece.name: part if self.is_grouped else part[module_idx]
-            for block, weights in zip(self.blocks, self.weights, strict=True)
+    def _by_name(self, values: Sequence[Tensor], *, trainable_only: bool = False) -> list[dict[str, Tensor]]:
+        """A slot's weights by parameter name for each of `experts`, in what `values` gives or something alike."""
+        blocks = [block for block in self.blocks if block.is_trainable or not trainable_only]
+        parts = {
+            piece.name: self._part(tensor, piece)
+            for block, tensor in zip(blocks, values, strict=True)
             for piece in block.slices
-            for part in [self._part(weights, slot, piece)]
         }
+        return [
+            {name: part if self.is_grouped else part[module_idx] for name, part in parts.items()}
+            for module_idx in range(len(self.experts))
+        ]
+
+    def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
+        """Weights of a slot, [e * n] for each block."""
+        pairs = zip(self.blocks, self.weights, strict=True)
+        return [weights[slot] for block, weights in pairs if block.is_trainable or not trainable_only]
+
+    def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
+        """Partial gradients of a slot, fp32 [e * n] for each trainable block, and the type in which they travel."""
+        pairs = zip(self.blocks, self.gradient_sums, strict=True)
+        return [(sums[slot], block.dtype) for block, sums in pairs if sums is not None]
+
+    def loss_scale(self) -> float:
+        return self.encoding.loss_scale()
 
     def trainable_weights(self, slots: Iterable[int]) -> list[Tensor]:
         """Trainable weights as they are held, by slot, `experts` and `trainable_names`."""
@@ -150,15 +182,24 @@ class Replicas:
         return [parameters[name] for parameters in named for name in self.trainable_names]
 
     def load_own_weights(self, *, trainable_only: bool) -> None:
-        """Copy the owned experts' parameters into the own slot.  Reads them afresh: ZeRO re-points parameters.
+        """Copy the owned experts' parameters into the own slot.
 
         Under ZeRO-3 the ranks that share them must call together.
         """
+        self._load(self.weights_by_name[self.own_slot], trainable_only=trainable_only)
+
+    def own_weights(self) -> list[Tensor]:
+        """The owned experts' trainable parameters as `values` has those of a slot; the own slot stays as it is."""
+        values = [torch.empty_like(sent) for sent in self.values(self.own_slot, trainable_only=True)]
+        self._load(self._by_name(values, trainable_only=True), trainable_only=True)
+        return values
+
+    def _load(self, places_of: Sequence[dict[str, Tensor]], *, trainable_only: bool) -> None:
+        """Reads parameters afresh: ZeRO re-points them."""
         pairs = [
-            (place, parameter)
-            for expert, places in zip(self.experts, self.weights_by_name[self.own_slot], strict=True)
+            (places[name], parameter)
+            for expert, places in zip(self.experts, places_of, strict=True)
             for name, parameter in expert.named_parameters()
-            for place in [places[name]]
             if not trainable_only or name in self.trainable_names
         ]
         with gathered([parameter for _, parameter in pairs]) if self.is_partitioned else nullcontext():
@@ -201,7 +242,7 @@ class Replicas:
 
         gradients: in the order of `replica_slots`, then of `experts`, then `trainable_names`.
         """
-        if not self.sums:
+        if not self.gradient_sums:
             self._make_sums()
         iterator = iter(gradients)
         for slot in self.replica_slots:
@@ -222,8 +263,8 @@ class Replicas:
     def clear_sums(self) -> None:
         """Forget all partial gradients."""
         if self._is_transient:
-            self.sums, self.sum_parts = [], []
-        for sums in self.sums:
+            self.gradient_sums, self.sum_parts = [], []
+        for sums in self.gradient_sums:
             if sums is not None:
                 sums.zero_()
 
@@ -232,7 +273,7 @@ class Replicas:
     @property
     def num_bytes(self) -> int:
         weights = sum(tensor.untyped_storage().nbytes() for tensor in self.weights)
-        sums = sum(tensor.nbytes for tensor in self.sums if tensor is not None)
+        sums = sum(tensor.nbytes for tensor in self.gradient_sums if tensor is not None)
         return weights + sums + (self.feedback.num_bytes(self.weights) if self.feedback is not None else 0)
 
     def make_encoders(self) -> None:
@@ -244,7 +285,7 @@ class Replicas:
                         self.feedback.encoder(stage.level, slot)
 
     def release(self) -> None:
-        self.weights, self.sums, self.weight_parts, self.sum_parts, self.weights_by_name = [], [], [], [], []
+        self.weights, self.gradient_sums, self.weight_parts, self.sum_parts, self.weights_by_name = [], [], [], [], []
         self.feedback = None
 
     def expert_ids(self, slot: int) -> range:

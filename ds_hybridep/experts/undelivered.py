@@ -37,7 +37,9 @@ def collect(replicas: Replicas, transport: Transport) -> list[Tensor]:
         kept[slot] += torch.cat([residual.reshape(-1) for residual in encoder.residuals])
     feedback.forget_gradients()
     total = kept[replicas.own_slot]
-    if feedback.gradient_layouts:  # where gradients go as they are, nobody has kept anything for others
+    if any(
+        feedback.gradient_codecs[stage.level] for stage in replicas.stages
+    ):  # where gradients go as they are, nobody has kept anything for others
         ranks = [replicas.domain_ranks[slot] for slot in replicas.replica_slots]
         sent = [kept[slot] for slot in replicas.replica_slots]
         arrived = [torch.empty_like(total) for _ in ranks]

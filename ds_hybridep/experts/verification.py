@@ -44,7 +44,7 @@ def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
     frozen = [
         tensor for block, tensor in zip(replicas.blocks, replicas.weights, strict=True) if not block.is_trainable
     ]
-    lossy = {} if replicas.feedback is None else replicas.feedback.replicas
+    lossy = {} if replicas.feedback is None else replicas.feedback.lossy_replicas
     mirrors = [] if replicas.feedback is None else list(replicas.feedback.mirrors.values())
     held = [
         [tensor[slot] for tensor in frozen] + lossy[slot].values

@@ -9,15 +9,16 @@ from ds_hybridep.codecs import Codec, make_codec
 from ds_hybridep.config import IDENTITY, CodecConfig, HybridEPConfig
 from ds_hybridep.experts.codec_checkpoint import OwnedExperts
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
-from ds_hybridep.experts.layout import GatherStage, connect, gather_stages, lay_out
+from ds_hybridep.experts.layout import lay_out
 from ds_hybridep.experts.migration import LayerExperts, MigrationManager
 from ds_hybridep.experts.replicas import Replicas
-from ds_hybridep.experts.shipment import StagePipeline
 from ds_hybridep.experts.transient import TransientMigration
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
 from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
+from ds_hybridep.sync.transfers import StagePipeline
 from ds_hybridep.tokens.exchange import Exchange, build_exchanges
 from ds_hybridep.tokens.layer import HybridMoE, expert_to_slot
 from ds_hybridep.transport.channels import Transport

@@ -13,7 +13,6 @@ from torch import nn
 
 from ds_hybridep.config import AUTO_CODEC, IDENTITY, HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.experts.layout import gather_stages
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.integration.autoep import is_autoep_layer
@@ -21,6 +20,7 @@ from ds_hybridep.integration.build import encoding_of
 from ds_hybridep.plan.cluster import divisors
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.stages import gather_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ def _memory_of_layer(experts: Sequence[nn.Module], partition: Partition, encodin
     held = Replicas("", experts, partition, gather_stages(partition, rank), rank, encoding, StepChanges())
     held.make_encoders()
     replicas = sum(weights.nbytes for weights in held.weights)
-    sums = sum(sums.nbytes for sums in held.sums if sums is not None)
+    sums = sum(sums.nbytes for sums in held.gradient_sums if sums is not None)
     return MemoryNeeds(replicas=replicas, gradient_sums=sums, codecs=held.num_bytes - replicas - sums)
 
 

@@ -143,7 +143,7 @@ class HybridRuntime:
         self.finish()
         kept = {layer: list(parts) for layer, parts in self._undelivered.remove().items()}
         for replicas in self._replicas:
-            if replicas.feedback is not None and replicas.feedback.gradient_layouts:
+            if replicas.feedback is not None and replicas.feedback.is_lossy_for_gradients:
                 collected = collect(replicas, self.transport)
                 waiting = kept.get(replicas.layer)
                 kept[replicas.layer] = collected if waiting is None else list(map(torch.add, collected, waiting))

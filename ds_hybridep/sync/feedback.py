@@ -1,184 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert weights and gradients in encoded form: mirrors, residuals, and the messages that carry packets.
+"""What encoding needs from step to step: mirrors of weights, residuals of gradients, and how to undo a step.
 
-A message holds one packet for each trainable parameter of each of the e experts of a slot:
-
-    [parameter 0, expert 0 | parameter 0, expert 1 | ... | padding | parameter 1, expert 0 | ...]
-
-Weights travel as deltas.  The owner keeps a mirror of what its replicas hold, encodes weight - mirror and adds to the
-mirror what it has encoded; a replica adds the same.  What a codec left out is still in weight - mirror the next time.
 Gradients travel as they are, plus what earlier packets of the same sender left out: its residual.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ds_hybridep.codecs import Codec, CodecState, PacketOrder
+from ds_hybridep.codecs import Codec, PacketOrder, Patch
 from ds_hybridep.sync.counters import CodecCounters, CodecSums
-
-ALIGNMENT_BYTES = 16
-
-
-@dataclass(frozen=True)
-class PacketPart:
-    """One parameter in a message."""
-
-    name: str
-    shape: torch.Size
-    num_experts: int
-
-    @property
-    def rows(self) -> int:
-        """Rows as a codec sees them: 1 for vectors and scalars."""
-        return self.shape[0] if len(self.shape) > 1 else 1
-
-    @property
-    def cols(self) -> int:
-        return math.prod(self.shape) // max(self.rows, 1)
-
-    def as_matrices(self, tensor: Tensor) -> Tensor:
-        """[e, *shape] as a codec wants it, [e, rows, cols] fp32."""
-        return tensor.float().reshape(self.num_experts, self.rows, self.cols)
-
-
-@dataclass(frozen=True)
-class MessageLayout:
-    """The packets of one slot, for one codec."""
-
-    codec: Codec
-    parts: tuple[PacketPart, ...]
-    _places: dict[int, tuple[int, list[tuple[int, int, int]]]] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
-
-    def num_bytes(self, step: int) -> int:
-        """Length of the message of encoder step `step`."""
-        return self._lay_out(step)[0]
-
-    @property
-    def fp32_bytes(self) -> int:
-        """Of what a message stands for."""
-        return sum(4 * part.num_experts * part.rows * part.cols for part in self.parts)
-
-    def new_message(self, step: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Memory for the message of encoder step `step`, uint8, and its packets."""
-        message = torch.empty(self.num_bytes(step), dtype=torch.uint8, device=device)
-        return message, self.packets(message, step)
-
-    def packets(self, message: Tensor, step: int) -> list[Tensor]:
-        """Views of a message, [e, packet_bytes] uint8 for each part."""
-        offset = message.storage_offset()
-        return [
-            message.as_strided((num_experts, num_bytes), (num_bytes, 1), offset + start)
-            for num_experts, num_bytes, start in self._lay_out(step)[1]
-        ]
-
-    def new_states(self, device: torch.device) -> list[CodecState]:
-        return [self.codec.new_state(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
-
-    def new_values(self, device: torch.device) -> list[Tensor]:
-        """Zeros, [e, rows, cols] fp32 for each part."""
-        return [torch.zeros(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
-
-    def _lay_out(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """Length of a message; packets of each part, bytes of one, and where they begin, aligned."""
-        codec = self.codec.at(step)
-        found = self._places.get(id(codec))
-        if found is None:
-            places, start = [], 0
-            for part in self.parts:
-                num_bytes = codec.packet_bytes(part.rows, part.cols)
-                places.append((part.num_experts, num_bytes, start))
-                start += math.ceil(part.num_experts * num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            found = self._places[id(codec)] = (start, places)
-        return found
-
-
-def _copy_to(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for place, value in zip(places, values, strict=True):
-        place.copy_(value)
-
-
-def _load_states(states: Sequence[CodecState], saved: Sequence[dict[str, Any]]) -> None:
-    for state, other in zip(states, saved, strict=True):
-        state.load_state_dict(other)
-
-
-class Mirror:
-    """The owner's side of one lossy codec: what its replicas hold, and the encoder of what they lack."""
-
-    def __init__(self, layout: MessageLayout, device: torch.device) -> None:
-        self.layout = layout
-        self.values = layout.new_values(device)
-        self.states = layout.new_states(device)
-
-    def assign(self, weights: Sequence[Tensor]) -> None:
-        """Hold what was shipped exactly, [e, *shape] for each part."""
-        for part, value, weight in zip(self.layout.parts, self.values, weights, strict=True):
-            value.copy_(part.as_matrices(weight))
-
-    def encode(self, weights: Sequence[Tensor]) -> Tensor:
-        """The message that brings every replica closer to `weights` ([e, *shape] for each part); uint8."""
-        message, packets = self.layout.new_message(self.states[0].step, self.values[0].device)
-        for part, weight, value, state, out in zip(
-            self.layout.parts, weights, self.values, self.states, packets, strict=True
-        ):
-            self.layout.codec.encode_update(part.as_matrices(weight), value, state, out=out)
-        return message
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.values, *(t for state in self.states for t in state.tensors.values())]
-
-    def squared_distance(self, weights: Sequence[Tensor]) -> tuple[float, float]:
-        """Sums over all elements of (weight - mirror)^2 and of weight^2."""
-        wide = [part.as_matrices(w).double() for part, w in zip(self.layout.parts, weights, strict=True)]
-        apart = sum(float((w - v).square().sum()) for w, v in zip(wide, self.values, strict=True))
-        return apart, sum(float(w.square().sum()) for w in wide)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": [v.clone() for v in self.values], "states": [state.state_dict() for state in self.states]}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        _copy_to(self.values, saved["values"])
-        _load_states(self.states, saved["states"])
-
-
-class Replica:
-    """One slot's weights on a rank that does not own them, as its owner's mirror has them."""
-
-    def __init__(self, layout: MessageLayout, values: Sequence[Tensor]) -> None:
-        """values: [e, rows, cols] fp32 for each part; may be views of weights that are computed with."""
-        self.layout = layout
-        self.values = list(values)
-        self.order = PacketOrder()  # its `expected` is the encoder step of the next message
-
-    def assign(self, weights: Sequence[Tensor]) -> None:
-        """Hold what was shipped exactly, [e, *shape] for each part."""
-        for part, value, weight in zip(self.layout.parts, self.values, weights, strict=True):
-            if value.data_ptr() != weight.data_ptr():
-                value.copy_(part.as_matrices(weight))
-
-    def copy_to(self, weights: Sequence[Tensor]) -> None:
-        """Round to the weights that are computed with, [e, *shape] for each part."""
-        for value, weight in zip(self.values, weights, strict=True):
-            if value.data_ptr() != weight.data_ptr():
-                weight.copy_(value.view(weight.shape))
-
-    def apply(self, message: Tensor) -> None:
-        """Add what a message holds, unless it was applied before.
-
-        Raises:
-            PacketError: a message before it is missing.
-        """
-        packets = self.layout.packets(message, self.order.expected)
-        if self.order.accept(packets[0]):
-            for part, value in zip(packets, self.values, strict=True):
-                self.layout.codec.decode_add(part, value)
+from ds_hybridep.sync.messages import MessageLayout, PacketPart, copy_to, load_states
+from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchSender, Replica
 
 
 class StepChanges:
@@ -220,7 +56,7 @@ class ResidualEncoder:
     def encode(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
         """The message of gradients ([e, *shape] fp32 for each part), divided by the loss scale; uint8."""
         if self not in self._changes:
-            _copy_to(self._saved_residuals, self.residuals)
+            copy_to(self._saved_residuals, self.residuals)
             self._saved_states = [state.state_dict() for state in self.states]
             self._changes.note(self, self._go_back)
         message, packets = self.layout.new_message(self.states[0].step, self.residuals[0].device)
@@ -252,8 +88,8 @@ class ResidualEncoder:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        _copy_to(self.residuals, saved["residuals"])
-        _load_states(self.states, saved["states"])
+        copy_to(self.residuals, saved["residuals"])
+        load_states(self.states, saved["states"])
 
 
 class GradientDecoder:
@@ -301,69 +137,98 @@ class Encoding:
     master_of: the optimizer's fp32 copy of a parameter, flat or shaped; None where this rank does not hold all of it.
     """
 
-    weight_codecs: tuple[Codec | None, ...]
+    weight_codecs: tuple[Codec | Patch | None, ...]
     gradient_codecs: tuple[Codec | None, ...]
     master_of: Callable[[nn.Parameter], Tensor | None] = field(default=no_master, compare=False)
     loss_scale: Callable[[], float] = field(default=no_scale, compare=False)
 
 
 class Feedback:
-    """All that lossy codecs keep for one layer on this rank.
+    """All that codecs keep for one set of slots on this rank.
 
     Args:
-        levels: that the layer's weights and gradients cross.
-        replicas: by slot of another rank the level to its owner, and its weights [e, *shape] for each part.
-        changes: shared by all layers.
+        parts: of each slot's messages.
+        changes: shared by all sets.
+        kind: what a gather of these slots brings, for the counters.
     """
 
     def __init__(
         self,
-        encoding: Encoding,
-        parts: tuple[PacketPart, ...],
-        levels: Sequence[int],
-        replicas: Mapping[int, tuple[int, Sequence[Tensor]]],
+        parts: Sequence[tuple[PacketPart, ...]],
+        gradient_codecs: Sequence[Codec | None],
         device: torch.device,
         changes: StepChanges,
+        kind: Literal["weight", "gradient"] = "weight",
     ) -> None:
+        self.parts = parts
         self.changes = changes
+        self.kind = kind
         self.counters = CodecCounters()
         self.mirrors: dict[str, Mirror] = {}  # by codec settings
         self.mirror_names: dict[int, str] = {}  # by level, the mirror that owned weights leave by
-        self.replicas: dict[int, Replica] = {}  # by slot
+        self.patches: dict[int, PatchSender] = {}  # by level, where owned weights leave as patches
+        self.replicas: dict[int, HeldSlot] = {}  # by slot of another rank, where its weights arrive encoded
         self.encoders: dict[tuple[int, int], ResidualEncoder] = {}  # by (level, slot)
-        self.decoders: dict[tuple[int, int], GradientDecoder] = {}  # by (sender, slot)
-        self._device = device
-        self.gradient_layouts = {
-            level: MessageLayout(codec, parts)
-            for level in levels
-            if (codec := encoding.gradient_codecs[level]) is not None
-        }
-        for level in levels:
-            if (codec := encoding.weight_codecs[level]) is not None:
-                name = self.mirror_names[level] = codec.settings()
-                if name not in self.mirrors:
-                    self.mirrors[name] = Mirror(MessageLayout(codec, parts), device)
-        for slot, (level, weights) in replicas.items():
-            if (codec := encoding.weight_codecs[level]) is not None:
-                layout = MessageLayout(codec, parts)
-                values = [
-                    weight.view(value.shape) if weight.dtype == torch.float32 else value
-                    for value, weight in zip(layout.new_values(device), weights, strict=True)
-                ]
-                self.replicas[slot] = Replica(layout, values)
+        self.decoders: dict[tuple[int, int, int], GradientDecoder] = {}  # by (level, sender, slot)
+        self.gradient_codecs = gradient_codecs  # by level
+        self.device = device
+
+    @property
+    def has_patches(self) -> bool:
+        """True where messages of a gather vary in length."""
+        return bool(self.patches)
+
+    @property
+    def is_lossy_for_gradients(self) -> bool:
+        return any(codec is not None for codec in self.gradient_codecs)
+
+    @property
+    def lossy_replicas(self) -> dict[int, Replica]:
+        """By slot."""
+        return {slot: replica for slot, replica in self.replicas.items() if isinstance(replica, Replica)}
+
+    def fp32_bytes(self, slot: int) -> int:
+        """Of what a slot's messages stand for."""
+        return sum(part.fp32_bytes for part in self.parts[slot])
 
     def encoder(self, level: int, slot: int) -> ResidualEncoder | None:
         """Made when first asked for; None where gradients go as they are."""
-        if (level, slot) not in self.encoders and level in self.gradient_layouts:
-            layout = self.gradient_layouts[level]
-            self.encoders[level, slot] = ResidualEncoder(layout, self._device, self.changes)
+        codec = self.gradient_codecs[level]
+        if (level, slot) not in self.encoders and codec is not None and self.parts[slot]:
+            layout = MessageLayout(codec, self.parts[slot])
+            self.encoders[level, slot] = ResidualEncoder(layout, self.device, self.changes)
         return self.encoders.get((level, slot))
 
     def decoder(self, level: int, sender: int, slot: int) -> GradientDecoder | None:
         """Likewise."""
-        if (sender, slot) not in self.decoders and level in self.gradient_layouts:
-            self.decoders[sender, slot] = GradientDecoder(self.gradient_layouts[level], self.changes)
-        return self.decoders.get((sender, slot))
+        codec = self.gradient_codecs[level]
+        if (level, sender, slot) not in self.decoders and codec is not None and self.parts[slot]:
+            self.decoders[level, sender, slot] = GradientDecoder(MessageLayout(codec, self.parts[slot]), self.changes)
+        return self.decoders.get((level, sender, slot))
+
+    def gradient_state(self) -> dict[str, list[dict[str, Any]]]:
+        """Encoders and decoders of gradients as of the last applied step."""
+        return {
+            "encoders": [
+                {"level": level, "slot": slot, **encoder.state_dict()}
+                for (level, slot), encoder in self.encoders.items()
+            ],
+            "decoders": [
+                {"level": level, "sender": sender, "slot": slot, "expected": decoder.committed_step}
+                for (level, sender, slot), decoder in self.decoders.items()
+            ],
+        }
+
+    def load_gradient_state(self, saved: Mapping[str, list[dict[str, Any]]]) -> None:
+        """Become what `gradient_state` saw, under the same codecs."""
+        for record in saved["encoders"]:
+            encoder = self.encoder(record["level"], record["slot"])
+            assert encoder is not None, f"level {record['level']} has no gradient codec"
+            encoder.load_state_dict(record)
+        for record in saved["decoders"]:
+            decoder = self.decoder(record["level"], record["sender"], record["slot"])
+            assert decoder is not None, f"level {record['level']} has no gradient codec"
+            decoder.order.expected = record["expected"]
 
     def forget_gradients(self) -> None:
         """Drop residuals, and what is expected of other ranks' encoders."""
@@ -385,5 +250,5 @@ class Feedback:
         shared = {tensor.untyped_storage()._cdata for tensor in weights}  # by identity: some have no address
         senders: list[Mirror | ResidualEncoder] = [*self.mirrors.values(), *self.encoders.values()]
         held = [tensor for sender in senders for tensor in sender.tensors()]
-        held += [value for replica in self.replicas.values() for value in replica.values]
+        held += [value for replica in self.lossy_replicas.values() for value in replica.values]
         return sum(tensor.nbytes for tensor in held if tensor.untyped_storage()._cdata not in shared)

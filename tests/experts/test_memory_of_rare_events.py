@@ -33,7 +33,7 @@ def growth_of(program: str, *arguments: str) -> float:
 def test_verification_makes_no_copies_of_the_weights() -> None:
     program = """
         import torch
-        from ds_hybridep.experts.layout import gather_stages
+        from ds_hybridep.sync.stages import gather_stages
         from ds_hybridep.experts.replicas import Replicas
         from ds_hybridep.experts.verification import checksums
         from ds_hybridep.kernels import load_kernels

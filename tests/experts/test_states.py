@@ -17,7 +17,7 @@ def layer():
     replicas.take_returned.return_value = ["what came back"]
     with (
         mock.patch.object(migration, "WeightShipment", return_value=mock.Mock()),
-        mock.patch.object(migration, "GradientReturn", side_effect=lambda _: mock.Mock()),
+        mock.patch.object(migration, "Reduce", side_effect=lambda *_: mock.Mock()),
     ):
         yield LayerExperts(replicas, mock.Mock(), mock.Mock())
 

@@ -18,15 +18,16 @@ from torch.utils._pytree import tree_leaves
 
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.experts.layout import gather_stages
 from ds_hybridep.experts.replicas import Replicas
-from ds_hybridep.experts.shipment import GradientReturn, WeightShipment
+from ds_hybridep.experts.shipment import WeightShipment
 from ds_hybridep.integration import supported
 from ds_hybridep.kernels import RoutePlan, load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.collectives import LevelCollectives
 from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.stages import gather_stages
+from ds_hybridep.sync.transfers import Reduce
 from ds_hybridep.tokens import exchange as row_exchange
 from ds_hybridep.tokens.dispatch import (
     DispatchState,
@@ -38,7 +39,7 @@ from ds_hybridep.tokens.dispatch import (
 )
 from ds_hybridep.tokens.exchange import Exchange, dispatch_rows, swap
 from ds_hybridep.transport import job as job_module
-from ds_hybridep.transport.channels import Traffic
+from ds_hybridep.transport.channels import Purpose, Traffic
 
 DEVICE = torch.device("meta")
 CODECS: tuple[Any, ...] = (
@@ -111,7 +112,7 @@ def test_migration_of_a_layer_stays_on_the_device(weights_codec: str, gradient_c
         for is_exact in (True, False, False):
             shipment = WeightShipment(replicas, is_exact=is_exact)
             shipment.load()
-            for transfer in (shipment, GradientReturn(replicas)):
+            for transfer in (shipment, Reduce(replicas, Purpose("expert_gradients", "return"))):
                 while not transfer.is_complete:
                     transfer.advance()
             replicas.add_gradients(map(torch.empty_like, replicas.trainable_weights(replicas.replica_slots)))

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What codecs keep for one flat buffer of a data-parallel group."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.codecs import Codec, PacketOrder, Patch
+from ds_hybridep.sync.feedback import Feedback, GradientDecoder, StepChanges
+from ds_hybridep.sync.flat import Span, parts_of, split
+from ds_hybridep.sync.messages import MessageLayout, PacketPart, load_states
+from ds_hybridep.sync.mirrors import Mirror, PatchReplica, PatchSender, Replica
+
+
+@dataclass
+class Buffer:
+    """Gradients that are summed together, time and again.
+
+    key: of what they consist; the same on all ranks and in every run.
+    spans: by slot.
+    sums, results: of the way to the owners, and of the way of the sums to all ranks; None where nothing is encoded.
+    """
+
+    key: str
+    spans: tuple[tuple[Span, ...], ...]
+    sums: Feedback | None = None
+    results: "SumFeedback | None" = None
+
+    def encode(
+        self,
+        codecs: Sequence[Codec | None],
+        levels: Sequence[int],
+        device: torch.device,
+        changes: StepChanges,
+        *,
+        gathers: bool,
+    ) -> None:
+        """Have `sums`, and where `gathers` `results`, which have the codec of the slowest level that has one."""
+        parts = [parts_of(slot) for slot in self.spans]
+        self.sums = Feedback(parts, codecs, device, changes, "gradient")
+        if gathers:
+            slowest = next(codec for level in levels if (codec := codecs[level]) is not None)
+            self.results = SumFeedback(parts, (slowest,), device, changes, "gradient")
+            self.results.counters = self.sums.counters
+
+    @property
+    def feedbacks(self) -> dict[str, Feedback]:
+        return {name: one for name in ("sums", "results") if (one := getattr(self, name)) is not None}
+
+
+class SumFeedback(Feedback):
+    """What codecs keep of sums on their way from the owners to all ranks: one codec for all levels."""
+
+    def encode(self, slot: int, total: Tensor, scale: float) -> Tensor | None:
+        """The message of a slot's sum; None where that is empty."""
+        encoder = self.encoder(0, slot)
+        if encoder is None:
+            return None
+        with self.counters.timing("encode_s"):
+            return encoder.encode(split(total, self.parts[slot]), scale)
+
+
+class HeldSum:
+    """The sum of one slot, which every rank takes from the same packet (`sync.mirrors.HeldSlot`)."""
+
+    def __init__(self, feedback: SumFeedback, slot: int, place: Tensor, scale: float) -> None:
+        decoder = feedback.decoder(0, slot, slot)
+        assert decoder is not None, f"slot {slot} is empty"
+        self._decoder: GradientDecoder = decoder
+        self._place, self._scale = place, scale
+
+    def new_messages(self) -> list[Tensor]:
+        num_bytes = self._decoder.layout.num_bytes(self._decoder.order.expected)
+        return [torch.empty(num_bytes, dtype=torch.uint8, device=self._place.device)]
+
+    def cut(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        return list(messages)
+
+    def assign(self) -> None:
+        pass
+
+    def apply(self, messages: Sequence[Tensor]) -> None:
+        total = torch.zeros(self._place.shape, device=self._place.device)
+        self._decoder.add(messages[0], split(total, self._decoder.layout.parts), self._scale)
+        self._place.copy_(total)
+
+
+class ParameterCodecs:
+    """What codecs keep of one flat buffer of parameters, which all ranks hold bit for bit alike.
+
+    16-bit parameters travel as patches wherever a level has a codec: what a lossy one leaves out would have to be kept
+    by every holder.  Others have the codec of the slowest level that has one.
+
+    Args:
+        levels: that the group crosses, slowest first; level_to: by slot the slowest level on the way to it.
+    """
+
+    def __init__(
+        self,
+        feedback: Feedback,
+        codecs: Sequence[Codec | Patch | None],
+        levels: Sequence[int],
+        level_to: Sequence[int | None],
+        own_slot: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.feedback = feedback
+        used = {level: codec for level in levels if (codec := codecs[level]) is not None}
+        lossy = [codec for codec in used.values() if isinstance(codec, Codec)]
+        is_narrow = dtype in (torch.bfloat16, torch.float16)
+        self._patch = Patch(kernels=next(iter(used.values())).kernels) if is_narrow else None
+        self.mirror: Mirror | None = None
+        if not is_narrow:
+            used = {level: codec for level, codec in used.items() if isinstance(codec, Codec)}
+            if lossy:
+                self.mirror = Mirror(MessageLayout(lossy[0], feedback.parts[own_slot]), feedback.device, values=())
+        self._levels = tuple(used)
+        self._own = own_slot
+        self.num_gathers = 0
+        self.orders = {slot: PacketOrder() for slot, level in enumerate(level_to) if level in used}
+
+    def prepare(self, values: Sequence[Tensor], before: Tensor) -> dict[int, list[Tensor]]:
+        """What leaves the own slot, by level.  Where that is lossy, the own slot becomes what the others will have.
+
+        values: by slot; the own one is new, the others are what `before` was for the own one.
+        """
+        own, feedback = values[self._own], self.feedback
+        messages: list[Tensor] = []
+        with feedback.counters.timing("encode_s"):
+            if self._patch is not None:
+                sender = PatchSender(self._patch, [before], self.num_gathers)
+                messages = sender.encode([own])
+                feedback.patches = dict.fromkeys(self._levels, sender)
+                feedback.replicas = {
+                    slot: PatchReplica(self._patch, [values[slot]], self.num_gathers) for slot in self.orders
+                }
+            elif self.mirror is not None:
+                layout = self.mirror.layout
+                self.mirror.values = [part.as_matrices(view) for part, view in _views(before, layout)]
+                messages = [self.mirror.encode([view for _, view in _views(own, layout)])]
+                own.copy_(before)
+                self.mirror.values = []
+                feedback.replicas = {slot: self._replica(slot, values[slot]) for slot in self.orders}
+        self.num_gathers += 1
+        return dict.fromkeys(self._levels, messages) if messages else {}
+
+    def _replica(self, slot: int, values: Tensor) -> Replica:
+        assert self.mirror is not None
+        parts = self.feedback.parts[slot]
+        replica = Replica(MessageLayout(self.mirror.layout.codec, parts), split(values, parts))
+        replica.order = self.orders[slot]
+        return replica
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of now: a gather belongs to an applied step."""
+        states = [] if self.mirror is None else [state.state_dict() for state in self.mirror.states]
+        orders = {slot: order.expected for slot, order in self.orders.items()}
+        return {"num_gathers": self.num_gathers, "states": states, "orders": orders}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.num_gathers = saved["num_gathers"]
+        if self.mirror is not None:
+            load_states(self.mirror.states, saved["states"])
+        for slot, expected in saved["orders"].items():
+            self.orders[slot].expected = expected
+
+
+def _views(flat: Tensor, layout: MessageLayout) -> list[tuple[PacketPart, Tensor]]:
+    return list(zip(layout.parts, split(flat, layout.parts), strict=True))

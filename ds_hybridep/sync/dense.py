@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums and gathers over a data-parallel group, level by level, so that a byte crosses a slow link once per child.
+
+A flat buffer is cut into one slot per rank of the group.  To sum, ranks first trade slots inside the fast level, each
+adding up what is meant for its own column of the next slower level; what is left to cross the slow link is one sum per
+child and slot.  A gather goes the same way back.  Two DCs of two GPUs, slots a b c d of ranks 0 1 2 3, `+` a sum of two:
+
+    rank             0          1          2          3
+    start         a b c d    a b c d    a b c d    a b c d
+    sum, gpu      a+  c+       b+  d+   a+  c+       b+  d+    0 and 1 trade b d for a c
+    sum, dc       a            b            c            d     0 and 2 trade c+ for a+
+    gather, dc    a   c        b   d    a   c        b   d     the same trades backwards
+    gather, gpu   a b c d    a b c d    a b c d    a b c d
+
+Over the slow link each DC sends half of the vector for a sum, and half for a gather.  Where a level has a codec, that
+half is encoded: sums with error feedback, parameters as their change since the step before.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.plan.partition import Partition
+from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges
+from ds_hybridep.sync.flat import Span, cut, even_bounds, hash_of, parts_of, split, whole
+from ds_hybridep.sync.buffers import Buffer, HeldSum, ParameterCodecs
+from ds_hybridep.sync.mirrors import is_patched
+from ds_hybridep.sync.residuals import Residuals
+from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
+from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline
+from ds_hybridep.transport.channels import Purpose, Transport
+from ds_hybridep.transport.streams import DeviceStreams
+
+
+class FlatSlots:
+    """One flat buffer as a gather or a reduce sees it (`sync.transfers.Slots`).
+
+    Args:
+        values: by slot, contiguous and flat.
+        sums: likewise, wide enough to add up; they travel in the type of the values.
+    """
+
+    def __init__(
+        self,
+        group: "GroupSync",
+        values: Sequence[Tensor],
+        feedback: Feedback | None = None,
+        sums: Sequence[Tensor] = (),
+    ) -> None:
+        self.layer = group.name
+        self.stages, self.own_slot = group.stages, group.own_slot
+        self.device = values[0].device
+        self.streams: DeviceStreams | None = None  # the caller's stream goes on with the result
+        self.feedback = feedback
+        self.sum_parts: list[list[Tensor]] = []
+        if feedback is not None and sums:
+            self.sum_parts = [split(total, parts) for total, parts in zip(sums, feedback.parts, strict=True)]
+        self._values, self._sums = values, sums
+        self._loss_scale = group.encoding.loss_scale
+
+    def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
+        return [self._values[slot]]
+
+    def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
+        return [(self._sums[slot], self._values[slot].dtype)]
+
+    def loss_scale(self) -> float:
+        return self._loss_scale()
+
+
+class GroupSync:
+    """Collectives of one data-parallel group; its ranks must call each with the same sizes and in the same order.
+
+    Results are bit-identical on all ranks and do not depend on timing: each slot is summed by one rank, in a fixed
+    order.  16-bit types are summed in fp32 and rounded where they travel.
+
+    Args:
+        ranks: of the group, in the order of their rank in it.
+        name: of what is synchronised; for errors and channels.
+        encoding: codecs of the levels.
+        changes: shared with all that is undone with a skipped step.
+
+    Raises:
+        PlanError: the group is no regular part of the levels.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        name: str,
+        encoding: Encoding,
+        changes: StepChanges,
+        device: torch.device,
+    ) -> None:
+        self.name, self.encoding = name, encoding
+        levels = transport.cluster.levels
+        spans = Partition.build(transport.cluster, ranks, (1,) * len(levels)).spans
+        partition = Partition.build(transport.cluster, ranks, spans)
+        members = partition.domain_ranks(transport.rank)
+        self.own_slot, self.num_slots = members.index(transport.rank), len(members)
+        self._slot_of_index = [members.index(rank) for rank in ranks]  # the group may have another order
+        self.level_to = [None if rank == transport.rank else transport.level_to(rank) for rank in members]
+        self.stages = connect(gather_stages(partition, transport.rank), transport, f"dense_{name}", device)
+        self._levels = [stage.level for stage in self.stages]
+        self.residuals = Residuals(changes)
+        self.buffers: dict[str, Buffer] = {}  # by what they consist of
+        self.parameters: dict[str, ParameterCodecs] = {}  # likewise
+        self._waiting: dict[str, list[Tensor | None]] = {}  # sums of micro-steps before the last
+        self._pipeline = StagePipeline(transport)
+        self._purposes = [
+            Purpose("dense", what, name)
+            for what in ("sum of gradients", "gather of summed gradients", "gather of parameters")
+        ]
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, flat: Tensor, spans: Sequence[Span] = ()) -> None:
+        """Replace a contiguous tensor by its sum over the ranks.
+
+        spans: the tensors that it consists of; without them codecs see a vector.
+        """
+        whole_flat = flat.detach().view(-1)
+        spans = tuple(spans) or (whole("", (whole_flat.numel(),)),)
+        bounds = even_bounds(spans, self.num_slots)
+        values = list(whole_flat.tensor_split(bounds[:-1]))
+        buffer = self._buffer("all_reduce", cut(spans, bounds), flat)
+        slots, sums = self._reduce(buffer, values, is_last=True)
+        self._give_to_all(buffer, slots, sums)
+
+    def reduce_to_owners(
+        self, flat: Tensor, slices: Sequence[tuple[int, Span]], *, is_last: bool = True
+    ) -> None:
+        """Replace the slices of a contiguous tensor that are this rank's by their sums; the others stay as they are.
+
+        Args:
+            slices: (rank in the group that needs the sum, what it is), in the order of the tensor; equal on all ranks.
+            is_last: False where more sums of the same slices follow before they are used.  Then only the fastest
+                level is crossed, this rank's slices become zero, and the last sum has everything.
+        """
+        pieces = flat.detach().view(-1).split([span.num_elements for _, span in slices])
+        members: list[list[int]] = [[] for _ in range(self.num_slots)]
+        for at, (owner, _) in enumerate(slices):
+            members[self._slot_of_index[owner]].append(at)
+        values = [torch.cat([pieces[at] for at in slot]) if slot else flat.new_empty(0) for slot in members]
+        spans = [tuple(slices[at][1] for at in slot) for slot in members]
+        buffer = self._buffer("reduce", spans, flat)
+        _, sums = self._reduce(buffer, values, is_last=is_last)
+        own = [pieces[at] for at in members[self.own_slot]]
+        for piece, total in zip(own, sums[self.own_slot].split([piece.numel() for piece in own]), strict=True):
+            if is_last:
+                piece.copy_(total)
+            else:
+                piece.zero_()
+
+    def drop_waiting(self) -> None:
+        """Forget the sums of micro-steps whose gradients are dropped."""
+        self._waiting.clear()
+
+    def _buffer(self, operation: str, spans: Sequence[tuple[Span, ...]], like: Tensor) -> Buffer:
+        key = f"{operation} {like.dtype} {hash_of(spans)}"
+        if key not in self.buffers:
+            codecs = self.encoding.gradient_codecs
+            is_encoded = like.dtype != torch.float64 and any(codecs[level] for level in self._levels)
+            buffer = self.buffers[key] = Buffer(key, tuple(spans))
+            if is_encoded:
+                buffer.encode(codecs, self._levels, like.device, self.residuals.changes, gathers="all" in operation)
+                self.residuals.restore(buffer)
+        return self.buffers[key]
+
+    def _reduce(
+        self, buffer: Buffer, values: Sequence[Tensor], *, is_last: bool
+    ) -> tuple[FlatSlots, Sequence[Tensor]]:
+        """The sums by slot, of which the own one is complete."""
+        sums = [value.float() if is_patched(value) else value for value in values]
+        slots = FlatSlots(self, values, buffer.sums, sums)
+        if is_last:
+            self.residuals.add_kept(buffer.spans, sums, self.encoding.loss_scale())
+        inner, outer = self._split_stages(buffer)
+        waiting = self._waiting.pop(buffer.key, None)
+        self._run(Reduce(slots, self._purposes[0], inner))
+        for total, earlier in zip(sums, waiting or (), strict=waiting is not None):
+            if earlier is not None:
+                total += earlier
+        if is_last:
+            self._run(Reduce(slots, self._purposes[0], outer))
+        else:
+            carried = {self.own_slot, *(slot for stage in outer for peer in stage.peers for slot in peer.receives)}
+            self._waiting[buffer.key] = [total.clone() if slot in carried else None for slot, total in enumerate(sums)]
+        return slots, sums
+
+    def _split_stages(self, buffer: Buffer) -> tuple[tuple[GatherStage, ...], tuple[GatherStage, ...]]:
+        """Stages crossed by the sums of every micro-step, and those crossed once per optimizer step."""
+        fastest = self.stages[-1:]
+        if buffer.sums is not None and any(self.encoding.gradient_codecs[stage.level] for stage in fastest):
+            return (), self.stages
+        return fastest, self.stages[:-1]
+
+    def _give_to_all(self, buffer: Buffer, slots: FlatSlots, sums: Sequence[Tensor]) -> None:
+        """Bring the own slot's sum to all ranks, and theirs here: as it is, or as what its packet holds."""
+        (place,) = slots.values(self.own_slot, trainable_only=True)
+        messages: dict[int, list[Tensor]] = {}
+        if (results := buffer.results) is None:
+            place.copy_(sums[self.own_slot])
+        else:
+            scale, codecs = self.encoding.loss_scale(), self.encoding.gradient_codecs
+            message = results.encode(self.own_slot, sums[self.own_slot], scale)
+            if message is not None:
+                messages = {level: [message] for level in self._levels if codecs[level] is not None}
+                HeldSum(results, self.own_slot, place, scale).apply([message])
+            results.replicas = {
+                slot: HeldSum(results, slot, slots.values(slot, trainable_only=True)[0], scale)
+                for slot, level in enumerate(self.level_to)
+                if level is not None and codecs[level] is not None and results.parts[slot]
+            }
+        slots.feedback = results
+        self._run(Gather(slots, self._purposes[1], messages, is_exact=False))
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def all_gather(
+        self, output: Tensor, own: Tensor, before: Tensor | None = None, spans: Sequence[Span] = ()
+    ) -> None:
+        """Fill a contiguous `output` with the equally large tensors `own` of all ranks, in the group's order.
+
+        Args:
+            before: what the other ranks hold in the place of `own`, bit for bit; None where that is not known, and
+                everything goes as it is.  It is changed.
+            spans: the tensors that `output` consists of; without them codecs see a vector.
+
+        Where a codec is lossy, `own` and its place in `output` become what the other ranks get.
+        """
+        rows = output.detach().view(self.num_slots, -1)
+        values = [rows[0]] * self.num_slots
+        for index, slot in enumerate(self._slot_of_index):
+            values[slot] = rows[index]
+        place = values[self.own_slot]
+        is_apart = place.data_ptr() != own.data_ptr()
+        if is_apart:
+            place.copy_(own.detach().view(-1))
+        codecs = None if before is None else self._parameter_codecs(output, spans, rows.shape[1])
+        if codecs is None or before is None:
+            self._run(Gather(FlatSlots(self, values), self._purposes[2], {}, is_exact=False))
+            return
+        messages = codecs.prepare(values, before)
+        self._run(Gather(FlatSlots(self, values, codecs.feedback), self._purposes[2], messages, is_exact=False))
+        if is_apart:
+            own.detach().view(-1).copy_(place)
+
+    def _parameter_codecs(self, output: Tensor, spans: Sequence[Span], num_elements: int) -> ParameterCodecs | None:
+        """None where everything goes as it is."""
+        codecs = self.encoding.weight_codecs
+        if output.dtype == torch.float64 or not any(codecs[level] for level in self._levels):
+            return None
+        spans = tuple(spans) or (whole("", (output.numel(),)),)
+        by_index = cut(spans, [num_elements * (index + 1) for index in range(self.num_slots)])
+        by_slot = [by_index[self._slot_of_index.index(slot)] for slot in range(self.num_slots)]
+        key = f"parameters {output.dtype} {hash_of(by_slot)}"
+        if key not in self.parameters:
+            feedback = Feedback([parts_of(slot) for slot in by_slot], (None,) * len(codecs), output.device,
+                                self.residuals.changes)
+            self.parameters[key] = ParameterCodecs(
+                feedback, codecs, self._levels, self.level_to, self.own_slot, output.dtype
+            )
+            self.residuals.restore_parameters(key, self.parameters[key])
+        return self.parameters[key]
+
+    def _run(self, transfer: StagedTransfer) -> None:
+        self._pipeline.start(transfer)
+        self._pipeline.wait(transfer)

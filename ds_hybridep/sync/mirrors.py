@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in encoded form: what the owner of a slot sends, and what a holder does with it.
+
+lossy codecs    the owner keeps a mirror of what its replicas hold, encodes weight - mirror and adds to the mirror
+                what it has encoded; a replica adds the same.  What a codec left out is still in weight - mirror
+                the next time.
+patches         the owner keeps the 16-bit values that it sent last, and sends how they have changed; a holder
+                changes its own likewise, and has the owner's values bit for bit.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.codecs import PacketOrder, Patch
+from ds_hybridep.errors import PacketError
+from ds_hybridep.sync.messages import MessageLayout, copy_to, load_states
+
+
+class HeldSlot(Protocol):
+    """A slot of another rank, which arrives encoded."""
+
+    def new_messages(self) -> list[Tensor]:
+        """Memory for the next messages, in the order in which the owner sends them."""
+        ...
+
+    def cut(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        """The messages that arrived in that memory, where they may be shorter."""
+        ...
+
+    def apply(self, messages: Sequence[Tensor]) -> None:
+        """Take over what the messages hold; PacketError where one before them is missing."""
+        ...
+
+    def assign(self) -> None:
+        """The slot's values have arrived as they are."""
+        ...
+
+
+class Mirror:
+    """The owner's side of one lossy codec: what its replicas hold, and the encoder of what they lack.
+
+    values: [e, rows, cols] fp32 for each part, by default new ones.
+    """
+
+    def __init__(self, layout: MessageLayout, device: torch.device, values: Sequence[Tensor] | None = None) -> None:
+        self.layout = layout
+        self.values = layout.new_values(device) if values is None else list(values)
+        self.states = layout.new_states(device)
+
+    def assign(self, weights: Sequence[Tensor]) -> None:
+        """Hold what was shipped exactly, [e, *shape] for each part."""
+        for part, value, weight in zip(self.layout.parts, self.values, weights, strict=True):
+            value.copy_(part.as_matrices(weight))
+
+    def encode(self, weights: Sequence[Tensor]) -> Tensor:
+        """The message that brings every replica closer to `weights` ([e, *shape] for each part); uint8."""
+        message, packets = self.layout.new_message(self.states[0].step, self.values[0].device)
+        for part, weight, value, state, out in zip(
+            self.layout.parts, weights, self.values, self.states, packets, strict=True
+        ):
+            self.layout.codec.encode_update(part.as_matrices(weight), value, state, out=out)
+        return message
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.values, *(t for state in self.states for t in state.tensors.values())]
+
+    def squared_distance(self, weights: Sequence[Tensor]) -> tuple[float, float]:
+        """Sums over all elements of (weight - mirror)^2 and of weight^2."""
+        wide = [part.as_matrices(w).double() for part, w in zip(self.layout.parts, weights, strict=True)]
+        apart = sum(float((w - v).square().sum()) for w, v in zip(wide, self.values, strict=True))
+        return apart, sum(float(w.square().sum()) for w in wide)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": [v.clone() for v in self.values], "states": [state.state_dict() for state in self.states]}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        copy_to(self.values, saved["values"])
+        load_states(self.states, saved["states"])
+
+
+class Replica:
+    """One slot's weights on a rank that does not own them, as its owner's mirror has them.
+
+    Args:
+        weights: that are computed with, [e, *shape] for each part.  Where they are fp32, the replica lives in them.
+    """
+
+    def __init__(self, layout: MessageLayout, weights: Sequence[Tensor]) -> None:
+        self.layout = layout
+        self._weights = list(weights)
+        self.values = [
+            weight.view(part.num_experts, part.rows, part.cols)
+            if weight.dtype == torch.float32
+            else torch.zeros(part.num_experts, part.rows, part.cols, device=weight.device)
+            for part, weight in zip(layout.parts, weights, strict=True)
+        ]
+        self.order = PacketOrder()  # its `expected` is the encoder step of the next message
+
+    def new_messages(self) -> list[Tensor]:
+        num_bytes = self.layout.num_bytes(self.order.expected)
+        return [torch.empty(num_bytes, dtype=torch.uint8, device=self._weights[0].device)]
+
+    def cut(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        return list(messages)
+
+    def assign(self) -> None:
+        for part, value, weight in zip(self.layout.parts, self.values, self._weights, strict=True):
+            if value.data_ptr() != weight.data_ptr():
+                value.copy_(part.as_matrices(weight))
+
+    def apply(self, messages: Sequence[Tensor]) -> None:
+        """Add what the message holds, unless it was applied before."""
+        packets = self.layout.packets(messages[0], self.order.expected)
+        if self.order.accept(packets[0]):
+            for packet, value in zip(packets, self.values, strict=True):
+                self.layout.codec.decode_add(packet, value)
+        self.round()
+
+    def round(self) -> None:
+        """Bring the weights that are computed with up to the values."""
+        for value, weight in zip(self.values, self._weights, strict=True):
+            if value.data_ptr() != weight.data_ptr():
+                weight.copy_(value.view(weight.shape))
+
+
+class PatchSender:
+    """The owner's side of patches.
+
+    sent: what holders have, one flat contiguous tensor for each message; those that are not 16 bits wide travel as
+        they are.
+    """
+
+    def __init__(self, codec: Patch, sent: Sequence[Tensor], step: int = 0) -> None:
+        self._codec, self._sent = codec, list(sent)
+        self._step = step
+
+    def encode(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Messages that make holders' values equal to `values`, shaped as `sent`, which become these."""
+        messages = []
+        for value, sent in zip(values, self._sent, strict=True):
+            if is_patched(sent):
+                room = torch.empty(self._codec.max_bytes(sent.numel()), dtype=torch.uint8, device=sent.device)
+                num_bytes = self._codec.encode(value, sent, room, self._step)
+                messages.append(room[:num_bytes].clone())  # the room is many times as large
+            else:
+                sent.copy_(value)
+                messages.append(sent)
+        self._step += 1
+        return messages
+
+
+class PatchReplica:
+    """One slot on a rank that does not own it, bit for bit as its owner's.
+
+    values: as `sent` of `PatchSender`; those that are computed with.
+    """
+
+    def __init__(self, codec: Patch, values: Sequence[Tensor], step: int = 0) -> None:
+        self._codec, self._values = codec, list(values)
+        self._step = step
+
+    def new_messages(self) -> list[Tensor]:
+        return [
+            torch.empty(self._codec.max_bytes(value.numel()), dtype=torch.uint8, device=value.device)
+            if is_patched(value)
+            else value
+            for value in self._values
+        ]
+
+    def cut(self, messages: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            message[: self._codec.length(message)] if is_patched(value) else message
+            for message, value in zip(messages, self._values, strict=True)
+        ]
+
+    def assign(self) -> None:
+        pass
+
+    def apply(self, messages: Sequence[Tensor]) -> None:
+        for message, value in zip(messages, self._values, strict=True):
+            if is_patched(value):
+                sequence = self._codec.sequence(message)
+                if sequence != self._step:
+                    raise PacketError(
+                        f"patch has sequence number {sequence}, wanted {self._step}: one before it was lost, or is "
+                        f"late; call ds_hybridep.refresh(engine) on all ranks"
+                    )
+                self._codec.decode(message, value)
+        self._step += 1
+
+
+def is_patched(values: Tensor) -> bool:
+    """True where a patch can say how they have changed."""
+    return values.dtype in (torch.bfloat16, torch.float16)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks exchange which slots at each level.
+
+A *slot* holds what one rank of a group owns: its experts, or its share of the dense parameters.  Values travel level
+by level, slowest first, so that each byte crosses a slow link once per child and not once per rank.  Gradients travel
+the opposite way.
+
+    domain sizes [2, 2], the rank at offset (0, 1) sends:
+    gather    stage 0: slot 01 to (1, 1)               stage 1: slots 01, 11 to (0, 0)
+    reduce    stage 1: slots 00, 10 to (0, 0)          stage 0: slot 11 to (1, 1)
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ds_hybridep.plan.cluster import flatten
+from ds_hybridep.plan.partition import Partition
+from ds_hybridep.transport.channels import Channel, Transport
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank that differs from this one at one level only, and the slots whose weights pass between the two."""
+
+    rank: int
+    sends: tuple[int, ...]  # their gradients come back from the peer
+    receives: tuple[int, ...]  # their gradients go to the peer
+
+
+@dataclass(frozen=True)
+class GatherStage:
+    """One level at which the domain has several members; peers in the order of their offsets."""
+
+    level: int
+    peers: tuple[Peer, ...]
+    weights: Channel | None = None  # until `connect`
+    gradients: Channel | None = None
+
+
+def gather_stages(partition: Partition, rank: int) -> tuple[GatherStage, ...]:
+    """The stages of a gather of weights as `rank` sees it, slowest level first; without channels."""
+    sizes = partition.domain_sizes
+    own = partition.offset_of(rank)
+    stages: list[GatherStage] = []
+    slower: set[int] = set()
+    for level, size in enumerate(sizes):
+        if size == 1:
+            continue
+        # By offset at this level: slots of any offset at slower levels, and of the own one elsewhere.
+        offsets: list[Sequence[int]] = [range(n) if at in slower else (own[at],) for at, n in enumerate(sizes)]
+        held = []
+        for offset in range(size):
+            offsets[level] = (offset,)
+            held.append(tuple(flatten(place, sizes) for place in itertools.product(*offsets)))
+        peers = [
+            Peer(peer, sends=held[own[level]], receives=held[offset])
+            for offset, peer in enumerate(partition.gather_peers(rank, level))
+            if peer != rank
+        ]
+        stages.append(GatherStage(level, tuple(peers)))
+        slower.add(level)
+    return tuple(stages)
+
+
+def connect(
+    stages: Sequence[GatherStage], transport: Transport, group: str, device: torch.device
+) -> tuple[GatherStage, ...]:
+    """The stages with channels for tensors of `device`; all ranks of the domain must call in the same order.
+
+    Each expert-parallel `group` has channels of its own: operations of groups with other levels would mix on them.
+    """
+
+    def channel(kind: str, stage: GatherStage) -> Channel:
+        ranks = sorted((transport.rank, *(peer.rank for peer in stage.peers)))
+        made = transport.channel(f"{group}_{kind}_{stage.level}", ranks, background=True)
+        made.prepare(device)
+        return made
+
+    return tuple(
+        replace(stage, weights=channel("weights", stage), gradients=channel("gradients", stage)) for stage in stages
+    )

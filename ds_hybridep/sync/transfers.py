@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two moves of parameters: `Gather` brings values from owners to holders, `Reduce` sums gradients at owners.
+
+Both go in stages, one per level, over slots (see `sync.stages`).  What a slot's values or sums look like on a link is
+said by codecs; `sync.feedback` keeps what they need from step to step.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.errors import CommunicationError
+from ds_hybridep.sync.feedback import Feedback
+from ds_hybridep.sync.stages import GatherStage
+from ds_hybridep.transport.channels import Purpose, Transfer, Transport
+from ds_hybridep.transport.staging import Part
+from ds_hybridep.transport.streams import DeviceStreams, Mark
+
+_NOTHING = nullcontext()
+
+
+class Slots(Protocol):
+    """What a group of ranks holds in common on this rank: one slot for each owner."""
+
+    layer: str
+    stages: tuple[GatherStage, ...]
+    own_slot: int
+    device: torch.device
+    streams: DeviceStreams | None  # None: work runs where it is written
+    feedback: Feedback | None  # None: everything travels as it is
+    sum_parts: Sequence[Sequence[Tensor]]  # by slot, fp32 [e, *shape] for each part of a message
+
+    def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
+        """The slot's values as they are held, one contiguous tensor for each message."""
+        ...
+
+    def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
+        """The slot's sums, one contiguous tensor for each message, and the type in which they travel exactly."""
+        ...
+
+    def loss_scale(self) -> float:
+        """By which the sums are multiplied."""
+        ...
+
+
+class StagedTransfer(ABC):
+    """A transfer in stages; each starts when the one before has arrived.
+
+    What it does on a device it does in the side stream; `join` is for those who use what it brought.
+    """
+
+    def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[GatherStage]) -> None:
+        self.slots = slots
+        self.purpose = purpose
+        self.stages = tuple(stages)
+        self.stages_started = 0
+        self.is_complete = False
+        self._transfer: Transfer | None = None
+        self._completed: Mark = None
+
+    def can_advance(self) -> bool:
+        return not self.is_complete and (self._transfer is None or self._transfer.is_done())
+
+    def advance(self) -> None:
+        """Wait for the stage under way, take in what arrived, and start the next one."""
+        streams = self.slots.streams
+        with _NOTHING if streams is None else streams.aside():
+            if self._transfer is not None:
+                self._transfer.wait()
+                self._take_in()
+            if self.stages_started == len(self.stages):
+                self._transfer = None
+                self.is_complete = True
+                self._completed = None if streams is None else streams.mark()
+                return
+            self._transfer = self._start_stage(self.stages[self.stages_started])
+            self.stages_started += 1
+
+    def join(self) -> None:
+        """The current stream goes on behind the completed transfer."""
+        if self.slots.streams is not None:
+            self.slots.streams.follow(self._completed)
+
+    def describe_stall(self, timeout_s: float) -> str:
+        if self._transfer is None:
+            return f"{self.purpose}: its first stage did not start within the time limit of {timeout_s:g} s"
+        return self._transfer.describe(f"passed the time limit of {timeout_s:g} s")
+
+    def _timing(self, name: Literal["encode_s", "decode_s"]) -> AbstractContextManager[None]:
+        feedback = self.slots.feedback
+        return _NOTHING if feedback is None else feedback.counters.timing(name)
+
+    @abstractmethod
+    def _start_stage(self, stage: GatherStage) -> Transfer: ...
+
+    @abstractmethod
+    def _take_in(self) -> None:
+        """Use what the finished stage brought."""
+
+
+class Gather(StagedTransfer):
+    """One gather of values, slowest level first.
+
+    What arrives encoded is forwarded as it came, so all holders decode the same bytes.
+
+    Args:
+        messages: by level, what leaves this rank's own slot in place of its values.
+        is_exact: everything goes as it is, what is not trained too; replicas begin anew.
+    """
+
+    def __init__(
+        self, slots: Slots, purpose: Purpose, messages: Mapping[int, Sequence[Tensor]], *, is_exact: bool
+    ) -> None:
+        super().__init__(slots, purpose, slots.stages)
+        self._messages = messages
+        self._is_exact = is_exact
+        self._arrived: dict[int, list[Tensor]] = {}  # encoded, by slot; kept until they were forwarded
+        self._fresh: list[tuple[int, int]] = []  # (slot, sender) of what the stage under way brings
+        self._counts_at_arrival = False
+
+    def _start_stage(self, stage: GatherStage) -> Transfer:
+        assert stage.weights is not None, f"{self.slots.layer}: level {stage.level} has no channel"
+        sends: list[Part] = []
+        receives: list[Part] = []
+        for peer in stage.peers:
+            for slot in peer.sends:
+                sends += [(peer.rank, tensor) for tensor in self._outgoing(slot, stage.level)]
+            for slot in peer.receives:
+                self._fresh.append((slot, peer.rank))
+                receives += [(peer.rank, tensor) for tensor in self._incoming(slot)]
+        feedback = self.slots.feedback
+        self._counts_at_arrival = feedback is not None and feedback.has_patches and not self._is_exact
+        return stage.weights.start(sends, receives, self.purpose, counts_receives=not self._counts_at_arrival)
+
+    def _outgoing(self, slot: int, level: int) -> Sequence[Tensor]:
+        feedback = self.slots.feedback
+        if feedback is not None and not self._is_exact:
+            if slot in self._arrived:
+                messages: Sequence[Tensor] | None = self._arrived[slot]
+            else:
+                messages = self._messages.get(level) if slot == self.slots.own_slot else None
+            if messages is not None:
+                sent, fp32 = sum(one.nbytes for one in messages), feedback.fp32_bytes(slot)
+                feedback.counters.count(feedback.kind, sent, fp32)
+                return messages
+        return self.slots.values(slot, trainable_only=not self._is_exact)
+
+    def _incoming(self, slot: int) -> Sequence[Tensor]:
+        feedback = self.slots.feedback
+        replica = None if feedback is None or self._is_exact else feedback.replicas.get(slot)
+        if replica is None:
+            return self.slots.values(slot, trainable_only=not self._is_exact)
+        self._arrived[slot] = replica.new_messages()
+        return self._arrived[slot]
+
+    def _take_in(self) -> None:
+        feedback = self.slots.feedback
+        with self._timing("decode_s"):
+            for slot, sender in self._fresh:
+                replica = None if feedback is None else feedback.replicas.get(slot)
+                arrived: Sequence[Tensor] = self._arrived.get(slot, ())
+                if replica is not None and self._is_exact:
+                    replica.assign()
+                elif replica is not None:
+                    self._arrived[slot] = arrived = replica.cut(arrived)
+                    replica.apply(arrived)
+                if self._counts_at_arrival:
+                    self._count(sender, arrived or self.slots.values(slot, trainable_only=True))
+        self._fresh = []
+
+    def _count(self, sender: int, arrived: Sequence[Tensor]) -> None:
+        assert (channel := self.stages[self.stages_started - 1].weights) is not None
+        for tensor in arrived:
+            channel.transport.count_received(sender, tensor.nbytes, self.purpose.kind)
+
+
+class Reduce(StagedTransfer):
+    """One reduce of gradients, fastest level first.
+
+    Adds to the own slot's sums what the other ranks have in theirs for it.
+
+    Args:
+        stages: those of the group's that are crossed, by default all.
+    """
+
+    def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[GatherStage] | None = None) -> None:
+        super().__init__(slots, purpose, (slots.stages if stages is None else stages)[::-1])
+        self._arrivals: list[Callable[[], Any]] = []  # what adds each message received to its sum
+        self._sent: list[Tensor] = []  # keeps messages alive until they have been sent
+        self._scale = slots.loss_scale()
+
+    def _start_stage(self, stage: GatherStage) -> Transfer:
+        assert stage.gradients is not None, f"{self.slots.layer}: level {stage.level} has no channel"
+        sends: list[Part] = []
+        receives: list[Part] = []
+        for peer in stage.peers:
+            for slot in peer.receives:
+                sends += [(peer.rank, message) for message in self._outgoing(slot, stage.level)]
+            for slot in peer.sends:
+                receives += [(peer.rank, message) for message in self._incoming(slot, stage.level, peer.rank)]
+        self._sent = [message for _, message in sends]
+        return stage.gradients.start(sends, receives, self.purpose)
+
+    def _outgoing(self, slot: int, level: int) -> list[Tensor]:
+        feedback = self.slots.feedback
+        encoder = None if feedback is None else feedback.encoder(level, slot)
+        if feedback is None or encoder is None:
+            return [total.to(dtype) for total, dtype in self.slots.sums(slot)]
+        with self._timing("encode_s"):
+            message = encoder.encode(self.slots.sum_parts[slot], self._scale)
+        feedback.counters.count("gradient", message.nbytes, encoder.layout.fp32_bytes)
+        return [message]
+
+    def _incoming(self, slot: int, level: int, sender: int) -> list[Tensor]:
+        feedback = self.slots.feedback
+        decoder = None if feedback is None else feedback.decoder(level, sender, slot)
+        if decoder is None:
+            messages = []
+            for total, dtype in self.slots.sums(slot):
+                messages.append(torch.empty_like(total, dtype=dtype))
+                self._arrivals.append(partial(total.add_, messages[-1]))
+            return messages
+        num_bytes = decoder.layout.num_bytes(decoder.order.expected)
+        message = torch.empty(num_bytes, dtype=torch.uint8, device=self.slots.device)
+        self._arrivals.append(partial(decoder.add, message, self.slots.sum_parts[slot], self._scale))
+        return [message]
+
+    def _take_in(self) -> None:
+        with self._timing("decode_s"):
+            for add in self._arrivals:
+                add()
+        self._arrivals, self._sent = [], []
+
+
+class StagePipeline:
+    """Staged transfers over one set of channels, kept in order.
+
+    A stage is started only after every earlier transfer has started the same stage, so all ranks start transfers on a
+    channel in one order, whenever each of them gets to it.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._under_way: deque[StagedTransfer] = deque()
+
+    def start(self, transfer: StagedTransfer) -> None:
+        """Never blocks."""
+        transfer.advance()
+        self._under_way.append(transfer)
+
+    def progress(self) -> None:
+        """Start every stage that can start.  Never blocks."""
+        earlier: StagedTransfer | None = None
+        for transfer in self._under_way:
+            while transfer.can_advance() and (
+                earlier is None or earlier.is_complete or earlier.stages_started > transfer.stages_started
+            ):
+                transfer.advance()
+            earlier = transfer
+        while self._under_way and self._under_way[0].is_complete:
+            self._under_way.popleft()
+
+    def wait(self, transfer: StagedTransfer) -> None:
+        """Block until `transfer` is complete, moving the others on meanwhile; what it brought can be used then.
+
+        Raises:
+            CommunicationError: nothing finished within the time limit, or a transfer failed.
+        """
+        with self._transport.exposed(transfer.purpose):
+            while True:
+                seen = self._transport.num_finished
+                self.progress()
+                if transfer.is_complete:
+                    transfer.join()
+                    return
+                if not self._transport.wait_for_more_than(seen):
+                    raise CommunicationError(transfer.describe_stall(self._transport.timeout_s))
+
+    def drain(self) -> None:
+        while self._under_way:
+            self.wait(self._under_way[-1])
