@@ -300,6 +300,31 @@ void divide_by_gram(Address p, Address q, int64_t n, int64_t rank, int64_t rows,
     hybridep::divide_by_gram(at<const float>(p), at<float>(q), n, rank, rows, cols, to_lane(lane));
 }
 
+#ifndef HYBRIDEP_CUDA
+
+hybridep::PatchShape to_patch_shape(int64_t n, int mantissa_bits) {
+    require_sizes({n});
+    if (mantissa_bits != 7 && mantissa_bits != 10) {
+        throw py::value_error("mantissa_bits: got " + std::to_string(mantissa_bits) + ", wanted 7 (bf16) or 10 (fp16)");
+    }
+    return {n, mantissa_bits};
+}
+
+void patch_encode(Address values, Address sent, int64_t n, int mantissa_bits, Lane lane, Address payload,
+                  Address results) {
+    hybridep::patch_encode(at<const uint16_t>(values), at<uint16_t>(sent), to_patch_shape(n, mantissa_bits),
+                           to_lane(lane), at<uint8_t>(payload), at<int64_t>(results));
+}
+
+void patch_decode(Address payload, int64_t bytes, int64_t n, int mantissa_bits, Lane lane, Address held,
+                  Address results) {
+    require_sizes({bytes});
+    hybridep::patch_decode(at<const uint8_t>(payload), bytes, to_patch_shape(n, mantissa_bits), to_lane(lane),
+                           at<uint16_t>(held), at<int64_t>(results));
+}
+
+#endif
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -331,6 +356,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("write_headers", &write_headers, release_gil());
 #ifndef HYBRIDEP_CUDA
     module.def("check_headers", &check_headers);
+    module.def("patch_encode", &patch_encode, release_gil());
+    module.def("patch_decode", &patch_decode, release_gil());
 #endif
     module.def("orthonormalise", &orthonormalise, release_gil());
     module.def("divide_by_gram", &divide_by_gram, release_gil());

@@ -93,6 +93,24 @@ void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, co
 // All flags of n packets together; -1 where one does not begin with the three bytes `start` or has another stamp.
 int check_headers(const Payloads& packets, int64_t n, uint32_t start, uint32_t stamp);
 
+// --- Patches of 16-bit weights --------------------------------------------------------------------------------------
+
+// n weights of a type with so many bits of mantissa: 7 (bf16) or 10 (fp16).
+struct PatchShape {
+    int64_t n;
+    int mantissa_bits;
+};
+
+// Writes to `payload` what turns `sent` [n] into `values` [n], and sets sent to values.  The payload has room for
+// 2 n + 5 * ceil(n / 2^20) bytes.  results [2] become the bytes that were written, and the checksum of the values.
+void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shape, int num_threads, uint8_t* payload,
+                  int64_t* results);
+
+// Turns `held` [n] into the values that were encoded.  Reads no byte but those of payload [bytes], whatever they are.
+// results [2] become a number of patch::Damage, 0 where the payload can be read, and the checksum of `held`.
+void patch_decode(const uint8_t* payload, int64_t bytes, const PatchShape& shape, int num_threads, uint16_t* held,
+                  int64_t* results);
+
 // --- On CUDA devices, see hybridep_stream.h
 // -------------------------------------------------------------------------- Payloads start at even addresses and are
 // an even number of bytes apart.  What else is needed of memory comes from a pool of CUDA's, in the order of the

@@ -16,6 +16,23 @@ from torch import Tensor
 # Where a call of the extension runs: gives the extension's `lane` argument, a number of threads or a CUDA stream.
 Lane = Callable[[torch.device], AbstractContextManager[int]]
 
+# By number of `enum class Damage` in csrc/include/hybridep_patch.h.
+PATCH_DAMAGES = (
+    "",
+    "its segments have other lengths",
+    "a segment has another length",
+    "a segment is of an unknown kind",
+    "a code is cut off or has unknown symbols",
+    "a code has words of impossible lengths",
+    "a code is not followed by zeros",
+    "blocks have other lengths",
+    "a block is too long",
+    "a code word is not in use",
+    "a token leads out of its block",
+    "a size has another form",
+    "a block has another length",
+)
+
 
 class Source(IntEnum):
     """What is encoded, as `enum class Source` in csrc/include/hybridep_codecs.h."""
@@ -106,6 +123,36 @@ class CompiledCodecs:
         """q [n, rank, cols] = (P P^T)^-1 q, in place, for p [n, rank, rows]; finite for dependent rows too."""
         with self._lane(_one_device(p=p, q=q)) as lane:
             self._extension.divide_by_gram(p.data_ptr(), q.data_ptr(), *p.shape, q.shape[2], lane)
+
+    def patch_encode(self, new: Tensor, sent: Tensor, payload: Tensor, *, mantissa_bits: int) -> tuple[int, int]:
+        """Write what turns `sent` into `new`, both [n] of 16 bits, and set sent to new.
+
+        Returns the bytes that were written and a checksum of `new`: a device-to-host sync on an accelerator.
+        """
+        device = _one_device(new=new, sent=sent, payload=payload)
+        results = torch.empty(2, dtype=torch.int64, device=device)
+        with self._lane(device) as lane:
+            self._extension.patch_encode(
+                *(new.data_ptr(), sent.data_ptr(), len(new), mantissa_bits),
+                *(lane, payload.data_ptr(), results.data_ptr()),
+            )
+        num_bytes, checksum = results.tolist()
+        return num_bytes, checksum
+
+    def patch_decode(self, payload: Tensor, held: Tensor, *, mantissa_bits: int) -> tuple[str, int]:
+        """Turn `held` [n] of 16 bits into the values that were encoded.
+
+        Returns what is wrong with the payload, "" if nothing, and a checksum of the values: a sync as above.
+        """
+        device = _one_device(held=held, payload=payload)
+        results = torch.empty(2, dtype=torch.int64, device=device)
+        with self._lane(device) as lane:
+            self._extension.patch_decode(
+                *(payload.data_ptr(), len(payload), len(held), mantissa_bits),
+                *(lane, held.data_ptr(), results.data_ptr()),
+            )
+        damage, checksum = results.tolist()
+        return PATCH_DAMAGES[damage], checksum
 
     def write_headers(
         self, packets: Tensor, *, start: int, number: int, sequence: int, stamp: int, is_bad: Tensor

@@ -1,0 +1,371 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Patches of 16-bit weights on the CPU: a thread per segment.  What each function computes is told in
+// hybridep_codecs.h; the layout is told in ds_hybridep/codecs/patch_format.py.
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "hybridep_blocks.h"
+#include "hybridep_codecs.h"
+#include "hybridep_patch.h"
+
+namespace hybridep {
+namespace {
+
+using namespace patch;
+
+int threads_of(const PatchShape& shape, int num_threads) {
+    const int64_t segments = ceil_div(shape.n, kSegment);
+    return static_cast<int>(std::clamp<int64_t>(segments, 1, std::max(num_threads, 1)));
+}
+
+// --- Masks ----------------------------------------------------------------------------------------------------------
+
+constexpr uint64_t kLowBits = 0x0101010101010101u;
+
+// The lowest bits of the 8 bytes of `x`, the first byte's in bit 0.
+uint64_t gather_low_bits(uint64_t x) { return ((x & kLowBits) * 0x0102040810204080u) >> 56; }
+
+// Masks of a block of `count` weights; `changed` only where `values` is given.  Returns whether any has changed.
+template <bool kIsChange>
+bool make_masks(const uint16_t* values, const uint16_t* old, int count, int top, int mantissa_bits, Masks& masks) {
+    // 1. A byte for each weight: its class in three bits, and whether it has changed.
+    alignas(64) uint8_t marks[kBlock];
+    const auto highest = static_cast<uint16_t>(top);
+#pragma omp simd
+    for (int i = 0; i < count; ++i) {
+        const auto exponent = static_cast<uint16_t>((old[i] & 0x7fff) >> mantissa_bits);
+        const auto below = static_cast<uint16_t>(highest > exponent ? highest - exponent : 0);
+        auto mark = static_cast<uint8_t>(below < kClasses - 1 ? below : kClasses - 1);
+        if (kIsChange) mark = static_cast<uint8_t>(mark | (values[i] != old[i] ? kClasses : 0));
+        marks[i] = mark;
+    }
+    std::memset(marks + count, 0, static_cast<size_t>(kBlock - count));
+
+    // 2. Bit by bit of these, masks of 64 weights, and from them those of the classes.
+    alignas(64) uint64_t planes[4][kWords];
+    for (int word = 0; word < kWords; ++word) {
+        uint64_t plane[4] = {0, 0, 0, 0};
+        for (int byte = 0; byte < 8; ++byte) {
+            uint64_t eight;
+            std::memcpy(&eight, marks + word * 64 + byte * 8, 8);
+            for (int bit = 0; bit < 3 + kIsChange; ++bit) plane[bit] |= gather_low_bits(eight >> bit) << (8 * byte);
+        }
+        for (int bit = 0; bit < 4; ++bit) planes[bit][word] = plane[bit];
+    }
+    alignas(64) uint64_t is_weight[kWords];
+    for (int word = 0; word < kWords; ++word) {
+        const int left = count - word * 64;
+        is_weight[word] = left >= 64 ? ~uint64_t{0} : left <= 0 ? 0 : (uint64_t{1} << left) - 1;
+    }
+    for (int c = 0; c < kClasses; ++c) {
+        const uint64_t flip[3] = {c & 1 ? 0 : ~uint64_t{0}, c & 2 ? 0 : ~uint64_t{0}, c & 4 ? 0 : ~uint64_t{0}};
+        uint64_t* members = masks.in_class + c * kWords;
+        for (int word = 0; word < kWords; ++word) {
+            members[word] = (planes[0][word] ^ flip[0]) & (planes[1][word] ^ flip[1]) & (planes[2][word] ^ flip[2]) &
+                            is_weight[word];
+        }
+    }
+    uint64_t any = 0;
+    for (int word = 0; word < kWords; ++word) {
+        masks.changed[word] = planes[3][word];
+        any |= planes[3][word];
+    }
+    return any != 0;
+}
+
+// --- Checksum -------------------------------------------------------------------------------------------------------
+
+// Of one block: the sum over its weights i of (2 i + 1) times their bits.
+uint32_t sum_of_block(const uint16_t* weights, int count) {
+    int32_t sum = 0;  // wraps, as all arithmetic here; -fwrapv is not needed below, where it is unsigned
+    uint32_t total = 0;
+    for (int begin = 0; begin < count; begin += 8) {
+        // 8 products of less than 2^28 each.
+        const int end = std::min(begin + 8, count);
+        sum = 0;
+        for (int i = begin; i < end; ++i) {
+            sum += static_cast<int32_t>(static_cast<int16_t>(weights[i])) * static_cast<int16_t>(2 * i + 1);
+        }
+        total += static_cast<uint32_t>(sum);
+    }
+    return total;
+}
+
+uint32_t weight_of_block(int64_t block) { return static_cast<uint32_t>(2 * block + 1); }
+
+// --- Encoding -------------------------------------------------------------------------------------------------------
+
+// What one thread needs for one segment; made once for all its segments.
+struct Encoder {
+    Masks masks;
+    std::vector<Token> tokens;
+    std::vector<uint8_t> bytes;
+    size_t ends[kBlocksPerSegment];  // tokens up to the end of each block
+    uint32_t counts[kClasses][kSymbols];
+    uint8_t lengths[kClasses][kSymbols];
+    uint16_t words[kClasses][kSymbols];
+    uint8_t block[kMaxBlockBytes + 8];
+};
+
+int top_exponent(const uint16_t* old, int64_t length, int mantissa_bits) {
+    int reached[kExponents] = {};
+    int sampled = 0;
+    for (int64_t begin = 0; begin < length; begin += kBlock) {
+        for (int64_t i = begin; i < std::min(begin + kSample, length); ++i) {
+            ++reached[(old[i] & 0x7fff) >> mantissa_bits];
+            ++sampled;
+        }
+    }
+    int top = kExponents - 1, num_above = reached[top];
+    while (num_above * kTopShare <= sampled) num_above += reached[--top];
+    return top;
+}
+
+// Bits from the most significant on.
+class BitWriter {
+   public:
+    explicit BitWriter(uint8_t* out) : begin_(out), out_(out) {}
+
+    void put(uint64_t bits, int num_bits) {
+        word_ = word_ << num_bits | bits;
+        filled_ += num_bits;
+        if (filled_ < 32) return;
+        filled_ -= 32;
+        const uint32_t whole = __builtin_bswap32(static_cast<uint32_t>(word_ >> filled_));
+        std::memcpy(out_, &whole, 4);
+        out_ += 4;
+    }
+
+    int64_t finish() {
+        for (; filled_ > 0; filled_ -= 8) {
+            *out_++ = static_cast<uint8_t>(filled_ >= 8 ? word_ >> (filled_ - 8) : word_ << (8 - filled_));
+        }
+        return out_ - begin_;
+    }
+
+   private:
+    uint8_t* begin_;
+    uint8_t* out_;
+    uint64_t word_ = 0;
+    int filled_ = 0;  // below 32 between calls
+};
+
+int64_t raw_segment(const uint16_t* values, int64_t length, uint8_t* out) {
+    out[0] = kRaw;
+    std::memcpy(out + 1, values, static_cast<size_t>(2 * length));
+    return 1 + 2 * length;
+}
+
+// The tokens of a segment, and how often each symbol occurs.
+void find_tokens(const uint16_t* values, const uint16_t* old, int64_t length, int top, int mantissa_bits,
+                 Encoder& encoder) {
+    encoder.tokens.clear();
+    std::memset(encoder.counts, 0, sizeof(encoder.counts));
+    for (int idx = 0; idx < blocks_of(length); ++idx) {
+        const int64_t begin = static_cast<int64_t>(idx) * kBlock;
+        const int count = block_length(length, idx);
+        size_t end = encoder.tokens.size();
+        if (make_masks<true>(values + begin, old + begin, count, top, mantissa_bits, encoder.masks)) {
+            encoder.tokens.resize(end + kBlock + 1);
+            Token* to = encoder.tokens.data() + end;
+            for_each_token(encoder.masks, values + begin, old + begin, count, [&](const Token& token) {
+                *to++ = token;
+                ++encoder.counts[token.code][token.symbol];
+            });
+            end = static_cast<size_t>(to - encoder.tokens.data());
+            encoder.tokens.resize(end);
+        }
+        encoder.ends[idx] = end;
+    }
+}
+
+// Bytes of the tokens [first, end) in encoder.block.
+int64_t write_tokens(size_t first, size_t end, Encoder& encoder) {
+    BitWriter writer(encoder.block);
+    for (size_t i = first; i < end; ++i) {
+        const Token token = encoder.tokens[i];
+        writer.put(encoder.words[token.code][token.symbol], encoder.lengths[token.code][token.symbol]);
+        writer.put(token.bits, token.num_bits);
+    }
+    return writer.finish();
+}
+
+// Writes a segment to `out`, which has room for 1 + 2 * length bytes.  Returns its bytes.
+int64_t encode_segment(const uint16_t* values, const uint16_t* old, int64_t length, int mantissa_bits,
+                       Encoder& encoder, uint8_t* out) {
+    if (std::memcmp(values, old, static_cast<size_t>(2 * length)) == 0) return 0;
+    const int top = top_exponent(old, length, mantissa_bits);
+    find_tokens(values, old, length, top, mantissa_bits, encoder);
+    for (int code = 0; code < kClasses; ++code) {
+        code_lengths(encoder.counts[code], encoder.lengths[code]);
+        code_words(encoder.lengths[code], encoder.words[code]);
+    }
+    encoder.bytes.resize(static_cast<size_t>(kMaxHeadBytes + 2 * kBlocksPerSegment + 2 * length));
+    uint8_t* bytes = encoder.bytes.data();
+    bytes[0] = kCoded;
+    bytes[1] = static_cast<uint8_t>(top);
+    const int num_blocks = blocks_of(length);
+    uint8_t* block_lengths = bytes + 2 + write_codes(encoder.lengths, bytes + 2);
+    uint8_t* to = block_lengths + 2 * num_blocks;
+    size_t first = 0;
+    for (int idx = 0; idx < num_blocks; ++idx) {
+        const int64_t raw = 2 * block_length(length, idx);
+        int64_t used = write_tokens(first, encoder.ends[idx], encoder);
+        const void* from = encoder.block;
+        if (used >= raw) {
+            used = raw;
+            from = values + static_cast<int64_t>(idx) * kBlock;
+        }
+        std::memcpy(to, from, static_cast<size_t>(used));
+        store16(block_lengths + 2 * idx, static_cast<uint16_t>(used));
+        to += used;
+        first = encoder.ends[idx];
+    }
+    const int64_t total = to - bytes;
+    if (total > 2 * length) return raw_segment(values, length, out);
+    std::memcpy(out, bytes, static_cast<size_t>(total));
+    return total;
+}
+
+void store32(uint8_t* to, int64_t value) {
+    const auto word = static_cast<uint32_t>(value);
+    std::memcpy(to, &word, sizeof(word));
+}
+
+int64_t load32(const uint8_t* from) {
+    uint32_t word;
+    std::memcpy(&word, from, sizeof(word));
+    return word;
+}
+
+}  // namespace
+
+void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shape, int num_threads, uint8_t* payload,
+                  int64_t* results) {
+    const int64_t num_segments = ceil_div(shape.n, kSegment);
+    uint32_t checksum = 0;
+
+    // 1. Segments, each where it would be if none were shorter than its values.
+    uint8_t* first = payload + kLengthBytes * num_segments;
+#pragma omp parallel num_threads(threads_of(shape, num_threads)) reduction(+ : checksum)
+    {
+        const auto encoder = std::make_unique<Encoder>();
+#pragma omp for schedule(dynamic)
+        for (int64_t segment = 0; segment < num_segments; ++segment) {
+            const int64_t begin = segment * kSegment, length = segment_length(shape.n, segment);
+            const int64_t bytes = encode_segment(values + begin, sent + begin, length, shape.mantissa_bits, *encoder,
+                                                 first + segment * (1 + 2 * kSegment));
+            store32(payload + kLengthBytes * segment, bytes);
+            if (bytes > 0) std::memcpy(sent + begin, values + begin, static_cast<size_t>(2 * length));
+            for (int idx = 0; idx < blocks_of(length); ++idx) {
+                const uint32_t sum = sum_of_block(values + begin + idx * kBlock, block_length(length, idx));
+                checksum += weight_of_block(segment * kBlocksPerSegment + idx) * sum;
+            }
+        }
+    }
+
+    // 2. One behind the other.
+    uint8_t* to = first;
+    for (int64_t segment = 0; segment < num_segments; ++segment) {
+        const int64_t bytes = load32(payload + kLengthBytes * segment);
+        std::memmove(to, first + segment * (1 + 2 * kSegment), static_cast<size_t>(bytes));
+        to += bytes;
+    }
+    results[0] = to - payload;
+    results[1] = checksum;
+}
+
+// --- Decoding -------------------------------------------------------------------------------------------------------
+
+namespace {
+
+struct Decoder {
+    Masks masks;
+    uint8_t lengths[kClasses][kSymbols];
+    uint16_t tables[kClasses * kCodeTable];
+};
+
+Damage decode_block(const uint8_t* data, int64_t bytes, int top, int mantissa_bits, int count, Decoder& decoder,
+                    uint16_t* weights) {
+    if (bytes == 0) return Damage::kNone;
+    if (bytes > 2 * count) return Damage::kBlockTooLong;
+    if (bytes == 2 * count) {
+        std::memcpy(weights, data, static_cast<size_t>(bytes));
+        return Damage::kNone;
+    }
+    make_masks<false>(nullptr, weights, count, top, mantissa_bits, decoder.masks);
+    return decode_tokens(decoder.masks, data, bytes, decoder.tables, count, weights);
+}
+
+Damage decode_segment(const uint8_t* data, int64_t bytes, int64_t length, int mantissa_bits, Decoder& decoder,
+                      uint16_t* weights) {
+    if (bytes == 0) return Damage::kNone;
+    if (data[0] == kRaw) {
+        if (bytes != 1 + 2 * length) return Damage::kSegmentLength;
+        std::memcpy(weights, data + 1, static_cast<size_t>(2 * length));
+        return Damage::kNone;
+    }
+    if (data[0] != kCoded || bytes < 2) return Damage::kSegmentKind;
+    int code_bytes = 0;
+    const Damage damage = read_codes(data + 2, bytes - 2, decoder.lengths, &code_bytes);
+    if (damage != Damage::kNone) return damage;
+    const int num_blocks = blocks_of(length);
+    const uint8_t* block_lengths = data + 2 + code_bytes;
+    const uint8_t* from = block_lengths + 2 * num_blocks;
+    int64_t left = data + bytes - from;
+    if (left < 0) return Damage::kBlockLengths;
+    for (int idx = 0; idx < num_blocks; ++idx) left -= load16(block_lengths + 2 * idx);
+    if (left != 0) return Damage::kBlockLengths;
+    for (int code = 0; code < kClasses; ++code) {
+        fill_table(decoder.lengths[code], decoder.tables + code * kCodeTable, 0, 1);
+    }
+    for (int idx = 0; idx < num_blocks; ++idx) {
+        const int64_t used = load16(block_lengths + 2 * idx);
+        const Damage found = decode_block(from, used, data[1], mantissa_bits, block_length(length, idx), decoder,
+                                          weights + static_cast<int64_t>(idx) * kBlock);
+        if (found != Damage::kNone) return found;
+        from += used;
+    }
+    return Damage::kNone;
+}
+
+}  // namespace
+
+void patch_decode(const uint8_t* payload, int64_t bytes, const PatchShape& shape, int num_threads, uint16_t* held,
+                  int64_t* results) {
+    const int64_t num_segments = ceil_div(shape.n, kSegment);
+    std::vector<int64_t> offsets(static_cast<size_t>(num_segments) + 1, kLengthBytes * num_segments);
+    results[0] = static_cast<int64_t>(Damage::kSegmentLengths);
+    results[1] = 0;
+    if (bytes < offsets[0]) return;
+    for (size_t i = 0; i < offsets.size() - 1; ++i) offsets[i + 1] = offsets[i] + load32(payload + kLengthBytes * i);
+    if (offsets.back() != bytes) return;
+
+    std::atomic<int64_t> damage = 0;
+    uint32_t checksum = 0;
+#pragma omp parallel num_threads(threads_of(shape, num_threads)) reduction(+ : checksum)
+    {
+        const auto decoder = std::make_unique<Decoder>();
+#pragma omp for schedule(dynamic)
+        for (int64_t segment = 0; segment < num_segments; ++segment) {
+            const int64_t length = segment_length(shape.n, segment), from = offsets[segment];
+            uint16_t* weights = held + segment * kSegment;
+            const Damage found = decode_segment(payload + from, offsets[segment + 1] - from, length,
+                                                shape.mantissa_bits, *decoder, weights);
+            if (found != Damage::kNone) damage = static_cast<int64_t>(found);
+            for (int idx = 0; idx < blocks_of(length); ++idx) {
+                const uint32_t sum = sum_of_block(weights + idx * kBlock, block_length(length, idx));
+                checksum += weight_of_block(segment * kBlocksPerSegment + idx) * sum;
+            }
+        }
+    }
+    results[0] = damage;
+    results[1] = checksum;
+}
+
+}  // namespace hybridep

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches: what changed between two versions of 16-bit weights, without loss.
+
+A training step changes few bits of a bf16 or fp16 weight.  The receiver has the old weights, so a packet need only
+say which changed and by how much.  How likely a change is depends on the size of the weight: that is why weights are
+taken in order of their old exponent, and why each class of exponents has a code of its own.
+
+    encoder                                                decoder
+    length = patch.encode(new, sent, out, sequence)        patch.decode(out[:length], held)
+    sent == new                                            held == new, bit for bit
+
+The layout is in `patch_format.py`, which is also the definition that the compiled kernels agree with.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.codecs import packet, patch_format
+from ds_hybridep.codecs.patch_format import MANTISSA_BITS, PREFIX_BYTES
+from ds_hybridep.errors import PacketError
+from ds_hybridep.kernels import CompiledCodecs, Mode, load_codec_kernels
+
+MODULUS = 2**32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """Packets that turn the weights sent last into the present ones, exactly.
+
+    A packet starts with the header of `packet.py`, whose number is a checksum of the new values and the sequence
+    number, and 8 bytes with the packet's length.  The checksum makes it an error to apply a packet twice, out of
+    order, or after damage: what `decode` returns from has the encoder's values.
+
+    All `kernels` make the same bytes.
+    """
+
+    codec_id: ClassVar[int] = 4
+    name: ClassVar[str] = "patch"
+
+    kernels: Mode = field(default="auto", compare=False, repr=False)
+
+    def settings(self) -> str:
+        """The name in the stamp; there are no options."""
+        return self.name
+
+    def max_bytes(self, num_elements: int) -> int:
+        """Most bytes that a packet of so many elements can have: 2 for each, 5 for each 2^20, and 24."""
+        return PREFIX_BYTES + patch_format.max_payload_bytes(num_elements)
+
+    def encode(self, new: Tensor, sent: Tensor, out: Tensor, sequence: int) -> int:
+        """Write the packet that turns `sent` into `new` to the start of `out`, and set sent to new.
+
+        Args:
+            new, sent: [n] bf16 or fp16, contiguous, of one dtype and device.
+            out: uint8 [max_bytes(n)] or longer, contiguous, on that device.
+            sequence: number of the packet, kept modulo 2^32.
+
+        Returns:
+            The packet's length in bytes.  Reading it is a device-to-host sync on an accelerator.
+        """
+        num_elements = _require_weights("new", new)
+        if _require_weights("sent", sent) != num_elements or sent.dtype != new.dtype or sent.device != new.device:
+            raise ValueError(f"sent: got {_describe(sent)}, wanted {_describe(new)}, as new")
+        room = self.max_bytes(num_elements)
+        if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or len(out) < room:
+            raise ValueError(f"out: got {_describe(out)}, wanted contiguous torch.uint8 [{room}] or longer")
+        if out.device != new.device:
+            raise ValueError(f"out: on device {out.device}, wanted {new.device}, where new is")
+        kernels = self._compiled(new.device)
+        encode = patch_format.encode if kernels is None else kernels.patch_encode
+        num_bytes, checksum = encode(new, sent, out[PREFIX_BYTES:], mantissa_bits=MANTISSA_BITS[new.dtype])
+        length = PREFIX_BYTES + num_bytes
+        words = [
+            packet.MAGIC | packet.VERSION << 8 | self.codec_id << 16,
+            (checksum + sequence) % MODULUS,
+            sequence % MODULUS,
+            self._stamp(new),
+            length % MODULUS,
+            length // MODULUS,
+        ]
+        prefix = b"".join(word.to_bytes(4, "little") for word in words)
+        out[:PREFIX_BYTES] = torch.frombuffer(bytearray(prefix), dtype=torch.uint8).to(out.device)
+        return length
+
+    def length(self, message: Tensor) -> int:
+        """Bytes of the packet at the start of `message`, uint8 [PREFIX_BYTES] or longer; the rest need not be there.
+
+        Raises PacketError where no packet of a patch starts there.
+        """
+        return self._words(message)[4]
+
+    def sequence(self, message: Tensor) -> int:
+        """The sequence number of the packet at the start of `message`; otherwise as `length`."""
+        return self._words(message)[2]
+
+    def decode(self, packet: Tensor, held: Tensor) -> None:
+        """Turn `held` into what the encoder's `new` was, bit for bit.
+
+        Args:
+            packet: uint8, the packet and perhaps more behind it, on the device of `held`.
+            held: [n] bf16 or fp16, contiguous, with the bits that the encoder's `sent` had.
+
+        Raises:
+            PacketError: the packet is of another dtype or size, is damaged, or was made for other values than `held`
+                has.  Some of `held` may have been overwritten by then: get the values anew from their owner.
+        """
+        num_elements = _require_weights("held", held)
+        if packet.device != held.device:
+            raise ValueError(f"packet: on device {packet.device}, wanted {held.device}, where held is")
+        _, number, sequence, stamp, length = self._words(packet)
+        wanted = self._stamp(held)
+        if stamp != wanted:
+            raise PacketError(
+                f"packet has stamp {stamp:#010x}, wanted {wanted:#010x} for a patch of {held.dtype} [{num_elements}]; "
+                "encode and decode tensors of one dtype and size"
+            )
+        if length > len(packet):
+            raise PacketError(f"packet has {len(packet)} bytes, wanted {length} as its header says; it was cut off")
+        kernels = self._compiled(held.device)
+        decode = patch_format.decode if kernels is None else kernels.patch_decode
+        payload = packet[PREFIX_BYTES:length].contiguous()
+        wrong, checksum = decode(payload, held, mantissa_bits=MANTISSA_BITS[held.dtype])
+        if wrong:
+            raise PacketError(f"packet {sequence} is damaged: {wrong}; get the weights anew from their owner")
+        if (checksum + sequence) % MODULUS != number:
+            raise PacketError(
+                f"packet {sequence} gives values with checksum {(checksum + sequence) % MODULUS:#010x}, wanted "
+                f"{number:#010x}: it is damaged, or was made for other values than are held; "
+                "apply each packet once and in order, and get the weights anew from their owner"
+            )
+
+    def _words(self, message: Tensor) -> tuple[int, int, int, int, int]:
+        """Start, checksum, sequence, stamp and length of the packet at the start of `message`."""
+        if message.dtype != torch.uint8 or message.dim() != 1:
+            raise ValueError(f"packet: got {_describe(message)}, wanted torch.uint8 [bytes]")
+        if len(message) < PREFIX_BYTES:
+            raise PacketError(f"packet has {len(message)} bytes, wanted {PREFIX_BYTES} or more; it was cut off")
+        prefix = bytes(message[:PREFIX_BYTES].tolist())  # device-to-host sync
+        start, number, sequence, stamp = (int.from_bytes(prefix[at : at + 4], "little") for at in (0, 4, 8, 12))
+        length = int.from_bytes(prefix[16:24], "little")
+        wanted = packet.MAGIC | packet.VERSION << 8 | self.codec_id << 16
+        if start != wanted:
+            raise PacketError(
+                f"packet starts with {start:#010x}, wanted {wanted:#010x} for a patch; encode with patch"
+            )
+        if not PREFIX_BYTES <= length < patch_format.LENGTH_LIMIT:
+            raise PacketError(f"packet says that it has {length} bytes, wanted {PREFIX_BYTES} or more; it is damaged")
+        return start, number, sequence, stamp, length
+
+    def _stamp(self, weights: Tensor) -> int:
+        return packet.stamp_of(f"{self.settings()} {weights.dtype}", 1, len(weights))
+
+    def _compiled(self, device: torch.device) -> CompiledCodecs | None:
+        return load_codec_kernels(self.kernels, device.type)
+
+
+def _require_weights(name: str, weights: Tensor) -> int:
+    """Elements of a flat, contiguous tensor of 16-bit numbers; TypeError or ValueError for any other."""
+    if weights.dtype not in MANTISSA_BITS:
+        raise TypeError(f"{name}: got {weights.dtype}, wanted torch.bfloat16 or torch.float16")
+    if weights.dim() != 1 or not weights.is_contiguous():
+        raise ValueError(f"{name}: got {_describe(weights)}, wanted a flat, contiguous tensor; pass {name}.view(-1)")
+    return len(weights)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"

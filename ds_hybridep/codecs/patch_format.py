@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of a patch, as slow and plain as can be.  csrc/include/hybridep_patch.h does the same, faster.
+
+Behind a packet's header and length:
+
+    lengths of the segments     4 bytes each
+    segments
+
+A segment holds 256 blocks of 4096 weights; the last segment and the last block may be short.  It takes
+
+    0 bytes                     where no weight of it changed
+    1 + 2 bytes per weight      byte 0, then the new values, where nothing shorter was found
+    otherwise                   byte 1, top, 8 codes, the blocks' lengths in 2 bytes each, the blocks
+
+Weights of a block are taken in order of their *class*, and within it in order of place.  The class of a weight is how
+far its old exponent is below `top`, from 0 to 7; larger weights are of class 0, smaller ones of class 7.
+
+A block takes 0 bytes where no weight of it changed, and 2 bytes per weight where it is the new values; any other
+length is that of a stream of bits, most significant bit of each byte first, with zeros up to a whole byte.  Each
+changed weight is a *token*, and one more token may end the block:
+
+    code        of a symbol, up to 10 bits, in the code of the class of the first weight that no token has passed
+    gap         how many weights to pass, without its leading bit: gap 5 = 101 is the bits 01, gaps 0 and 1 no bits
+    bit length  4 bits, that of the size less one; only where the symbol says "3 or more"
+    size        how far the weight moved, without its leading bit
+    sign        1 for down
+
+    symbol      0..15           gap 0, and size of 1..16 bits
+                16 + 3 g + s    gap of g + 1 bits (g = 0..12), and size of 1 bit, of 2 bits, or of 3 or more (s = 0..2)
+
+A weight moves along the numbers of its type in order: to the next larger number is 1 up, from +0 to -0 is 1 down.
+A token that passes all weights that are left has size 1, no sign, and ends the block.  Where the last weight in order
+has changed there is no such token.
+
+A code is written as 8 bytes, in which bit s says that symbol s is in use, and 4 bits for the length of the code word
+of each such symbol, the first one in the low half of its byte, with zeros up to a whole byte.  Code words of equal
+length are in order of their symbols, and shorter ones come first.  Numbers of several bytes are little-endian.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
+PREFIX_BYTES = 24  # of a packet, before what is described here
+LENGTH_LIMIT = 2**48  # of a packet in bytes
+
+BLOCK = 4096
+SEGMENT = 256 * BLOCK
+NUM_CLASSES = 8
+NUM_SYMBOLS = 55
+MAX_CODE_BITS = 10
+RAW, CODED = 0, 1  # first byte of a segment
+SAMPLE = 64  # weights at the start of each block that `top` is chosen by
+TOP_SHARE = 8  # more than one in so many has an exponent of `top` or above
+
+CHECK_MODULUS = 2**32
+
+
+def max_payload_bytes(num_elements: int) -> int:
+    """Most bytes of a payload: every segment as its new values."""
+    return 2 * num_elements + 5 * -(-num_elements // SEGMENT)
+
+
+def encode(new: Tensor, sent: Tensor, payload: Tensor, *, mantissa_bits: int) -> tuple[int, int]:
+    """Write the payload that turns `sent` into `new`, set sent to new; the bytes that were written, and `checksum`."""
+    values, old = _bits(new), _bits(sent)
+    segments = [
+        encode_segment(part, before, mantissa_bits)
+        for part, before in zip(values.split(SEGMENT), old.split(SEGMENT), strict=True)
+        if len(part)
+    ]
+    lengths = b"".join(len(segment).to_bytes(4, "little") for segment in segments)
+    result = torch.frombuffer(bytearray(lengths + b"".join(segments)) or bytearray(1), dtype=torch.uint8)
+    num_bytes = len(lengths) + sum(map(len, segments))
+    payload[:num_bytes] = result[:num_bytes].to(payload.device)
+    sent.copy_(new)
+    return num_bytes, checksum(values)
+
+
+def decode(payload: Tensor, held: Tensor, *, mantissa_bits: int) -> tuple[str, int]:
+    """Turn `held` into the new values; what is wrong with the payload, "" if nothing, and `checksum` of the values."""
+    data, values = bytes(payload.tolist()), _bits(held)
+    try:
+        parts = list(values.split(SEGMENT)) if len(values) else []
+        lengths = [int.from_bytes(data[4 * idx : 4 * idx + 4], "little") for idx in range(len(parts))]
+        if len(data) != 4 * len(parts) + sum(lengths):
+            raise _Damaged("its segments have other lengths")
+        at = 4 * len(parts)
+        for part, length in zip(parts, lengths, strict=True):
+            decode_segment(data[at : at + length], part, mantissa_bits)
+            at += length
+    except _Damaged as damage:
+        return str(damage), 0
+    held.view(torch.int16).copy_(values.to(torch.int16))
+    return "", checksum(values)
+
+
+def checksum(values: Tensor) -> int:
+    """Sum over blocks b of (2 b + 1) times the sum over weights i of (2 i + 1) times their bits, modulo 2^32.
+
+    The bits count as signed numbers of 16 bits.  The factors are odd, so no single change leaves the sum as it is.
+    """
+    total = 0
+    for idx, block in enumerate(values.split(BLOCK)):
+        signed = block - (block >> 15 << 16)
+        total += (2 * idx + 1) * int((signed * (2 * torch.arange(len(block)) + 1)).sum())
+    return total % CHECK_MODULUS
+
+
+class _Damaged(Exception):
+    """What is wrong with a payload."""
+
+
+def _bits(weights: Tensor) -> Tensor:
+    """The bits of 16-bit weights as int64 from 0 to 65535, on the CPU."""
+    return weights.view(torch.int16).cpu().long() & 0xFFFF
+
+
+def place_in_order(bits: Tensor) -> Tensor:
+    """Where the number with these bits stands among all of its type, -32768 to 32767; its own inverse modulo 2^16."""
+    signed = bits - (bits >> 15 << 16)
+    return signed ^ ((signed >> 15) & 0x7FFF)
+
+
+# --- Classes, tokens and codes ---------------------------------------------------------------------------------------
+
+
+def top_exponent(old: Tensor, mantissa_bits: int) -> int:
+    """The largest exponent that more than 1 / TOP_SHARE of the sampled weights reach."""
+    sample = torch.cat([block[:SAMPLE] for block in old.split(BLOCK)])
+    exponents = (sample & 0x7FFF) >> mantissa_bits
+    reached = torch.bincount(exponents).flip(0).cumsum(0).flip(0)  # [e]: how many have exponent e or above
+    return int((reached * TOP_SHARE > len(sample)).nonzero().max())
+
+
+def classes_of(old: Tensor, top: int, mantissa_bits: int) -> Tensor:
+    return (top - ((old & 0x7FFF) >> mantissa_bits)).clamp(0, NUM_CLASSES - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The tokens of a segment, in order; [N] int64 each."""
+
+    block: Tensor
+    code: Tensor  # the class whose code it is in
+    gap: Tensor
+    move: Tensor  # 0: the token ends its block
+
+    @property
+    def size(self) -> Tensor:
+        return self.move.abs().clamp(min=1)
+
+    @property
+    def symbol(self) -> Tensor:
+        gap_bits, size_bits = bit_length(self.gap), bit_length(self.size)
+        return torch.where(gap_bits == 0, size_bits - 1, 13 + 3 * gap_bits + size_bits.clamp(max=3) - 1)
+
+
+def tokens_of(new: Tensor, old: Tensor, classes: Tensor) -> Tokens:
+    """What changed from `old` to `new`, bits of one segment."""
+    n = len(new)
+    block = torch.arange(n) // BLOCK
+    # Block by block, and in each class by class: `order` is stable, so places stay in order.
+    order = (block * NUM_CLASSES + classes).argsort(stable=True)
+    moves = (place_in_order(new) - place_in_order(old) + 2**15) % 2**16 - 2**15
+    found = moves[order].nonzero()[:, 0]
+    changed_blocks = block[found].unique()
+    ends = ((changed_blocks + 1) * BLOCK).clamp(max=n)
+    # Tokens by where they lead to; an end comes before a first weight of the next block, which is at the same place.
+    to = torch.cat([ends, found])
+    to_block = torch.cat([changed_blocks, block[found]])
+    move = torch.cat([torch.zeros_like(ends), moves[order][found]])
+    by_place = (to_block * (BLOCK + 1) + to - to_block * BLOCK).argsort()
+    to, to_block, move = to[by_place], to_block[by_place], move[by_place]
+    start = to_block * BLOCK
+    start[1:] = torch.where(to_block[1:] == to_block[:-1], to[:-1] + 1, start[1:])
+    is_needed = start < ((to_block + 1) * BLOCK).clamp(max=n)
+    to, to_block, move, start = to[is_needed], to_block[is_needed], move[is_needed], start[is_needed]
+    return Tokens(block=to_block, code=classes[order][start], gap=to - start, move=move)
+
+
+def bit_length(x: Tensor) -> Tensor:
+    """Bits of the binary form of x from 0 to 65535, 0 for 0."""
+    return torch.frexp(x.double())[1].long()
+
+
+def code_lengths(counts: list[int]) -> list[int]:
+    """Bits of the code word of each symbol by Huffman's rule, 0 where its count is 0.
+
+    Of equal counts the lower symbol is merged first, and symbols before what was merged already.  Where a word gets
+    longer than MAX_CODE_BITS, all counts are halved, rounded up, and the words made anew.
+    """
+    used = [symbol for symbol, count in enumerate(counts) if count]
+    if len(used) <= 1:
+        return [int(symbol in used) for symbol in range(len(counts))]
+    while True:
+        nodes = [
+            (counts[symbol], symbol, [symbol]) for symbol in used
+        ]  # count, rank among equal counts, symbols below
+        lengths = [0] * len(counts)
+        heapq.heapify(nodes)
+        for merged in range(len(used) - 1):
+            (count, _, symbols), (other_count, _, others) = heapq.heappop(nodes), heapq.heappop(nodes)
+            for symbol in symbols + others:
+                lengths[symbol] += 1
+            heapq.heappush(nodes, (count + other_count, len(counts) + merged, symbols + others))
+        if max(lengths) <= MAX_CODE_BITS:
+            return lengths
+        counts = [(count + 1) // 2 for count in counts]
+
+
+def code_words(lengths: list[int]) -> list[int]:
+    """The code word of each symbol, as a number of so many bits; 0 for symbols that have none."""
+    words, word, bits = [0] * len(lengths), 0, 0
+    for length, symbol in sorted((length, symbol) for symbol, length in enumerate(lengths) if length):
+        word <<= length - bits
+        words[symbol], bits = word, length
+        word += 1
+    return words
+
+
+# --- Segments --------------------------------------------------------------------------------------------------------
+
+
+def encode_segment(new: Tensor, old: Tensor, mantissa_bits: int) -> bytes:
+    """The bytes of a segment that turns the bits `old` into `new`."""
+    if torch.equal(new, old):
+        return b""
+    top = top_exponent(old, mantissa_bits)
+    tokens = tokens_of(new, old, classes_of(old, top, mantissa_bits))
+    counts = torch.bincount(tokens.code * NUM_SYMBOLS + tokens.symbol, minlength=NUM_CLASSES * NUM_SYMBOLS)
+    codes = [code_lengths(of_class) for of_class in counts.view(NUM_CLASSES, NUM_SYMBOLS).tolist()]
+    values, widths = fields_of(tokens, codes)
+    last = torch.bincount(tokens.block, minlength=-(-len(new) // BLOCK)).cumsum(0).tolist()
+    blocks = []
+    for first, end, part in zip([0, *last], last, new.split(BLOCK), strict=False):
+        block = pack(values[first:end].flatten(), widths[first:end].flatten())
+        blocks.append(block if len(block) < 2 * len(part) else _raw(part))
+    result = bytes([CODED, top]) + b"".join(map(write_code, codes))
+    result += b"".join(len(block).to_bytes(2, "little") for block in blocks) + b"".join(blocks)
+    return result if len(result) <= 2 * len(new) else bytes([RAW]) + _raw(new)
+
+
+def fields_of(tokens: Tokens, codes: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Numbers and their bits, [N, 5] each: code word, gap, bit length, size and sign of each token."""
+    lengths, words = torch.tensor(codes), torch.tensor([code_words(lengths) for lengths in codes])
+    is_end = tokens.move == 0
+    gap_bits, size_bits = bit_length(tokens.gap), bit_length(tokens.size)
+    has_length = (gap_bits > 0) & (size_bits >= 3)
+    values = [words[tokens.code, tokens.symbol], tokens.gap, size_bits - 1, tokens.size, (tokens.move < 0).long()]
+    widths = [
+        lengths[tokens.code, tokens.symbol],
+        (gap_bits - 1).clamp(min=0),
+        4 * has_length.long(),
+        size_bits - 1,
+        1 - is_end.long(),
+    ]
+    return torch.stack(values, dim=1), torch.stack(widths, dim=1)
+
+
+def pack(values: Tensor, widths: Tensor) -> bytes:
+    """The low `widths` bits of each of `values`, one behind the other, with zeros up to a whole byte."""
+    end = widths.cumsum(0).repeat_interleave(widths)
+    bits = values.repeat_interleave(widths) >> (end - 1 - torch.arange(len(end))) & 1
+    padded = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
+    return bytes((padded * (1 << torch.arange(7, -1, -1))).sum(dim=1).tolist())
+
+
+def write_code(lengths: list[int]) -> bytes:
+    """A code, from the lengths of its words."""
+    used = sum(1 << symbol for symbol, length in enumerate(lengths) if length)
+    halves = [length for length in lengths if length]
+    halves += [0] * (len(halves) % 2)
+    return used.to_bytes(8, "little") + bytes(
+        low | high << 4 for low, high in zip(halves[::2], halves[1::2], strict=True)
+    )
+
+
+def _raw(values: Tensor) -> bytes:
+    return b"".join(value.to_bytes(2, "little") for value in values.tolist())
+
+
+def _from_raw(data: bytes) -> Tensor:
+    return torch.tensor([data[at] | data[at + 1] << 8 for at in range(0, len(data), 2)], dtype=torch.int64)
+
+
+class _Bits:
+    """A stream of bits.  Behind its end there are zeros, and `close` finds that they were read."""
+
+    def __init__(self, data: bytes) -> None:
+        self.text = "".join(f"{byte:08b}" for byte in data) + "0" * 64
+        self.at = 0
+        self.num_bytes = len(data)
+
+    def take(self, width: int) -> int:
+        self.at += width
+        return int(self.text[self.at - width : self.at] or "0", 2)
+
+    def symbol(self, words: dict[str, int]) -> int:
+        for length in range(1, MAX_CODE_BITS + 1):
+            found = words.get(self.text[self.at : self.at + length])
+            if found is not None:
+                self.at += length
+                return found
+        raise _Damaged("a code word is not in use")
+
+    def close(self) -> None:
+        if -(-self.at // 8) != self.num_bytes or "1" in self.text[self.at :]:
+            raise _Damaged("a block has another length")
+
+
+def decode_segment(data: bytes, values: Tensor, mantissa_bits: int) -> None:
+    """Turn the old bits `values` into the new ones, in place."""
+    if not data:
+        return
+    if data[0] == RAW:
+        if len(data) != 1 + 2 * len(values):
+            raise _Damaged("a segment has another length")
+        values.copy_(_from_raw(data[1:]))
+        return
+    if data[0] != CODED or len(data) < 2:
+        raise _Damaged("a segment is of an unknown kind")
+    codes, at = read_codes(data)
+    blocks = values.split(BLOCK)
+    lengths = [int.from_bytes(data[at + 2 * idx : at + 2 * idx + 2], "little") for idx in range(len(blocks))]
+    at += 2 * len(blocks)
+    if len(data) != at + sum(lengths):
+        raise _Damaged("blocks have other lengths")
+    for block, length in zip(blocks, lengths, strict=True):
+        part = data[at : at + length]
+        at += length
+        if length == 2 * len(block):
+            block.copy_(_from_raw(part))
+        elif length > 2 * len(block):
+            raise _Damaged("a block is too long")
+        elif length:
+            decode_block(_Bits(part), block, classes_of(block, data[1], mantissa_bits), codes)
+
+
+def read_codes(data: bytes) -> tuple[list[dict[str, int]], int]:
+    """Symbols by code word for each class, and where the codes end."""
+    codes, at = [], 2
+    for _ in range(NUM_CLASSES):
+        used = int.from_bytes(data[at : at + 8], "little")
+        symbols = [symbol for symbol in range(64) if used >> symbol & 1]
+        end = at + 8 + -(-len(symbols) // 2)
+        if end > len(data) or used >> NUM_SYMBOLS:
+            raise _Damaged("a code is cut off or has unknown symbols")
+        halves = [half for byte in data[at + 8 : end] for half in (byte & 15, byte >> 4)]
+        lengths = [0] * NUM_SYMBOLS
+        for symbol, length in zip(symbols, halves, strict=False):
+            lengths[symbol] = length
+        # Every stream of bits must mean something, or, where there is one symbol, each word be one 0.
+        share = sum(2.0**-length for length in halves[: len(symbols)])
+        is_whole = share == (0.5 if len(symbols) == 1 else 1.0)
+        if any(not 1 <= length <= MAX_CODE_BITS for length in halves[: len(symbols)]) or (symbols and not is_whole):
+            raise _Damaged("a code has words of impossible lengths")
+        if any(halves[len(symbols) :]):
+            raise _Damaged("a code is not followed by zeros")
+        words = code_words(lengths)
+        codes.append({f"{words[symbol]:0{lengths[symbol]}b}": symbol for symbol in symbols})
+        at = end
+    return codes, at
+
+
+def decode_block(bits: _Bits, block: Tensor, classes: Tensor, codes: list[dict[str, int]]) -> None:
+    """Apply the tokens of one block to its old bits, in place."""
+    order = classes.argsort(stable=True)
+    of_class = classes[order].tolist()
+    moves = torch.zeros_like(block)
+    for place, move in _moves(bits, of_class, codes):
+        moves[order[place]] = move
+    block.copy_(place_in_order((place_in_order(block) + moves) & 0xFFFF) & 0xFFFF)
+
+
+def _moves(bits: _Bits, of_class: list[int], codes: list[dict[str, int]]) -> Iterator[tuple[int, int]]:
+    """Changed weights as (place in the order of classes, move)."""
+    start, count = 0, len(of_class)
+    while start < count:
+        symbol = bits.symbol(codes[of_class[start]])
+        gap_bits, size_bits = (0, symbol + 1) if symbol < 16 else ((symbol - 13) // 3, (symbol - 13) % 3 + 1)
+        gap = _with_leading_bit(bits, gap_bits)
+        place = start + gap
+        if place > count or (place == count and size_bits > 1):
+            raise _Damaged("a token leads out of its block")
+        if place == count:
+            break
+        if gap_bits and size_bits == 3:
+            size_bits = bits.take(4) + 1
+            if size_bits < 3:
+                raise _Damaged("a size has another form")
+        size = _with_leading_bit(bits, size_bits)
+        yield place, -size if bits.take(1) else size
+        start = place + 1
+    bits.close()
+
+
+def _with_leading_bit(bits: _Bits, width: int) -> int:
+    return 0 if width == 0 else 1 << (width - 1) | bits.take(width - 1)
