@@ -96,8 +96,8 @@ class Attachment:
             if self.is_engine:
                 notice = self.engine.module.register_forward_pre_hook(_noticing(self))
                 patches.keep(MODULE, "forward_pre_hook", notice.remove)
-        if self.runtime.dense is not None:
-            self._dense = DenseSync(self.engine, self.runtime.dense, patches)
+        if self.runtime.syncs:
+            self._dense = DenseSync(self.engine, self.runtime.syncs, patches, boundary_of(self.engine))
         self._watch_optimizer()
 
     def unbind(self) -> None:
@@ -164,10 +164,15 @@ class Attachment:
         self.runtime.before_step()
         try:
             chosen = self.planner.before_step(self.runtime) if self.planner is not None else None
+            if self._dense is not None:
+                self._dense.before_step()
             original(*args, **kwargs)
         except BaseException:
             self.runtime.abandon_step()
             raise
+        finally:
+            if self._dense is not None:
+                self._dense.after_step()
         report = self.runtime.after_step(was_applied=self.engine._step_applied, ships=chosen is None)
         if self.planner is not None:
             self.planner.after_step()

@@ -1,21 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets DeepSpeed's own sums of dense gradients and gathers of dense parameters travel level by level.
+"""Lets DeepSpeed's own sums of gradients and gathers of parameters travel level by level.
 
-DeepSpeed's code is not replaced: its scaling, data types and buckets stay as they are.  What changes is the process
-group that it calls torch with, on one engine and its optimizer.
+These are the dense parameters, which all ranks hold, and experts that several expert-parallel groups hold.  DeepSpeed's
+code is not replaced: its scaling, data types and buckets stay as they are.  What changes is the process groups that it
+calls torch with, on one engine and its optimizer.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from deepspeed.utils import groups
 from torch import Tensor
 
 from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.integration.patches import ENGINE, ZERO_OPTIMIZER, Patches
-from ds_hybridep.sync.collectives import LevelCollectives
+from ds_hybridep.sync.dense import GroupSync
+from ds_hybridep.sync.flat import Span, cut, whole
 from ds_hybridep.transport.job import group_ranks
 from ds_hybridep.transport.stand_in import StandInGroup
 
+DENSE = "dense parameters"
 _REMEDY = 'or set hybridep.dense_sync to "deepspeed"'
 
 
@@ -47,54 +56,193 @@ def refuse_unsupported(engine: Any) -> None:
         )
 
 
-class DenseSync:
-    """Carries DeepSpeed's sums and gathers of dense parameters for one engine that `refuse_unsupported` has passed."""
+def groups_of(engine: Any, specs: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
+    """Ranks that hold the same parameters, by name: of dense ones, and of experts with several copies."""
+    found = {DENSE: group_ranks(engine.seq_data_parallel_group)}
+    for spec in specs:
+        found[f"experts of {spec.group}"] = group_ranks(groups._get_expert_data_parallel_group(spec.group))
+    return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
-    def __init__(self, engine: Any, collectives: LevelCollectives, patches: Patches) -> None:
-        self._collectives = collectives
-        self._original = engine.seq_data_parallel_group
-        self._group = StandInGroup(self._original, self._all_reduce, collectives.all_gather)
-        self._slices: list[tuple[int, int]] | None = None
-        self._patches = patches
-        patches.keep("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", self._group.unregister)
+
+class DenseSync:
+    """Carries DeepSpeed's sums and gathers for one engine that `refuse_unsupported` has passed.
+
+    Args:
+        syncs: by name, as in `groups_of`.
+        is_boundary: True when the sums that run are the last before the optimizer step.
+    """
+
+    def __init__(
+        self, engine: Any, syncs: Mapping[str, GroupSync], patches: Patches, is_boundary: Callable[[], bool]
+    ) -> None:
+        self._engine, self._patches, self._is_boundary = engine, patches, is_boundary
+        self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        self._stand_ins: dict[Any, StandInGroup] = {}  # by the group that each stands in for
+        self._syncs: dict[Any, GroupSync] = {}  # by stand-in
+        self._optimizer: Any = None
+        self._bucket: tuple[Tensor, list[Span]] | None = None  # what `average_tensor` works on
+        self._call = _Call()
+        self._before: dict[int, Tensor] = {}  # own slices as they were before this step, by address of their group
+        for name, sync in syncs.items():
+            ep_name = name.removeprefix("experts of ")
+            original = (
+                engine.seq_data_parallel_group if name == DENSE else groups._get_expert_data_parallel_group(ep_name)
+            )
+            group = StandInGroup(original, partial(self._all_reduce, sync), partial(self._all_gather, sync))
+            self._stand_ins[original], self._syncs[group] = group, sync
+            patches.keep("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", group.unregister)
         patches.wrap(ENGINE, "allreduce_bucket", engine, self._allreduce_bucket)
 
     def watch(self, optimizer: Any) -> None:
         """Take over the groups of an optimizer that partitions its state (ZeRO 1 and 2); others have none."""
-        groups = getattr(optimizer, "real_dp_process_group", None)
-        if groups is None or self._group in groups:
+        real_groups = getattr(optimizer, "real_dp_process_group", None)
+        if real_groups is None or optimizer is self._optimizer:
             return
-        replaced = [self._group if group is self._original else group for group in groups]
-        self._patches.put(ZERO_OPTIMIZER, "dp_process_group", optimizer, self._group)
-        self._patches.put(ZERO_OPTIMIZER, "real_dp_process_group", optimizer, replaced)
-        name = "allreduce_and_copy_with_multiple_ranks"
-        if hasattr(optimizer, name):
-            self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, self._sum_for_owners_only)
+        self._optimizer, swap = optimizer, lambda group: self._stand_ins.get(group, group)
+        self._patches.put(ZERO_OPTIMIZER, "dp_process_group", optimizer, swap(optimizer.dp_process_group))
+        self._patches.put(ZERO_OPTIMIZER, "real_dp_process_group", optimizer, list(map(swap, real_groups)))
+        if (of_experts := getattr(optimizer, "expert_dp_process_group", None)) is not None:
+            swapped = {name: swap(group) for name, group in of_experts.items()}
+            self._patches.put(ZERO_OPTIMIZER, "expert_dp_process_group", optimizer, swapped)
+        for name, replacement in (
+            ("average_tensor", self._average_tensor),
+            ("allreduce_and_copy_with_multiple_ranks", self._sum_for_owners_only),
+        ):
+            if hasattr(optimizer, name):
+                self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, replacement)
+
+    # -- around the optimizer step ----------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Remember what all ranks hold of this rank's partitions: the optimizer is about to change them."""
+        for flat, partitions, group in self._partitioned():
+            if group in self._syncs and self._syncs[group].encodes_parameters:
+                self._before[flat.data_ptr()] = partitions[group.rank()].detach().reshape(-1).clone()
+
+    def after_step(self) -> None:
+        """Outside a step nobody knows what other ranks hold: parameters are gathered as they are."""
+        self._before.clear()
+
+    def _partitioned(self) -> Iterator[tuple[Tensor, Sequence[Tensor], Any]]:
+        """Flat parameters, their partitions by rank, and the group that shares them."""
+        optimizer = self._optimizer
+        flats = getattr(optimizer, "bit16_groups_flat", None) or getattr(optimizer, "bf16_groups_flat", ())
+        partitions = getattr(optimizer, "parallel_partitioned_bit16_groups", None) or getattr(
+            optimizer, "bf16_partitioned_groups", ()
+        )
+        yield from zip(flats, partitions, getattr(optimizer, "real_dp_process_group", ()), strict=True)
+
+    # -- gradients --------------------------------------------------------------------------------------------------
 
     def _allreduce_bucket(self, original: Callable[..., Any], bucket: Any, dp_group: Any, *args: Any) -> Any:
-        return original(bucket, self._group if dp_group is self._original else dp_group, *args)
+        stand_in = self._stand_ins.get(dp_group)
+        if stand_in is None:
+            return original(bucket, dp_group, *args)
+        with self._calling(spans=self._spans_of(bucket)):
+            return original(bucket, stand_in, *args)
+
+    def _average_tensor(self, original: Callable[..., Any], tensor: Tensor, dtype: Any) -> Any:
+        """Remember which parameters' gradients `tensor` holds, one behind the other."""
+        params = self._optimizer.ipg_buckets[dtype].params
+        self._bucket = tensor, [self._span(self._optimizer.bit16_groups[i][at]) for i, at, _ in params]
+        try:
+            return original(tensor, dtype)
+        finally:
+            self._bucket = None
 
     def _sum_for_owners_only(
         self, original: Callable[..., Any], bucket: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> Any:
         """ZeRO sums whole buckets over all ranks, and each rank reads its partition of them: sum no more than that."""
-        if kwargs.get("process_group") is self._group:
-            self._slices = _slices_of(bucket, kwargs.get("bucket_ranks"))
-        try:
+        if not isinstance(kwargs.get("process_group"), StandInGroup):
             return original(bucket, *args, **kwargs)
-        finally:
-            self._slices = None
+        with self._calling(slices=self._slices_of(bucket, kwargs.get("bucket_ranks"))):
+            return original(bucket, *args, **kwargs)
 
-    def _all_reduce(self, tensor: Tensor) -> None:
-        if self._slices is None:
-            self._collectives.all_reduce(tensor)
+    def _slices_of(self, bucket: Sequence[Tensor], ranks: Sequence[Any] | None) -> list[tuple[int, Span]] | None:
+        """(owner, span) of what the bucket consists of; None where something is read by several ranks."""
+        owners = [rank if isinstance(rank, frozenset) else frozenset((rank,)) for rank in ranks or ()]
+        if self._bucket is None or len(owners) != len(bucket) or any(len(some) != 1 for some in owners):
+            return None
+        whole_bucket, spans = self._bucket
+        ends = list(itertools.accumulate(span.num_elements for span in spans))
+        slices = []
+        for tensor, (owner,) in zip(bucket, owners, strict=True):
+            first = (tensor.data_ptr() - whole_bucket.data_ptr()) // tensor.element_size()
+            inside = cut(spans, sorted({first, first + tensor.numel(), ends[-1]}))[1 if first else 0]
+            slices += [(owner, span) for span in inside]
+        return slices
+
+    def _all_reduce(self, sync: GroupSync, tensor: Tensor) -> None:
+        if self._call.slices is None:
+            sync.all_reduce(tensor, self._call.spans)
         else:
-            self._collectives.reduce_slices(tensor, self._slices)
+            # ZeRO 2 adds what each micro-step's sums leave in the owner's slices; ZeRO 1 sums once.
+            sync.reduce_to_owners(tensor, self._call.slices, is_last=self._is_boundary())
+
+    def _all_gather(self, sync: GroupSync, output: Tensor, own: Tensor) -> None:
+        before = self._before.pop(output.data_ptr(), None)
+        spans = self._layout_of(output) if before is not None else ()
+        sync.all_gather(output, own, before, spans)
+
+    # -- what flat buffers consist of -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _calling(self, *, spans: Sequence[Span] = (), slices: list[tuple[int, Span]] | None = None) -> Iterator[None]:
+        earlier, self._call = self._call, _Call(spans, slices)
+        try:
+            yield
+        finally:
+            self._call = earlier
+
+    def _span(self, parameter: Any) -> Span:
+        return whole(self._names.get(id(parameter), ""), parameter.shape)
+
+    def _spans_of(self, bucket: Sequence[Tensor]) -> tuple[Span, ...]:
+        """Of gradients, or of the flat buffers that BF16_Optimizer adds them up in."""
+        known = {
+            parameter.grad.data_ptr(): [self._span(parameter)]
+            for parameter in self._engine.module.parameters()
+            if parameter.grad is not None
+        }
+        optimizer = self._engine.optimizer
+        flats = getattr(optimizer, "fp32_groups_gradients_flat", ())
+        for flat, members in zip(flats, getattr(optimizer, "bf16_groups", ()), strict=False):
+            spans = [self._span(parameter) for parameter in members]
+            known[flat.data_ptr()] = _padded(spans, flat.numel())
+        found: list[Span] = []
+        for tensor in bucket:
+            spans = known.get(tensor.data_ptr(), [])
+            is_whole = sum(span.num_elements for span in spans) == tensor.numel()
+            found += spans if is_whole else [whole("", (tensor.numel(),))]
+        return tuple(found)
+
+    def _layout_of(self, flat: Tensor) -> tuple[Span, ...]:
+        """Of a flat buffer of parameters, which are views of it."""
+        members = [p for p in self._engine.module.parameters() if _is_view(p, flat)]
+        members.sort(key=lambda parameter: int(parameter.data_ptr()))
+        spans: list[Span] = []
+        position = 0
+        for parameter in members:
+            start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+            spans = [*_padded(spans, start, position), self._span(parameter)]
+            position = start + parameter.numel()
+        return tuple(_padded(spans, flat.numel(), position))
 
 
-def _slices_of(bucket: Sequence[Tensor], ranks: Sequence[Any] | None) -> list[tuple[int, int]] | None:
-    """(owner, number of elements) of each tensor in the bucket; None where one is read by several ranks."""
-    owners = [rank if isinstance(rank, frozenset) else frozenset((rank,)) for rank in ranks or ()]
-    if len(owners) != len(bucket) or any(len(some) != 1 for some in owners):
-        return None
-    return [(next(iter(some)), tensor.numel()) for some, tensor in zip(owners, bucket, strict=True)]
+@dataclass(frozen=True)
+class _Call:
+    """What DeepSpeed is about to sum."""
+
+    spans: Sequence[Span] = ()
+    slices: list[tuple[int, Span]] | None = None
+
+
+def _is_view(parameter: Tensor, flat: Tensor) -> bool:
+    return 0 <= parameter.data_ptr() - flat.data_ptr() < flat.nbytes and parameter.numel() > 0
+
+
+def _padded(spans: list[Span], num_elements: int, position: int | None = None) -> list[Span]:
+    """With a span of padding that fills up to so many elements."""
+    held = sum(span.num_elements for span in spans) if position is None else position
+    return spans if held == num_elements else [*spans, whole(f"padding {held}", (num_elements - held,))]

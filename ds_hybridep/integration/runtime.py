@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -18,10 +19,11 @@ from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.undelivered import UndeliveredGradients, collect
 from ds_hybridep.experts.verification import verify
-from ds_hybridep.integration.build import Builder, PlannedLayer, describe, encoding_of, plan_layer
+from ds_hybridep.integration.build import Builder, PlannedLayer, describe, encoding_of, plan_layer, sync_encoding_of
 from ds_hybridep.integration.statistics import Statistics
 from ds_hybridep.kernels import Kernels, load_kernels
-from ds_hybridep.sync.collectives import LevelCollectives
+from ds_hybridep.sync import residuals
+from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges, no_master, no_scale
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.agreement import agree, announcing_failure
@@ -41,6 +43,7 @@ class HybridRuntime:
         planned: Sequence[PlannedLayer],
         encoding: Encoding,
         is_boundary: Callable[[], bool],
+        sync_groups: Mapping[str, tuple[int, ...]],
     ) -> None:
         self.config, self.transport, self.kernels = config, transport, kernels
         self._planned = tuple(planned)
@@ -50,7 +53,13 @@ class HybridRuntime:
         )
         self._is_stepping = False
         # Channels are made here, in the same order on all ranks, and before memory is taken.
-        self.dense = LevelCollectives(transport) if config.dense_sync == "hierarchical" else None
+        device = planned[0].spec.sample.device
+        self.syncs = {
+            name: GroupSync(
+                transport, ranks, name, sync_encoding_of(config, encoding, name), self._changes, device
+            )
+            for name, ranks in sync_groups.items()
+        }
         ours = [layer for layer in planned if layer.exchange is not None]
         builder = Builder(config, transport, kernels, encoding, self._changes, is_boundary)
         self.layers, self.migration = builder.build(ours)
@@ -60,7 +69,7 @@ class HybridRuntime:
         self.statistics = Statistics(
             transport,
             list(zip(self.layers.values(), partitions, row_bytes, strict=True)),
-            counts_dense=self.dense is not None,
+            counts_dense=bool(self.syncs),
         )
 
     # -- around the optimizer step ----------------------------------------------------------------------------------
@@ -159,6 +168,9 @@ class HybridRuntime:
             else:
                 self.layer_stats[name] = stats
         self._undelivered.take_over(kept)
+        for name, sync in self.syncs.items():
+            if name in earlier.syncs:
+                sync.residuals.kept = residuals.undelivered(earlier.syncs[name].capture())
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -272,6 +284,7 @@ def prepare_runtime(
     specs: Sequence[LayerSpec],
     is_boundary: Callable[[], bool],
     *,
+    sync_groups: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     master_of: Callable[[nn.Parameter], Tensor | None] = no_master,
     loss_scale: Callable[[], float] = no_scale,
 ) -> Callable[[], HybridRuntime]:
@@ -282,6 +295,7 @@ def prepare_runtime(
     Args:
         specs: of the model's MoE layers, in the order in which they run.
         is_boundary: True when the backward that runs is the last before the optimizer step.
+        sync_groups: ranks that hold the same parameters, by name, where these are synchronised level by level.
         master_of, loss_scale: as in `Encoding`.
 
     Raises:
@@ -301,13 +315,14 @@ def prepare_runtime(
             "backends": list(backends),
             "config": config.canonical(),
             "layers": [layer.canonical() for layer in planned],
+            "synchronised": sorted(sync_groups),
         }
     generation = agree(payload, config.timeout_s)
     transport = Transport(config.cluster(), config.timeout_s, generation, backends)
 
     def build() -> HybridRuntime:
         try:
-            return HybridRuntime(config, transport, kernels, planned, encoding, is_boundary)
+            return HybridRuntime(config, transport, kernels, planned, encoding, is_boundary, sync_groups)
         except BaseException:
             transport.close()
             raise

@@ -17,6 +17,7 @@ half is encoded: sums with error feedback, parameters as their change since the 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,9 +155,17 @@ class GroupSync:
             else:
                 piece.zero_()
 
-    def drop_waiting(self) -> None:
-        """Forget the sums of micro-steps whose gradients are dropped."""
+    def capture(self) -> dict[str, Any]:
+        """All that codecs keep, for a checkpoint or the next plan."""
+        return self.residuals.capture(self.buffers.values(), self.parameters)
+
+    def forget_gradients(self) -> None:
+        """Drop what codecs have kept back, and sums of micro-steps whose step will not come."""
         self._waiting.clear()
+        self.residuals.kept = []
+        for buffer in self.buffers.values():
+            for feedback in buffer.feedbacks.values():
+                feedback.forget_gradients()
 
     def _buffer(self, operation: str, spans: Sequence[tuple[Span, ...]], like: Tensor) -> Buffer:
         key = f"{operation} {like.dtype} {hash_of(spans)}"
@@ -219,6 +228,11 @@ class GroupSync:
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
+    @property
+    def encodes_parameters(self) -> bool:
+        """True where a level that the group crosses has a codec of weights."""
+        return any(self.encoding.weight_codecs[level] is not None for level in self._levels)
+
     def all_gather(
         self, output: Tensor, own: Tensor, before: Tensor | None = None, spans: Sequence[Span] = ()
     ) -> None:
@@ -251,7 +265,7 @@ class GroupSync:
     def _parameter_codecs(self, output: Tensor, spans: Sequence[Span], num_elements: int) -> ParameterCodecs | None:
         """None where everything goes as it is."""
         codecs = self.encoding.weight_codecs
-        if output.dtype == torch.float64 or not any(codecs[level] for level in self._levels):
+        if output.dtype == torch.float64 or not self.encodes_parameters:
             return None
         spans = tuple(spans) or (whole("", (output.numel(),)),)
         by_index = cut(spans, [num_elements * (index + 1) for index in range(self.num_slots)])

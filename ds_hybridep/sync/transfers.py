@@ -34,7 +34,7 @@ class Slots(Protocol):
     device: torch.device
     streams: DeviceStreams | None  # None: work runs where it is written
     feedback: Feedback | None  # None: everything travels as it is
-    sum_parts: Sequence[Sequence[Tensor]]  # by slot, fp32 [e, *shape] for each part of a message
+    sum_parts: list[list[Tensor]]  # by slot, fp32 [e, *shape] for each part of a message
 
     def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
         """The slot's values as they are held, one contiguous tensor for each message."""
