@@ -9,18 +9,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, ValidationInfo, model_validator
 
+from ds_hybridep.config_codecs import (
+    AUTO_CODEC,
+    IDENTITY,
+    PATCH,
+    AnyCodec,
+    AutoConfig,
+    BlockwiseConfig,
+    CodecConfig,
+    CodecSet,
+    GradientCodec,
+    IdentityConfig,
+    LowRankConfig,
+    OpenGradientCodec,
+    OpenWeightCodec,
+    PatchConfig,
+    Settings,
+    TokenCodec,
+    TokenCodecConfig,
+    WeightCodec,
+    describe_codec,
+    integer,
+    recommended_codecs,
+)
 from ds_hybridep.config_messages import MINIMAL_BLOCK, Says, cut, explain, shown
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
@@ -33,26 +46,7 @@ BITS_PER_BYTE = 8
 BITS_PER_GBIT = 1e9
 MS_PER_S = 1e3
 
-BLOCKS = tuple(2**power for power in range(3, 11))  # elements of a blockwise codec that may share a scale
 MAX_CHILDREN = 1_000_000  # of a parent: more is a mistake, and finding their divisors would take long
-
-
-# ---- what a field accepts, and the words for it ----
-
-
-def _integer(allowed: str, example: int) -> Says:
-    return Says(f"an integer {allowed}", f"write it without quotes and without a fraction, for example {example}")
-
-
-def _is_block(block: int) -> int:
-    if block not in BLOCKS:
-        raise ValueError
-    return block
-
-
-def _named(codec: object) -> object:
-    """A codec given by its name alone, as an object."""
-    return {"type": codec} if isinstance(codec, str) else codec
 
 
 def _tuple(entries: object) -> object:
@@ -68,96 +62,8 @@ _LATENCY = Says("a finite number >= 0", "give milliseconds one way, or leave the
 _TIMEOUT = Says("a finite number > 0 and at most 1e9", "give the longest wait in seconds, for example 600")
 
 Switch = Annotated[bool, Says("true or false", "write it without quotes")]
-Count = Annotated[int, Field(ge=0), _integer(">= 0", 2)]
+Count = Annotated[int, Field(ge=0), integer(">= 0", 2)]
 OptionalPath = Annotated[str | None, Field(pattern=r"\S"), _PATH]
-Block = Annotated[int, AfterValidator(_is_block), Says(f"one of {', '.join(map(str, BLOCKS))}", "choose one of these")]
-Rank = Annotated[int, Field(ge=1, le=1024), _integer("from 1 to 1024", 4)]
-OptionalRank = Annotated[int | None, Field(ge=1, le=1024), _integer("from 1 to 1024", 16)]
-Steps = Annotated[int, Field(ge=1, le=10**9), _integer("from 1 to 1000000000", 64)]
-OptionalSteps = Annotated[int | None, Field(ge=1, le=10**9), _integer("from 1 to 1000000000", 20)]
-
-
-class Settings(BaseModel):
-    """Settings that know their keys and types and never change.  `model_copy(update={...})` makes other ones."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-# ---- codecs ----
-
-
-class CodecConfig(Settings):
-    """How one kind of payload is encoded on the links of a level."""
-
-    type: str
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """The settings as JSON values, without those at their default."""
-        return self.model_dump(mode="json", exclude_defaults=True)
-
-
-class IdentityConfig(CodecConfig):
-    """Nothing is left out, except by rounding to `dtype`."""
-
-    type: Literal["identity"]
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-
-
-class BlockwiseConfig(CodecConfig):
-    """Small integers, with a scale for each `block` elements."""
-
-    type: Literal["int8", "int4", "int2"]
-    block: Block = 128
-
-
-PlainCodec = Annotated[IdentityConfig | BlockwiseConfig, Field(discriminator="type"), BeforeValidator(_named)]
-
-
-class LowRankConfig(CodecConfig):
-    """Two thin factors for each matrix; `codecs.low_rank` says what the options do."""
-
-    type: Literal["low_rank"]
-    rank: Rank = 4
-    factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int8"
-    weighting: Literal["none", "rms"] = "none"
-    iterations: Annotated[int, Field(ge=1, le=8), _integer("from 1 to 8", 1)] = 1
-    refresh_interval: Steps = 64
-    fallback: PlainCodec = BlockwiseConfig(type="int4")
-    rest: Annotated[BlockwiseConfig | None, BeforeValidator(_named)] = None
-    first_rank: OptionalRank = None
-    first_steps: OptionalSteps = None
-
-    @model_validator(mode="after")
-    def _check(self) -> "LowRankConfig":
-        if (self.first_rank is None) != (self.first_steps is None):
-            key, other = ("first_steps", "first_rank") if self.first_steps is None else ("first_rank", "first_steps")
-            raise ValueError(
-                f"{key} is missing, but {other} is {getattr(self, other)}; set both, the rank of the first packets "
-                f"and their number, or neither"
-            )
-        return self
-
-
-class AutoConfig(CodecConfig):
-    """Chosen by a job that plans itself."""
-
-    type: Literal["auto"]
-
-
-class TokenCodecConfig(CodecConfig):
-    """How token rows travel to experts."""
-
-    type: Literal["identity", "int8", "fp8"]
-
-
-_Expert = IdentityConfig | BlockwiseConfig | LowRankConfig
-ExpertCodec = Annotated[_Expert, Field(discriminator="type"), BeforeValidator(_named)]
-OpenCodec = Annotated[_Expert | AutoConfig, Field(discriminator="type"), BeforeValidator(_named)]
-TokenCodec = Annotated[TokenCodecConfig, BeforeValidator(_named)]
-
-IDENTITY = IdentityConfig(type="identity")
-AUTO_CODEC = AutoConfig(type="auto")
 
 
 # ---- the block ----
@@ -167,12 +73,15 @@ class LevelConfig(Settings):
     """One entry of `levels`; docs/config.md says what each key means."""
 
     name: Annotated[str, Field(pattern=r"\S"), _NAME]
-    size: Annotated[int, Field(ge=1, le=MAX_CHILDREN), _integer(f">= 1 and at most {MAX_CHILDREN}", 2)]
+    size: Annotated[int, Field(ge=1, le=MAX_CHILDREN), integer(f">= 1 and at most {MAX_CHILDREN}", 2)]
     bandwidth_gbps: Annotated[float | None, Field(gt=0, lt=1e299), _BANDWIDTH] = None  # finite in bits too
     latency_ms: Annotated[float | None, Field(ge=0), _LATENCY] = None
-    domain_size: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], _integer('>= 1, or "auto"', 1)] = 1
-    weight_codec: OpenCodec = IDENTITY
-    gradient_codec: OpenCodec = IDENTITY
+    domain_size: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], integer('>= 1, or "auto"', 1)] = 1
+    codecs: Literal["recommended"] | None = None
+    weight_codec: OpenWeightCodec = IDENTITY
+    gradient_codec: OpenGradientCodec = IDENTITY
+    dense_weight_codec: WeightCodec | None = None
+    dense_gradient_codec: GradientCodec | None = None
     token_codec: TokenCodec = TokenCodecConfig(type="identity")
     backend: Literal["auto", "gloo", "nccl"] = "auto"
 
@@ -184,6 +93,28 @@ class LevelConfig(Settings):
                 f'choose one of {cut(", ".join(map(str, divisors(self.size))))}, or "auto"'
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_codecs(self) -> "LevelConfig":
+        for key in ("weight_codec", "gradient_codec"):
+            if self.codecs is not None and key in self.model_fields_set:
+                raise ValueError(
+                    f'{key} stands beside codecs, which is "recommended" and has one already; leave out one of them '
+                    f"(dense_{key} may stand beside codecs)"
+                )
+        for key in ("weight_codec", "dense_weight_codec"):
+            if self.backend == "nccl" and getattr(self, key) == PATCH:
+                raise ValueError(
+                    f'{key} is "patch", but backend is "nccl", and patches are messages of varying length, which NCCL '
+                    f'cannot carry; set backend to "gloo", or {key} to another codec'
+                )
+        return self
+
+    @property
+    def all_codecs(self) -> CodecSet:
+        """The codecs of this level, with those of dense parameters; "recommended" is none before `with_dtype`."""
+        weight, gradient = self.weight_codec, self.gradient_codec
+        return CodecSet(weight, gradient, self.dense_weight_codec or weight, self.dense_gradient_codec or gradient)
 
     @property
     def row_format(self) -> RowFormat | None:
@@ -203,7 +134,7 @@ class AdvancedConfig(Settings):
     prefetch_depth: Count = 2
     kernels: Literal["auto", "compiled", "reference"] = "auto"
     verify_interval: Count = 100
-    dispatch_sms: Annotated[int | None, Field(ge=1), _integer(">= 1", 16)] = None
+    dispatch_sms: Annotated[int | None, Field(ge=1), integer(">= 1", 16)] = None
     replan: Switch = True
 
 
@@ -214,8 +145,8 @@ class HybridEPConfig(Settings):
     enabled: Switch = True
     replicas: Literal["persistent", "transient"] = "persistent"
     token_exchange: Literal["auto", "direct", "hierarchical", "deepspeed"] = "auto"
-    dense_sync: Literal["deepspeed", "hierarchical", "auto"] = "deepspeed"
-    auto_codecs: Annotated[tuple[ExpertCodec, ...], BeforeValidator(_tuple), _CODECS] = ()
+    dense_sync: Literal["deepspeed", "hierarchical"] | None = None
+    auto_codecs: Annotated[tuple[GradientCodec, ...], BeforeValidator(_tuple), _CODECS] = ()
     timeout_s: Annotated[float, Field(gt=0, le=1e9), _TIMEOUT] = 600.0
     report_interval: Count = 10
     report_file: OptionalPath = None
@@ -228,11 +159,50 @@ class HybridEPConfig(Settings):
 
     @property
     def is_planned(self) -> bool:
-        """True where a domain size, a codec or `dense_sync` is "auto"; `token_exchange` is known without measuring."""
-        return self.dense_sync == AUTO or any(
+        """True where a domain size or a codec is "auto"; `token_exchange` is known without measuring."""
+        return any(
             level.domain_size == AUTO or AUTO_CODEC in (level.weight_codec, level.gradient_codec)
             for level in self.levels
         )
+
+    def with_dtype(self, itemsize: int) -> "HybridEPConfig":
+        """The settings with codecs in place of "recommended", for parameters of `itemsize` bytes an element.
+
+        Exceptions for dense parameters stay.  With transient replicas, expert weights stay exact.
+        Raises ConfigError where a level's backend cannot carry them.
+        """
+        recommended = recommended_codecs(itemsize)
+        levels = []
+        for index, level in enumerate(self.levels):
+            if level.codecs is not None:
+                if level.backend == "nccl" and recommended.weight == PATCH:
+                    raise ConfigError(
+                        f'hybridep.levels[{index}].codecs is "recommended", which is "patch" for weights of '
+                        f'{BITS_PER_BYTE * itemsize} bits, but backend is "nccl", and patches are messages of varying '
+                        f'length, which NCCL cannot carry; set backend to "gloo", or write other codecs'
+                    )
+                level = level.model_copy(
+                    update={
+                        "codecs": None,
+                        "weight_codec": IDENTITY if self.replicas == "transient" else recommended.weight,
+                        "gradient_codec": recommended.gradient,
+                        "dense_weight_codec": level.dense_weight_codec or recommended.dense_weight,
+                        "dense_gradient_codec": level.dense_gradient_codec or recommended.dense_gradient,
+                    }
+                )
+            levels.append(level)
+        return self.model_copy(update={"levels": tuple(levels)})
+
+    def describe_codecs(self) -> tuple[str, ...]:
+        """One line for each kind of payload that some level encodes, for the log."""
+        lines = []
+        for kind in CodecSet._fields:
+            over = [(level.name, getattr(level.all_codecs, kind)) for level in self.levels]
+            said = [f"{describe_codec(codec)} over {name}" for name, codec in over if codec != IDENTITY]
+            if said:
+                subject = kind.replace("_", " ") if kind.startswith("dense") else f"expert {kind}"
+                lines.append(f"{subject}s: {', '.join(said)}")
+        return tuple(lines)
 
     def cluster(self) -> Cluster:
         """The levels in the units of `plan`: bytes per second and seconds."""
@@ -286,7 +256,7 @@ class HybridEPConfig(Settings):
             if self.replicas == "transient" and level.weight_codec != IDENTITY:
                 raise ValueError(
                     f"levels[{index}].weight_codec is {shown(level.weight_codec.type)}, but hybridep.replicas is "
-                    f'"transient": a lossy codec sends changes, and replicas that are not kept have nothing to add '
+                    f'"transient": a codec sends changes, and replicas that are not kept have nothing to add '
                     f'them to; set weight_codec to "identity" (gradient_codec is free), or replicas to "persistent"'
                 )
         return self
@@ -339,13 +309,13 @@ def _read_cluster_file(name: str, base_dir: str | Path) -> tuple[Path, object]:
 def parse_codec(spec: object, *, where: str) -> CodecConfig:
     """The checked settings of a codec for experts.  Raises ConfigError whose key path begins with `where`."""
     try:
-        return _EXPERT_CODEC.validate_python(spec)
+        return _WEIGHT_CODEC.validate_python(spec)
     except ValidationError as error:
         message = explain(error, spec, where, _MODELS)
     raise ConfigError(message)
 
 
-_EXPERT_CODEC: TypeAdapter[_Expert] = TypeAdapter(ExpertCodec)
+_WEIGHT_CODEC: TypeAdapter[AnyCodec] = TypeAdapter(WeightCodec)
 _MODELS: dict[int | str, type[Settings]] = {  # by the keys and the types of codecs that stand in pydantic's locations
     "hybridep": HybridEPConfig,
     "levels": LevelConfig,
@@ -354,5 +324,6 @@ _MODELS: dict[int | str, type[Settings]] = {  # by the keys and the types of cod
     "identity": IdentityConfig,
     **dict.fromkeys(("int8", "int4", "int2", "rest"), BlockwiseConfig),
     "low_rank": LowRankConfig,
+    "patch": PatchConfig,
     "auto": AutoConfig,
 }

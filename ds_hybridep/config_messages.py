@@ -14,7 +14,8 @@ MAX_SHOWN_CHARACTERS = 80  # of a wrong value
 MINIMAL_BLOCK = '"hybridep": {"levels": [{"name": "dc", "size": 2}, {"name": "gpu", "size": 4}]}'
 
 EXPERT_CODECS = ("identity", "int8", "int4", "int2", "low_rank")
-KNOWN_CODECS = (*EXPERT_CODECS, "auto", "fp8")
+WEIGHT_CODECS = (*EXPERT_CODECS, "patch")
+KNOWN_CODECS = (*WEIGHT_CODECS, "auto", "fp8")
 
 REMOVED_KEYS = {
     "max_staleness": "replicas are always as new as their owners; to send less, set a weight_codec",
@@ -26,8 +27,10 @@ REMOVED_CODECS = {
     "top_k": '"low_rank" or "int2"',
     "sign": '"int2"',
     "sum": '{"type": "low_rank", "rest": "int2"}',
-    "warm_up": '{"type": "low_rank", "first_rank": 16, "first_steps": 20}',
+    "warm_up": '{"type": "low_rank", "first_ratio": 25, "first_steps": 20}',
 }
+REMOVED_OPTIONS = {"first_rank": '"first_ratio": 25, fp32 bytes over bytes sent'}
+REMOVED_CHOICES = {"dense_sync": ("auto", "leave it out: by level sends no more bytes, and is done where it can be")}
 
 
 class Says(NamedTuple):
@@ -69,16 +72,22 @@ def explain(error: ValidationError, given: object, where: str, models: Mapping[i
         return _about_unknown_codec(
             where, value, _choices(found, fields.get("type")), is_option="low_rank" in location
         )
-    says = _words(found, value, model, fields.get(name))
+    removed, instead = REMOVED_CHOICES.get(name, (None, ""))
+    if removed is not None and value == removed:
+        return f"{where} is {shown(value)}, which was removed; {instead}"
+    says = _words(found, value, model, name, fields.get(name))
     return f"{where} is {shown(value)}, but must be {says.allowed}; {says.advice}"
 
 
-def _words(found: Mapping[str, Any], value: object, model: type[BaseModel], field: FieldInfo | None) -> Says:
-    """Which values are allowed in place of `value`, and what to do."""
+def _words(
+    found: Mapping[str, Any], value: object, model: type[BaseModel], name: str, field: FieldInfo | None
+) -> Says:
+    """Which values are allowed in place of `value` of the field `name`, and what to do."""
     if found["type"] == "model_type" and "type" not in model.model_fields:
         return Says("an object with keys", f"known keys: {', '.join(model.model_fields)}")
     if found["type"] in ("model_type", "model_attributes_type", "union_tag_not_found", "missing"):
-        return Says('a codec name or an object such as {"type": "identity"}', f"types: {quoted(EXPERT_CODECS)}")
+        types = WEIGHT_CODECS if name.endswith("weight_codec") else EXPERT_CODECS
+        return Says('a codec name or an object such as {"type": "identity"}', f"types: {quoted(types)}")
     says = next((words for words in field.metadata if isinstance(words, Says)), None) if field else None
     choices = _choices(found, field)
     if says is None and choices:
@@ -90,7 +99,8 @@ def _choices(found: Mapping[str, Any], field: FieldInfo | None) -> tuple[str, ..
     """The values that a field or the type of a codec may have; none where it is not a choice."""
     if "expected_tags" in found.get("ctx", {}):
         return tuple(re.findall(r"'(\w+)'", found["ctx"]["expected_tags"]))
-    return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
+    members = [] if field is None else [field.annotation, *get_args(field.annotation)]  # such as one that may be None
+    return next((get_args(one) for one in members if get_origin(one) is Literal), ())
 
 
 def _order(found: Mapping[str, Any]) -> int:
@@ -114,6 +124,8 @@ def _about_unknown_key(
     noun, known = "key", f"known keys: {', '.join(names)}"
     if "type" in model.model_fields and isinstance(parent, Mapping):
         codec = shown(parent.get("type"))
+        if key in REMOVED_OPTIONS:
+            return f"{where} was removed; write {REMOVED_OPTIONS[str(key)]}"
         noun, known = "option", f"options of {codec}: {', '.join(names)}" if names else f"it has none, write {codec}"
     return f"{where} is not a known {noun}; {nearest(key, (*names, *advanced)) or 'remove it'} ({known})"
 
@@ -123,9 +135,14 @@ def _about_unknown_codec(where: str, value: object, choices: Sequence[str], *, i
         where, value = f"{where}.type", value["type"]
     if isinstance(value, str) and value in REMOVED_CODECS:
         return f"{where} is {shown(value)}, which was removed; write {REMOVED_CODECS[value]}"
+    if value == "patch" and not is_option:
+        return (
+            f'{where} is "patch", which is for weights only: it sends what has changed since the step before, and '
+            f"all else differs wholly from step to step; choose one of {quoted(choices)}"
+        )
     if isinstance(value, str) and value in KNOWN_CODECS and not is_option:
         return f"{where} is {shown(value)}, which is not available yet; choose one of {quoted(choices)}"
-    advice = nearest(value, (*choices, *KNOWN_CODECS)) or "choose one of these"
+    advice = nearest(value, choices if is_option else (*choices, *KNOWN_CODECS)) or "choose one of these"
     return f"{where} is {shown(value)}, but must be one of {quoted(choices)}; {advice}"
 
 

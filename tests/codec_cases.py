@@ -32,13 +32,14 @@ SPECS = {
         "weighting": "rms",
         "rest": {"type": "int4", "block": 32},
     },
-    "low_rank_first": {"type": "low_rank", "rank": 2, "first_rank": 5, "first_steps": 3},
+    "low_rank_ratio": {"type": "low_rank", "ratio": 20, "factors": "log4", "weighting": "rms", "iterations": 2},
+    "low_rank_first": {"type": "low_rank", "rank": 2, "first_ratio": 12, "first_steps": 3},
     "low_rank_first_rest": {
         "type": "low_rank",
         "rank": 1,
         "weighting": "rms",
         "rest": "int2",
-        "first_rank": 3,
+        "first_ratio": 20,
         "first_steps": 2,
     },
 }

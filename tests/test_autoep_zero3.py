@@ -131,7 +131,11 @@ def test_experts_hold_nothing_between_steps_and_codecs_read_masters(pool4: Proce
     ("block", "zero", "texts"),
     [
         ({"dense_sync": "hierarchical"}, {}, ("hybridep.dense_sync", "ZeRO stage 3")),
-        ({"dense_sync": "auto"}, {}, ('"auto"', "ZeRO stage 3")),
+        (
+            {"levels": [{"name": "dc", "size": 2, "domain_size": "auto"}, {"name": "gpu", "size": 2}]},
+            {},
+            ('"auto"', "ZeRO stage 3"),
+        ),
         ({"replicas": "transient"}, {}, ('"transient"', "ZeRO stage 3")),
         ({}, {"leaf_module": {"classes": ["AutoEPMoELayer"]}}, ("zero_optimization.leaf_module", "mlp")),
         ({}, {"stage3_module_granularity_threshold": 10}, ("stage3_module_granularity_threshold",)),

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ds_hybridep.config import IDENTITY, AdvancedConfig, HybridEPConfig, LevelConfig, parse_config
+from ds_hybridep.config import AdvancedConfig, HybridEPConfig, LevelConfig, parse_config
+from ds_hybridep.config_codecs import IDENTITY, PATCH, describe_codec, recommended_codecs
 from ds_hybridep.config_messages import MINIMAL_BLOCK
 from ds_hybridep.errors import ConfigError, PlanError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
@@ -309,7 +310,7 @@ def test_a_key_that_was_removed_is_refused_with_what_to_write_instead(key, inste
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [("top_k", "low_rank"), ("sign", "int2"), ("sum", '"rest": "int2"'), ("warm_up", '"first_rank": 16')],
+    [("top_k", "low_rank"), ("sign", "int2"), ("sum", '"rest": "int2"'), ("warm_up", '"first_ratio": 25')],
 )
 def test_a_codec_that_was_removed_is_refused_with_what_to_write_instead(name, instead):
     message = refusal(with_level_setting("weight_codec", name))
@@ -363,8 +364,8 @@ def test_long_values_are_cut():
 
 # ---- codecs ----
 
-CODEC_KEYS = ["weight_codec", "gradient_codec", "token_codec"]
-FUTURE = [(key, "fp8") for key in CODEC_KEYS[:2]] + [("token_codec", name) for name in ("int4", "auto")]
+CODEC_KEYS = ["weight_codec", "gradient_codec", "dense_weight_codec", "dense_gradient_codec", "token_codec"]
+FUTURE = [(key, "fp8") for key in CODEC_KEYS[:4]] + [("token_codec", name) for name in ("int4", "auto")]
 
 
 @pytest.mark.parametrize(("key", "name"), FUTURE)
@@ -409,11 +410,14 @@ def test_codecs_with_equal_settings_are_equal_however_they_are_written():
         ({"type": "low_rank", "rest": "low_rank"}, '.rest is "low_rank", but must be one of "int8", "int4"'),
         ({"type": "low_rank", "rest": {"type": "int8", "block": 8.0}}, ".rest.block is 8.0, but must be one of 8, 16"),
         ({"type": "low_rank", "rest": 3}, ".rest is 3, but must be a codec name or an object"),
-        ({"type": "low_rank", "first_rank": 8}, ".first_steps is missing, but first_rank is 8; set both"),
+        ({"type": "low_rank", "first_ratio": 8}, ".first_steps is missing, but first_ratio is 8.0; set both"),
+        ({"type": "low_rank", "first_rank": 8}, '.first_rank was removed; write "first_ratio": 25'),
+        ({"type": "low_rank", "ratio": 20, "rank": 4}, ".rank is 4, but ratio is 20; leave out one of them"),
+        ({"type": "low_rank", "ratio": 1}, ".ratio is 1, but must be a number > 1"),
     ],
 )
 def test_options_of_codecs_are_checked_with_the_block(codec, message):
-    for key in ("weight_codec", "gradient_codec"):
+    for key in CODEC_KEYS[:4]:
         assert_says(refusal(with_level_setting(key, codec)), f"hybridep.levels[1].{key}{message}")
     block = {"levels": [GPU], "auto_codecs": ["int8", codec]}
     assert_says(refusal(block, world_size=4), f"hybridep.auto_codecs[1]{message}")
@@ -439,6 +443,108 @@ def test_codec_names_that_are_no_strings_are_refused(name):
     assert_says(message, f"hybridep.levels[1].weight_codec.type is {json.dumps(name)}", 'one of "identity"')
 
 
+# ---- patches, dense parameters and the recommended set ----
+
+
+@pytest.mark.parametrize("key", ["weight_codec", "dense_weight_codec"])
+def test_weights_may_be_patched(key):
+    assert getattr(parse(with_level_setting(key, "patch")).levels[1], key) == PATCH
+    message = refusal(with_level_setting(key, {"type": "patch", "block": 4096}))
+    assert_says(message, f"hybridep.levels[1].{key}.block is not a known option", 'write "patch"')
+
+
+@pytest.mark.parametrize("key", ["gradient_codec", "dense_gradient_codec", "token_codec"])
+def test_only_weights_are_patched(key):
+    for value, path in (("patch", key), ({"type": "patch"}, f"{key}.type")):
+        message = refusal(with_level_setting(key, value))
+        assert_says(message, f'hybridep.levels[1].{path} is "patch", which is for weights only', "step to step")
+        assert_says(message, 'choose one of "identity", "int8"')
+    message = refusal({**BLOCK, "auto_codecs": ["patch"]})
+    assert_says(message, 'hybridep.auto_codecs[0] is "patch", which is for weights only')
+
+
+@pytest.mark.parametrize("key", ["weight_codec", "dense_weight_codec"])
+def test_patches_do_not_travel_over_nccl(key):
+    message = refusal({"levels": [{**DC, key: "patch", "backend": "nccl"}, GPU]})
+    assert_says(message, f'hybridep.levels[0].{key} is "patch", but backend is "nccl"', 'set backend to "gloo"')
+    for backend in ("gloo", "auto"):
+        parse({"levels": [{**DC, key: "patch", "backend": backend}, GPU]})
+
+
+def test_weights_of_transient_replicas_are_not_patched():
+    message = refusal({**with_level_setting("weight_codec", "patch"), "replicas": "transient"})
+    assert_says(message, 'hybridep.levels[1].weight_codec is "patch"', '"transient"')
+    parse({**with_level_setting("dense_weight_codec", "patch"), "replicas": "transient"})
+
+
+def test_codecs_of_dense_parameters_are_those_of_experts_unless_given():
+    level = parse(with_level_setting("weight_codec", "int8")).levels[1]
+    assert [codec.type for codec in level.all_codecs] == ["int8", "identity", "int8", "identity"]
+    given = {"weight_codec": "int8", "dense_weight_codec": "identity", "dense_gradient_codec": "int4"}
+    level = parse({"levels": [DC, {**GPU, **given}]}).levels[1]
+    assert [codec.type for codec in level.all_codecs] == ["int8", "identity", "identity", "int4"]
+
+
+@pytest.mark.parametrize("key", ["weight_codec", "gradient_codec"])
+@pytest.mark.parametrize("codec", ["int8", "identity"])
+def test_the_recommended_set_stands_alone(key, codec):
+    message = refusal({"levels": [{**DC, "codecs": "recommended", key: codec}, GPU]})
+    assert_says(message, f"hybridep.levels[0].{key} stands beside codecs", '"recommended"', f"dense_{key} may stand")
+    config = parse({"levels": [{**DC, "codecs": "recommended", f"dense_{key}": codec}, GPU]})
+    assert getattr(config.with_dtype(4).levels[0], f"dense_{key}").type == codec
+    message = refusal(with_level_setting("codecs", "recomended"))
+    assert_says(message, 'hybridep.levels[1].codecs is "recomended"', 'did you mean "recommended"?')
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_the_recommended_set_is_made_of_codecs_once_the_type_is_known(itemsize):
+    config = parse({"levels": [{**DC, "codecs": "recommended"}, GPU]})
+    known = config.with_dtype(itemsize)
+    assert known.levels[0].all_codecs == recommended_codecs(itemsize)
+    assert (known.levels[0].weight_codec == PATCH) == (itemsize == 2)
+    assert known.levels[1] == config.levels[1]
+    # As if it had been written out; and so for whoever compares what ranks have.
+    keys = ("weight_codec", "gradient_codec", "dense_weight_codec", "dense_gradient_codec")
+    written = dict(zip(keys, (codec.spec for codec in recommended_codecs(itemsize)), strict=True))
+    assert known.canonical() == parse({"levels": [{**DC, **written}, GPU]}).canonical()
+    assert known.with_dtype(itemsize) == known
+    assert parse(BLOCK).with_dtype(itemsize) == parse(BLOCK)
+
+
+def test_the_recommended_set_leaves_weights_of_transient_replicas_exact():
+    config = parse({"levels": [{**DC, "codecs": "recommended"}, GPU], "replicas": "transient"}).with_dtype(2)
+    assert [codec.type for codec in config.levels[0].all_codecs] == ["identity", "low_rank", "patch", "low_rank"]
+
+
+def test_the_recommended_set_of_16_bits_does_not_travel_over_nccl():
+    config = parse({"levels": [{**DC, "codecs": "recommended", "backend": "nccl"}, GPU]})
+    assert config.with_dtype(4).levels[0].weight_codec.type == "low_rank"
+    with pytest.raises(ConfigError) as caught:
+        config.with_dtype(2)
+    assert_says(str(caught.value), 'hybridep.levels[0].codecs is "recommended"', "16 bits", 'set backend to "gloo"')
+
+
+def test_codecs_are_described_with_one_line_for_each_kind():
+    config = parse({"levels": [{**DC, "codecs": "recommended"}, {**GPU, "gradient_codec": "int8"}]}).with_dtype(2)
+    balanced = describe_codec(recommended_codecs(2).gradient)
+    assert "ratio 50" in balanced
+    assert config.describe_codecs() == (
+        "expert weights: patch over dc",
+        f"expert gradients: {balanced} over dc, int8 over gpu",
+        "dense weights: patch over dc",
+        f"dense gradients: {balanced} over dc, int8 over gpu",
+    )
+    assert parse(BLOCK).describe_codecs() == ()
+
+
+def test_planning_how_dense_parameters_travel_was_removed():
+    message = refusal(with_setting("dense_sync", "auto"))
+    assert_says(message, 'hybridep.dense_sync is "auto", which was removed; leave it out', "by level")
+    assert parse(BLOCK).dense_sync is None
+    message = refusal(with_setting("dense_sync", "hierarchial"))
+    assert_says(message, 'one of "deepspeed", "hierarchical"', 'did you mean "hierarchical"?')
+
+
 # ---- levels against each other and the job ----
 
 
@@ -460,7 +566,6 @@ def test_auto_is_planned():
             {"name": "dc", "size": 2, "domain_size": "auto", "weight_codec": "auto", "gradient_codec": "int8"},
             {"name": "gpu", "size": 4, "domain_size": 4},
         ],
-        "dense_sync": "auto",
         "auto_codecs": ["int8", {"type": "low_rank", "rank": 4}],
     }
     config = parse_config(block, world_size=8)
@@ -553,7 +658,8 @@ VALID_BLOCKS = [
         ]
     },
     {"levels": [{**DC, "domain_size": "auto", "weight_codec": "auto"}, GPU], "auto_codecs": ["int8", "low_rank"]},
-    {"levels": [{**DC, "token_codec": {"type": "fp8"}}, GPU], "replicas": "transient", "dense_sync": "auto"},
+    {"levels": [{**DC, "token_codec": {"type": "fp8"}}, GPU], "replicas": "transient", "dense_sync": "hierarchical"},
+    {"levels": [{**DC, "codecs": "recommended", "dense_gradient_codec": "int8"}, {**GPU, "weight_codec": "patch"}]},
     {
         "levels": [DC, {**GPU, "gradient_codec": {"type": "low_rank", "fallback": {"type": "int4", "block": 64}}}],
         "report_file": "run.json",
@@ -586,10 +692,27 @@ UNPRINTABLE = {  # by name, since some cannot be shown when a test fails
     "500 lists in each other": _nested(500),
     "100000 lists in each other": _nested(100_000),
 }
-WORDS = ["auto", "identity", "int8", "low_rank", "top_k", "sum", "fp8", "deepspeed", "transient", "", "type", "levels"]
+WORDS = [
+    "auto",
+    "identity",
+    "int8",
+    "low_rank",
+    "patch",
+    "recommended",
+    "top_k",
+    "sum",
+    "fp8",
+    "deepspeed",
+    "transient",
+    "",
+    "type",
+    "levels",
+]
 KEYS = st.one_of(
     st.sampled_from([*HybridEPConfig.model_fields, *LevelConfig.model_fields, *AdvancedConfig.model_fields]),
-    st.sampled_from(["type", "rank", "rest", "fallback", "block", "max_staleness", LONG, "\ud800", None, (1, 2)]),
+    st.sampled_from(
+        ["type", "rank", "ratio", "rest", "fallback", "block", "max_staleness", LONG, "\ud800", None, (1, 2)]
+    ),
     st.text(max_size=5),
     st.integers(),
 )

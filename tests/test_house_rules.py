@@ -13,16 +13,14 @@ from typing import get_args
 
 import pytest
 
-from ds_hybridep.config import (
-    AdvancedConfig,
+from ds_hybridep.config import AdvancedConfig, HybridEPConfig, LevelConfig, parse_config
+from ds_hybridep.config_codecs import (
     BlockwiseConfig,
     CodecConfig,
-    HybridEPConfig,
     IdentityConfig,
-    LevelConfig,
     LowRankConfig,
+    PatchConfig,
     Settings,
-    parse_config,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -95,7 +93,7 @@ def test_every_field_of_the_config_is_in_its_table(kind):
             assert json.loads(default.strip("`")) == field.default
 
 
-@pytest.mark.parametrize("kind", [IdentityConfig, BlockwiseConfig, LowRankConfig])
+@pytest.mark.parametrize("kind", [IdentityConfig, BlockwiseConfig, LowRankConfig, PatchConfig])
 def test_every_option_of_a_codec_is_in_its_table(kind):
     text = (REPOSITORY / "docs" / "codecs.md").read_text()
     for name in get_args(kind.model_fields["type"].annotation):

@@ -24,7 +24,7 @@ from ds_hybridep.codecs import make_codec
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 LOW_RANK = {"type": "low_rank", "rank": 2}
-STAGED = {"type": "low_rank", "rank": 1, "first_rank": 2, "first_steps": 2}
+STAGED = {"type": "low_rank", "rank": 1, "first_ratio": 9, "first_steps": 2}
 COARSE = {"type": "int2", "block": 256}
 RANK_1_AND_REST = {"type": "low_rank", "rank": 1, "rest": "int2"}
 STEPS = 6
@@ -322,7 +322,7 @@ IN_STAGES = (2, 1), [(STAGED, {**LOW_RANK, "rest": "int2"}), ("identity", "ident
             ("2x2-int2-int8", TWO_CODECS, ("bf16", 1)),
             ("2x2-shared-int4", SHARED, ("fp32", 2)),
             ("1x2-int2", FAST_LEVEL, ("fp32", 0)),
-            ("2x1-first_rank-rest", IN_STAGES, ("bf16", 0)),
+            ("2x1-first_ratio-rest", IN_STAGES, ("bf16", 0)),
         )
         for dtype, stage in (("bf16", 1), ("fp32", 2), ("fp32", 0), ("bf16", 0))
     ],

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ds_hybridep.config import AUTO, AUTO_CODEC, IDENTITY, CodecConfig, HybridEPConfig, LevelConfig
+from ds_hybridep.config import AUTO, HybridEPConfig, LevelConfig
+from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY, CodecConfig, describe_codec
 from ds_hybridep.plan.cluster import Cluster, divisors
 from ds_hybridep.plan.costs import Memory, memory_of
 from ds_hybridep.plan.layout import CodecCost, Layout, LevelCodecs, Rates, SyncModel
@@ -14,7 +15,6 @@ from ds_hybridep.plan.stream_model import StepPrediction, predict
 from ds_hybridep.plan.workload import Workload
 
 TokenExchange = Literal["direct", "hierarchical", "deepspeed", "auto"]
-DenseSync = Literal["deepspeed", "hierarchical", "auto"]
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,22 @@ class Option:
     @property
     def label(self) -> str:
         """Short, for people; different for different options."""
-        sizes, codecs, exchange, dense_sync, _ = settings_of(self.config)
-        names = ["/".join(dict.fromkeys(map(name_of, pair))) for pair in codecs if pair]
+        sizes, codecs, exchange, *_ = settings_of(self.config)
+        names = ["/".join(dict.fromkeys(map(describe_codec, pair))) for pair in codecs if pair]
         text = " ".join(["[" + ",".join(map(str, sizes)) + "]", *names])
-        return f"{text} tokens {exchange}, dense {dense_sync}"
+        return f"{text} tokens {exchange}"
 
 
 def settings_of(config: HybridEPConfig) -> tuple[Any, ...]:
-    """Domain sizes, codecs (None for exact), ways of tokens and of dense parameters, and formats of token rows."""
+    """Domain sizes, codecs of experts (None for exact), the way of tokens, and what no option changes."""
     pairs = [(level.domain_size, (level.weight_codec, level.gradient_codec)) for level in config.levels]
     codecs = tuple(pair if size != 1 and pair != (IDENTITY, IDENTITY) else None for size, pair in pairs)
+    of_dense = tuple(
+        tuple(None if ours == theirs else ours for ours, theirs in zip(known[2:], known[:2], strict=True))
+        for known in (level.all_codecs for level in config.levels)
+    )
     row_formats = tuple(level.row_format for level in config.levels)
-    return config.domain_sizes, codecs, config.token_exchange, config.dense_sync, row_formats
-
-
-def name_of(codec: CodecConfig) -> str:
-    """Of a codec with its options, for people; different for different settings."""
-    return " ".join([codec.type, *(f"{key} {value}" for key, value in sorted(codec.spec.items()) if key != "type")])
+    return config.domain_sizes, codecs, config.token_exchange, config.dense_sync, of_dense, row_formats
 
 
 def open_options(
@@ -61,19 +60,15 @@ def open_options(
     spans: tuple[int, ...],
     codecs: Mapping[CodecConfig, CodecCost],
     token_codecs: Sequence[CodecCost],
-    can_sync_by_level: bool,
 ) -> tuple[Option, ...]:
     """Every option that settings leave open, each once; the first is what DeepSpeed does, as far as that is open.
 
     spans: positions of the expert-parallel group at each level.
-    codecs: the lossy codecs that may be used; none where nothing travels encoded.
+    codecs: all but the exact default that may be used; none where nothing travels encoded.
     token_codecs: of each level; without effect where tokens are left to DeepSpeed.
     """
-    exchange, dense = config.token_exchange, config.dense_sync
+    exchange = config.token_exchange
     exchanges: tuple[TokenExchange, ...] = ("deepspeed", "direct", "hierarchical") if exchange == AUTO else (exchange,)
-    dense_syncs: tuple[DenseSync, ...] = ("deepspeed", "hierarchical") if dense == AUTO else (dense,)
-    if dense == AUTO and not can_sync_by_level:
-        dense_syncs = ("deepspeed",)
     sizes: list[tuple[int, ...]] = [
         divisors(span) if level.domain_size == "auto" else (level.domain_size,)
         for level, span in zip(config.levels, spans, strict=True)
@@ -86,8 +81,8 @@ def open_options(
         is_possible = {"direct": True, "hierarchical": is_nested or len(exchanges) == 1}
         is_possible["deepspeed"] = max(domain_sizes) == 1
         possible = [one for one in exchanges if is_possible[one]]
-        for chosen, tokens, sync in itertools.product(itertools.product(*levels), possible, dense_syncs):
-            settings = config.model_copy(update={"levels": chosen, "token_exchange": tokens, "dense_sync": sync})
+        for chosen, tokens in itertools.product(itertools.product(*levels), possible):
+            settings = config.model_copy(update={"levels": chosen, "token_exchange": tokens})
             options.append(Option(settings, _layout_of(settings, spans, codecs, token_codecs)))
     return tuple(options)
 
@@ -105,8 +100,16 @@ def _settings_at(
     pairs = list(itertools.product(choices(level.weight_codec), choices(level.gradient_codec)))
     if AUTO_CODEC == level.weight_codec == level.gradient_codec:  # they go together
         pairs = [pair for pair in pairs if pair[0] == pair[1]]
+    # Dense parameters keep theirs, also where experts have nothing that travels.
+    kinds = {
+        "dense_weight_codec": level.all_codecs.dense_weight,
+        "dense_gradient_codec": level.all_codecs.dense_gradient,
+    }
+    dense = {key: codec for key, codec in kinds.items() if codec != AUTO_CODEC}
     return [
-        level.model_copy(update={"domain_size": domain_size, "weight_codec": weight, "gradient_codec": gradient})
+        level.model_copy(
+            update={"domain_size": domain_size, "weight_codec": weight, "gradient_codec": gradient, **dense}
+        )
         for weight, gradient in pairs
     ]
 
@@ -147,7 +150,7 @@ class Job:
         owner alone, which is one pass. Experts that several groups hold are DeepSpeed's in either case.
         """
         ring = predict(self.cluster, option.layout, self.workload, self.rates, SyncModel())
-        if option.config.dense_sync == "deepspeed":
+        if option.config.dense_sync != "hierarchical":
             return ring
         passes = 1.0 if self.workload.zero_stage >= 1 else 2.0
         sync = SyncModel(algorithm="hierarchical", reduce_passes=passes)

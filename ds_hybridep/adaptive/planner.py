@@ -21,12 +21,14 @@ from typing import Any
 from ds_hybridep.adaptive.chooser import LEAST_HORIZON, Chooser, Look
 from ds_hybridep.adaptive.links import JobLinks
 from ds_hybridep.adaptive.meter import JobMeter, RunningPlan
-from ds_hybridep.adaptive.options import Job, Option, name_of, open_options, settings_of
+from ds_hybridep.adaptive.options import Job, Option, open_options, settings_of
 from ds_hybridep.adaptive.pulse import TRIAL_STEPS, WARM_UP_STEPS, Pulse, StepWatch
 from ds_hybridep.adaptive.rates import expert_params, measure_codec, measure_experts
-from ds_hybridep.config import AUTO, AUTO_CODEC, IDENTITY, CodecConfig, HybridEPConfig
+from ds_hybridep.config import AUTO, HybridEPConfig
+from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY, PATCH, CodecConfig, describe_codec
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
+from ds_hybridep.plan.layout import CodecCost
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.row_format import token_codec
 from ds_hybridep.plan.workload import Workload
@@ -37,12 +39,14 @@ from ds_hybridep.version import __version__
 
 log = logging.getLogger(__name__)
 
+# Assumed: how many values a step leaves as they are depends on the learning rate; this is near that of 1e-4.
+PATCH_COST = CodecCost("patch", ratio=16.0, encode_bytes_per_s=1e9, decode_bytes_per_s=1e9, is_lossy=False)
+
 
 class JobPlanner:
     """The plan of one attached model; all ranks must make the same calls at the same steps.
 
     workload: before any step was counted; `micro_steps` of an optimizer step are asked for each time.
-    can_sync_by_level: dense_sync "hierarchical" works with this engine.
 
     Raises UnsupportedError where layers have different expert-parallel groups, AgreementError where ranks differ.
     """
@@ -54,7 +58,6 @@ class JobPlanner:
         workload: Workload,
         *,
         micro_steps: Callable[[], int],
-        can_sync_by_level: bool,
     ) -> None:
         self.history: list[dict[str, Any]] = []
         with announcing_failure():
@@ -75,11 +78,12 @@ class JobPlanner:
             config,
             spans=spans,
             codecs={
-                one: measure_codec(name_of(one), one, spec, self._links.probe, config.advanced.kernels)
-                for one in (_lossy_codecs(config) if expert_params(spec, trainable_only=True) else ())
+                one: PATCH_COST
+                if one == PATCH
+                else measure_codec(describe_codec(one), one, spec, self._links.probe, config.advanced.kernels)
+                for one in (_codecs_in_use(config) if expert_params(spec, trainable_only=True) else ())
             },
             token_codecs=[token_codec(level.row_format, spec.hidden, param_bytes) for level in config.levels],
-            can_sync_by_level=can_sync_by_level,
         )
         job = Job(self._links.cluster, workload, rates)
         self._meter = JobMeter(self._links, job, len(specs), micro_steps, device)
@@ -229,8 +233,8 @@ class JobPlanner:
         self._transport.close()
 
 
-def _lossy_codecs(config: HybridEPConfig) -> list[CodecConfig]:
-    """Every lossy codec that may be used, once."""
+def _codecs_in_use(config: HybridEPConfig) -> list[CodecConfig]:
+    """Every codec but the exact default that may be used for experts, once."""
     fixed = [codec for level in config.levels for codec in (level.weight_codec, level.gradient_codec)]
     return [codec for codec in dict.fromkeys([*config.auto_codecs, *fixed]) if codec not in (IDENTITY, AUTO_CODEC)]
 

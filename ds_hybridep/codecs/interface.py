@@ -273,7 +273,7 @@ class Codec(ABC):
         found = self._layouts.get(key)
         if found is None:
             codec = stage.resolve(rows, cols)
-            settings = (self if codec is stage else codec).settings()
+            settings = (self if type(codec) is type(stage) else codec).settings()
             found = self._layouts[key] = _Layout(
                 codec=codec,
                 num_bytes=HEADER_BYTES + codec.payload_bytes(rows, cols),

@@ -34,6 +34,7 @@ from torch import Tensor
 from ds_hybridep.codecs import blockwise
 from ds_hybridep.codecs.blockwise import Blockwise, quantised_bytes, read_quantised, write_quantised
 from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add, round_up
+from ds_hybridep.codecs.packet import HEADER_BYTES
 from ds_hybridep.kernels import Source
 
 FACTOR_BLOCK = 256  # elements of a factor column that share a scale
@@ -42,17 +43,21 @@ FACTOR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FACTOR_CODES = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3, "int2": 4, "log4": 5}  # as in csrc
 LOG_VALUES = (0.0, 2.0, 4.0, 6.0, 10.0, 15.0, 22.0, 32.0)
 LOG_BETWEEN = (1.0, 3.0, 5.0, 8.0, 12.5, 18.5, 27.0)
+LARGEST_RANK = 256  # that a ratio leads to: more do not fit the CUDA kernels, nor the time of a step
 RMS_DECAY = 0.95  # of the mean of squares, each step
 SMALLEST_RMS = 1e-3  # of the largest: rows and columns below count as if they had this
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Codec):
-    """Factors of rank `rank`, sent as `factors`; `iterations` power iterations are made each step.
+    """Two thin factors, sent as `factors`; `iterations` power iterations are made each step.
 
+    rank: columns of a factor.  Exactly one of `rank` and `wanted_ratio` is given.
+    wanted_ratio: a matrix gets the largest rank, at least 1 and at most LARGEST_RANK, at which its fp32 bytes are this
+        many times those of its packet.
     fallback: encodes vectors, and matrices of which its packet is not longer than the factors.
-    rest: encodes what the factors leave out, and its payload follows theirs.
-    first_rank: the rank of the first `first_steps` packets.  They have a state of their own, and the packets after
+    rest: encodes what the factors leave out, and its payload follows theirs.  It does not count for the ratio.
+    first_ratio: the ratio of the first `first_steps` packets.  They have a state of their own, and the packets after
         them begin as those of a new encoder.
 
     Error: the sum of squares left is never more than there was by more than the rounding of Q; with fp32 factors it is
@@ -62,26 +67,31 @@ class LowRank(Codec):
     codec_id: ClassVar[int] = 3
     name: ClassVar[str] = "low_rank"
 
-    rank: int = 4
+    wanted_ratio: float | None = None
+    rank: int | None = None
     factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int8"
     weighting: Literal["none", "rms"] = "none"
     iterations: int = 1
     refresh_interval: int = 64
     fallback: Codec = Blockwise(bits=4)
     rest: Codec | None = None
-    first_rank: int | None = None
+    first_ratio: float | None = None
     first_steps: int | None = None
 
     # Of a stage: what its tensors are called in the state, and how many steps were made before it.
     _prefix: str = field(default="", compare=False, repr=False)
     _steps_before: int = field(default=0, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        if (self.wanted_ratio is None) == (self.rank is None):
+            raise ValueError(f"got ratio {self.wanted_ratio} and rank {self.rank}, wanted one of them; leave one out")
+
     @cached_property
     def stages(self) -> tuple[Codec, ...]:
-        if self.first_rank is None or self.first_steps is None:
+        if self.first_ratio is None or self.first_steps is None:
             return (self,)
-        then = replace(self, first_rank=None, first_steps=None, _steps_before=self.first_steps)
-        return replace(then, rank=self.first_rank, _prefix="first_", _steps_before=0), then
+        then = replace(self, first_ratio=None, first_steps=None, _steps_before=self.first_steps)
+        return replace(then, rank=None, wanted_ratio=self.first_ratio, _prefix="first_", _steps_before=0), then
 
     def at(self, step: int) -> Codec:
         return self if self.first_steps is None else self.stages[step >= self.first_steps]
@@ -92,10 +102,21 @@ class LowRank(Codec):
 
     def resolve(self, rows: int, cols: int) -> Codec:
         is_small = self.factor_bytes(rows, cols) >= self.fallback.payload_bytes(rows, cols)
-        return self.fallback if min(rows, cols) <= 1 or is_small else self
+        if min(rows, cols) <= 1 or is_small:
+            return self.fallback
+        # With a rank in place of the ratio: state and payload are those of that rank.
+        if self.rank is not None:
+            return self
+        return replace(self, wanted_ratio=None, rank=self.effective_rank(rows, cols))
 
     def effective_rank(self, rows: int, cols: int) -> int:
-        return min(self.rank, rows, cols)
+        rank = self.rank
+        if rank is None:
+            assert self.wanted_ratio is not None
+            most_bytes = int(rows * cols * torch.float32.itemsize / self.wanted_ratio) - HEADER_BYTES
+            column_bytes = self._column_bytes(rows) + self._column_bytes(cols)
+            rank = min(max(most_bytes // 4 * 4 // max(column_bytes, 1), 1), LARGEST_RANK)
+        return min(rank, rows, cols)
 
     def factor_bytes(self, rows: int, cols: int) -> int:
         return round_up(self.effective_rank(rows, cols) * (self._column_bytes(rows) + self._column_bytes(cols)))

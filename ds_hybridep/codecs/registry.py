@@ -8,7 +8,8 @@ from ds_hybridep.codecs.blockwise import Blockwise
 from ds_hybridep.codecs.identity import Identity
 from ds_hybridep.codecs.interface import Codec
 from ds_hybridep.codecs.low_rank import LowRank
-from ds_hybridep.config import BlockwiseConfig, CodecConfig, IdentityConfig, LowRankConfig, parse_codec
+from ds_hybridep.config import parse_codec
+from ds_hybridep.config_codecs import BlockwiseConfig, CodecConfig, IdentityConfig, LowRankConfig, PatchConfig
 from ds_hybridep.kernels import Mode
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
@@ -25,8 +26,14 @@ def make_codec(spec: str | Mapping[str, Any] | CodecConfig, *, where: str = "cod
         return Identity(dtype=settings.dtype, kernels=kernels)
     if isinstance(settings, BlockwiseConfig):
         return Blockwise(bits=BITS[settings.type], block=settings.block, kernels=kernels)
+    if isinstance(settings, PatchConfig):
+        from ds_hybridep.codecs.patch import Patch
+
+        patch: Codec = Patch(kernels=kernels)
+        return patch
     assert isinstance(settings, LowRankConfig), f"{where}: {settings.type} is no codec for experts"
     return LowRank(
+        wanted_ratio=settings.ratio,
         rank=settings.rank,
         factors=settings.factors,
         weighting=settings.weighting,
@@ -34,7 +41,7 @@ def make_codec(spec: str | Mapping[str, Any] | CodecConfig, *, where: str = "cod
         refresh_interval=settings.refresh_interval,
         fallback=make_codec(settings.fallback, kernels=kernels),
         rest=None if settings.rest is None else make_codec(settings.rest, kernels=kernels),
-        first_rank=settings.first_rank,
+        first_ratio=settings.first_ratio,
         first_steps=settings.first_steps,
         kernels=kernels,
     )

@@ -60,7 +60,6 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
             specs,
             facts.workload_of(engine, layers, specs),
             micro_steps=engine.gradient_accumulation_steps,
-            can_sync_by_level=facts.can_sync_by_level(engine),
         )
         log_dist(planner.describe(), ranks=[0])
         start = planner.start_config

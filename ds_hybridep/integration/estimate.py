@@ -11,7 +11,8 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
-from ds_hybridep.config import AUTO_CODEC, IDENTITY, HybridEPConfig, parse_config
+from ds_hybridep.config import HybridEPConfig, parse_config
+from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.replicas import Replicas

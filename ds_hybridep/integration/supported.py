@@ -13,7 +13,8 @@ from deepspeed.utils import groups, log_dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 
-from ds_hybridep.config import AUTO, IDENTITY, HybridEPConfig
+from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.config_codecs import IDENTITY
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.integration import dense
@@ -96,7 +97,7 @@ def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.M
         )
     if stage == 3:
         _refuse_partitioned(engine, config, layers)
-    if config.dense_sync not in ("deepspeed", AUTO):  # what is planned is not chosen where it cannot be done
+    if config.dense_sync == "hierarchical":
         dense.refuse_unsupported(engine)
 
 
@@ -153,10 +154,10 @@ def refuse_without_engine(_model: nn.Module, config: HybridEPConfig, _layers: Ma
                 f'hybridep.levels[{index}].weight_codec is "{level.weight_codec.type}", but without a DeepSpeed '
                 f'engine weights are shipped by refresh(), exactly; attach to an engine, or set it to "identity"'
             )
-    if config.dense_sync != "deepspeed":
+    if config.dense_sync == "hierarchical":
         raise UnsupportedError(
-            f'hybridep.dense_sync is "{config.dense_sync}", but without a DeepSpeed engine nobody synchronises dense '
-            f'gradients; attach to the engine that deepspeed.initialize returns, or leave it at "deepspeed"'
+            'hybridep.dense_sync is "hierarchical", but without a DeepSpeed engine nobody synchronises dense '
+            "gradients; attach to the engine that deepspeed.initialize returns, or leave it out"
         )
 
 

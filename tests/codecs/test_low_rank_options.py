@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`rest`, `first_rank` and `first_steps` of low_rank, against what they mean, written with plain codecs."""
+"""`rest`, `first_ratio` and `first_steps` of low_rank, against what they mean, written with plain codecs."""
 
 import pytest
 import torch
@@ -113,12 +113,13 @@ def test_a_rest_that_overflows_flags_the_packet(kernels):
 
 @pytest.mark.parametrize("rest", [None, "int2"])
 @pytest.mark.parametrize("factors", FACTORS, ids=["plain", "weighted"])
-@pytest.mark.parametrize("first_rank", [1, 7])
-def test_the_first_steps_have_a_rank_of_their_own(kernels, factors, rest, first_rank):
+@pytest.mark.parametrize("first_ratio", [60, 9])
+def test_the_first_steps_have_a_ratio_of_their_own(kernels, factors, rest, first_ratio):
     """As one encoder for the first steps and a new one for all later ones."""
     base = {**factors, "rest": rest}
-    codec = make_codec({**base, "first_rank": first_rank, "first_steps": 4}, kernels=kernels)
-    first, then = make_codec({**base, "rank": first_rank}, kernels=kernels), make_codec(base, kernels=kernels)
+    codec = make_codec({**base, "first_ratio": first_ratio, "first_steps": 4}, kernels=kernels)
+    by_ratio = {**base, "ratio": first_ratio, "rank": None}
+    first, then = make_codec(by_ratio, kernels=kernels), make_codec(base, kernels=kernels)
     encoders = {True: (first, first.new_state(*SHAPE)), False: (then, then.new_state(*SHAPE))}
     state, mirror, wanted = codec.new_state(*SHAPE), torch.zeros(SHAPE), torch.zeros(SHAPE)
     replica = torch.zeros(SHAPE)
@@ -142,7 +143,13 @@ def test_the_first_steps_have_a_rank_of_their_own(kernels, factors, rest, first_
 )
 def test_stages_of_any_shape_are_told_apart(kernels, shape):
     """A rank is no more than the matrix has, and a large one leaves small matrices to the fallback."""
-    spec = {"type": "low_rank", "rank": 3, "first_rank": 9, "first_steps": 2, "fallback": {"type": "int8", "block": 8}}
+    spec = {
+        "type": "low_rank",
+        "rank": 3,
+        "first_ratio": 8,
+        "first_steps": 2,
+        "fallback": {"type": "int8", "block": 8},
+    }
     codec = make_codec(spec, kernels=kernels)
     weights, mirror, state = normal(*shape), torch.zeros(shape), codec.new_state(*shape)
     replica = torch.zeros(shape)
@@ -154,7 +161,7 @@ def test_stages_of_any_shape_are_told_apart(kernels, shape):
 
 
 def test_packets_of_other_first_steps_are_refused():
-    spec = {"type": "low_rank", "rank": 2, "first_rank": 4}
+    spec = {"type": "low_rank", "ratio": 25, "first_ratio": 12}
     codec, other = (make_codec({**spec, "first_steps": steps}) for steps in (2, 3))
     packets = codec.encode(normal(*SHAPE), codec.new_state(*SHAPE))
     with pytest.raises(PacketError, match="stamp 0x.*encode and decode with equal codec settings"):
@@ -163,7 +170,7 @@ def test_packets_of_other_first_steps_are_refused():
 
 def test_a_layout_asked_for_by_step_does_not_change_the_stamp():
     """Messages ask `at(step)` for sizes before anything is encoded."""
-    spec = {"type": "low_rank", "rank": 2, "first_rank": 4, "first_steps": 1}
+    spec = {"type": "low_rank", "rank": 2, "first_ratio": 12, "first_steps": 1}
     asked, other = make_codec(spec), make_codec(spec)
     for step in range(2):
         asked.at(step).packet_bytes(24, 40)

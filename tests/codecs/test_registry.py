@@ -11,7 +11,8 @@ from ds_hybridep.codecs.blockwise import Blockwise
 from ds_hybridep.codecs.identity import Identity
 from ds_hybridep.codecs.low_rank import LowRank
 from ds_hybridep.codecs.registry import BITS
-from ds_hybridep.config import IDENTITY, BlockwiseConfig, LowRankConfig, parse_codec
+from ds_hybridep.config import parse_codec
+from ds_hybridep.config_codecs import DEFAULT_RATIO, IDENTITY, BlockwiseConfig, LowRankConfig
 from ds_hybridep.config_messages import EXPERT_CODECS
 from ds_hybridep.errors import ConfigError
 
@@ -55,15 +56,15 @@ def test_every_type_is_tested():
         ),
         ({"type": "low_rank", "rest": {"type": "int2", "block": 9}}, r"^k.rest.block is 9, but must be one of 8, 16"),
         (
-            {"type": "low_rank", "first_rank": 14},
-            r"^k.first_steps is missing, but first_rank is 14; set both, the rank",
+            {"type": "low_rank", "first_ratio": 14},
+            r"^k.first_steps is missing, but first_ratio is 14.0; set both, the ratio",
         ),
         (
             {"type": "low_rank", "first_steps": 50},
-            r"^k.first_rank is missing, but first_steps is 50; set both, the rank",
+            r"^k.first_ratio is missing, but first_steps is 50; set both, the ratio",
         ),
         (
-            {"type": "low_rank", "first_rank": 9, "first_steps": 0},
+            {"type": "low_rank", "first_ratio": 9, "first_steps": 0},
             r"^k.first_steps is 0, but must be an integer from 1",
         ),
     ],
@@ -88,7 +89,7 @@ def test_settings_make_the_codec_that_their_spec_makes(spec):
 def test_defaults_of_the_settings_are_those_of_the_codecs():
     assert make_codec(IDENTITY) == Identity()
     assert make_codec(BlockwiseConfig(type="int4")) == Blockwise(bits=4)
-    assert make_codec(LowRankConfig(type="low_rank")) == LowRank()
+    assert make_codec(LowRankConfig(type="low_rank")) == LowRank(wanted_ratio=DEFAULT_RATIO)
 
 
 def test_a_rest_of_null_is_none():

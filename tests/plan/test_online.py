@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hybridep.adaptive.chooser import HOPE, LEAST_HORIZON, MOST_CHANGES, RETURNS, THRESHOLD, Chooser, Look
-from ds_hybridep.adaptive.options import Job, open_options
+from ds_hybridep.adaptive.options import Job, open_options, settings_of
+from ds_hybridep.adaptive.planner import PATCH_COST
 from ds_hybridep.adaptive.pulse import StepWatch
 from ds_hybridep.config import parse_config
+from ds_hybridep.config_codecs import PATCH
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, Rates
@@ -36,13 +38,12 @@ def job(mbit=100.0, tokens=1024, zero_stage=1, rates=RATES):
     return Job(Cluster(levels), workload, rates)
 
 
-def options(sizes=("auto", 1), codec="identity", token_codec=IDENTITY, can_sync_by_level=True, **settings):
+def options(sizes=("auto", 1), codec="identity", token_codec=IDENTITY, **settings):
     levels = [{"name": name, "size": 2, "domain_size": size} for name, size in zip(("dc", "gpu"), sizes, strict=True)]
     levels[0].update(weight_codec=codec, gradient_codec=codec)
     config = parse_config({"levels": levels, **settings}, world_size=4)
     return open_options(
         config, spans=(2, 2), codecs={one: INT8 for one in config.auto_codecs}, token_codecs=(token_codec, IDENTITY),
-        can_sync_by_level=can_sync_by_level,
     )  # fmt: skip
 
 
@@ -55,22 +56,18 @@ def one(sizes=(1, 1), tokens="direct", dense="deepspeed", **settings):
 
 def test_options_are_what_can_be_run_each_once():
     # DeepSpeed's exchange has no domains, and level by level is another way only where both levels have several.
-    assert [option.label for option in options(dense_sync="auto")] == [
-        f"{way}, dense {dense}"
-        for way in (
-            "[1,1] tokens deepspeed",
-            "[1,1] tokens direct",
-            "[1,1] tokens hierarchical",
-            "[2,1] tokens direct",
-        )
-        for dense in ("deepspeed", "hierarchical")
+    assert [option.label for option in options()] == [
+        "[1,1] tokens deepspeed",
+        "[1,1] tokens direct",
+        "[1,1] tokens hierarchical",
+        "[2,1] tokens direct",
     ]
-    assert len(options(dense_sync="auto", can_sync_by_level=False)) == 4
+    assert {option.config.dense_sync for option in options(dense_sync="hierarchical")} == {"hierarchical"}
 
 
 def test_a_fixed_setting_is_a_choice_of_one():
     found = options((2, 1), token_exchange="hierarchical")
-    assert [option.label for option in found] == ["[2,1] tokens hierarchical, dense deepspeed"]
+    assert [option.label for option in found] == ["[2,1] tokens hierarchical"]
     assert found[0].config.domain_sizes == (2, 1)
     assert found[0].config.token_exchange == "hierarchical"
 
@@ -83,6 +80,17 @@ def test_codecs_are_chosen_only_where_experts_travel_and_go_together():
     assert (lossy.weight_codec.type, lossy.gradient_codec.type) == ("int8", "int8")
     assert found[2].layout.codecs[0].weight == INT8
     assert found[2].settings_other_than(found[1]) == 1
+
+
+def test_codecs_of_dense_parameters_stay_in_all_options():
+    levels = [{"name": "dc", "size": 2, "domain_size": "auto", "weight_codec": "patch"}, {"name": "gpu", "size": 2}]
+    config = parse_config({"levels": levels, "dense_sync": "hierarchical"}, world_size=4)
+    for costs in ({PATCH: PATCH_COST}, {}):  # none where no expert is trained
+        found = open_options(config, spans=(2, 2), codecs=costs, token_codecs=(IDENTITY, IDENTITY))
+        assert {option.config.levels[0].all_codecs.dense_weight for option in found} == {PATCH}
+        planned = config.levels[0].model_copy(update={"domain_size": 2})
+        by_hand = found[-1].config.model_copy(update={"levels": (planned, config.levels[1])})
+        assert (settings_of(by_hand) == settings_of(found[-1].config)) == bool(costs)
 
 
 def test_a_job_with_transient_replicas_is_priced_as_such():
@@ -242,7 +250,7 @@ def test_no_expectation_is_below_zero(predicted, difference_s):
 
 
 def test_slow_links_want_domains_and_fast_ones_with_few_tokens_do_not():
-    found = options(dense_sync="auto")
+    found = options()
     for about, sizes in ((job(mbit=20), (2, 1)), (job(mbit=10_000, tokens=32), (1, 1))):
         chooser = Chooser(found)
         now = Look(step=6, step_s=about.predict(found[0]).step_s, before=about, job=about, was_settled=False)
@@ -295,7 +303,7 @@ class SimulatedJob:
         return chosen
 
 
-ALL = options(("auto", "auto"), codec="auto", auto_codecs=["int8"], dense_sync="auto")
+ALL = options(("auto", "auto"), codec="auto", auto_codecs=["int8"], dense_sync="hierarchical")
 
 
 def exactly(about):

@@ -49,7 +49,7 @@ CODECS: tuple[Any, ...] = (
     {"type": "low_rank", "rank": 2},
     {"type": "low_rank", "rank": 2, "weighting": "rms", "factors": "log4", "iterations": 2},
     {"type": "low_rank", "rest": "int4"},
-    {"type": "low_rank", "rank": 2, "first_rank": 3, "first_steps": 1},
+    {"type": "low_rank", "rank": 2, "first_ratio": 9, "first_steps": 1},
 )
 
 

@@ -1,0 +1,162 @@
+"""Settings of codecs in the "hybridep" block, and the set that it recommends.
+
+A field's annotation says what the field accepts, and `Says` beside it has the words for people.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from ds_hybridep.config_messages import Says
+
+DEFAULT_RATIO = 50.0  # of low rank, by fp32 bytes
+BLOCKS = tuple(2**power for power in range(3, 11))  # elements of a blockwise codec that may share a scale
+
+
+def integer(allowed: str, example: int) -> Says:
+    return Says(f"an integer {allowed}", f"write it without quotes and without a fraction, for example {example}")
+
+
+def _is_block(block: int) -> int:
+    if block not in BLOCKS:
+        raise ValueError
+    return block
+
+
+def _named(codec: object) -> object:
+    """A codec given by its name alone, as an object."""
+    return {"type": codec} if isinstance(codec, str) else codec
+
+
+_RATIO = Says("a number > 1 and at most 1e6", "give fp32 bytes over bytes sent, for example 50")
+Block = Annotated[int, AfterValidator(_is_block), Says(f"one of {', '.join(map(str, BLOCKS))}", "choose one of these")]
+Rank = Annotated[int | None, Field(ge=1, le=1024), integer("from 1 to 1024", 4)]
+Ratio = Annotated[float | None, Field(gt=1, le=1e6), _RATIO]
+Steps = Annotated[int, Field(ge=1, le=10**9), integer("from 1 to 1000000000", 64)]
+OptionalSteps = Annotated[int | None, Field(ge=1, le=10**9), integer("from 1 to 1000000000", 20)]
+
+
+class Settings(BaseModel):
+    """Settings that know their keys and types and never change.  `model_copy(update={...})` makes other ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class CodecConfig(Settings):
+    """How one kind of payload is encoded on the links of a level."""
+
+    type: str
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The settings as JSON values, without those at their default."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+class IdentityConfig(CodecConfig):
+    """Nothing is left out, except by rounding to `dtype`."""
+
+    type: Literal["identity"]
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+
+
+class BlockwiseConfig(CodecConfig):
+    """Small integers, with a scale for each `block` elements."""
+
+    type: Literal["int8", "int4", "int2"]
+    block: Block = 128
+
+
+PlainCodec = Annotated[IdentityConfig | BlockwiseConfig, Field(discriminator="type"), BeforeValidator(_named)]
+
+
+class LowRankConfig(CodecConfig):
+    """Two thin factors for each matrix; `codecs.low_rank` says what the options do."""
+
+    type: Literal["low_rank"]
+    ratio: Ratio = None  # DEFAULT_RATIO where no rank is given
+    rank: Rank = None
+    factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int8"
+    weighting: Literal["none", "rms"] = "none"
+    iterations: Annotated[int, Field(ge=1, le=8), integer("from 1 to 8", 1)] = 1
+    refresh_interval: Steps = 64
+    fallback: PlainCodec = BlockwiseConfig(type="int4")
+    rest: Annotated[BlockwiseConfig | None, BeforeValidator(_named)] = None
+    first_ratio: Ratio = None
+    first_steps: OptionalSteps = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_ratio(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("ratio") is given.get("rank") is None:
+            return {**given, "ratio": DEFAULT_RATIO}
+        return given
+
+    @model_validator(mode="after")
+    def _check(self) -> "LowRankConfig":
+        if self.ratio is not None and self.rank is not None:
+            raise ValueError(
+                f"rank is {self.rank}, but ratio is {self.ratio:g}; leave out one of them: each matrix gets the rank "
+                f"that its ratio leads to, or all get one rank"
+            )
+        if (self.first_ratio is None) != (self.first_steps is None):
+            key, other = ("first_steps", "first_ratio") if self.first_steps is None else ("first_ratio", "first_steps")
+            raise ValueError(
+                f"{key} is missing, but {other} is {getattr(self, other)}; set both, the ratio of the first packets "
+                f"and their number, or neither"
+            )
+        return self
+
+
+class PatchConfig(CodecConfig):
+    """Weights exactly: the changes of their 16-bit values, entropy-coded; `codecs.patch` says how."""
+
+    type: Literal["patch"]
+
+
+class AutoConfig(CodecConfig):
+    """Chosen by a job that plans itself."""
+
+    type: Literal["auto"]
+
+
+class TokenCodecConfig(CodecConfig):
+    """How token rows travel to experts."""
+
+    type: Literal["identity", "int8", "fp8"]
+
+
+_Gradient = IdentityConfig | BlockwiseConfig | LowRankConfig
+AnyCodec = _Gradient | PatchConfig
+GradientCodec = Annotated[_Gradient, Field(discriminator="type"), BeforeValidator(_named)]
+WeightCodec = Annotated[AnyCodec, Field(discriminator="type"), BeforeValidator(_named)]
+OpenGradientCodec = Annotated[_Gradient | AutoConfig, Field(discriminator="type"), BeforeValidator(_named)]
+OpenWeightCodec = Annotated[AnyCodec | AutoConfig, Field(discriminator="type"), BeforeValidator(_named)]
+TokenCodec = Annotated[TokenCodecConfig, BeforeValidator(_named)]
+
+IDENTITY = IdentityConfig(type="identity")
+AUTO_CODEC = AutoConfig(type="auto")
+PATCH = PatchConfig(type="patch")
+
+
+def describe_codec(codec: CodecConfig) -> str:
+    """A codec with its options, for people; different for different settings."""
+    return " ".join([codec.type, *(f"{key} {value}" for key, value in sorted(codec.spec.items()) if key != "type")])
+
+
+class CodecSet(NamedTuple):
+    """What encodes the four kinds of parameter payloads that cross a level."""
+
+    weight: CodecConfig
+    gradient: CodecConfig
+    dense_weight: CodecConfig
+    dense_gradient: CodecConfig
+
+
+def recommended_codecs(itemsize: int) -> CodecSet:
+    """What `"codecs": "recommended"` stands for, by the bytes of a parameter; docs/codecs.md has its costs."""
+    low_rank = LowRankConfig(type="low_rank", ratio=50.0, factors="int4", iterations=2)
+    balanced = low_rank.model_copy(update={"factors": "log4", "weighting": "rms"})
+    weight = PATCH if itemsize == 2 else low_rank
+    return CodecSet(weight, balanced, weight, balanced)
