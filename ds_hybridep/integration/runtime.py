@@ -69,10 +69,10 @@ class HybridRuntime:
         """Call right before the optimizer changes parameters."""
         if self.migration is not None:
             self.migration.before_step()
-        self._is_stepping = True
         interval, steps = self.config.advanced.verify_interval, self.statistics.num_steps
         if interval and steps and steps % interval == 0:
             self.verify()
+        self._is_stepping = True
 
     def verify(self) -> None:
         """As `experts.verification.verify`, where there are replicas."""
@@ -108,10 +108,11 @@ class HybridRuntime:
         drops_returned: those that were returned to their owners are forgotten there too.
         """
         # The step's own zero_grad comes after they were used.
-        if drops_returned and self._changes.notes and not self._is_stepping:
+        is_undone = drops_returned and not self._is_stepping
+        if is_undone:
             self._changes.undo()
         if self.migration is not None:
-            self.migration.clear_gradients()
+            self.migration.clear_gradients(is_undone=is_undone)
 
     def refresh(self) -> None:
         """Ship all experts' weights again and wait for them; without an engine this ends an optimizer step."""
