@@ -30,7 +30,7 @@ from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.row_format import token_codec
 from ds_hybridep.plan.workload import Workload
-from ds_hybridep.transport.agreement import agree, announcing_failure
+from ds_hybridep.transport.agreement import agree, announcing_failure, together
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.job import backends_of
 from ds_hybridep.version import __version__
@@ -44,7 +44,8 @@ class JobPlanner:
     workload: before any step was counted; `micro_steps` of an optimizer step are asked for each time.
     can_sync_by_level: dense_sync "hierarchical" works with this engine.
 
-    Raises UnsupportedError where layers have different expert-parallel groups, AgreementError where ranks differ.
+    Raises UnsupportedError where layers have different expert-parallel groups, AgreementError where ranks
+    differ or one fails.
     """
 
     def __init__(
@@ -68,19 +69,20 @@ class JobPlanner:
             backends = backends_of(config, device)
         generation = agree({"version": __version__, "planned": config.canonical()}, config.timeout_s)
         self._transport = Transport(config.cluster(), config.timeout_s, generation, backends)
-        self._links = JobLinks(config, self._transport, device)
-        rates = measure_experts(spec, self._links.probe, self._links.cluster)
-        param_bytes = spec.sample.element_size()
-        options = open_options(
-            config,
-            spans=spans,
-            codecs={
-                one: measure_codec(name_of(one), one, spec, self._links.probe, config.advanced.kernels)
-                for one in (_lossy_codecs(config) if expert_params(spec, trainable_only=True) else ())
-            },
-            token_codecs=[token_codec(level.row_format, spec.hidden, param_bytes) for level in config.levels],
-            can_sync_by_level=can_sync_by_level,
-        )
+        with together(config.timeout_s, self._transport.close):
+            self._links = JobLinks(config, self._transport, device)
+            rates = measure_experts(spec, self._links.probe, self._links.cluster)
+            param_bytes = spec.sample.element_size()
+            options = open_options(
+                config,
+                spans=spans,
+                codecs={
+                    one: measure_codec(name_of(one), one, spec, self._links.probe, config.advanced.kernels)
+                    for one in (_lossy_codecs(config) if expert_params(spec, trainable_only=True) else ())
+                },
+                token_codecs=[token_codec(level.row_format, spec.hidden, param_bytes) for level in config.levels],
+                can_sync_by_level=can_sync_by_level,
+            )
         job = Job(self._links.cluster, workload, rates)
         self._meter = JobMeter(self._links, job, len(specs), micro_steps, device)
         self._config = config

@@ -86,6 +86,9 @@ class LinkProbe:
         self._place = self._cluster.place_of(transport.rank)
         self._collectives = LevelCollectives(transport)
         self._buffers: dict[str, Tensor] = {}
+        for level, size in enumerate(self._cluster.sizes):
+            if size > 1:  # a rank that fails later is not waited for in a connection to it
+                self._channel(level)
 
     def table(self, values: Sequence[float]) -> list[list[float]]:
         """[world_size][len(values)]: one or more values of all ranks, equal in every bit on each of them."""
@@ -151,8 +154,7 @@ class LinkProbe:
         return ranks_below(self._cluster)[level] * num_bytes * WIRE_FACTOR
 
     def _once(self, level: int, num_bytes: int) -> dict[Place, float]:
-        """As `_transfer_s`; connects before the clock starts, and all ranks begin together."""
-        self._channel(level)
+        """As `_transfer_s`; all ranks begin together."""
         self.table([0.0])
         return self._transfer_s(level, num_bytes)
 
