@@ -75,7 +75,7 @@ def drop_after_a_step(case: Case) -> dict[str, bool]:
 
 
 def fail_in_a_backward(case: Case) -> dict[str, Any]:
-    """Losses of four steps, with and without a backward before the third that fails and whose gradients are dropped."""
+    """Losses of four steps, with and without a backward before the third that fails and is dropped."""
     block, found = block_with(case, [("identity", COARSE)], advanced={"prefetch_depth": 1}), {}
     for name in ("undisturbed", "failed"):
         with engine_of(case, with_block=True, hybridep=block) as engine:
