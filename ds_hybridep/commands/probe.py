@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ds_hybridep.config import BITS_PER_BYTE, BITS_PER_GBIT, MS_PER_S
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.summary import aligned
 
 if TYPE_CHECKING:
     from ds_hybridep.adaptive.probe import LevelProbe, Spread
@@ -112,9 +113,7 @@ def describe(probes: "Sequence[LevelProbe]") -> str:
         capacity = probe.capacity_bytes_per_s
         cells = [_spread(probe.latency_s, MS_PER_S), "-" if capacity is None else f"{capacity * mbit:.4g}"]
         rows.append([probe.name, str(probe.size), *cells, _spread(probe.bytes_per_s, mbit)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(["Mbit/s of one child's uplink in one direction, headers included", *lines])
+    return f"Mbit/s of one child's uplink in one direction, headers included\n{aligned(rows)}"
 
 
 def _spread(spread: "Spread | None", unit: float) -> str:

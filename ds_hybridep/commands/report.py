@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `report` subcommand: which kernels this machine has, or why not.  What else it has, DeepSpeed's ds_report says."""
+"""The `report` subcommand: which kernels this machine has, or why not.  ds_report says what else it has."""
 
 import argparse
 import importlib

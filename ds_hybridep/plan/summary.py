@@ -150,7 +150,7 @@ def _plan_table(plan: Plan) -> str:
     if hidden > 0:
         rows.append(("", f"... {hidden} more, see --json", "", "", "", ""))
     rows += [_alternative_row(way) for way in plan.alternatives]
-    return _aligned([header, *rows])
+    return aligned([header, *rows], left=(0, 1, 5))
 
 
 def _candidate_row(candidate: Candidate, mark: str) -> tuple[str, ...]:
@@ -201,14 +201,16 @@ def _describe_costs(question: Question, plan: Plan) -> list[str]:
     ]
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = []
-    for row in rows:
-        words = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-        numbers = [cell.rjust(width) for cell, width in zip(row[2:-1], widths[2:], strict=True)]
-        lines.append("  ".join([*words, *numbers, row[-1]]).rstrip())
-    return "\n".join(lines)
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """The rows as lines, cells of the columns `left` to the left and the others, numbers, to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "   ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def _seconds(value: float | None) -> str:
