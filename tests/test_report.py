@@ -33,9 +33,9 @@ RECORD = {
 
 
 def table_of(record):
-    """The table's lines as lists of cells; three blanks part cells, since names hold one."""
+    """The table's lines as lists of cells; two blanks part cells, since names hold one."""
     table = format_run_record(record).split("\n\n")[1]
-    return [[cell.strip() for cell in line.split("   ") if cell.strip()] for line in table.splitlines()]
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in table.splitlines()]
 
 
 def test_table_shows_megabytes_per_step_beside_plain_ep():
@@ -91,7 +91,7 @@ def test_codecs_get_a_table_of_their_own():
     layers = [{"name": "blocks.0", "codecs": codecs}, {"name": "blocks.1", "codecs": {}}]
     title, table = format_run_record({**RECORD, "layers": layers}).split("\n\n")[-2:]
     assert title.startswith("encoded, MB per step of all ranks")
-    head, *rows = [[cell.strip() for cell in line.split("   ") if cell.strip()] for line in table.splitlines()]
+    head, *rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in table.splitlines()]
     assert head[:3] == ["layer", "weights", "ratio"]
     assert rows == [
         ["blocks.0", "0.400", "54.1x", "1.2e-02", "0.800", "27.0x", "1.5e+00", "2.00 ms", "1.00 ms", "50.00 ms"]
@@ -124,7 +124,7 @@ PLANNING = {
 
 
 def test_a_planned_run_is_explained_term_by_term():
-    lines = [line.split("   ") for line in explain_plan({"planning": PLANNING}).splitlines()]
+    lines = [line.split("  ") for line in explain_plan({"planning": PLANNING}).splitlines()]
     cells = {row[0].strip(): [cell.strip() for cell in row[1:] if cell.strip()] for row in lines}
     assert cells["token exchange"] == ["0.5000", "0.7500"]
     assert cells["waiting for expert weights"] == ["0.2500", "0.1250"]

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_hybridep.plan.cluster import known_or_assumed_bandwidths
-from ds_hybridep.plan.crossover import fastest_ranges
 from ds_hybridep.plan.layout import IDENTITY
 from ds_hybridep.plan.planner import Candidate, Plan, rounded
 from ds_hybridep.plan.question import Question
@@ -106,7 +105,7 @@ def describe(question: Question, plan: Plan) -> str:
         _plan_table(plan),
         f"Seconds of {plan.best.label}: {', '.join(shown)}",
         "\n".join(verdict(question, plan)),
-        "\n".join([*_break_even(question), *_ranges(question, plan), *_describe_costs(question, plan)]),
+        "\n".join([*_break_even(question), *_describe_costs(question, plan)]),
     ]
     return "\n\n".join(sections)
 
@@ -171,15 +170,6 @@ def _alternative_row(way: Alternative) -> tuple[str, ...]:
     return ("", way.name, step, crossing, memory, way.note)
 
 
-def _ranges(question: Question, plan: Plan) -> list[str]:
-    here = known_or_assumed_bandwidths(question.cluster)[0]
-    lines = [f"Break-even bandwidths of {question.cluster.levels[0].name}, and what is fastest between them:"]
-    for label, low, high in fastest_ranges(question, plan):
-        mark = "   <- here" if low <= here < high else ""
-        lines.append(f"  {_gbps(low):>12} to {_gbps(high):<12} {label}{mark}")
-    return lines
-
-
 def _break_even(question: Question) -> list[str]:
     ours, padded = (break_even_tokens(question, is_deduplicated=is_ours) for is_ours in (True, False))
     if ours is None or padded is None:
@@ -205,7 +195,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """The rows as lines, cells of the columns `left` to the left and the others, numbers, to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "   ".join(
+        "  ".join(
             cell.ljust(width) if column in left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
