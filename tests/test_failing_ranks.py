@@ -68,7 +68,7 @@ def plan_where_measuring_fails(case: Case, what: str) -> tuple[tuple[str, str], 
     """The error of an attach that plans where `what` fails on rank 1, and how many transports were closed."""
     block = block_of(case)
     block["levels"] = [{"name": "dc", "size": 2, "domain_size": "auto"}]
-    owner, name = {"links": (LinkProbe, "latency"), "experts": (planner, "measure_experts")}[what]
+    owner, name = {"links": (LinkProbe, "latency_s"), "experts": (planner, "measure_experts")}[what]
     fails = mock.patch.object(owner, name, side_effect=MemoryError("no room to measure"))
     with engine_of(case, with_block=False) as engine:
         with (

@@ -195,7 +195,8 @@ class JobPlanner:
     def describe(self) -> str:
         """One line for the log at the start."""
         links = ", ".join(
-            f"{link['name']} {link['bandwidth_gbps']} Gbit/s {link['latency_ms']} ms" for link in self._links.record()
+            f"{link['name']} {link.get('bandwidth_gbps')} Gbit/s {link.get('latency_ms')} ms"
+            for link in self._links.record()
         )
         return (
             f"hybridep: links: {links}; {len(self._chooser.options)} plans are open, the first choice is made after "

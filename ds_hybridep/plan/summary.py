@@ -4,9 +4,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ds_hybridep.plan.cluster import known_or_assumed_bandwidths
+from ds_hybridep.plan.cluster import Level, known_or_assumed_bandwidths
 from ds_hybridep.plan.layout import IDENTITY
-from ds_hybridep.plan.planner import Candidate, Plan, rounded
+from ds_hybridep.plan.planner import Candidate, Plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, break_even_tokens
 
@@ -17,15 +17,22 @@ MAX_ROWS = 8  # of plans that lost, in a table
 STEPS_COUNTED = 1000
 
 
+def level_settings(level: Level) -> dict[str, Any]:
+    """A level as in a "hybridep" block: its name, its size and what is known of its link, with six digits."""
+    bandwidth, latency_s = level.link.bandwidth_bytes_per_s, level.link.latency_s
+    known = {
+        "bandwidth_gbps": None if bandwidth is None else bandwidth * BITS_PER_BYTE / GIGA,
+        "latency_ms": None if latency_s is None else latency_s * MS_PER_S,
+    }
+    numbers = {key: float(f"{value:.6g}") for key, value in known.items() if value is not None}
+    return {"name": level.name, "size": level.size, **numbers}
+
+
 def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
     """What to paste into ds_config.json: the "hybridep" block, and what else the plan needs there."""
     layout, levels = plan.best.layout, []
     for level, domain_size, codecs in zip(question.cluster.levels, layout.domain_sizes, layout.codecs, strict=True):
-        entry: dict[str, Any] = {"name": level.name, "size": level.size}
-        if level.link.bandwidth_bytes_per_s is not None:
-            entry["bandwidth_gbps"] = rounded(level.link.bandwidth_bytes_per_s * BITS_PER_BYTE / GIGA)
-        if level.link.latency_s is not None:
-            entry["latency_ms"] = rounded(level.link.latency_s * MS_PER_S)
+        entry = level_settings(level)
         entry["domain_size"] = domain_size
         for kind in ("weight", "gradient", "token"):
             codec = getattr(codecs, kind)
