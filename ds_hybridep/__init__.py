@@ -12,7 +12,6 @@ the entry point in `_autoload` runs in every process that imports torch.
     trace(engine, path)                    Chrome/Perfetto trace of the steps inside a with block
 
     estimate_hybridep_mem_needs_all_live(model, block, world_size)    memory of replicas, before a job is started
-    estimate_hybridep_mem_needs_all_cold(expert_shapes, ...)          the same without a model
 """
 
 from importlib import import_module
@@ -22,16 +21,12 @@ from ds_hybridep.version import __version__
 
 if TYPE_CHECKING:
     from ds_hybridep.integration.api import attach, detach, refresh, replan, stats, trace
-    from ds_hybridep.integration.estimate import (
-        estimate_hybridep_mem_needs_all_cold,
-        estimate_hybridep_mem_needs_all_live,
-    )
+    from ds_hybridep.integration.estimate import estimate_hybridep_mem_needs_all_live
 
 __all__ = [
     "__version__",
     "attach",
     "detach",
-    "estimate_hybridep_mem_needs_all_cold",
     "estimate_hybridep_mem_needs_all_live",
     "refresh",
     "replan",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank fails where others would wait for it: all hear of it at once, and what was there before goes on."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,8 +14,13 @@ from test_engine import block_of, close_to, engine_of, error_of, train, world2
 from test_lossy import COARSE, block_with, residuals_of
 
 import ds_hybridep
+from ds_hybridep.adaptive import planner
 from ds_hybridep.adaptive.planner import JobPlanner
+from ds_hybridep.adaptive.probe import LinkProbe
 from ds_hybridep.integration import api
+from ds_hybridep.integration.attachment import _build_together
+from ds_hybridep.transport import agreement
+from ds_hybridep.transport.channels import Transport
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -56,6 +62,20 @@ def plan_where_memory_is_short(case: Case) -> tuple[tuple[str, str], int]:
             mock.patch.object(JobPlanner, "close", autospec=True, side_effect=JobPlanner.close) as closing,
         ):
             return error_of(ds_hybridep.attach, engine, block), closing.call_count
+
+
+def plan_where_measuring_fails(case: Case, what: str) -> tuple[tuple[str, str], int]:
+    """The error of an attach that plans where `what` fails on rank 1, and how many transports were closed."""
+    block = block_of(case)
+    block["levels"] = [{"name": "dc", "size": 2, "domain_size": "auto"}]
+    owner, name = {"links": (LinkProbe, "latency_s"), "experts": (planner, "measure_experts")}[what]
+    fails = mock.patch.object(owner, name, side_effect=MemoryError("no room to measure"))
+    with engine_of(case, with_block=False) as engine:
+        with (
+            fails if dist.get_rank() == 1 else nullcontext(),
+            mock.patch.object(Transport, "close", autospec=True, side_effect=Transport.close) as closing,
+        ):
+            return error_of(ds_hybridep.attach, engine, block), len({id(call.args[0]) for call in closing.mock_calls})
 
 
 def replan_where_memory_is_short(case: Case) -> dict[str, Any]:
@@ -119,6 +139,21 @@ def test_the_planner_of_an_attach_that_fails_drops_its_connections(pool2: Proces
         assert kind == "AgreementError"
         assert "rank 1 cannot start: MemoryError: no room for replicas" in message
         assert num_closed == 1
+
+
+@pytest.mark.parametrize("what", ["links", "experts"])
+def test_a_rank_that_fails_while_a_planner_measures_stops_the_others_at_once(pool2: ProcessPool, what: str) -> None:
+    for (kind, message), num_closed in pool2.run(plan_where_measuring_fails, case=world2(), what=what, timeout_s=30.0):
+        assert kind == "AgreementError"
+        assert "rank 1 cannot start: MemoryError: no room to measure" in message
+        assert num_closed == 1
+
+
+def test_a_runtime_is_closed_where_the_store_fails_after_it_was_built() -> None:
+    runtime = mock.Mock()
+    with mock.patch.object(agreement, "agree", side_effect=ConnectionError), pytest.raises(ConnectionError):
+        _build_together(lambda: runtime, 1.0)
+    runtime.close.assert_called()
 
 
 def test_a_change_of_plan_that_fails_on_one_rank_loses_nothing(pool2: ProcessPool) -> None:

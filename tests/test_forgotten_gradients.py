@@ -2,7 +2,9 @@
 """Gradients that somebody forgets, and parameters that somebody changes, behind the engine's back."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from test_lossy import COARSE, block_with, residuals_of
 from torch import nn
 
 import ds_hybridep
+from ds_hybridep.errors import VerificationError
+from ds_hybridep.integration.runtime import HybridRuntime
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -68,6 +72,34 @@ def drop_after_a_step(case: Case) -> dict[str, bool]:
             "changed by the backward": not all(map(torch.equal, before, returned)),
             "as before": all(map(torch.equal, before, after)),
         }
+
+
+def fail_in_a_backward(case: Case) -> dict[str, Any]:
+    """Losses of four steps, with and without a backward before the third that fails and is dropped."""
+    block, found = block_with(case, [("identity", COARSE)], advanced={"prefetch_depth": 1}), {}
+    for name in ("undisturbed", "failed"):
+        with engine_of(case, with_block=True, hybridep=block) as engine:
+            losses = train(engine, case, 0, 2)
+            if name == "failed":
+                # After the last layer has started its return, and before the node that would wait for it.
+                first = moe_layers(engine.module)[0]
+                handle = first.register_forward_hook(_make_fail)
+                loss = engine(*_batch(case, 7))
+                handle.remove()
+                with pytest.raises(ZeroDivisionError):
+                    engine.backward(loss)
+                engine.zero_grad()
+            found[name] = losses + train(engine, case, 2, 2)
+            found[f"residuals, {name}"] = [float(residual.double().sum()) for residual in residuals_of(engine)]
+    return found
+
+
+def _make_fail(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+    output.register_hook(_fail)
+
+
+def _fail(_gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
 
 
 def swap_for_evaluation(case: Case, how: str) -> dict[str, Any]:
@@ -128,6 +160,12 @@ def test_residuals_stay_spent_where_zero_2_keeps_what_it_has_reduced(pool2: Proc
         assert found == {"are there": True, "changed by the backward": True, "as before": False}
 
 
+def test_a_backward_that_fails_and_is_dropped_loses_no_later_gradients(pool2: ProcessPool) -> None:
+    for found in pool2.run(fail_in_a_backward, case=world2()):
+        assert found["failed"] == found["undisturbed"]  # bit for bit
+        assert found["residuals, failed"] == found["residuals, undisturbed"]
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @pytest.mark.parametrize("how", ["written", "replaced"])
 def test_weights_swapped_for_an_evaluation_are_noticed(pool2: ProcessPool, how: str, zero_stage: int) -> None:
@@ -137,6 +175,19 @@ def test_weights_swapped_for_an_evaluation_are_noticed(pool2: ProcessPool, how: 
         assert "blocks.1.moe.deepspeed_moe: parameters of this rank's experts were changed outside" in message
         assert "ds_hybridep.refresh(engine) on all ranks" in message
         assert found["refreshed"] == found["trained on"] == ("", "")
+
+
+def test_a_verification_that_fails_opens_no_step() -> None:
+    """In an open step zero_grad keeps what codecs have noted."""
+    runtime: Any = HybridRuntime.__new__(HybridRuntime)
+    runtime.config = SimpleNamespace(advanced=SimpleNamespace(verify_interval=1))
+    runtime.statistics, runtime.migration, runtime._is_stepping = SimpleNamespace(num_steps=1), mock.Mock(), False
+    with mock.patch.object(HybridRuntime, "verify", side_effect=VerificationError), pytest.raises(VerificationError):
+        runtime.before_step()
+    assert not runtime._is_stepping
+    with mock.patch.object(HybridRuntime, "verify"):
+        runtime.before_step()
+    assert runtime._is_stepping
 
 
 def test_a_forgotten_refresh_of_a_bare_model_is_noticed(pool2: ProcessPool) -> None:

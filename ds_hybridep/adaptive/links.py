@@ -15,6 +15,7 @@ from ds_hybridep.adaptive.probe import LinkProbe
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.costs import ranks_below
+from ds_hybridep.plan.summary import level_settings
 from ds_hybridep.transport.channels import Transport
 
 PROBE_LIMIT_S = 2.0  # of the links at start-up
@@ -38,21 +39,13 @@ class JobLinks:
         for index, level in enumerate(config.cluster().levels):
             link = level.link
             if level.size > 1 and (link.bandwidth_bytes_per_s is None or link.latency_s is None):
-                measured = self.probe.measure(index, limit_s=PROBE_LIMIT_S / len(config.levels))
-                level = replace(level, link=measured.level.link)
+                level = self.probe.measure(index, limit_s=PROBE_LIMIT_S / len(config.levels))
             levels.append(level)
         self.cluster = Cluster(tuple(levels))
 
     def record(self) -> list[dict[str, Any]]:
-        """Name, bandwidth and latency of each level, as in a block."""
-        return [
-            {
-                "name": level.name,
-                "bandwidth_gbps": _digits(level.link.bandwidth_bytes_per_s, 8e-9),
-                "latency_ms": _digits(level.link.latency_s, 1e3),
-            }
-            for level in self.cluster.levels
-        ]
+        """Each level as in a block."""
+        return [level_settings(level) for level in self.cluster.levels]
 
     def measure(self) -> None:
         """Look at all links again.  A rate that is about what it was stays."""
@@ -81,7 +74,3 @@ class JobLinks:
         if abs(rate / known - 1) > CHANGE:
             rate = max(rate, *(self.probe.burst(level, num_bytes, latency_s) for _ in range(REPETITIONS - 1)))
         return rate
-
-
-def _digits(value: float | None, unit: float) -> float | None:
-    return None if value is None else float(f"{value * unit:.4g}")

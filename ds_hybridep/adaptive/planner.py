@@ -32,7 +32,7 @@ from ds_hybridep.plan.layout import CodecCost
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.row_format import token_codec
 from ds_hybridep.plan.workload import Workload
-from ds_hybridep.transport.agreement import agree, announcing_failure
+from ds_hybridep.transport.agreement import agree, announcing_failure, together
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.job import backends_of
 from ds_hybridep.version import __version__
@@ -48,7 +48,8 @@ class JobPlanner:
 
     workload: before any step was counted; `micro_steps` of an optimizer step are asked for each time.
 
-    Raises UnsupportedError where layers have different expert-parallel groups, AgreementError where ranks differ.
+    Raises UnsupportedError where layers have different expert-parallel groups, AgreementError where ranks
+    differ or one fails.
     """
 
     def __init__(
@@ -71,20 +72,21 @@ class JobPlanner:
             backends = backends_of(config, device)
         generation = agree({"version": __version__, "planned": config.canonical()}, config.timeout_s)
         self._transport = Transport(config.cluster(), config.timeout_s, generation, backends)
-        self._links = JobLinks(config, self._transport, device)
-        rates = measure_experts(spec, self._links.probe, self._links.cluster)
-        param_bytes = spec.sample.element_size()
-        options = open_options(
-            config,
-            spans=spans,
-            codecs={
-                one: PATCH_COST
-                if one == PATCH
-                else measure_codec(describe_codec(one), one, spec, self._links.probe, config.advanced.kernels)
-                for one in (_codecs_in_use(config) if expert_params(spec, trainable_only=True) else ())
-            },
-            token_codecs=[token_codec(level.row_format, spec.hidden, param_bytes) for level in config.levels],
-        )
+        with together(config.timeout_s, self._transport.close):
+            self._links = JobLinks(config, self._transport, device)
+            rates = measure_experts(spec, self._links.probe, self._links.cluster)
+            param_bytes = spec.sample.element_size()
+            options = open_options(
+                config,
+                spans=spans,
+                codecs={
+                    one: PATCH_COST
+                    if one == PATCH
+                    else measure_codec(describe_codec(one), one, spec, self._links.probe, config.advanced.kernels)
+                    for one in (_codecs_in_use(config) if expert_params(spec, trainable_only=True) else ())
+                },
+                token_codecs=[token_codec(level.row_format, spec.hidden, param_bytes) for level in config.levels],
+            )
         job = Job(self._links.cluster, workload, rates)
         self._meter = JobMeter(self._links, job, len(specs), micro_steps, device)
         self._config = config
@@ -197,7 +199,8 @@ class JobPlanner:
     def describe(self) -> str:
         """One line for the log at the start."""
         links = ", ".join(
-            f"{link['name']} {link['bandwidth_gbps']} Gbit/s {link['latency_ms']} ms" for link in self._links.record()
+            f"{link['name']} {link.get('bandwidth_gbps')} Gbit/s {link.get('latency_ms')} ms"
+            for link in self._links.record()
         )
         return (
             f"hybridep: links: {links}; {len(self._chooser.options)} plans are open, the first choice is made after "

@@ -15,12 +15,12 @@ x 1514/1448, the frame over the payload of a full TCP segment.
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ds_hybridep.plan.cluster import Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.costs import ranks_below
 from ds_hybridep.sync.collectives import LevelCollectives
 from ds_hybridep.transport.channels import Channel, Purpose, Transport
@@ -40,43 +40,6 @@ PROBE = Purpose("control", "probe of a link")
 Place = tuple[int, ...]  # of a child: coordinates down to its level
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Of several samples of one quantity."""
-
-    median: float
-    p10: float
-    p90: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> "Spread":
-        """Of one sample or more."""
-        ordered, last = sorted(samples), len(samples) - 1
-        return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)])
-
-
-@dataclass(frozen=True)
-class LevelProbe:
-    """One level's links as measured; all None for a level with one child.
-
-    bytes_per_s: of the slowest uplink while all ranks send both ways, sample by sample.
-    capacity_bytes_per_s: the same from the fastest transfers: what else a machine does can only make them slower.
-    """
-
-    name: str
-    size: int
-    latency_s: Spread | None = None  # one way, half of a round trip of 8 bytes
-    bytes_per_s: Spread | None = None
-    capacity_bytes_per_s: float | None = None
-
-    @property
-    def level(self) -> Level:
-        """As plans take it."""
-        if self.latency_s is None or self.capacity_bytes_per_s is None:
-            return Level(self.name, self.size)
-        return Level(self.name, self.size, Link(self.capacity_bytes_per_s, self.latency_s.median))
-
-
 class LinkProbe:
     """Transfers made only to be timed; all ranks of the job must make the same calls, with nothing else under way."""
 
@@ -86,6 +49,9 @@ class LinkProbe:
         self._place = self._cluster.place_of(transport.rank)
         self._collectives = LevelCollectives(transport)
         self._buffers: dict[str, Tensor] = {}
+        for level, size in enumerate(self._cluster.sizes):
+            if size > 1:  # a rank that fails later is not waited for in a connection to it
+                self._channel(level)
 
     def table(self, values: Sequence[float]) -> list[list[float]]:
         """[world_size][len(values)]: one or more values of all ranks, equal in every bit on each of them."""
@@ -97,23 +63,23 @@ class LinkProbe:
         rows: list[list[float]] = table.tolist()
         return rows
 
-    def measure(self, level: int, *, limit_s: float) -> LevelProbe:
-        """All about one level; transfers are repeated for half of `limit_s`, the rest is for what comes before."""
+    def measure(self, level: int, *, limit_s: float) -> Level:
+        """One level with its link; transfers are repeated for half of `limit_s`, the rest is for what comes before."""
         about = self._cluster.levels[level]
         if about.size == 1:
-            return LevelProbe(about.name, 1)
-        return LevelProbe(about.name, about.size, self.latency(level), *self._rate(level, limit_s / 2))
+            return about
+        latency_s = self.latency_s(level)
+        return replace(about, link=Link(self._bytes_per_s(level, limit_s / 2), latency_s))
 
-    def latency(self, level: int) -> Spread:
-        """Seconds one way between the first ranks of neighbouring children; of the slowest pair."""
+    def latency_s(self, level: int) -> float:
+        """Seconds one way between the first ranks of neighbouring children: the median, of the slowest pair."""
         samples = []
         for ping in range(NUM_PINGS + 2):
             self.table([0.0])
             round_trip_s = self._ping(level)
             if ping >= 2:  # the first packets of a connection take longer
                 samples.append(round_trip_s / 2)
-        own = Spread.of(samples)
-        return Spread(*max(self.table([own.median, own.p10, own.p90])))
+        return max(own_s for (own_s,) in self.table([statistics.median(samples)]))
 
     def burst(self, level: int, num_bytes: int, latency_s: float) -> float:
         """Bytes per second of the slowest uplink while every rank sends `num_bytes`, headers included.
@@ -123,10 +89,10 @@ class LinkProbe:
         carried = self._carried(level, num_bytes)
         return min(_rate_of(carried, s, (0.0, latency_s)) for s in self._transfer_s(level, num_bytes).values())
 
-    def _rate(self, level: int, limit_s: float) -> tuple[Spread, float]:
-        """Bytes per second of the slowest uplink, by samples and by the fastest transfers.
+    def _bytes_per_s(self, level: int, limit_s: float) -> float:
+        """Of the slowest uplink, from the fastest transfers: what else a machine does can only make them slower.
 
-        Transfers grow until they take long enough. Then long and short ones take turns, and a sample is what the long
+        Transfers grow until they take long enough. Then long and short ones take turns, and the rate is what a long
         one carried more over the time that it took more: what a transfer costs whatever its size is in both.
         """
         until_s, num_bytes = time.perf_counter() + limit_s, FIRST_BYTES
@@ -137,22 +103,20 @@ class LinkProbe:
             seconds = max(self._once(level, num_bytes).values())
         short_bytes = num_bytes // SHORT_SHARE
         carried = self._carried(level, num_bytes), self._carried(level, short_bytes)
-        longs, shorts, rates = [], [], list[float]()
-        while len(rates) < REPETITIONS:
-            if rates and any(row[0] <= 0 for row in self.table([until_s - time.perf_counter()])):
+        longs, shorts = [], []
+        for repetition in range(REPETITIONS):
+            if repetition and any(row[0] <= 0 for row in self.table([until_s - time.perf_counter()])):
                 break
             shorts.append(self._once(level, short_bytes))
             longs.append(self._once(level, num_bytes))
-            rates.append(_slowest(carried, longs[-1:], shorts[-1:]))
-        return Spread.of(rates), _slowest(carried, longs, shorts)
+        return _slowest(carried, longs, shorts)
 
     def _carried(self, level: int, num_bytes: int) -> float:
         """By one uplink where each rank sends `num_bytes`, headers included."""
         return ranks_below(self._cluster)[level] * num_bytes * WIRE_FACTOR
 
     def _once(self, level: int, num_bytes: int) -> dict[Place, float]:
-        """As `_transfer_s`; connects before the clock starts, and all ranks begin together."""
-        self._channel(level)
+        """As `_transfer_s`; all ranks begin together."""
         self.table([0.0])
         return self._transfer_s(level, num_bytes)
 
@@ -222,11 +186,11 @@ def _slowest(
     )
 
 
-def probe_links(transport: Transport, *, limit_s: float) -> tuple[LevelProbe, ...]:
-    """All levels, slowest first; all ranks must call.
+def probe_links(transport: Transport, *, limit_s: float) -> Cluster:
+    """The job's levels with their links; all ranks must call.
 
     limit_s: for all levels together; a slow link may need more for its first transfers.
     """
-    probe = LinkProbe(transport)
-    share_s = limit_s / max(sum(size > 1 for size in transport.cluster.sizes), 1)
-    return tuple(probe.measure(level, limit_s=share_s) for level in range(len(transport.cluster.levels)))
+    probe, sizes = LinkProbe(transport), transport.cluster.sizes
+    share_s = limit_s / max(sum(size > 1 for size in sizes), 1)
+    return Cluster(tuple(probe.measure(level, limit_s=share_s) for level in range(len(sizes))))

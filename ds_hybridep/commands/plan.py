@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 from ds_hybridep.commands import question as asking
-from ds_hybridep.plan.crossover import fastest_ranges
 from ds_hybridep.plan.layout import IDENTITY
-from ds_hybridep.plan.planner import Plan, make_plan, rounded
+from ds_hybridep.plan.planner import Plan, make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import break_even_tokens
 from ds_hybridep.plan.summary import describe, ds_config_block, verdict
@@ -69,10 +68,6 @@ def answer_json(question: Question, plan: Plan) -> dict[str, Any]:
             "deduplicated": break_even_tokens(question, is_deduplicated=True),
             "padded": break_even_tokens(question, is_deduplicated=False),
         },
-        "fastest_by_bandwidth": [
-            {"label": label, "from_bytes_per_s": rounded(low), "to_bytes_per_s": rounded(high)}
-            for label, low, high in fastest_ranges(question, plan)
-        ],
         "ds_config": ds_config_block(question, plan),
     }
 

@@ -5,21 +5,16 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ds_hybridep.config import BITS_PER_BYTE, BITS_PER_GBIT, MS_PER_S
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level
-
-if TYPE_CHECKING:
-    from ds_hybridep.adaptive.probe import LevelProbe, Spread
+from ds_hybridep.plan.summary import aligned, level_settings
 
 LIMIT_S = 10.0
 TIMEOUT_S = 120.0
 LEVEL = re.compile(r"(?:([A-Za-z_]\w*)=)?([1-9]\d*)")
-HEADER = ("level", "children", "latency [ms]", "capacity", "all at once")
+HEADER = ("level", "children", "latency [ms]", "rate [Gbit/s]")
 
 DESCRIPTION = """\
 Measures latency and bandwidth of every level, and writes them as a cluster file, which `ds_hybridep plan --cluster`
@@ -42,7 +37,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--levels", required=True, metavar="NAME=SIZE,...", help="slowest first, such as dc=2,gpu=8")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write; JSON if it ends in .json")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # DeepSpeed's launcher sets it
     parser.set_defaults(run=run)
 
@@ -64,12 +59,12 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--levels: {','.join(levels)} make {cluster.num_ranks} ranks, but the job has {transport.world_size}"
             )
-        probes = probe_links(transport, limit_s=LIMIT_S)
+        found = probe_links(transport, limit_s=LIMIT_S)
         if transport.rank == 0:
-            print(describe(probes), flush=True)
+            print(describe(found), flush=True)
             if args.out is not None:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(cluster_file(probes, is_json=args.out.suffix == ".json"), encoding="utf-8")
+                args.out.write_text(cluster_file(found), encoding="utf-8")
         transport.close()
     finally:
         leave_job()
@@ -87,41 +82,15 @@ def read_levels(text: str) -> Cluster:
     return Cluster(tuple(levels))
 
 
-def cluster_file(probes: "Sequence[LevelProbe]", *, is_json: bool) -> str:
-    """The file's text: the key `levels` with the links as measured; of a level with one child no link."""
-    levels = []
-    for probe in probes:
-        link, entry = probe.level.link, {"name": probe.name, "size": probe.size}
-        if link.bandwidth_bytes_per_s is not None:
-            entry["bandwidth_gbps"] = _digits(link.bandwidth_bytes_per_s * BITS_PER_BYTE / BITS_PER_GBIT)
-        if link.latency_s is not None:
-            entry["latency_ms"] = _digits(link.latency_s * MS_PER_S)
-        levels.append(entry)
-    if is_json:
-        return json.dumps({"levels": levels}, indent=2) + "\n"
-    # JSON objects are YAML too; the comments keep what has no key.
-    lines = [f"# {line}" for line in describe(probes).splitlines()]
-    return "\n".join([*lines, "levels:", *(f"  - {json.dumps(entry)}" for entry in levels)]) + "\n"
+def cluster_file(cluster: Cluster) -> str:
+    """The levels and their links in JSON, which is YAML too."""
+    return json.dumps({"levels": [level_settings(level) for level in cluster.levels]}, indent=2) + "\n"
 
 
-def describe(probes: "Sequence[LevelProbe]") -> str:
-    """A table: median, and in brackets the tenth and the ninetieth percentile."""
-    rows = [list(HEADER)]
-    mbit = BITS_PER_BYTE / 1e6
-    for probe in probes:
-        capacity = probe.capacity_bytes_per_s
-        cells = [_spread(probe.latency_s, MS_PER_S), "-" if capacity is None else f"{capacity * mbit:.4g}"]
-        rows.append([probe.name, str(probe.size), *cells, _spread(probe.bytes_per_s, mbit)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(["Mbit/s of one child's uplink in one direction, headers included", *lines])
-
-
-def _spread(spread: "Spread | None", unit: float) -> str:
-    if spread is None:
-        return "-"
-    return f"{spread.median * unit:.4g} [{spread.p10 * unit:.4g}, {spread.p90 * unit:.4g}]"
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.4g}")
+def describe(cluster: Cluster) -> str:
+    """A table of the levels and their links."""
+    rows = [HEADER]
+    for level in map(level_settings, cluster.levels):
+        known = [f"{level[key]:g}" if key in level else "-" for key in ("latency_ms", "bandwidth_gbps")]
+        rows.append((level["name"], str(level["size"]), *known))
+    return f"rates are of one child's uplink in one direction, headers included\n{aligned(rows)}"

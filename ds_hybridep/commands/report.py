@@ -1,56 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `report` subcommand: what this machine has of what the kernels and the transport need, as ds_report does."""
+"""The `report` subcommand: which kernels this machine has, or why not.  ds_report says what else it has."""
 
 import argparse
 import importlib
-import json
-import os
 import platform
-import shutil
-import subprocess
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 20
-MISSING = "-"
-NETWORK = Path("/sys/class/net")
-INFINIBAND = Path("/sys/class/infiniband")
-
-Section = list[tuple[str, str]]  # names and what was found
+PACKAGES = ("ds_hybridep", "torch", "deepspeed", "transformers", "peft")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `report` to the subcommands of the program."""
-    parser = subparsers.add_parser("report", help="print what this machine has: ops, compilers, torch, CUDA, links")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser = subparsers.add_parser("report", help="print which kernels and packages there are, beside ds_report")
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(_args: argparse.Namespace) -> int:
     """Prints the report.  Returns 0, whatever was found."""
-    sections = {
-        "ops": ops(),
-        "compilers": compilers(),
-        "versions": package_versions(),
-        "devices": devices(),
-        "links": links(),
-    }
-    if args.json:
-        print(json.dumps({name: dict(rows) for name, rows in sections.items()}, indent=2))
-        return 0
-    width = max(len(name) for rows in sections.values() for name, _ in rows) + 2
-    for title, rows in sections.items():
-        print(title)
-        for name, found in rows:
-            print(f"  {name + ' ':.<{width}} {found}")
-    return 0
-
-
-def ops() -> Section:
-    """Whether the kernels for each type of device are built, can be built on first use, or why not."""
     builders: Any = importlib.import_module("ds_hybridep.op_builder")
-    rows = []
     for device_type in ("cpu", "cuda"):
         builder = builders.HybridEPBuilder(device_type)
         reason = builder.why_not()
@@ -58,90 +26,11 @@ def ops() -> Section:
             found = f"no: {reason}; on these tensors the slower PyTorch definitions run"
         else:
             found = f"built: {builder.name}" if builder.is_built() else "yes, on first use"
-        rows.append((f"kernels for {device_type} tensors", found))
-    return rows
-
-
-def compilers() -> Section:
-    """First lines of what the compilers say of themselves."""
-    from torch.utils import cpp_extension
-
-    nvcc = Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc" if cpp_extension.CUDA_HOME else shutil.which("nvcc")
-    return [
-        ("c++", first_line([os.environ.get("CXX", "c++"), "--version"])),
-        ("nvcc", first_line([str(nvcc), "--version"], containing="release") if nvcc else MISSING),
-        ("ninja", first_line(["ninja", "--version"])),
-        ("TORCH_CUDA_ARCH_LIST", os.environ.get("TORCH_CUDA_ARCH_LIST", MISSING)),
-    ]
-
-
-def package_versions() -> Section:
-    """Python, the packages, and the libraries that torch brings."""
-    import torch
-
-    rows = [("python", platform.python_version())]
-    for package in ("ds_hybridep", "torch", "deepspeed", "triton", "transformers", "peft"):
+        print(f"kernels for {device_type} tensors: {found}")
+    print(f"python {platform.python_version()}")
+    for package in PACKAGES:
         try:
-            rows.append((package, metadata.version(package)))
+            print(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
-            rows.append((package, MISSING))
-    rows.append(("CUDA of torch", torch.version.cuda or MISSING))
-    nccl = torch.cuda.nccl.version() if torch.version.cuda else None
-    rows.append(("NCCL of torch", ".".join(map(str, nccl)) if nccl else MISSING))
-    return rows
-
-
-def devices() -> Section:
-    """Processor and GPUs."""
-    import torch
-
-    rows = [("processor", f"{platform.machine()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()}")]
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        memory_gib = found.total_memory / 2**30
-        capability = f"compute capability {found.major}.{found.minor}"
-        rows.append(
-            (f"GPU {index}", f"{found.name}, {memory_gib:.0f} GiB, {found.multi_processor_count} SMs, {capability}")
-        )
-    if len(rows) == 1:
-        rows.append(("GPUs", MISSING))
-    return rows
-
-
-def links() -> Section:
-    """Between GPUs of this machine, and out of it; what crosses them is measured by `ds_hybridep probe`."""
-    import torch
-
-    rows = []
-    count = torch.cuda.device_count()
-    if count > 1:
-        pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-        direct = sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs)
-        rows.append(("GPU to GPU", f"{direct} of {len(pairs)} pairs directly"))
-    if INFINIBAND.is_dir():
-        rows += [(f"RDMA {path.name}", "there") for path in sorted(INFINIBAND.iterdir())]
-    for path in sorted(NETWORK.iterdir()) if NETWORK.is_dir() else ():
-        if path.name != "lo":
-            rows.append((f"network {path.name}", f"{_read(path / 'operstate')}, {_speed(path)}"))
-    return rows or [("network", MISSING)]
-
-
-def _speed(interface: Path) -> str:
-    megabits = _read(interface / "speed")
-    return f"{megabits} Mbit/s" if megabits.isdigit() and int(megabits) else "of unknown speed"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # interfaces that are down have no speed
-        return MISSING
-
-
-def first_line(command: list[str], *, containing: str = "") -> str:
-    """The first line of a program's output that holds `containing`; "-" where it cannot be run."""
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return MISSING
-    return next((line.strip() for line in run.stdout.splitlines() if containing in line), MISSING)
+            print(f"{package} is not installed")
+    return 0

@@ -1,36 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `show` and `explain` subcommands: the record of a run, the JSON that `report_file` names, as tables to read.
-
-Records may be of any version, so nothing here knows the rest of the package.
-"""
+"""The `show` and `explain` subcommands: the record of a run, the JSON that `report_file` names, as tables to read."""
 
 import argparse
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-BYTES_PER_MB = 1e6
-KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
-NOT_IN_PLAIN_EP = ("dense",)  # travels under plain EP too, and is in no count of it
-MISSING = "-"
-NOT_COUNTED = "not counted"  # null in a record: somebody else sends it
-EXIT_MISUSED = 2  # as argparse does
+from ds_hybridep.errors import ConfigError
+from ds_hybridep.plan.stream_model import TERM_WORDS
+from ds_hybridep.plan.summary import aligned
 
-TERMS = (
-    ("dense_s", "computation outside the experts", None),
-    ("experts_s", "expert computation", None),
-    ("codec_s", "encoding and decoding", "codec_s"),
-    ("tokens_s", "token exchange", "tokens"),
-    ("expert_weights_s", "waiting for expert weights", "expert_weights"),
-    ("expert_gradients_s", "waiting for expert gradients", "expert_gradients"),
-    ("dense_sync_s", "synchronising dense parameters", "dense"),
-    ("expert_sync_s", "synchronising experts that several groups hold", None),
-    ("host_s", "calls and messages", None),
-    ("optimizer_s", "the optimizer", None),
-)
-PREDICTED_KIND = {"dense": "dense_sync"}  # what the stream model calls it
+BYTES_PER_MB = 1e6
+MISSING = "-"
+NOT_COUNTED = "not counted"  # null in a record: DeepSpeed sends it
+WAITS = {  # by term of the stream model: the kind of which a rank counts what it waits
+    "tokens_s": "tokens",
+    "expert_weights_s": "expert_weights",
+    "expert_gradients_s": "expert_gradients",
+    "dense_sync_s": "dense",
+}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -45,87 +34,67 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what `args.describe` makes of the record.  Returns 0, or 2 with the error on stderr."""
+    """Prints what `args.describe` makes of the record.  Returns 0.  Raises ConfigError where it is none."""
     try:
-        record = json.loads(args.record.read_text())
-        if not isinstance(record, dict):
-            raise ValueError(f"holds a {type(record).__name__}, wanted the object of a run record")
-    except (OSError, ValueError) as error:
-        print(f"ds_hybridep: RUN.json: {args.record} is no run record: {error}", file=sys.stderr)
-        return EXIT_MISUSED
-    print(args.describe(record))
+        text = args.describe(json.loads(args.record.read_text()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"RUN.json: {args.record} is no record of a run, or of another version ({reason}); give the file that "
+            f"the run wrote at its report_file"
+        ) from error
+    print(text)
     return 0
 
 
 def format_run_record(record: Mapping[str, Any]) -> str:
     """A table of the megabytes sent per step on each level by kind, beside what plain EP would have sent.
 
-    The share "of plain EP" leaves out the kind "dense", which plain EP has to synchronise too. Records of other
-    versions are shown as far as they go, with "-" for what is missing. `report_file` holds:
+    The share "of plain EP" leaves out the kind "dense", which plain EP has to synchronise too. `report_file` holds:
 
         {"steps": 100, "world_size": 4, "exposed_s": {"tokens": 0.5, ...},
          "levels": [{"name": "dc", "sent_bytes": {"tokens": 0, "expert_weights": 1000, ...}, "plain_ep_bytes": 4000}]}
 
     Bytes are sums over all ranks and steps; exposed seconds are means over ranks, summed over steps.
     """
-    steps = _number_of(record.get("steps"))
-    levels = [level for level in _sequence_of(record.get("levels")) if isinstance(level, Mapping)]
-    if not levels:
-        return "no traffic was recorded"
-    sent = [_numbers_of(level.get("sent_bytes")) for level in levels]
-    kinds = [*KINDS, *sorted({kind for counts in sent for kind in counts} - set(KINDS))]
-
+    steps, levels = record["steps"], record["levels"]
+    kinds = list(levels[0]["sent_bytes"])
     rows = [["level", *(kind.replace("_", " ") for kind in kinds), "sum", "plain EP", "of plain EP"]]
-    for level, counts in zip(levels, sent, strict=True):
-        comparable_bytes = sum(number for kind, number in counts.items() if kind not in NOT_IN_PLAIN_EP)
-        plain_ep_bytes = _number_of(level.get("plain_ep_bytes"))
-        numbers = [*map(counts.get, kinds), sum(counts.values()) if counts else None, plain_ep_bytes]
-        cells = [_megabytes_per_step(number, steps) for number in numbers]
-        for kind in (kind for kind, value in _mapping_of(level.get("sent_bytes")).items() if value is None):
-            cells[kinds.index(kind)] = NOT_COUNTED
-        share = f"{comparable_bytes / plain_ep_bytes:.0%}" if counts and plain_ep_bytes else MISSING
-        rows.append([str(level.get("name", MISSING)), *cells, share])
-    ranks = _number_of(record.get("world_size"))
-    shown = [MISSING if number is None else f"{number:.0f}" for number in (ranks, steps)]
-    header = f"MB sent per step, {shown[0]} ranks together, mean of {shown[1]} steps"
-    lines = [header, "", *_aligned(rows)]
-    exposed_s = _numbers_of(record.get("exposed_s"))
-    if exposed_s and steps:
-        waits = [f"{kind.replace('_', ' ')} {1e3 * seconds / steps:.1f} ms" for kind, seconds in exposed_s.items()]
-        lines += ["", f"time a rank waited for them, mean per step: {', '.join(waits)}"]
-    return "\n".join(lines + _codec_lines(record, steps))
+    for level in levels:
+        sent, plain_ep_bytes = level["sent_bytes"], level["plain_ep_bytes"]
+        total = sum(num_bytes or 0 for num_bytes in sent.values())
+        share = f"{(total - (sent['dense'] or 0)) / plain_ep_bytes:.0%}" if plain_ep_bytes else MISSING
+        cells = [NOT_COUNTED if sent[kind] is None else _megabytes(sent[kind] / steps) for kind in kinds]
+        rows.append([level["name"], *cells, _megabytes(total / steps), _megabytes(plain_ep_bytes / steps), share])
+    header = f"MB sent per step, {record['world_size']} ranks together, mean of {steps} steps"
+    waits = [
+        f"{kind.replace('_', ' ')} {1e3 * seconds / steps:.1f} ms"
+        for kind, seconds in record["exposed_s"].items()
+        if seconds is not None
+    ]
+    sections = [header, aligned(rows), f"time a rank waited for them, mean per step: {', '.join(waits)}"]
+    return "\n\n".join(sections + _codec_table(record, steps))
 
 
-def _codec_lines(record: Mapping[str, Any], steps: float | None) -> list[str]:
-    """A table of what codecs did in each layer; empty where all was exact."""
-    layers = [layer for layer in _sequence_of(record.get("layers")) if isinstance(layer, Mapping)]
-    rows = []
-    for layer in layers:
-        codecs = {name: number for name, number in _numbers_of(layer.get("codecs")).items() if number}
-        if not codecs:
-            continue
-        seconds = [codecs.get(name, 0.0) for name in ("encode_s", "decode_s", "exposed_s")]
-        rows.append(
-            [
-                str(layer.get("name", MISSING)),
-                _megabytes_per_step(codecs.get("weight_bytes"), steps),
-                _ratio(codecs.get("weight_ratio")),
-                f"{codecs.get('weight_error', 0.0):.1e}",
-                _megabytes_per_step(codecs.get("gradient_bytes"), steps),
-                _ratio(codecs.get("gradient_ratio")),
-                f"{codecs.get('residual_norm', 0.0):.1e}",
-                *(f"{1e3 * value / steps:.2f} ms" if steps else MISSING for value in seconds),
-            ]
-        )
-    if not rows:
-        return []
-    head = ["layer", "weights", "ratio", "error", "gradients", "ratio", "residual", "encode", "decode", "waited"]
+def _codec_table(record: Mapping[str, Any], steps: int) -> list[str]:
+    """What codecs did in each layer; empty where all was exact."""
+    rows = [["layer", "weights", "ratio", "error", "gradients", "ratio", "residual", "encode", "decode", "waited"]]
+    for layer in record["layers"]:
+        if codecs := layer["codecs"]:
+            rows.append(
+                [
+                    layer["name"],
+                    _megabytes(codecs["weight_bytes"] / steps),
+                    f"{codecs['weight_ratio']:.1f}x",
+                    f"{codecs['weight_error']:.1e}",
+                    _megabytes(codecs["gradient_bytes"] / steps),
+                    f"{codecs['gradient_ratio']:.1f}x",
+                    f"{codecs['residual_norm']:.1e}",
+                    *(f"{1e3 * codecs[name] / steps:.2f} ms" for name in ("encode_s", "decode_s", "exposed_s")),
+                ]
+            )
     title = "encoded, MB per step of all ranks, ratios to fp32, relative error of replicas; times per step and rank"
-    return ["", title, "", *_aligned([head, *rows])]
-
-
-def _ratio(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.1f}x"
+    return [title, aligned(rows)] if len(rows) > 1 else []
 
 
 def explain_plan(record: Mapping[str, Any]) -> str:
@@ -134,88 +103,54 @@ def explain_plan(record: Mapping[str, Any]) -> str:
     Measured are the seconds that rank 0 waited, for slower ranks too. What this program does not send itself
     (DeepSpeed's token exchange, its synchronisation) it cannot measure: "-". "All else" completes the step.
     """
-    planning = _mapping_of(record.get("planning"))
-    if not planning:
-        return 'nothing was planned in this run: no hybridep setting was "auto", or no report was written yet'
-    predicted, measured = _mapping_of(planning.get("predicted")), _mapping_of(planning.get("measured"))
-    lines = [
-        f"plan: {planning.get('plan') or 'settings given by hand'}",
-        f"because: {planning.get('reason', MISSING)}",
-    ]
-    if planning.get("runner_up") is not None:
-        runner_up_s = _number_of(planning.get("runner_up_s"))
-        lines.append(f"runner-up at the last look: {planning['runner_up']}, {_seconds(runner_up_s)} s expected")
-    lines += ["", *_terms_table(planning, predicted, measured), "", *_uplinks_table(planning, predicted, measured)]
-    history = [entry for entry in _sequence_of(planning.get("history")) if isinstance(entry, Mapping)]
-    if history:
-        lines += ["", "changes of plan:"]
-        lines += [f"  step {entry.get('step')}: {entry.get('to')} ({entry.get('reason')})" for entry in history]
-    return "\n".join(lines)
+    planning = record.get("planning")
+    if planning is None:
+        return 'nothing was planned in this run: no hybridep setting was "auto"'
+    lines = [f"plan: {planning['plan'] or 'settings given by hand'}", f"because: {planning['reason']}"]
+    if planning["runner_up"] is not None:
+        seconds = _seconds(planning["runner_up_s"])
+        lines.append(f"runner-up at the last look: {planning['runner_up']}, {seconds} s expected")
+    sections = ["\n".join(lines), _terms_table(planning), _uplinks_table(planning)]
+    if planning["history"]:
+        changes = [f"  step {entry['step']}: {entry['to']} ({entry['reason']})" for entry in planning["history"]]
+        sections.append("\n".join(["changes of plan:", *changes]))
+    return "\n\n".join(sections)
 
 
-def _terms_table(planning: Mapping[str, Any], predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:
-    terms, waited = _mapping_of(predicted.get("terms_s")), _mapping_of(measured.get("waited_s"))
-    step_s = _number_of(planning.get("measured_step_s"))
+def _terms_table(planning: Mapping[str, Any]) -> str:
+    terms, measured = (planning["predicted"] or {}).get("terms_s", {}), planning["measured"]
+    found = {term: measured["waited_s"].get(kind) for term, kind in WAITS.items()} | {"codec_s": measured["codec_s"]}
     rows = [["seconds per step", "predicted", "measured"]]
     known_s = 0.0
-    for name, title, source in TERMS:
-        value = _number_of(measured.get("codec_s")) if source == "codec_s" else _number_of(waited.get(str(source)))
-        is_ours = source is not None and value is not None and (value > 0 or not _number_of(terms.get(name)))
-        known_s += value if is_ours and value is not None else 0.0
-        if _number_of(terms.get(name)) or (is_ours and value):
-            rows.append([title, _seconds(_number_of(terms.get(name))), _seconds(value) if is_ours else MISSING])
-    rows.append(["all else", MISSING, MISSING if step_s is None else _seconds(step_s - known_s)])
-    rows.append(["the step", _seconds(_number_of(predicted.get("step_s"))), _seconds(step_s)])
-    return _aligned(rows)
+    for term, words in TERM_WORDS.items():
+        expected_s, seconds = terms.get(term), found.get(term)
+        if expected_s and not seconds:
+            seconds = None  # DeepSpeed's
+        known_s += seconds or 0.0
+        if expected_s or seconds:
+            rows.append([words, _seconds(expected_s), _seconds(seconds)])
+    step_s = planning["measured_step_s"]
+    rows.append(["all else", MISSING, _seconds(None if step_s is None else step_s - known_s)])
+    rows.append(["the step", _seconds((planning["predicted"] or {}).get("step_s")), _seconds(step_s)])
+    return aligned(rows)
 
 
-def _uplinks_table(
-    planning: Mapping[str, Any], predicted: Mapping[str, Any], measured: Mapping[str, Any]
-) -> list[str]:
+def _uplinks_table(planning: Mapping[str, Any]) -> str:
     rows = [["MB per step over one uplink", "predicted", "measured"]]
-    levels = [_mapping_of(level) for level in _sequence_of(planning.get("links"))]
-    pairs = zip(_sequence_of(predicted.get("uplink_bytes")), _sequence_of(measured.get("uplink_bytes")), strict=False)
-    for level, (ours, theirs) in zip(levels, pairs, strict=False):
-        for kind in KINDS[:4]:
-            expected = _number_of(_mapping_of(ours).get(PREDICTED_KIND.get(kind, kind)))
-            found = _number_of(_mapping_of(theirs).get(kind))
-            if expected or found:
-                title = f"{level.get('name', MISSING)}, {kind.replace('_', ' ')}"
-                rows.append([title, _megabytes_per_step(expected, 1), _megabytes_per_step(found or None, 1)])
-    return _aligned(rows)
+    measured = planning["measured"]["uplink_bytes"]
+    predicted = planning["predicted"]["uplink_bytes"] if planning["predicted"] else [{}] * len(measured)
+    for level, expected, found in zip(planning["links"], predicted, measured, strict=True):
+        for term, kind in WAITS.items():
+            ours, theirs = expected.get(term.removesuffix("_s")), found.get(kind)
+            if ours or theirs:
+                cells = [_megabytes(num_bytes) if num_bytes else MISSING for num_bytes in (ours, theirs)]
+                rows.append([f"{level['name']}, {kind.replace('_', ' ')}", *cells])
+    return aligned(rows)
 
 
 def _seconds(value: float | None) -> str:
     return MISSING if value is None else f"{value:.4f}"
 
 
-def _number_of(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _sequence_of(value: object) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else ()
-
-
-def _mapping_of(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _numbers_of(value: object) -> dict[str, float]:
-    found = {str(name): _number_of(one) for name, one in _mapping_of(value).items()}
-    return {name: number for name, number in found.items() if number is not None}
-
-
-def _megabytes_per_step(num_bytes: float | None, steps: float | None) -> str:
-    return MISSING if num_bytes is None or not steps else f"{num_bytes / steps / BYTES_PER_MB:.3f}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows as lines, first column to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "   ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / BYTES_PER_MB:.3f}"

@@ -49,6 +49,7 @@ class Gradients(Enum):
     ACCUMULATING = "in the sums of this rank"
     RETURNING = "on their way to the owners"
     DROPPED = "on their way to the owners, who will not use them"
+    UNDONE = "the same, and codecs forget that they were sent"
 
 
 @dataclass
@@ -106,19 +107,31 @@ class LayerExperts:
         self.returning, self.gradients = handle, Gradients.RETURNING
 
     def finish_return(self, handle: ReturnHandle) -> list[Tensor]:
-        """RETURNING or DROPPED to EMPTY; the gradients that came back for the owned experts, fp32."""
+        """RETURNING, DROPPED or UNDONE to EMPTY; the gradients that came back for the owned experts, fp32."""
         if handle.collected is None:
             assert handle.operation is not None, f"{self.replicas.layer}: no return was started"
             self._wait(self.gradient_pipeline, handle.operation)
             handle.collected = self.replicas.take_returned()
+            if self.gradients is Gradients.UNDONE and (feedback := self.replicas.feedback) is not None:
+                # Of what was encoded and decoded after the drop.
+                notes = feedback.changes.notes
+                for changed in (*feedback.encoders.values(), *feedback.decoders.values()):
+                    if changed in notes:
+                        notes.pop(changed)()
             self.returning, self.gradients = None, Gradients.EMPTY
         return handle.collected
 
-    def drop_gradients(self) -> None:
-        """ACCUMULATING to EMPTY, RETURNING to DROPPED."""
+    def finish_dropped(self) -> None:
+        """DROPPED or UNDONE to EMPTY."""
+        if self.gradients in (Gradients.DROPPED, Gradients.UNDONE) and self.returning is not None:
+            self.finish_return(self.returning)
+
+    def drop_gradients(self, *, is_undone: bool) -> None:
+        """ACCUMULATING to EMPTY; RETURNING to DROPPED, or to UNDONE where `StepChanges.undo` was called."""
         if self.gradients in (Gradients.ACCUMULATING, Gradients.RETURNING):
             self.replicas.clear_sums()
-            self.gradients = Gradients.EMPTY if self.returning is None else Gradients.DROPPED
+            on_their_way = Gradients.UNDONE if is_undone else Gradients.DROPPED
+            self.gradients = Gradients.EMPTY if self.returning is None else on_their_way
 
     def refuse_changed(self) -> None:
         """Raise VerificationError where owned parameters were written to since they were shipped, as torch counts.
@@ -261,6 +274,8 @@ class MigrationManager:
     def before_step(self) -> None:
         """Make sure that nothing is under way; raise GradientNotReturnedError if a gradient was left behind."""
         self.check_returned("step()")
+        for layer in self.layers:
+            layer.finish_dropped()
         self.finish_shipments()
 
     def after_step(self, *, ships: bool) -> None:
@@ -302,10 +317,10 @@ class MigrationManager:
                 f"set every domain_size to 1"
             )
 
-    def clear_gradients(self) -> None:
-        """Forget replica gradients that have not returned, as zero_grad does for the owners'."""
+    def clear_gradients(self, *, is_undone: bool) -> None:
+        """Forget replica gradients that have not returned; `is_undone` as in `LayerExperts.drop_gradients`."""
         for layer in self.layers:
-            layer.drop_gradients()
+            layer.drop_gradients(is_undone=is_undone)
 
     def finish_shipments(self) -> None:
         for layer in self.layers:
@@ -314,6 +329,8 @@ class MigrationManager:
     def finish(self) -> None:
         """Wait for everything under way."""
         self.finish_shipments()
+        for layer in self.layers:
+            layer.finish_dropped()
         for pipeline in self._pipelines:
             pipeline.drain()
 

@@ -2,6 +2,7 @@
 """What is changed on one engine (or model) while it is attached: around its step, gradients, checkpoints and end."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
-from ds_hybridep.errors import AgreementError, UnsupportedError
+from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.migration import MigrationManager, is_in_backward
 from ds_hybridep.integration import autoep, checkpoint_guard, checkpoints, classic
 from ds_hybridep.integration.dense import DenseSync
@@ -19,8 +20,7 @@ from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LA
 from ds_hybridep.integration.runtime import HybridRuntime
 from ds_hybridep.integration.statistics import monitor_events, summarize
 from ds_hybridep.integration.supported import check_optimizer
-from ds_hybridep.transport.agreement import agree, announcing_failure
-from ds_hybridep.transport.job import own_rank
+from ds_hybridep.transport.agreement import announcing_failure, together
 
 _attached: list["Attachment"] = []
 
@@ -300,15 +300,8 @@ def _refuse(method: str, _original: Callable[..., Any], *_args: Any, **_kwargs: 
 
 def _build_together(build: Callable[[], HybridRuntime], timeout_s: float) -> HybridRuntime:
     """What `build` makes, once every rank has made its own.  Raises AgreementError on all where one has failed."""
-    runtime = None
-    try:
-        with announcing_failure():
-            runtime = build()
-        agree({"runtime": "built"}, timeout_s)
-    except AgreementError:
-        if runtime is not None:
-            runtime.close()
-        raise
-    except Exception as error:  # out of memory or anything else: all ranks hear of it in one form
-        raise AgreementError(f"rank {own_rank()} cannot start: {type(error).__name__}: {error}") from error
+    made = ExitStack()
+    with together(timeout_s, made.close):
+        runtime = build()
+        made.callback(runtime.close)
     return runtime

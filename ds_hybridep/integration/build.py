@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_hybridep.codecs import Codec, make_codec
+from ds_hybridep.codecs import make_codec
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.config_codecs import IDENTITY, CodecConfig
 from ds_hybridep.experts.codec_checkpoint import OwnedExperts
@@ -190,15 +190,16 @@ def _describe_codecs(config: HybridEPConfig, layer: PlannedLayer) -> str:
     return "".join(codecs)
 
 
-def encoding_of(config: HybridEPConfig) -> Encoding:
-    """How weights and gradients travel, without an optimizer."""
+def encoding_of(config: HybridEPConfig, *, is_dense: bool = False) -> Encoding:
+    """How weights and gradients of experts travel, or of dense parameters, without an optimizer."""
 
-    def made(settings: CodecConfig) -> Codec | None:
+    def made(settings: CodecConfig) -> Any:
         return None if settings == IDENTITY else make_codec(settings, kernels=config.advanced.kernels)
 
+    codecs = [level.all_codecs for level in config.levels]
     return Encoding(
-        tuple(made(level.weight_codec) for level in config.levels),
-        tuple(made(level.gradient_codec) for level in config.levels),
+        tuple(made(one.dense_weight if is_dense else one.weight) for one in codecs),
+        tuple(made(one.dense_gradient if is_dense else one.gradient) for one in codecs),
     )
 
 

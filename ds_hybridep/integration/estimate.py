@@ -87,33 +87,6 @@ def estimate_hybridep_mem_needs_all_live(
     return _print_needs(layers, block, world_size, accumulation)
 
 
-def estimate_hybridep_mem_needs_all_cold(
-    expert_shapes: Sequence[Sequence[int]],
-    num_experts: int,
-    ep_size: int,
-    num_layers: int,
-    block: Mapping[str, Any],
-    world_size: int,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    accumulation: int = 1,
-    frozen_shapes: Sequence[Sequence[int]] = (),
-) -> dict[DomainSizes, MemoryNeeds]:
-    """As `estimate_hybridep_mem_needs_all_live`, without a model.
-
-    Args:
-        expert_shapes: of the parameters of one expert that are trained, for example [(11008, 4096), (4096, 11008)].
-        ep_size: ranks of an expert-parallel group.
-        frozen_shapes: of those that are not trained.
-    """
-    if num_experts % ep_size:
-        raise ConfigError(f"{num_experts} experts cannot be shared evenly by ep_size {ep_size}; choose a divisor")
-    expert = _shell(
-        [(shape, dtype, True) for shape in expert_shapes] + [(shape, dtype, False) for shape in frozen_shapes]
-    )
-    return _print_needs([(expert, num_experts // ep_size, ep_size)] * num_layers, block, world_size, accumulation)
-
-
 def _layers_of(module: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
     """The module as a layer, if it is one of DeepSpeed's."""
     layer: Any = module  # AutoEP's class does not exist everywhere

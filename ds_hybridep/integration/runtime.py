@@ -19,7 +19,8 @@ from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.undelivered import UndeliveredGradients, collect
 from ds_hybridep.experts.verification import verify
-from ds_hybridep.integration.build import Builder, PlannedLayer, describe, encoding_of, plan_layer, sync_encoding_of
+from ds_hybridep.integration.build import Builder, PlannedLayer, describe, encoding_of, plan_layer
+from ds_hybridep.integration.dense import DENSE
 from ds_hybridep.integration.statistics import Statistics
 from ds_hybridep.kernels import Kernels, load_kernels
 from ds_hybridep.sync import residuals
@@ -54,10 +55,9 @@ class HybridRuntime:
         self._is_stepping = False
         # Channels are made here, in the same order on all ranks, and before memory is taken.
         device = planned[0].spec.sample.device
+        of_dense = replace(encoding_of(config, is_dense=True), loss_scale=encoding.loss_scale)
         self.syncs = {
-            name: GroupSync(
-                transport, ranks, name, sync_encoding_of(config, encoding, name), self._changes, device
-            )
+            name: GroupSync(transport, ranks, name, of_dense if name == DENSE else encoding, self._changes, device)
             for name, ranks in sync_groups.items()
         }
         ours = [layer for layer in planned if layer.exchange is not None]
@@ -78,10 +78,10 @@ class HybridRuntime:
         """Call right before the optimizer changes parameters."""
         if self.migration is not None:
             self.migration.before_step()
-        self._is_stepping = True
         interval, steps = self.config.advanced.verify_interval, self.statistics.num_steps
         if interval and steps and steps % interval == 0:
             self.verify()
+        self._is_stepping = True
 
     def verify(self) -> None:
         """As `experts.verification.verify`, where there are replicas."""
@@ -117,10 +117,11 @@ class HybridRuntime:
         drops_returned: those that were returned to their owners are forgotten there too.
         """
         # The step's own zero_grad comes after they were used.
-        if drops_returned and self._changes.notes and not self._is_stepping:
+        is_undone = drops_returned and not self._is_stepping
+        if is_undone:
             self._changes.undo()
         if self.migration is not None:
-            self.migration.clear_gradients()
+            self.migration.clear_gradients(is_undone=is_undone)
 
     def refresh(self) -> None:
         """Ship all experts' weights again and wait for them; without an engine this ends an optimizer step."""

@@ -4,10 +4,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ds_hybridep.plan.cluster import known_or_assumed_bandwidths
-from ds_hybridep.plan.crossover import fastest_ranges
+from ds_hybridep.plan.cluster import Level, known_or_assumed_bandwidths
 from ds_hybridep.plan.layout import IDENTITY
-from ds_hybridep.plan.planner import Candidate, Plan, rounded
+from ds_hybridep.plan.planner import Candidate, Plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, break_even_tokens
 
@@ -18,15 +17,22 @@ MAX_ROWS = 8  # of plans that lost, in a table
 STEPS_COUNTED = 1000
 
 
+def level_settings(level: Level) -> dict[str, Any]:
+    """A level as in a "hybridep" block: its name, its size and what is known of its link, with six digits."""
+    bandwidth, latency_s = level.link.bandwidth_bytes_per_s, level.link.latency_s
+    known = {
+        "bandwidth_gbps": None if bandwidth is None else bandwidth * BITS_PER_BYTE / GIGA,
+        "latency_ms": None if latency_s is None else latency_s * MS_PER_S,
+    }
+    numbers = {key: float(f"{value:.6g}") for key, value in known.items() if value is not None}
+    return {"name": level.name, "size": level.size, **numbers}
+
+
 def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
     """What to paste into ds_config.json: the "hybridep" block, and what else the plan needs there."""
     layout, levels = plan.best.layout, []
     for level, domain_size, codecs in zip(question.cluster.levels, layout.domain_sizes, layout.codecs, strict=True):
-        entry: dict[str, Any] = {"name": level.name, "size": level.size}
-        if level.link.bandwidth_bytes_per_s is not None:
-            entry["bandwidth_gbps"] = rounded(level.link.bandwidth_bytes_per_s * BITS_PER_BYTE / GIGA)
-        if level.link.latency_s is not None:
-            entry["latency_ms"] = rounded(level.link.latency_s * MS_PER_S)
+        entry = level_settings(level)
         entry["domain_size"] = domain_size
         for kind in ("weight", "gradient", "token"):
             codec = getattr(codecs, kind)
@@ -106,7 +112,7 @@ def describe(question: Question, plan: Plan) -> str:
         _plan_table(plan),
         f"Seconds of {plan.best.label}: {', '.join(shown)}",
         "\n".join(verdict(question, plan)),
-        "\n".join([*_break_even(question), *_ranges(question, plan), *_describe_costs(question, plan)]),
+        "\n".join([*_break_even(question), *_describe_costs(question, plan)]),
     ]
     return "\n\n".join(sections)
 
@@ -150,7 +156,7 @@ def _plan_table(plan: Plan) -> str:
     if hidden > 0:
         rows.append(("", f"... {hidden} more, see --json", "", "", "", ""))
     rows += [_alternative_row(way) for way in plan.alternatives]
-    return _aligned([header, *rows])
+    return aligned([header, *rows], left=(0, 1, 5))
 
 
 def _candidate_row(candidate: Candidate, mark: str) -> tuple[str, ...]:
@@ -169,15 +175,6 @@ def _alternative_row(way: Alternative) -> tuple[str, ...]:
     memory = "" if way.memory_bytes is None else f"{way.memory_bytes / GIGA:.1f}"
     crossing = "" if way.prediction is None else f"{way.prediction.level_bytes(0) / GIGA:.4g}"
     return ("", way.name, step, crossing, memory, way.note)
-
-
-def _ranges(question: Question, plan: Plan) -> list[str]:
-    here = known_or_assumed_bandwidths(question.cluster)[0]
-    lines = [f"Break-even bandwidths of {question.cluster.levels[0].name}, and what is fastest between them:"]
-    for label, low, high in fastest_ranges(question, plan):
-        mark = "   <- here" if low <= here < high else ""
-        lines.append(f"  {_gbps(low):>12} to {_gbps(high):<12} {label}{mark}")
-    return lines
 
 
 def _break_even(question: Question) -> list[str]:
@@ -201,14 +198,16 @@ def _describe_costs(question: Question, plan: Plan) -> list[str]:
     ]
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = []
-    for row in rows:
-        words = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-        numbers = [cell.rjust(width) for cell, width in zip(row[2:-1], widths[2:], strict=True)]
-        lines.append("  ".join([*words, *numbers, row[-1]]).rstrip())
-    return "\n".join(lines)
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """The rows as lines, cells of the columns `left` to the left and the others, numbers, to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def _seconds(value: float | None) -> str:

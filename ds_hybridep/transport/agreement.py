@@ -4,13 +4,13 @@
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ds_hybridep.errors import AgreementError
+from ds_hybridep.errors import AgreementError, CommunicationError
 from ds_hybridep.transport.job import is_initialized
 
 
@@ -40,10 +40,36 @@ def announcing_failure() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if is_initialized():
-            with contextlib.suppress(RuntimeError):  # the store may be gone; what matters is the error itself
-                _Startup(0.0).announce(f"{type(error).__name__}: {error}")
+        _announce(f"{type(error).__name__}: {error}")
         raise
+
+
+@contextlib.contextmanager
+def together(timeout_s: float, give_up: Callable[[], None]) -> Iterator[None]:
+    """What is done inside, all ranks do; otherwise each of them raises AgreementError, which names those that failed.
+
+    give_up: drops what was made inside, its connections too: others may be waiting in one of them.
+    """
+    reason = None
+    try:
+        yield
+    except Exception as error:
+        give_up()
+        reason = f"{type(error).__name__}: {error}"
+        if not isinstance(error, CommunicationError):  # which mostly comes of another rank's failure
+            _announce(reason)
+            raise AgreementError(f"rank {dist.get_rank()} cannot start: {reason}") from error
+    try:
+        agree({} if reason is None else {"error": reason}, timeout_s)
+    except BaseException:
+        give_up()
+        raise
+
+
+def _announce(reason: str) -> None:
+    if is_initialized():
+        with contextlib.suppress(RuntimeError):  # the store may be gone; what matters is the error itself
+            _Startup(0.0).announce(reason)
 
 
 class _Startup:

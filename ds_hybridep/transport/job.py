@@ -20,11 +20,6 @@ def world_size() -> int:
     return dist.get_world_size()
 
 
-def own_rank() -> int:
-    """This rank in the whole job."""
-    return dist.get_rank()
-
-
 def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 

@@ -66,7 +66,7 @@ def test_a_layer_that_runs_twice_in_a_backward_finishes_its_first_return_before_
 def test_gradients_that_are_dropped_on_their_way_are_taken_in_before_the_next_ones(layer: LayerExperts) -> None:
     layer.add_gradients([])
     layer.start_return(ReturnHandle())
-    layer.drop_gradients()
+    layer.drop_gradients(is_undone=False)
     assert layer.gradients is Gradients.DROPPED
     layer.replicas.add_gradients.reset_mock()
     layer.add_gradients([])
@@ -74,8 +74,25 @@ def test_gradients_that_are_dropped_on_their_way_are_taken_in_before_the_next_on
     assert layer.gradients is Gradients.ACCUMULATING
 
 
+@pytest.mark.parametrize("is_undone", [False, True])
+def test_what_codecs_note_of_dropped_gradients_is_undone_where_the_drop_was(
+    layer: LayerExperts, is_undone: bool
+) -> None:
+    changes, undone = StepChanges(), []
+    layer.replicas.feedback = mock.MagicMock(changes=changes, encoders={}, decoders={0: "own"})
+    layer.add_gradients([])
+    layer.start_return(ReturnHandle())
+    layer.drop_gradients(is_undone=is_undone)
+    changes.note("own", lambda: undone.append("own"))
+    changes.note("of another layer", lambda: undone.append("of another layer"))
+    layer.finish_dropped()
+    assert layer.gradients is Gradients.EMPTY
+    assert undone == (["own"] if is_undone else [])
+    assert list(changes.notes) == (["of another layer"] if is_undone else ["own", "of another layer"])
+
+
 def test_dropping_nothing_touches_nothing(layer: LayerExperts) -> None:
-    layer.drop_gradients()
+    layer.drop_gradients(is_undone=True)
     assert layer.gradients is Gradients.EMPTY
     layer.replicas.clear_sums.assert_not_called()
 

@@ -255,28 +255,3 @@ def test_an_event_of_an_unknown_kind_says_so():
 
     with pytest.raises(ConfigError, match="schedule: got action 'explode'"):
         apply_event(EmulatedNetwork(Topology(1, 1), LinkSpec()), ScheduleEvent(0.0, "explode"))
-
-
-def test_show_prints_a_run_record(tmp_path, capsys):
-    record = tmp_path / "run.json"
-    record.write_text(
-        json.dumps({"steps": 2, "world_size": 4, "levels": [{"name": "dc", "sent_bytes": {"tokens": 4e6}}]})
-    )
-    assert main(["show", str(record)]) == 0
-    assert "2.000" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "is no run record: [Errno"),
-        ("{", "is no run record: Expecting"),
-        ("[]", "holds a list, wanted the object of a run record"),
-    ],
-)
-def test_show_says_what_is_wrong_with_a_record(tmp_path, capsys, content, message):
-    record = tmp_path / "run.json"
-    if content is not None:
-        record.write_text(content)
-    assert main(["show", str(record)]) == 2
-    assert message in capsys.readouterr().err

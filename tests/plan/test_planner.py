@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.plan.crossover import fastest_ranges, step_times
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, ExpertGroup, LevelCodecs, Rates
 from ds_hybridep.plan.models import read_model_file
 from ds_hybridep.plan.planner import TIE, make_plan, price_all
@@ -248,15 +247,3 @@ def test_a_slower_link_never_makes_the_best_plan_faster(gbps, factor, tokens):
     fast, slow = (question_of("Qwen3-30B-A3B", gbps=(rate, 800), tokens=tokens) for rate in (gbps, gbps * factor))
     # Within what counts as a tie.
     assert make_plan(slow).best.step_s >= make_plan(fast).best.step_s * (1 - TIE)
-
-
-def test_ranges_cover_the_bandwidths_and_change_hands_where_times_cross():
-    question = question_of("Qwen3-30B-A3B", tokens=6000)
-    plan = make_plan(question)
-    bandwidths = [10 ** (8 + step / 2) for step in range(10)]
-    found = fastest_ranges(question, plan, bandwidths)
-    assert (found[0][1], found[-1][2]) == (bandwidths[0], bandwidths[-1])
-    for (label, _, border), (following, begin, _) in itertools.pairwise(found):
-        assert border == begin
-        times = step_times(question, plan, border)
-        assert times[label] == pytest.approx(times[following], rel=0.05)

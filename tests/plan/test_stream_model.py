@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hybridep import estimate_hybridep_mem_needs_all_cold
 from ds_hybridep.errors import PlanError
+from ds_hybridep.integration import estimate
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
 from ds_hybridep.plan.costs import memory_of, packet_bytes, row_counts, sync_bytes
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates, SyncModel
@@ -356,7 +356,8 @@ def test_memory_of_working_copies_is_what_the_estimator_builds(dtype, codecs, wh
     levels = [{"name": "dc", "size": 2}, {"name": "gpu", "size": 4}]
     for level in where:
         levels[level] |= {"weight_codec": codecs[0], "gradient_codec": codecs[1]}
-    needs = estimate_hybridep_mem_needs_all_cold([(16, 8), (8, 16)], 16, 8, 3, {"levels": levels}, 8, dtype=dtype)
+    expert = estimate._shell([(shape, dtype, True) for shape in ((16, 8), (8, 16))])
+    needs = estimate._print_needs([(expert, 2, 8)] * 3, {"levels": levels}, 8, 1)
     names = [codecs if level in where else ("identity", "identity") for level in (0, 1)]
     pairs = [LevelCodecs(*(CodecCost(name, is_lossy=name != "identity") for name in one)) for one in names]
     model = dataclasses.replace(TOY, num_experts=16, num_moe_layers=3, expert_params=2 * 8 * 16)

@@ -10,15 +10,7 @@ from process_pool import ProcessPool
 from torch import distributed as dist
 
 from ds_hybridep.adaptive.links import LEAST_BURST_S, REPETITIONS, JobLinks
-from ds_hybridep.adaptive.probe import (
-    WIRE_FACTOR,
-    LevelProbe,
-    LinkProbe,
-    Spread,
-    _rate_of,
-    _slowest,
-    probe_links,
-)
+from ds_hybridep.adaptive.probe import WIRE_FACTOR, LinkProbe, _rate_of, _slowest, probe_links
 from ds_hybridep.commands.probe import cluster_file, describe, read_levels
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError
@@ -42,11 +34,11 @@ def probe_of(sizes: tuple[int, ...], limit_s: float) -> list[tuple]:
 
     transport = open_transport(cluster_of(sizes), 30.0)
     long_enough_s, probe_module.LONG_ENOUGH_S = probe_module.LONG_ENOUGH_S, 0.01
-    probes = probe_links(transport, limit_s=limit_s)
+    found = probe_links(transport, limit_s=limit_s)
     probe_module.LONG_ENOUGH_S = long_enough_s
     sent = [transport.traffic.sent_bytes.get((level, "control"), 0) for level in range(len(sizes))]
     transport.close()
-    return [probes, sent]
+    return [found, sent]
 
 
 def timed_by_the_test(sizes: tuple[int, ...], level: int, slow_rank: int) -> float:
@@ -89,20 +81,16 @@ def tables(sizes: tuple[int, ...]) -> list[list[float]]:
 @pytest.mark.parametrize("sizes", SIZES)
 def test_every_level_with_neighbours_is_measured_alike_on_all_ranks(pool4: ProcessPool, sizes: tuple[int, ...]):
     results = pool4.run(probe_of, sizes=sizes, limit_s=0.2)
-    probes, _ = results[0]
-    assert all(other == probes for other, _ in results)  # every rank has the same numbers
-    for index, probe in enumerate(probes):
-        spreads = [probe.bytes_per_s, probe.latency_s]
+    found, _ = results[0]
+    assert all(other == found for other, _ in results)  # every rank has the same numbers
+    for index, level in enumerate(found.levels):
         if sizes[index] == 1:
-            assert spreads == [None] * 2
+            assert level.link == Link()
             assert all(sent[index] == 0 for _, sent in results)
             continue
-        for spread in spreads:
-            assert 0 < spread.p10 <= spread.median <= spread.p90
+        assert level.link.bandwidth_bytes_per_s > 0
+        assert level.link.latency_s > 0
         assert all(sent[index] > 0 for _, sent in results)
-        link = probe.level.link
-        assert link.bandwidth_bytes_per_s == probe.capacity_bytes_per_s > 0
-        assert link.latency_s == probe.latency_s.median
 
 
 @pytest.mark.dist
@@ -126,20 +114,15 @@ def test_a_table_has_the_values_of_all_ranks_on_each(pool4: ProcessPool):
     assert pool4.run(tables, sizes=(2, 2)) == [expected] * 4
 
 
-def test_a_sample_is_what_a_long_transfer_carried_more_over_the_time_that_it_took_more():
+def test_a_rate_is_what_a_long_transfer_carried_more_over_the_time_that_it_took_more():
     assert _rate_of(1000.0, 0.5, (200.0, 0.3)) == pytest.approx(800 / 0.2)
     assert _rate_of(1000.0, 0.5, (200.0, 0.6)) == pytest.approx(1000 / 0.5)  # the short one met a pause
 
 
-def test_the_capacity_is_that_of_the_fastest_transfers_on_the_slowest_uplink():
+def test_the_rate_is_that_of_the_fastest_transfers_on_the_slowest_uplink():
     longs = [{(0,): 2.0, (1,): 1.0}, {(0,): 1.2, (1,): 1.1}]
     shorts = [{(0,): 0.2, (1,): 0.9}, {(0,): 0.4, (1,): 0.2}]
     assert _slowest((1000.0, 200.0), longs, shorts) == pytest.approx(800 / (1.2 - 0.2))
-
-
-def test_a_spread_is_of_its_samples():
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
-    assert Spread.of(list(range(11))) == Spread(5, 1, 9)
 
 
 class FakeProbe:
@@ -175,14 +158,13 @@ def test_a_link_is_another_one_only_where_no_burst_is_about_as_fast_as_before():
     assert seconds[-1] >= LEAST_BURST_S / 2
 
 
-RATE = Spread(12_500_000.0, 12_000_000.0, 13_000_000.0)
-PROBES = (LevelProbe("dc", 2, Spread(0.01, 0.009, 0.011), RATE, 12_500_000.0), LevelProbe("gpu", 1))
+FOUND = Cluster((Level("dc", 2, Link(12_500_000.0, 0.01)), Level("gpu", 1)))
 
 
 @pytest.mark.parametrize(("name", "load"), [("cluster.yaml", yaml.safe_load), ("cluster.json", json.loads)])
 def test_the_file_is_a_cluster_file(tmp_path, name, load):
     path = tmp_path / name
-    path.write_text(cluster_file(PROBES, is_json=path.suffix == ".json"))
+    path.write_text(cluster_file(FOUND))
     assert list(load(path.read_text())) == ["levels"]
     config = parse_config({"levels": name}, world_size=2, base_dir=tmp_path)
     assert [(level.name, level.size) for level in config.levels] == [("dc", 2), ("gpu", 1)]
@@ -191,11 +173,10 @@ def test_the_file_is_a_cluster_file(tmp_path, name, load):
     assert config.levels[1].bandwidth_gbps is None
 
 
-def test_the_table_shows_medians_and_spreads():
-    lines = describe(PROBES).splitlines()
-    assert "100 [96, 104]" in lines[2]
-    assert "10 [9, 11]" in lines[2]
-    assert lines[3].split() == ["gpu", "1", "-", "-", "-"]
+def test_the_table_shows_what_was_measured():
+    lines = describe(FOUND).splitlines()
+    assert lines[2].split() == ["dc", "2", "10", "0.1"]
+    assert lines[3].split() == ["gpu", "1", "-", "-"]
 
 
 @pytest.mark.parametrize("text", ["dc", "dc=0", "dc=2,gpu", "dc=x", ""])

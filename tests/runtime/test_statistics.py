@@ -28,7 +28,7 @@ RECORD: dict[str, Any] = {
         },
     ],
     "exposed_s": {"tokens": 0.25, "expert_weights": 0.05, "expert_gradients": 0.1, "dense": 0.05},
-    "layers": [{"name": "blocks.0.moe", "imbalance": 1.5}],
+    "layers": [{"name": "blocks.0.moe", "imbalance": 1.5, "codecs": {}}],
 }
 
 
