@@ -117,7 +117,10 @@ def train_and_look(case: Case, config: dict[str, Any]) -> dict[str, Any]:
 def test_dense_parameters_stay_bit_equal_and_bytes_are_those_of_the_closed_form(
     pool4: ProcessPool, zero_stage: int
 ) -> None:
-    """Over the slow level each DC sends what the other owns: half a vector of sums and half a vector of parameters."""
+    """Over the slow level each DC sends what the other owns: half a vector of sums and half a vector of parameters.
+
+    ZeRO 2 sums in every micro-step, but over the slow level only once per optimizer step.
+    """
     case = world4(2, 1, zero_stage=zero_stage, accumulation=2)
     found = pool4.run(train_and_look, case=case, config={})
     assert len({tuple(one["digests"]) for one in found}) == 1
@@ -126,10 +129,9 @@ def test_dense_parameters_stay_bit_equal_and_bytes_are_those_of_the_closed_form(
     sums = STEPS * (case.accumulation if zero_stage == 2 else 1)
     # ZeRO pads what it gathers to a multiple of the ranks; a sum has no padding.
     gathered = num_elements if zero_stage == 0 else sum(found[0]["flat"])
-    expected = 4 * (sums * num_elements + STEPS * gathered)
-    assert sum(one["sent"][0] for one in found) == expected
+    assert sum(one["sent"][0] for one in found) == 4 * STEPS * (num_elements + gathered)
     # Inside a DC all four ranks trade halves of everything that they sum, and of everything they have gathered.
-    assert sum(one["sent"][1] for one in found) == 2 * expected
+    assert sum(one["sent"][1] for one in found) == 2 * 4 * (sums * num_elements + STEPS * gathered)
     for level in (0, 1):
         assert sum(one["sent"][level] for one in found) == sum(one["received"][level] for one in found)
 

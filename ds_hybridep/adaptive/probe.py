@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.costs import ranks_below
-from ds_hybridep.sync.collectives import LevelCollectives
+from ds_hybridep.sync.dense import GroupSync
+from ds_hybridep.sync.feedback import Encoding, StepChanges
 from ds_hybridep.transport.channels import Channel, Purpose, Transport
 from ds_hybridep.transport.streams import streams_of
 
@@ -47,7 +48,9 @@ class LinkProbe:
         self._transport, self._device = transport, device
         self._cluster = transport.cluster
         self._place = self._cluster.place_of(transport.rank)
-        self._collectives = LevelCollectives(transport)
+        exact = (None,) * len(transport.cluster.levels)
+        ranks = range(transport.world_size)
+        self._group = GroupSync(transport, ranks, "probe", Encoding(exact, exact), StepChanges(), CPU)
         self._buffers: dict[str, Tensor] = {}
         for level, size in enumerate(self._cluster.sizes):
             if size > 1:  # a rank that fails later is not waited for in a connection to it
@@ -59,7 +62,7 @@ class LinkProbe:
         table = torch.zeros(world_size, len(values), dtype=torch.float64)
         table[self._transport.rank] = torch.tensor(values, dtype=torch.float64)
         if world_size > 1:
-            self._collectives.all_reduce(table)
+            self._group.all_reduce(table)
         rows: list[list[float]] = table.tolist()
         return rows
 

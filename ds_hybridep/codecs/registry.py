@@ -8,6 +8,7 @@ from ds_hybridep.codecs.blockwise import Blockwise
 from ds_hybridep.codecs.identity import Identity
 from ds_hybridep.codecs.interface import Codec
 from ds_hybridep.codecs.low_rank import LowRank
+from ds_hybridep.codecs.patch import Patch
 from ds_hybridep.config import parse_codec
 from ds_hybridep.config_codecs import BlockwiseConfig, CodecConfig, IdentityConfig, LowRankConfig, PatchConfig
 from ds_hybridep.kernels import Mode
@@ -26,11 +27,6 @@ def make_codec(spec: str | Mapping[str, Any] | CodecConfig, *, where: str = "cod
         return Identity(dtype=settings.dtype, kernels=kernels)
     if isinstance(settings, BlockwiseConfig):
         return Blockwise(bits=BITS[settings.type], block=settings.block, kernels=kernels)
-    if isinstance(settings, PatchConfig):
-        from ds_hybridep.codecs.patch import Patch
-
-        patch: Codec = Patch(kernels=kernels)
-        return patch
     assert isinstance(settings, LowRankConfig), f"{where}: {settings.type} is no codec for experts"
     return LowRank(
         wanted_ratio=settings.ratio,
@@ -45,3 +41,8 @@ def make_codec(spec: str | Mapping[str, Any] | CodecConfig, *, where: str = "cod
         first_steps=settings.first_steps,
         kernels=kernels,
     )
+
+
+def make_weight_codec(settings: CodecConfig, *, kernels: Mode = "auto") -> Codec | Patch:
+    """As `make_codec`, for what may be a patch."""
+    return Patch(kernels=kernels) if isinstance(settings, PatchConfig) else make_codec(settings, kernels=kernels)

@@ -39,6 +39,11 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"hybridep_rank_{rank:05d}.pt"
 
 
+def rank_of(path: Path) -> int:
+    """The inverse of `file_of`."""
+    return int(path.stem.rpartition("_")[2])
+
+
 def write(folder: Path, rank: int, world_size: int, saved: Mapping[str, Any] | None) -> None:
     """Write this rank's file, or remove it where there is nothing to save.
 

@@ -13,7 +13,7 @@ from torch import nn
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.integration import autoep, facts, supported
+from ds_hybridep.integration import autoep, dense, facts, supported
 from ds_hybridep.integration.attachment import Attachment, boundary_of, loss_scale_of
 from ds_hybridep.integration.runtime import prepare_runtime
 from ds_hybridep.sync.feedback import no_scale
@@ -49,6 +49,8 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         if not checked.enabled:
             return
         layers = facts.find_layers(engine.module if is_engine else engine)
+        sample = next(next(iter(layers.values())).experts.parameters())
+        checked = supported.resolve(engine, checked, sample, is_engine=is_engine)
         refuse = supported.refuse_engine if is_engine else supported.refuse_without_engine
         refuse(engine, checked, layers)
         specs = [facts.spec_of(name, layer) for name, layer in layers.items()]
@@ -63,9 +65,14 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         )
         log_dist(planner.describe(), ranks=[0])
         start = planner.start_config
+
+    def sync_groups(config: HybridEPConfig) -> Mapping[str, tuple[int, ...]]:
+        return dense.groups_of(engine, config, specs) if config.dense_sync == "hierarchical" else {}
+
     prepare = partial(
         prepare_runtime,
         specs=specs,
+        sync_groups=sync_groups,
         is_boundary=boundary_of(engine) if is_engine else lambda: True,
         master_of=facts.master_of,
         loss_scale=partial(loss_scale_of, engine) if is_engine else no_scale,
@@ -150,6 +157,7 @@ def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> Non
             )
         if [level.size for level in checked.levels] != [level.size for level in attachment.runtime.config.levels]:
             raise ConfigError("replan takes the same levels as before, slowest first; only their settings may differ")
+        checked = supported.resolve(engine, checked, attachment.runtime.sample, is_engine=attachment.is_engine)
         refuse = supported.refuse_engine if attachment.is_engine else supported.refuse_without_engine
         refuse(engine, checked, attachment.layers)
     attachment.switch(checked, "by hand")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_hybridep.codecs import make_codec
+from ds_hybridep.codecs import make_codec, make_weight_codec
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.config_codecs import IDENTITY, CodecConfig
 from ds_hybridep.experts.codec_checkpoint import OwnedExperts
@@ -193,13 +193,13 @@ def _describe_codecs(config: HybridEPConfig, layer: PlannedLayer) -> str:
 def encoding_of(config: HybridEPConfig, *, is_dense: bool = False) -> Encoding:
     """How weights and gradients of experts travel, or of dense parameters, without an optimizer."""
 
-    def made(settings: CodecConfig) -> Any:
-        return None if settings == IDENTITY else make_codec(settings, kernels=config.advanced.kernels)
-
+    kernels = config.advanced.kernels
     codecs = [level.all_codecs for level in config.levels]
+    weights = [one.dense_weight if is_dense else one.weight for one in codecs]
+    gradients = [one.dense_gradient if is_dense else one.gradient for one in codecs]
     return Encoding(
-        tuple(made(one.dense_weight if is_dense else one.weight) for one in codecs),
-        tuple(made(one.dense_gradient if is_dense else one.gradient) for one in codecs),
+        tuple(None if one == IDENTITY else make_weight_codec(one, kernels=kernels) for one in weights),
+        tuple(None if one == IDENTITY else make_codec(one, kernels=kernels) for one in gradients),
     )
 
 

@@ -13,18 +13,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from deepspeed.utils import groups
+from deepspeed.utils import groups, log_dist
 from torch import Tensor
 
-from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.errors import PlanError, UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.integration.patches import ENGINE, ZERO_OPTIMIZER, Patches
+from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.flat import Span, cut, whole
 from ds_hybridep.transport.job import group_ranks
 from ds_hybridep.transport.stand_in import StandInGroup
 
 DENSE = "dense parameters"
+EXPERTS = "experts of "
 _REMEDY = 'or set hybridep.dense_sync to "deepspeed"'
 
 
@@ -56,12 +59,25 @@ def refuse_unsupported(engine: Any) -> None:
         )
 
 
-def groups_of(engine: Any, specs: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
-    """Ranks that hold the same parameters, by name: of dense ones, and of experts with several copies."""
+def groups_of(engine: Any, config: HybridEPConfig, specs: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
+    """Ranks that hold the same parameters, by name: of dense ones, and of experts with several copies.
+
+    Copies of experts that are no regular part of the levels are left to DeepSpeed.
+    """
     found = {DENSE: group_ranks(engine.seq_data_parallel_group)}
-    for spec in specs:
-        found[f"experts of {spec.group}"] = group_ranks(groups._get_expert_data_parallel_group(spec.group))
+    for group in dict.fromkeys(spec.group for spec in specs):
+        ranks = group_ranks(_expert_data_parallel_group(group))
+        try:
+            Partition.build(config.cluster(), ranks, (1,) * len(config.levels))
+            found[f"{EXPERTS}{group}"] = ranks
+        except PlanError as error:
+            log_dist(f"hybridep: copies of experts ({group}) are synchronised by DeepSpeed: {error}", ranks=[0])
     return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
+
+
+def _expert_data_parallel_group(group: str) -> Any:
+    find: Any = groups._get_expert_data_parallel_group
+    return find(group)
 
 
 class DenseSync:
@@ -77,16 +93,16 @@ class DenseSync:
     ) -> None:
         self._engine, self._patches, self._is_boundary = engine, patches, is_boundary
         self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-        self._stand_ins: dict[Any, StandInGroup] = {}  # by the group that each stands in for
+        self._stand_ins: dict[Any, Any] = {}  # by the group that each stands in for
         self._syncs: dict[Any, GroupSync] = {}  # by stand-in
         self._optimizer: Any = None
         self._bucket: tuple[Tensor, list[Span]] | None = None  # what `average_tensor` works on
         self._call = _Call()
         self._before: dict[int, Tensor] = {}  # own slices as they were before this step, by address of their group
         for name, sync in syncs.items():
-            ep_name = name.removeprefix("experts of ")
+            is_dense = name == DENSE
             original = (
-                engine.seq_data_parallel_group if name == DENSE else groups._get_expert_data_parallel_group(ep_name)
+                engine.seq_data_parallel_group if is_dense else _expert_data_parallel_group(name.removeprefix(EXPERTS))
             )
             group = StandInGroup(original, partial(self._all_reduce, sync), partial(self._all_gather, sync))
             self._stand_ins[original], self._syncs[group] = group, sync
@@ -98,7 +114,11 @@ class DenseSync:
         real_groups = getattr(optimizer, "real_dp_process_group", None)
         if real_groups is None or optimizer is self._optimizer:
             return
-        self._optimizer, swap = optimizer, lambda group: self._stand_ins.get(group, group)
+        self._optimizer = optimizer
+
+        def swap(group: Any) -> Any:
+            return self._stand_ins.get(group, group)
+
         self._patches.put(ZERO_OPTIMIZER, "dp_process_group", optimizer, swap(optimizer.dp_process_group))
         self._patches.put(ZERO_OPTIMIZER, "real_dp_process_group", optimizer, list(map(swap, real_groups)))
         if (of_experts := getattr(optimizer, "expert_dp_process_group", None)) is not None:
@@ -125,12 +145,16 @@ class DenseSync:
 
     def _partitioned(self) -> Iterator[tuple[Tensor, Sequence[Tensor], Any]]:
         """Flat parameters, their partitions by rank, and the group that shares them."""
-        optimizer = self._optimizer
-        flats = getattr(optimizer, "bit16_groups_flat", None) or getattr(optimizer, "bf16_groups_flat", ())
-        partitions = getattr(optimizer, "parallel_partitioned_bit16_groups", None) or getattr(
-            optimizer, "bf16_partitioned_groups", ()
-        )
-        yield from zip(flats, partitions, getattr(optimizer, "real_dp_process_group", ()), strict=True)
+        for flats, partitions in (
+            ("bit16_groups_flat", "parallel_partitioned_bit16_groups"),
+            ("bf16_groups_flat", "bf16_partitioned_groups"),  # of BF16_Optimizer
+        ):
+            if hasattr(self._optimizer, flats):
+                optimizer = self._optimizer
+                yield from zip(
+                    getattr(optimizer, flats), getattr(optimizer, partitions), optimizer.real_dp_process_group,
+                    strict=True,
+                )  # fmt: skip
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -169,7 +193,7 @@ class DenseSync:
         slices = []
         for tensor, (owner,) in zip(bucket, owners, strict=True):
             first = (tensor.data_ptr() - whole_bucket.data_ptr()) // tensor.element_size()
-            inside = cut(spans, sorted({first, first + tensor.numel(), ends[-1]}))[1 if first else 0]
+            inside = cut(spans, sorted({first, first + tensor.numel(), ends[-1]}))[1]
             slices += [(owner, span) for span in inside]
         return slices
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -54,10 +53,9 @@ class HybridRuntime:
         )
         self._is_stepping = False
         # Channels are made here, in the same order on all ranks, and before memory is taken.
-        device = planned[0].spec.sample.device
         of_dense = replace(encoding_of(config, is_dense=True), loss_scale=encoding.loss_scale)
         self.syncs = {
-            name: GroupSync(transport, ranks, name, of_dense if name == DENSE else encoding, self._changes, device)
+            name: GroupSync(transport, ranks, name, of_dense if name == DENSE else encoding, self._changes, self.sample.device)
             for name, ranks in sync_groups.items()
         }
         ours = [layer for layer in planned if layer.exchange is not None]
@@ -179,10 +177,10 @@ class HybridRuntime:
     def plan(self) -> str:
         """What lossy codecs' state depends on, in one form: levels, domains, codecs and layers."""
         levels = [
-            [level.size, level.domain_size, level.weight_codec.spec, level.gradient_codec.spec]
-            for level in self.config.levels
+            [level.size, level.domain_size, *(codec.spec for codec in level.all_codecs)] for level in self.config.levels
         ]
-        return json.dumps({"levels": levels, "layers": [layer.canonical() for layer in self._planned]}, sort_keys=True)
+        layers, synchronised = [layer.canonical() for layer in self._planned], sorted(self.syncs)
+        return json.dumps({"levels": levels, "layers": layers, "synchronised": synchronised}, sort_keys=True)
 
     def save_codecs(self, folder: Path, step: int) -> None:
         """Write what lossy codecs keep into the folder of a checkpoint; all ranks must call, before it is complete."""
@@ -192,8 +190,11 @@ class HybridRuntime:
                 self.migration.refresh_stale()
             self.migration.finish()  # a run that resumes begins with replicas as new as their owners
         waiting = self._undelivered.parts
-        if self._feedbacks or waiting:
+        synchronised = {name: kept for name, sync in self.syncs.items() if any((kept := sync.capture()).values())}
+        if self._feedbacks or waiting or synchronised:
             saved = codec_checkpoint.capture(self._replicas, self._owned(), waiting, self.plan, step)
+            saved["synchronised"] = synchronised
+            saved["world_size"] = self.transport.world_size
         codec_checkpoint.write(folder, self.transport.rank, self.transport.world_size, saved)
 
     def load_codecs(self, folder: Path, step: int) -> str:
@@ -207,8 +208,7 @@ class HybridRuntime:
         """
         self.forget_codecs()
         files = sorted(folder.glob(codec_checkpoint.PATTERN))
-        if self._feedbacks:
-            assert self.migration is not None
+        if self._feedbacks or any(sync.is_encoded for sync in self.syncs.values()):
             with announcing_failure():
                 path = codec_checkpoint.file_of(folder, self.transport.rank)
                 saved = codec_checkpoint.read(path) if path in files else None
@@ -222,15 +222,33 @@ class HybridRuntime:
                     f"codecs kept"
                 ) from error
             if saved is not None and is_same:
-                self.migration.refresh()
+                if self.migration is not None:
+                    self.migration.refresh()
+                for name, kept in saved["synchronised"].items():
+                    self.syncs[name].residuals.resume(kept)
                 self._undelivered.take_over(codec_checkpoint.restore(self._replicas, saved))
                 return ""
         found = codec_checkpoint.undelivered(self._owned(), files, step)
         self._undelivered.take_over(found)
-        norm = sum(float(part.double().square().sum()) for parts in found.values() for part in parts) ** 0.5
+        kept = [part for parts in found.values() for part in parts] + self._take_over_residuals(files, step)
+        norm = sum(float(part.double().square().sum()) for part in kept) ** 0.5
         if not norm:
             return ""
         return f"the checkpoint is of another plan: mirrors begin anew, gradients of norm {norm:.3g} are handed over"
+
+    def _take_over_residuals(self, files: Sequence[Path], step: int) -> list[Tensor]:
+        """Add to this rank's next gradients what ranks of the saved job had kept back of dense ones; returns it.
+
+        Each rank takes the files of every `world_size`-th rank.  Experts with several copies begin without.
+        """
+        sync, rank, world_size = self.syncs.get(DENSE), self.transport.rank, self.transport.world_size
+        for path in files if sync is not None else ():
+            saved = codec_checkpoint.read(path)
+            is_mine = codec_checkpoint.rank_of(path) % world_size == rank and saved["step"] == step
+            if sync is not None and is_mine and DENSE in saved["synchronised"]:
+                growth = world_size / saved["world_size"]
+                sync.residuals.kept += residuals.undelivered(saved["synchronised"][DENSE], growth)
+        return [one.values for one in sync.residuals.kept] if sync is not None else []
 
     def forget_codecs(self) -> None:
         """Weights were loaded without the optimizer: the next forward ships them, residuals are dropped."""
@@ -240,6 +258,8 @@ class HybridRuntime:
             self.migration.mark_weights_changed()
         for feedback in self._feedbacks:
             feedback.forget_gradients()
+        for sync in self.syncs.values():
+            sync.forget_gradients()
 
     def forget_gradients(self) -> None:
         """What was computed so far is left behind: drop residuals, and sums that did not return to their owners."""
@@ -260,18 +280,25 @@ class HybridRuntime:
     # -- what others ask --------------------------------------------------------------------------------------------
 
     @property
+    def sample(self) -> nn.Parameter:
+        """A parameter that shows dtype and device."""
+        return self._planned[0].spec.sample
+
+    @property
     def token_exchange(self) -> Literal["direct", "hierarchical", "deepspeed"]:
         return self._planned[0].exchange or "deepspeed"
 
     @property
     def codec_s(self) -> float:
         """Seconds that this rank has spent on encoding and decoding under this plan."""
-        return sum(one.counters.encode_s + one.counters.decode_s for one in self._feedbacks)
+        counters = [one.counters for one in self._feedbacks] + [sync.counters for sync in self.syncs.values()]
+        return sum(one.encode_s + one.decode_s for one in counters)
 
     @property
     def undelivered_norm(self) -> float:
         """L2 norm of the gradients that this rank has kept back."""
-        encoders = [encoder for feedback in self._feedbacks for encoder in feedback.encoders.values()]
+        feedbacks = self._feedbacks + [one for sync in self.syncs.values() for one in sync.feedbacks]
+        encoders = [encoder for feedback in feedbacks for encoder in feedback.encoders.values()]
         return math.sqrt(sum(encoder.squared_residual() for encoder in encoders))
 
     def describe(self) -> str:
@@ -285,7 +312,7 @@ def prepare_runtime(
     specs: Sequence[LayerSpec],
     is_boundary: Callable[[], bool],
     *,
-    sync_groups: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    sync_groups: Callable[[HybridEPConfig], Mapping[str, tuple[int, ...]]],
     master_of: Callable[[nn.Parameter], Tensor | None] = no_master,
     loss_scale: Callable[[], float] = no_scale,
 ) -> Callable[[], HybridRuntime]:
@@ -296,7 +323,7 @@ def prepare_runtime(
     Args:
         specs: of the model's MoE layers, in the order in which they run.
         is_boundary: True when the backward that runs is the last before the optimizer step.
-        sync_groups: ranks that hold the same parameters, by name, where these are synchronised level by level.
+        sync_groups: ranks that hold the same parameters, by name, where settings have these synchronised by level.
         master_of, loss_scale: as in `Encoding`.
 
     Raises:
@@ -305,6 +332,7 @@ def prepare_runtime(
     """
     with announcing_failure():
         planned = [plan_layer(config, spec) for spec in specs]
+        synchronised = sync_groups(config)
         encoding = replace(encoding_of(config), master_of=master_of, loss_scale=loss_scale)
         device = specs[0].sample.device
         kernels = load_kernels(config.advanced.kernels, device.type, config.advanced.dispatch_sms)
@@ -316,14 +344,14 @@ def prepare_runtime(
             "backends": list(backends),
             "config": config.canonical(),
             "layers": [layer.canonical() for layer in planned],
-            "synchronised": sorted(sync_groups),
+            "synchronised": sorted(synchronised),
         }
     generation = agree(payload, config.timeout_s)
     transport = Transport(config.cluster(), config.timeout_s, generation, backends)
 
     def build() -> HybridRuntime:
         try:
-            return HybridRuntime(config, transport, kernels, planned, encoding, is_boundary, sync_groups)
+            return HybridRuntime(config, transport, kernels, planned, encoding, is_boundary, synchronised)
         except BaseException:
             transport.close()
             raise

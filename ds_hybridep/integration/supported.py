@@ -11,10 +11,10 @@ import deepspeed
 import torch
 from deepspeed.utils import groups, log_dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
-from torch import nn
+from torch import Tensor, nn
 
 from ds_hybridep.config import HybridEPConfig
-from ds_hybridep.config_codecs import IDENTITY
+from ds_hybridep.config_codecs import IDENTITY, PATCH
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.integration import dense
@@ -74,6 +74,33 @@ def _numbers(version: str) -> tuple[int, ...]:
 @cache  # once in a process
 def _warn_once(message: str) -> None:
     log_dist(f"hybridep: {message}", ranks=[0], level=logging.WARNING)
+
+
+def resolve(engine: Any, config: HybridEPConfig, sample: Tensor, *, is_engine: bool) -> HybridEPConfig:
+    """The settings with what only the engine tells: the codecs that are recommended, and who sums dense gradients.
+
+    sample: a parameter of an expert.
+    Raises UnsupportedError where patches are asked for and parameters are wider than 16 bits.
+    """
+    config = config.with_dtype(sample.element_size())
+    for index, level in enumerate(config.levels):
+        for key in ("weight_codec", "dense_weight_codec"):
+            if getattr(level, key) == PATCH and sample.element_size() != 2:
+                raise UnsupportedError(
+                    f'hybridep.levels[{index}].{key} is "patch", which needs parameters of 16 bits, but the experts are '
+                    f'{sample.dtype}; switch on bf16 or fp16, or choose another codec, for example "recommended" as '
+                    f"hybridep.levels[{index}].codecs"
+                )
+    if config.dense_sync is not None:
+        return config
+    if not is_engine:
+        return config.model_copy(update={"dense_sync": "deepspeed"})
+    try:
+        dense.refuse_unsupported(engine)
+    except UnsupportedError as error:
+        log_dist(f"hybridep: dense parameters are left to DeepSpeed: {error}", ranks=[0])
+        return config.model_copy(update={"dense_sync": "deepspeed"})
+    return config.model_copy(update={"dense_sync": "hierarchical"})
 
 
 def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.Module]) -> None:

@@ -44,7 +44,6 @@ class Buffer:
         if gathers:
             slowest = next(codec for level in levels if (codec := codecs[level]) is not None)
             self.results = SumFeedback(parts, (slowest,), device, changes, "gradient")
-            self.results.counters = self.sums.counters
 
     @property
     def feedbacks(self) -> dict[str, Feedback]:

@@ -17,12 +17,14 @@ half is encoded: sums with error feedback, parameters as their change since the 
 """
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.sync.counters import CodecCounters
 from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges
 from ds_hybridep.sync.flat import Span, cut, even_bounds, hash_of, parts_of, split, whole
 from ds_hybridep.sync.buffers import Buffer, HeldSum, ParameterCodecs
@@ -95,7 +97,7 @@ class GroupSync:
         changes: StepChanges,
         device: torch.device,
     ) -> None:
-        self.name, self.encoding = name, encoding
+        self.transport, self.name, self.encoding = transport, name, encoding
         levels = transport.cluster.levels
         spans = Partition.build(transport.cluster, ranks, (1,) * len(levels)).spans
         partition = Partition.build(transport.cluster, ranks, spans)
@@ -159,13 +161,28 @@ class GroupSync:
         """All that codecs keep, for a checkpoint or the next plan."""
         return self.residuals.capture(self.buffers.values(), self.parameters)
 
+    @property
+    def is_encoded(self) -> bool:
+        """True where a level that the group crosses has a codec."""
+        return any(self.encoding.gradient_codecs[level] is not None for level in self._levels) or self.encodes_parameters
+
+    @property
+    def feedbacks(self) -> list[Feedback]:
+        return [one for buffer in self.buffers.values() for one in buffer.feedbacks.values()]
+
+    @property
+    def counters(self) -> CodecCounters:
+        """What codecs did."""
+        found = [*self.feedbacks, *(codecs.feedback for codecs in self.parameters.values())]
+        totals = [sum(column) for column in zip(*(astuple(one.counters) for one in found), strict=True)]
+        return CodecCounters(*totals)
+
     def forget_gradients(self) -> None:
         """Drop what codecs have kept back, and sums of micro-steps whose step will not come."""
         self._waiting.clear()
         self.residuals.kept = []
-        for buffer in self.buffers.values():
-            for feedback in buffer.feedbacks.values():
-                feedback.forget_gradients()
+        for feedback in self.feedbacks:
+            feedback.forget_gradients()
 
     def _buffer(self, operation: str, spans: Sequence[tuple[Span, ...]], like: Tensor) -> Buffer:
         key = f"{operation} {like.dtype} {hash_of(spans)}"

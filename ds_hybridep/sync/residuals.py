@@ -98,13 +98,18 @@ class Residuals:
             codecs.load_state_dict(saved)
 
 
-def undelivered(saved: Mapping[str, Any]) -> list[Kept]:
-    """What a rank had kept back in all, from what `Residuals.capture` saw."""
+def undelivered(saved: Mapping[str, Any], growth: float = 1.0) -> list[Kept]:
+    """What a rank had kept back in all, from what `Residuals.capture` saw.
+
+    growth: of the number of ranks since.  ZeRO divides gradients by it before they are summed; sums for all ranks are
+        divided afterwards.
+    """
     found = [Kept(name, start, values.clone()) for name, start, values in saved["kept"]]
     for buffer in saved["buffers"].values():
+        scale = growth if "results" in buffer else 1.0
         for feedback in (buffer.get("sums"), buffer.get("results")):
             for encoder in feedback["encoders"] if feedback is not None else ():
-                flat = torch.cat([residual.reshape(-1) for residual in encoder["residuals"]])
+                flat = torch.cat([residual.reshape(-1) for residual in encoder["residuals"]]) * scale
                 position = 0
                 for name, start, num_elements in buffer["spans"][encoder["slot"]]:
                     values = flat[position : position + num_elements]

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.sync.collectives import LevelCollectives
+from ds_hybridep.sync.dense import GroupSync
+from ds_hybridep.sync.feedback import Encoding, StepChanges
 from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.channels import Transport
 
@@ -21,7 +22,9 @@ def main():
     way, num_floats, num_sums = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo")
     transport = Transport(Cluster((Level("dc", 2), Level("gpu", 2))), 60.0, agree({}, 60.0))
-    collectives = LevelCollectives(transport)
+    collectives = GroupSync(
+        transport, range(4), "test", Encoding((None, None), (None, None)), StepChanges(), torch.device("cpu")
+    )
     tensor = torch.full((num_floats,), float(dist.get_rank() + 1))
     for _ in range(num_sums):
         if way == "levels":

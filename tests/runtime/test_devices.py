@@ -5,6 +5,7 @@ The other device is "meta", which computes nothing and needs no driver.  FakeTen
 a build of torch without CUDA refuses to index such tensors.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -24,8 +25,9 @@ from ds_hybridep.integration import supported
 from ds_hybridep.kernels import RoutePlan, load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.sync.collectives import LevelCollectives
+from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.flat import whole
 from ds_hybridep.sync.stages import gather_stages
 from ds_hybridep.sync.transfers import Reduce
 from ds_hybridep.tokens import exchange as row_exchange
@@ -71,6 +73,9 @@ class NoChannel:
     def __init__(self) -> None:
         self.transport, self.has_equal_lengths = mock.Mock(traffic=Traffic(), timeout_s=1.0), False
         self.num_bytes: list[tuple[int, int]] = []
+
+    def prepare(self, device: Any) -> None:
+        pass
 
     def start(self, sends: Any, receives: Any, purpose: Any, **_: Any) -> Any:
         assert all(tensor.device == DEVICE and tensor.is_contiguous() for _, tensor in (*sends, *receives))
@@ -171,15 +176,22 @@ def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
     assert channel.num_bytes == [(room_bytes, room_bytes), (0, 0)]  # first messages, and no surplus
 
 
-def test_sums_by_level_stay_on_the_device() -> None:
-    channel = NoChannel()
-    transport = mock.Mock(rank=1, world_size=4, cluster=Cluster((Level("dc", 2), Level("gpu", 2))))
+@pytest.mark.parametrize("codec", [None, "int4"])
+def test_sums_by_level_stay_on_the_device(codec: str | None) -> None:
+    channel, cluster = NoChannel(), Cluster((Level("dc", 2), Level("gpu", 2)))
+    transport = mock.Mock(rank=1, world_size=4, cluster=cluster, exposed=lambda _: nullcontext())
+    transport.level_to.side_effect = lambda rank: cluster.level_between(1, rank)
     transport.channel.return_value = channel
-    collectives = LevelCollectives(transport)
+    made = None if codec is None else make_codec(codec, kernels="reference")
+    encoding = Encoding((made, None), (made, None))
+    group = GroupSync(transport, range(4), "dense", encoding, StepChanges(), DEVICE)
     with OneDevice():
-        collectives.all_reduce(torch.empty(10, device=DEVICE, dtype=torch.bfloat16))
-        collectives.reduce_slices(torch.empty(9, device=DEVICE), [(0, 4), (1, 3), (3, 2)])
-        collectives.all_gather(torch.empty(8, device=DEVICE), torch.empty(2, device=DEVICE))
+        group.all_reduce(torch.empty(10, device=DEVICE, dtype=torch.bfloat16))
+        group.reduce_to_owners(
+            torch.empty(9, device=DEVICE), [(0, whole("a", (4,))), (1, whole("b", (3,))), (3, whole("c", (2,)))]
+        )
+        before = torch.empty(2, device=DEVICE)
+        group.all_gather(torch.empty(8, device=DEVICE), torch.empty(2, device=DEVICE), before)
     assert len(channel.num_bytes) == 8
 
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.sync.collectives import LevelCollectives
+from ds_hybridep.sync.dense import GroupSync
+from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.flat import whole
 from ds_hybridep.transport.stand_in import StandInGroup
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
@@ -52,9 +54,15 @@ def sum_of(question: Question, world_size: int, num_elements: int) -> Tensor:
     return sum((input_of(question, rank, num_elements).double() for rank in range(world_size)), start=zero)
 
 
-def open_collectives(sizes: tuple[int, ...]) -> LevelCollectives:
+def open_collectives(sizes: tuple[int, ...]) -> GroupSync:
     cluster = Cluster(tuple(Level(f"level {index}", size) for index, size in enumerate(sizes)))
-    return LevelCollectives(open_transport(cluster, timeout_s=30))
+    transport, exact = open_transport(cluster, timeout_s=30), (None,) * len(sizes)
+    ranks = range(math.prod(sizes))
+    return GroupSync(transport, ranks, "test", Encoding(exact, exact), StepChanges(), torch.device("cpu"))
+
+
+def spans_of(slices: Sequence[tuple[int, int]]) -> list[tuple[int, Any]]:
+    return [(owner, whole(f"tensor {index}", (size,))) for index, (owner, size) in enumerate(slices)]
 
 
 def worst(value: Tensor, exact: Tensor) -> float:
@@ -79,7 +87,7 @@ def answer(questions: Sequence[Question]) -> list[dict[str, Any]]:
 
         sliced_size = sum(size for _, size in question.slices)
         sliced = input_of(question, rank, sliced_size)
-        collectives.reduce_slices(sliced, question.slices)
+        collectives.reduce_to_owners(sliced, spans_of(question.slices))
         exact, before = sum_of(question, world_size, sliced_size), input_of(question, rank, sliced_size)
         is_own = torch.tensor(
             [owner == rank for owner, size in question.slices for _ in range(size)], dtype=torch.bool
@@ -239,7 +247,7 @@ def elements_sent(sizes: Sequence[int], num_elements: int) -> list[int]:
 
 def trade(sizes: tuple[int, ...], slices: tuple[tuple[int, int], ...]) -> dict[int, int]:
     collectives = open_collectives(sizes)
-    collectives.reduce_slices(torch.ones(sum(size for _, size in slices)), slices)
+    collectives.reduce_to_owners(torch.ones(sum(size for _, size in slices)), spans_of(slices))
     collectives.transport.close()
     return {level: num for (level, _), num in collectives.transport.traffic.sent_bytes.items() if num}
 
