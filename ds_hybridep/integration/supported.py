@@ -13,7 +13,7 @@ from deepspeed.utils import groups, log_dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 
-from ds_hybridep.config import AUTO, IDENTITY, HybridEPConfig
+from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.integration import dense
@@ -137,26 +137,6 @@ def _refuse_partitioned(engine: Any, config: HybridEPConfig, layers: Mapping[str
             f"zero_optimization.leaf_module makes one piece of {inside[:1] or 'modules'} under ZeRO stage 3, but "
             f"gradients of experts come back after their module's backward; leave MoE layers out of it, and "
             f"stage3_module_granularity_threshold at 0"
-        )
-
-
-def refuse_without_engine(_model: nn.Module, config: HybridEPConfig, _layers: Mapping[str, nn.Module]) -> None:
-    """Raise UnsupportedError for settings that need a DeepSpeed engine."""
-    if config.is_planned:
-        raise UnsupportedError(
-            'a hybridep setting is "auto", but without a DeepSpeed engine nobody knows the steps to plan for; attach '
-            "to the engine that deepspeed.initialize returns, or write sizes and codecs"
-        )
-    for index, level in enumerate(config.levels):  # weights travel in `refresh`, which ships them as they are
-        if level.domain_size != 1 and level.weight_codec != IDENTITY:
-            raise UnsupportedError(
-                f'hybridep.levels[{index}].weight_codec is "{level.weight_codec.type}", but without a DeepSpeed '
-                f'engine weights are shipped by refresh(), exactly; attach to an engine, or set it to "identity"'
-            )
-    if config.dense_sync != "deepspeed":
-        raise UnsupportedError(
-            f'hybridep.dense_sync is "{config.dense_sync}", but without a DeepSpeed engine nobody synchronises dense '
-            f'gradients; attach to the engine that deepspeed.initialize returns, or leave it at "deepspeed"'
         )
 
 
