@@ -4,9 +4,10 @@
     python benchmarks/codec_ratios.py train --hidden 256 --seeds 0 1 2 3 4
     python benchmarks/codec_ratios.py report
 
-Model, data and phases are those of benchmarks/codecs.py; experts are [4 x hidden, hidden] and back.  Site 0 owns every parameter, site 1 computes with mirrors of them, each on half of the rows.  Site 1's gradients come back
-through the gradient codec with error feedback, new weights go out through the weight codec.  Loss is of the owner's
-weights, against the exact run of the same seed.
+Model, data and phases are those of benchmarks/codecs.py; experts are [4 x hidden, hidden] and back.  Site 0 owns every
+parameter, site 1 computes with mirrors of them, each on half of the rows.  Site 1's gradients come back through the
+gradient codec with error feedback, new weights go out through the weight codec.  Loss is of the owner's weights,
+against the exact run of the same seed.
 """
 
 import argparse
@@ -48,32 +49,39 @@ def balanced(ratio: float, **options: Any) -> dict[str, Any]:
     return low_rank(ratio, "log4", weighting="rms", **options)
 
 
-def rank(value: int) -> dict[str, Any]:
-    return {"type": "low_rank", "rank": value, "iterations": 2}
+def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:
+    """Two bits for each element of what the directions leave."""
+    return {**codec, "rest": {"type": "int2", "block": 64}}
 
+
+RATIOS = (12, 25, 50, 100)
+PLAIN: dict[str, Spec] = {"int8": "int8", "int4": "int4", "int2": {"type": "int2", "block": 64}}
+WEIGHTS: dict[str, Spec] = {str(ratio): low_rank(ratio) for ratio in RATIOS} | PLAIN
+WEIGHTS["50 + int2"] = and_the_rest(low_rank(50))
+GRADIENTS: dict[str, Spec] = {str(ratio): balanced(ratio) for ratio in RATIOS} | PLAIN
+GRADIENTS["50 + int2"] = and_the_rest(balanced(50))
+RANK_7: dict[str, Any] = {"type": "low_rank", "rank": 7, "iterations": 2}
+FIRST = {"first_ratio": 20, "first_steps": 25}
 
 # name -> codecs of expert weights, expert gradients, dense weights, dense gradients; None: exact
 CASES: dict[str, tuple[Spec, Spec, Spec, Spec]] = {
     "exact": (None, None, None, None),
-    "experts: rank 7": (
-        {**rank(7), "factors": "int4"},
-        {**rank(7), "factors": "log4", "weighting": "rms"},
-        None,
-        None,
-    ),
-    **{f"experts: {ratio}": (low_rank(ratio), balanced(ratio), None, None) for ratio in (25, 50, 100)},
-    **{f"gradients: {ratio}": (None, balanced(ratio), None, balanced(ratio)) for ratio in (25, 50, 100)},
-    **{f"all: {ratio}": (low_rank(ratio), balanced(ratio)) * 2 for ratio in (25, 50, 100)},
-    "all: 50, first 20": (
-        low_rank(50, first_ratio=20, first_steps=25),
-        balanced(50, first_ratio=20, first_steps=25),
-    )
-    * 2,
-    "expert gradients: 50": (None, balanced(50), None, None),
-    "dense gradients: 50": (None, None, None, balanced(50)),
-    "dense gradients: int4": (None, None, None, "int4"),
-    "all: int8": ("int8",) * 4,
+    "experts: rank 7": (RANK_7 | {"factors": "int4"}, RANK_7 | {"factors": "log4", "weighting": "rms"}, None, None),
+    **{f"experts: {name}": (WEIGHTS[name], GRADIENTS[name], None, None) for name in WEIGHTS},
+    **{f"expert gradients: {name}": (None, GRADIENTS[name], None, None) for name in WEIGHTS},
+    **{f"dense weights: {name}": (None, None, WEIGHTS[name], None) for name in WEIGHTS},
+    **{f"dense gradients: {name}": (None, None, None, GRADIENTS[name]) for name in WEIGHTS},
+    **{f"all: {name}": (WEIGHTS[name], GRADIENTS[name]) * 2 for name in WEIGHTS},
+    "recommended, 16 bits": (None, GRADIENTS["50"], None, GRADIENTS["50 + int2"]),
+    "recommended, 32 bits": (WEIGHTS["50"], GRADIENTS["50"], WEIGHTS["50"], GRADIENTS["50 + int2"]),
+    "attention gradients: 50": (None, None, None, GRADIENTS["50"]),
+    "embedding gradients: 50": (None, None, None, GRADIENTS["50"]),
+    "experts: 50, first 20": (low_rank(50, **FIRST), balanced(50, **FIRST), None, None),
 }
+
+
+# Cases in which only some dense parameters are encoded, and what those are called.
+ONLY = {"attention gradients: 50": ("attentions",), "embedding gradients: 50": ("bytes", "positions", "head")}
 
 
 class Link:
@@ -121,9 +129,8 @@ def train(
     if start is not None:
         owner.load_state_dict(start)
     remote = copy.deepcopy(owner)
-    weights, gradients, dense_weights, dense_gradients = CASES[case]
     links = [
-        Link(mine, theirs, *((weights, gradients) if ".experts." in name else (dense_weights, dense_gradients)))
+        Link(mine, theirs, *_codecs_of(name, case))
         for (name, mine), theirs in zip(owner.named_parameters(), remote.parameters(), strict=True)
     ]
     optimizer = torch.optim.AdamW(owner.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.01)
@@ -162,6 +169,15 @@ def train(
         "commit": base._commit(),
     }
     return record, owner.state_dict()
+
+
+def _codecs_of(name: str, case: str) -> tuple[Spec, Spec]:
+    """Of a parameter's weights and gradients."""
+    weights, gradients, dense_weights, dense_gradients = CASES[case]
+    if ".experts." in name:
+        return weights, gradients
+    is_exact = case in ONLY and not name.startswith(ONLY[case])
+    return (None, None) if is_exact else (dense_weights, dense_gradients)
 
 
 def key_of(record: dict[str, Any]) -> tuple[Any, ...]:

@@ -300,8 +300,6 @@ void divide_by_gram(Address p, Address q, int64_t n, int64_t rank, int64_t rows,
     hybridep::divide_by_gram(at<const float>(p), at<float>(q), n, rank, rows, cols, to_lane(lane));
 }
 
-#ifndef HYBRIDEP_CUDA
-
 hybridep::PatchShape to_patch_shape(int64_t n, int mantissa_bits) {
     require_sizes({n});
     if (mantissa_bits != 7 && mantissa_bits != 10) {
@@ -322,8 +320,6 @@ void patch_decode(Address payload, int64_t bytes, int64_t n, int mantissa_bits, 
     hybridep::patch_decode(at<const uint8_t>(payload), bytes, to_patch_shape(n, mantissa_bits), to_lane(lane),
                            at<uint16_t>(held), at<int64_t>(results));
 }
-
-#endif
 
 }  // namespace
 
@@ -353,11 +349,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("blockwise_decode", &blockwise_decode, release_gil());
     module.def("low_rank_encode", &low_rank_encode, release_gil());
     module.def("low_rank_decode", &low_rank_decode, release_gil());
+    module.def("patch_encode", &patch_encode, release_gil());
+    module.def("patch_decode", &patch_decode, release_gil());
     module.def("write_headers", &write_headers, release_gil());
 #ifndef HYBRIDEP_CUDA
     module.def("check_headers", &check_headers);
-    module.def("patch_encode", &patch_encode, release_gil());
-    module.def("patch_decode", &patch_decode, release_gil());
 #endif
     module.def("orthonormalise", &orthonormalise, release_gil());
     module.def("divide_by_gram", &divide_by_gram, release_gil());

@@ -4,7 +4,7 @@
 The public names below are looked up on first use.  Importing this package loads neither torch nor deepspeed, because
 the entry point in `_autoload` runs in every process that imports torch.
 
-    attach(engine_or_model, config=None)   take over the MoE layers; not needed when ds_config has a "hybridep" block
+    attach(engine, config=None)            take over the MoE layers; not needed when ds_config has a "hybridep" block
     detach(engine)                         give the layers back to DeepSpeed
     stats(engine)                          what was moved so far, as a dict
     replan(engine, config)                 go on with other domain sizes, codecs and ways of tokens

@@ -77,9 +77,9 @@ class LowRankConfig(CodecConfig):
     type: Literal["low_rank"]
     ratio: Ratio = None  # DEFAULT_RATIO where no rank is given
     rank: Rank = None
-    factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int8"
+    factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int4"
     weighting: Literal["none", "rms"] = "none"
-    iterations: Annotated[int, Field(ge=1, le=8), integer("from 1 to 8", 1)] = 1
+    iterations: Annotated[int, Field(ge=1, le=8), integer("from 1 to 8", 2)] = 2
     refresh_interval: Steps = 64
     fallback: PlainCodec = BlockwiseConfig(type="int4")
     rest: Annotated[BlockwiseConfig | None, BeforeValidator(_named)] = None
@@ -142,7 +142,18 @@ PATCH = PatchConfig(type="patch")
 
 def describe_codec(codec: CodecConfig) -> str:
     """A codec with its options, for people; different for different settings."""
-    return " ".join([codec.type, *(f"{key} {value}" for key, value in sorted(codec.spec.items()) if key != "type")])
+    words = [codec.type]
+    for key in sorted(codec.spec.keys() - {"type"}):
+        value = getattr(codec, key)
+        said = (
+            describe_codec(value)
+            if isinstance(value, CodecConfig)
+            else f"{value:g}"
+            if key.endswith("ratio")
+            else value
+        )
+        words.append(f"{key} {said}")
+    return " ".join(words)
 
 
 class CodecSet(NamedTuple):
@@ -156,7 +167,9 @@ class CodecSet(NamedTuple):
 
 def recommended_codecs(itemsize: int) -> CodecSet:
     """What `"codecs": "recommended"` stands for, by the bytes of a parameter; docs/codecs.md has its costs."""
-    low_rank = LowRankConfig(type="low_rank", ratio=50.0, factors="int4", iterations=2)
+    low_rank = LowRankConfig(type="low_rank", ratio=50.0)
     balanced = low_rank.model_copy(update={"factors": "log4", "weighting": "rms"})
     weight = PATCH if itemsize == 2 else low_rank
-    return CodecSet(weight, balanced, weight, balanced)
+    # Dense gradients have less low rank in them, those of embeddings above all, and the loss suffers from what is left.
+    finer = balanced.model_copy(update={"rest": BlockwiseConfig(type="int2", block=64)})
+    return CodecSet(weight, balanced, weight, finer)

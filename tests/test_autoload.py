@@ -219,20 +219,21 @@ def test_classic_moe_works_where_modules_of_autoep_are_missing(tmp_path):
     program = """
 import os, sys, torch, deepspeed
 from deepspeed.moe.layer import MoE
-for name in ("checkpoint.autoep_affine", "moe.ep_experts", "module_inject.auto_ep_layer", "module_inject.auto_ep"):
-    sys.modules[f"deepspeed.{name}"] = None  # importing it raises ImportError
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # is compiled else
 import ds_hybridep
 deepspeed.init_distributed("gloo", verbose=False, auto_mpi_discovery=False, rank=0, world_size=1,
                            init_method="file://" + os.path.abspath("store"))
 layer = MoE(8, torch.nn.Linear(8, 8), num_experts=2, k=1)
-layer.set_deepspeed_parallelism()
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = deepspeed.initialize(model=layer, config=config)
+for name in ("checkpoint.autoep_affine", "moe.ep_experts", "module_inject.auto_ep_layer", "module_inject.auto_ep"):
+    sys.modules[f"deepspeed.{name}"] = None  # importing it raises ImportError
 levels = [{"name": "all", "size": 1, "domain_size": 1}]
-ds_hybridep.attach(layer, {"levels": levels, "advanced": {"kernels": "reference"}})
-layer(torch.randn(4, 8))[0].sum().backward()
-print(ds_hybridep.stats(layer)["layers"][0]["calls"])
+ds_hybridep.attach(engine, {"levels": levels, "advanced": {"kernels": "reference"}})
+engine.backward(engine(torch.randn(4, 8))[0].sum())
+print(ds_hybridep.stats(engine)["layers"][0]["calls"])
 """
-    result = run_program(program, cwd=tmp_path, PYTHONPATH=package_in(tmp_path))
+    result = run_program(program, cwd=tmp_path, PYTHONPATH=package_in(tmp_path), LOCAL_RANK="0")
     assert result.stdout.split()[-1] == "1"
 
 

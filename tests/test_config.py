@@ -526,13 +526,14 @@ def test_the_recommended_set_of_16_bits_does_not_travel_over_nccl():
 
 def test_codecs_are_described_with_one_line_for_each_kind():
     config = parse({"levels": [{**DC, "codecs": "recommended"}, {**GPU, "gradient_codec": "int8"}]}).with_dtype(2)
-    balanced = describe_codec(recommended_codecs(2).gradient)
-    assert "ratio 50" in balanced
+    gradient, dense_gradient = (describe_codec(recommended_codecs(2)[kind]) for kind in (1, 3))
+    assert gradient == "low_rank factors log4 ratio 50 weighting rms"
+    assert dense_gradient == "low_rank factors log4 ratio 50 rest int2 block 64 weighting rms"
     assert config.describe_codecs() == (
         "expert weights: patch over dc",
-        f"expert gradients: {balanced} over dc, int8 over gpu",
+        f"expert gradients: {gradient} over dc, int8 over gpu",
         "dense weights: patch over dc",
-        f"dense gradients: {balanced} over dc, int8 over gpu",
+        f"dense gradients: {dense_gradient} over dc, int8 over gpu",
     )
     assert parse(BLOCK).describe_codecs() == ()
 

@@ -332,15 +332,3 @@ def test_a_data_parallel_group_that_is_not_the_job_is_refused(pool4: ProcessPool
         if rank < 3:
             assert kind == "UnsupportedError"
             assert "over ranks [0, 1, 2] of 4; leave out the mpu" in message
-
-
-def refuse_a_bare_model(case: Case) -> tuple[str, str]:
-    use_expert_groups_of(case)
-    model = build_model(case.toy, rank=dist.get_rank(), world_size=4, data_before_expert=False, seed=case.seed)
-    return error_of(ds_hybridep.attach, model, block_of(case))
-
-
-def test_a_model_without_an_engine_is_refused(pool4: ProcessPool) -> None:
-    for kind, message in pool4.run(refuse_a_bare_model, case=world4(2, 1)):
-        assert kind == "UnsupportedError"
-        assert "without a DeepSpeed engine nobody synchronises dense gradients" in message

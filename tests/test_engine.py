@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from toy_model import ToyConfig, batch, build_model
 
 import ds_hybridep
-from ds_hybridep.errors import AgreementError, HybridEPError, VerificationError
+from ds_hybridep.errors import AgreementError, ConfigError, HybridEPError, VerificationError
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -258,33 +258,6 @@ def copy_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(group): group for group in groups})
 
 
-def train_without_engine(case: Case, *, with_block: bool) -> list[float]:
-    """A bare model and SGD: every backward returns gradients, refresh follows every step."""
-    use_expert_groups_of(case)
-    model = build_model(
-        case.toy, rank=dist.get_rank(), world_size=case.world_size, data_before_expert=False, seed=case.seed
-    )
-    for module in model.modules():
-        if hasattr(module, "set_deepspeed_parallelism"):
-            module.set_deepspeed_parallelism()
-    if with_block:
-        ds_hybridep.attach(model, block_of(case))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        for micro_step in range(2):
-            loss = model(*_batch(case, step, micro_step))
-            losses.append(loss.item())
-            loss.backward()
-        optimizer.step()
-        if with_block:
-            ds_hybridep.refresh(model)
-    if with_block:
-        ds_hybridep.detach(model)
-    return losses
-
-
 def step_with_more_arguments(case: Case) -> list[Any]:
     """What DeepSpeed's own step gets where it is given eigenvalues too."""
     with engine_of(case, with_block=False) as engine:
@@ -338,7 +311,9 @@ def refusals(case: Case) -> dict[str, tuple[str, str]]:
         found["one bit"] = error_of(ds_hybridep.attach, engine, block)
         engine.client_optimizer = None
 
-        found["no layer"] = error_of(ds_hybridep.attach, nn.Linear(2, 2), block)
+        module, engine.module = engine.module, nn.Linear(2, 2)
+        found["no layer"] = error_of(ds_hybridep.attach, engine, block)
+        engine.module = module
         found["no block"] = error_of(ds_hybridep.attach, engine)
         found["afterwards"] = error_of(_attach_train_detach, engine, case, block)
     return found
@@ -576,12 +551,9 @@ def test_a_copy_of_the_module_that_one_rank_loads_is_no_business_of_the_engine(p
         assert losses == close_to(losses_of_plain)
 
 
-def test_a_model_without_an_engine(pool4: ProcessPool) -> None:
-    for sizes in ((2, 1), (2, 2)):
-        plain = pool4.run(train_without_engine, case=world4(*sizes), with_block=False)
-        hybrid = pool4.run(train_without_engine, case=world4(*sizes), with_block=True)
-        for losses_of_plain, losses in zip(plain, hybrid, strict=True):
-            assert losses == close_to(losses_of_plain)
+def test_a_model_without_an_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="attach got a Linear; give it the engine that deepspeed.initialize returns"):
+        ds_hybridep.attach(nn.Linear(1, 1), {"levels": [{"name": "all", "size": 1}]})
 
 
 def test_destroy_after_a_failed_transfer_neither_fails_nor_waits_again() -> None:

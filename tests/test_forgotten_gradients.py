@@ -10,7 +10,7 @@ import pytest
 import torch
 from parity import Case
 from process_pool import ProcessPool
-from test_engine import Engine, _batch, block_of, close_to, engine_of, error_of, evaluate, moe_layers, train, world2
+from test_engine import Engine, _batch, close_to, engine_of, error_of, evaluate, moe_layers, train, world2
 from test_lossy import COARSE, block_with, residuals_of
 from torch import nn
 
@@ -120,20 +120,6 @@ def swap_for_evaluation(case: Case, how: str) -> dict[str, Any]:
         return found
 
 
-def forget_to_refresh(case: Case) -> list[tuple[str, str]]:
-    """Errors of two forwards of a bare model, before an optimizer step that nobody tells of, and after it."""
-    with engine_of(case, with_block=False) as engine:
-        model = engine.module
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        ds_hybridep.attach(model, block_of(case))
-        found = [error_of(model, *_batch(case, 0))]
-        model(*_batch(case, 0)).backward()
-        optimizer.step()
-        found.append(error_of(model, *_batch(case, 1)))
-        ds_hybridep.detach(model)
-        return found
-
-
 # -- the tests --------------------------------------------------------------------------------------------------
 
 
@@ -188,10 +174,3 @@ def test_a_verification_that_fails_opens_no_step() -> None:
     with mock.patch.object(HybridRuntime, "verify"):
         runtime.before_step()
     assert runtime._is_stepping
-
-
-def test_a_forgotten_refresh_of_a_bare_model_is_noticed(pool2: ProcessPool) -> None:
-    for first, second in pool2.run(forget_to_refresh, case=world2()):
-        assert first == ("", "")
-        assert second[0] == "VerificationError"
-        assert "blocks.0.moe.deepspeed_moe" in second[1]

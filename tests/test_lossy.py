@@ -218,11 +218,6 @@ def lose_a_file(case: Case, codecs: Codecs, folder: str) -> tuple[str, str]:
         return error_of(engine.load_checkpoint, folder, tag="one")
 
 
-def attach_a_bare_model(case: Case, codecs: Codecs) -> tuple[str, str]:
-    with engine_of(case, with_block=False) as engine:
-        return error_of(ds_hybridep.attach, engine.module, block_with(case, codecs))
-
-
 def freeze_experts(case: Case, codecs: Codecs) -> list[float]:
     """Losses where only what is no expert trains."""
     case = replace(case, toy=replace(case.toy))
@@ -454,13 +449,6 @@ def test_a_file_that_one_rank_lacks_is_an_error_with_a_remedy(pool4: ProcessPool
         assert kind == "AgreementError"
         assert "rank 1 differs from rank 0 in state of lossy codecs in one: False instead of True" in message
         assert "copy the files to all nodes, or remove them" in message
-
-
-def test_weight_codecs_need_an_engine(pool4: ProcessPool) -> None:
-    codecs: Codecs = [("int8", "identity"), ("identity", "identity")]
-    for kind, message in pool4.run(attach_a_bare_model, case=world4(2, 1), codecs=codecs):
-        assert kind == "UnsupportedError"
-        assert 'hybridep.levels[0].weight_codec is "int8", but without a DeepSpeed engine' in message
 
 
 def test_frozen_experts_need_no_codec(pool4: ProcessPool) -> None:

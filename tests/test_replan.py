@@ -310,27 +310,6 @@ def carry_over_two_backwards(case: Case) -> list[float]:
         return [*found, carried_norm(engine)]
 
 
-def carry_without_engine(case: Case) -> list[float]:
-    """The norm of what is carried, and of the experts' gradients in each of the next steps of nothing."""
-    with engine_of(case, with_block=False) as engine:
-        model = engine.module
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        ds_hybridep.attach(model, block_of(case, **block_with(case, [("identity", COARSE)])))
-        found = []
-        for step in range(5):
-            if step == 3:
-                ds_hybridep.replan(model, block_of(case, **block_of_sizes(case, (1,))))
-                found.append(carried_norm(model))
-            optimizer.zero_grad()
-            (model(*_batch(case, step)) * float(step < 3)).backward()
-            if step >= 3:
-                found.append(expert_gradient_norm(model))
-            optimizer.step()
-            ds_hybridep.refresh(model)
-        ds_hybridep.detach(model)
-        return found
-
-
 def replan_before_the_step(case: Case) -> tuple[float, float, float]:
     """What is carried when the plan changes after the backward, after that step, and after the next."""
     with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
@@ -480,15 +459,6 @@ def errors_of_replan(case: Case) -> list[tuple[str, str]]:
         ]
 
 
-def error_without_engine(case: Case) -> tuple[str, str]:
-    from test_engine import build_model, use_expert_groups_of
-
-    use_expert_groups_of(case)
-    model = build_model(case.toy, rank=dist.get_rank(), world_size=4, data_before_expert=False, seed=1)
-    levels = [{"name": "dc", "size": 2, "domain_size": "auto"}, {"name": "gpu", "size": 2}]
-    return error_of(ds_hybridep.attach, model, {"levels": levels})
-
-
 # -- tests ------------------------------------------------------------------------------------------------------
 
 
@@ -612,9 +582,6 @@ def test_what_is_carried_is_added_once_and_kept_until_a_step_used_it(pool2: Proc
         assert carried > 0
         assert once == twice == again > 0  # and again after zero_grad
         assert rest == 0
-    for carried, first, second in pool2.run(carry_without_engine, case=case):
-        assert first == pytest.approx(carried)
-        assert second == 0
     for carried, after_step, after_next in pool2.run(replan_before_the_step, case=case):
         assert after_step == carried > 0  # that step had its gradients already
         assert after_next == 0
@@ -690,9 +657,3 @@ def test_memory_left_is_read_from_the_host_and_the_container(tmp_path):
     for limit, left in (("1000\n", 350.0), ("max\n", math.inf)):
         (tmp_path / "memory.max").write_text(limit)
         assert meter._left_in_container(tmp_path) == left
-
-
-def test_planning_without_an_engine_is_refused(pool4: ProcessPool):
-    for kind, message in pool4.run(error_without_engine, case=world4(1, 1)):
-        assert kind == "UnsupportedError"
-        assert "without a DeepSpeed engine" in message

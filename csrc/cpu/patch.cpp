@@ -9,6 +9,10 @@
 #include <memory>
 #include <vector>
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #include "hybridep_blocks.h"
 #include "hybridep_codecs.h"
 #include "hybridep_patch.h"
@@ -25,10 +29,26 @@ int threads_of(const PatchShape& shape, int num_threads) {
 
 // --- Masks ----------------------------------------------------------------------------------------------------------
 
-constexpr uint64_t kLowBits = 0x0101010101010101u;
-
-// The lowest bits of the 8 bytes of `x`, the first byte's in bit 0.
-uint64_t gather_low_bits(uint64_t x) { return ((x & kLowBits) * 0x0102040810204080u) >> 56; }
+// Bit `bit` of each of 64 bytes, the first byte's in bit 0.
+uint64_t gather_bits(const uint8_t* bytes, int bit) {
+#ifdef __AVX2__
+    const __m128i shift = _mm_cvtsi32_si128(7 - bit);
+    const auto half = [&](const uint8_t* from) {
+        const __m256i words = _mm256_sll_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), shift);
+        return static_cast<uint64_t>(static_cast<uint32_t>(_mm256_movemask_epi8(words)));
+    };
+    return half(bytes) | half(bytes + 32) << 32;
+#else
+    uint64_t result = 0;
+    for (int i = 0; i < 8; ++i) {
+        uint64_t eight;
+        std::memcpy(&eight, bytes + 8 * i, 8);
+        // The product has the lowest bits of the bytes side by side in its highest byte.
+        result |= ((eight >> bit & 0x0101010101010101u) * 0x0102040810204080u) >> 56 << (8 * i);
+    }
+    return result;
+#endif
+}
 
 // Masks of a block of `count` weights; `changed` only where `values` is given.  Returns whether any has changed.
 template <bool kIsChange>
@@ -47,15 +67,10 @@ bool make_masks(const uint16_t* values, const uint16_t* old, int count, int top,
     std::memset(marks + count, 0, static_cast<size_t>(kBlock - count));
 
     // 2. Bit by bit of these, masks of 64 weights, and from them those of the classes.
-    alignas(64) uint64_t planes[4][kWords];
+    alignas(64) uint64_t planes[3][kWords];
     for (int word = 0; word < kWords; ++word) {
-        uint64_t plane[4] = {0, 0, 0, 0};
-        for (int byte = 0; byte < 8; ++byte) {
-            uint64_t eight;
-            std::memcpy(&eight, marks + word * 64 + byte * 8, 8);
-            for (int bit = 0; bit < 3 + kIsChange; ++bit) plane[bit] |= gather_low_bits(eight >> bit) << (8 * byte);
-        }
-        for (int bit = 0; bit < 4; ++bit) planes[bit][word] = plane[bit];
+        for (int bit = 0; bit < 3; ++bit) planes[bit][word] = gather_bits(marks + word * 64, bit);
+        masks.changed[word] = kIsChange ? gather_bits(marks + word * 64, 3) : 0;
     }
     alignas(64) uint64_t is_weight[kWords];
     for (int word = 0; word < kWords; ++word) {
@@ -71,10 +86,7 @@ bool make_masks(const uint16_t* values, const uint16_t* old, int count, int top,
         }
     }
     uint64_t any = 0;
-    for (int word = 0; word < kWords; ++word) {
-        masks.changed[word] = planes[3][word];
-        any |= planes[3][word];
-    }
+    for (int word = 0; word < kWords; ++word) any |= masks.changed[word];
     return any != 0;
 }
 
@@ -82,29 +94,44 @@ bool make_masks(const uint16_t* values, const uint16_t* old, int count, int top,
 
 // Of one block: the sum over its weights i of (2 i + 1) times their bits.
 uint32_t sum_of_block(const uint16_t* weights, int count) {
-    int32_t sum = 0;  // wraps, as all arithmetic here; -fwrapv is not needed below, where it is unsigned
-    uint32_t total = 0;
-    for (int begin = 0; begin < count; begin += 8) {
-        // 8 products of less than 2^28 each.
-        const int end = std::min(begin + 8, count);
-        sum = 0;
-        for (int i = begin; i < end; ++i) {
-            sum += static_cast<int32_t>(static_cast<int16_t>(weights[i])) * static_cast<int16_t>(2 * i + 1);
-        }
-        total += static_cast<uint32_t>(sum);
+    uint32_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < count; ++i) {
+        sum += static_cast<uint32_t>(static_cast<int16_t>(weights[i]) * static_cast<int16_t>(2 * i + 1));
     }
-    return total;
+    return sum;
 }
 
 uint32_t weight_of_block(int64_t block) { return static_cast<uint32_t>(2 * block + 1); }
 
 // --- Encoding -------------------------------------------------------------------------------------------------------
 
+// Memory that grows, and is not cleared.
+template <typename T>
+class Buffer {
+   public:
+    // Room for `size` elements, of which the first `kept` stay.
+    T* reserve(size_t size, size_t kept) {
+        if (size > size_) {
+            size_ = std::max(size, 2 * size_);
+            std::unique_ptr<T[]> larger(new T[size_]);
+            std::copy_n(data_.get(), kept, larger.get());
+            data_ = std::move(larger);
+        }
+        return data_.get();
+    }
+    T* get() { return data_.get(); }
+
+   private:
+    std::unique_ptr<T[]> data_;
+    size_t size_ = 0;
+};
+
 // What one thread needs for one segment; made once for all its segments.
 struct Encoder {
     Masks masks;
-    std::vector<Token> tokens;
-    std::vector<uint8_t> bytes;
+    Buffer<Token> tokens;
+    Buffer<uint8_t> bytes;
     size_t ends[kBlocksPerSegment];  // tokens up to the end of each block
     uint32_t counts[kClasses][kSymbols];
     uint8_t lengths[kClasses][kSymbols];
@@ -126,33 +153,29 @@ int top_exponent(const uint16_t* old, int64_t length, int mantissa_bits) {
     return top;
 }
 
-// Bits from the most significant on.
+// Bits from the most significant on; up to 8 bytes behind the last one are overwritten.
 class BitWriter {
    public:
     explicit BitWriter(uint8_t* out) : begin_(out), out_(out) {}
 
+    // Up to 56 bits, and no others in `bits`.
     void put(uint64_t bits, int num_bits) {
-        word_ = word_ << num_bits | bits;
         filled_ += num_bits;
-        if (filled_ < 32) return;
-        filled_ -= 32;
-        const uint32_t whole = __builtin_bswap32(static_cast<uint32_t>(word_ >> filled_));
-        std::memcpy(out_, &whole, 4);
-        out_ += 4;
+        word_ |= bits << (64 - filled_);
+        const uint64_t first = __builtin_bswap64(word_);
+        std::memcpy(out_, &first, 8);
+        out_ += filled_ / 8;
+        word_ <<= filled_ & ~7;
+        filled_ %= 8;
     }
 
-    int64_t finish() {
-        for (; filled_ > 0; filled_ -= 8) {
-            *out_++ = static_cast<uint8_t>(filled_ >= 8 ? word_ >> (filled_ - 8) : word_ << (8 - filled_));
-        }
-        return out_ - begin_;
-    }
+    int64_t finish() const { return out_ + (filled_ > 0) - begin_; }
 
    private:
     uint8_t* begin_;
     uint8_t* out_;
-    uint64_t word_ = 0;
-    int filled_ = 0;  // below 32 between calls
+    uint64_t word_ = 0;  // bits that are not in whole bytes yet, at the upper end
+    int filled_ = 0;
 };
 
 int64_t raw_segment(const uint16_t* values, int64_t length, uint8_t* out) {
@@ -164,33 +187,29 @@ int64_t raw_segment(const uint16_t* values, int64_t length, uint8_t* out) {
 // The tokens of a segment, and how often each symbol occurs.
 void find_tokens(const uint16_t* values, const uint16_t* old, int64_t length, int top, int mantissa_bits,
                  Encoder& encoder) {
-    encoder.tokens.clear();
     std::memset(encoder.counts, 0, sizeof(encoder.counts));
+    size_t num_tokens = 0;
     for (int idx = 0; idx < blocks_of(length); ++idx) {
         const int64_t begin = static_cast<int64_t>(idx) * kBlock;
         const int count = block_length(length, idx);
-        size_t end = encoder.tokens.size();
         if (make_masks<true>(values + begin, old + begin, count, top, mantissa_bits, encoder.masks)) {
-            encoder.tokens.resize(end + kBlock + 1);
-            Token* to = encoder.tokens.data() + end;
+            Token* tokens = encoder.tokens.reserve(num_tokens + kBlock + 1, num_tokens);
             for_each_token(encoder.masks, values + begin, old + begin, count, [&](const Token& token) {
-                *to++ = token;
+                tokens[num_tokens++] = token;
                 ++encoder.counts[token.code][token.symbol];
             });
-            end = static_cast<size_t>(to - encoder.tokens.data());
-            encoder.tokens.resize(end);
         }
-        encoder.ends[idx] = end;
+        encoder.ends[idx] = num_tokens;
     }
 }
 
 // Bytes of the tokens [first, end) in encoder.block.
 int64_t write_tokens(size_t first, size_t end, Encoder& encoder) {
     BitWriter writer(encoder.block);
-    for (size_t i = first; i < end; ++i) {
-        const Token token = encoder.tokens[i];
-        writer.put(encoder.words[token.code][token.symbol], encoder.lengths[token.code][token.symbol]);
-        writer.put(token.bits, token.num_bits);
+    for (const Token* token = encoder.tokens.get() + first; token < encoder.tokens.get() + end; ++token) {
+        const uint64_t word = encoder.words[token->code][token->symbol];
+        const int length = encoder.lengths[token->code][token->symbol];
+        writer.put(word << token->num_bits | token->bits, length + token->num_bits);
     }
     return writer.finish();
 }
@@ -205,8 +224,7 @@ int64_t encode_segment(const uint16_t* values, const uint16_t* old, int64_t leng
         code_lengths(encoder.counts[code], encoder.lengths[code]);
         code_words(encoder.lengths[code], encoder.words[code]);
     }
-    encoder.bytes.resize(static_cast<size_t>(kMaxHeadBytes + 2 * kBlocksPerSegment + 2 * length));
-    uint8_t* bytes = encoder.bytes.data();
+    uint8_t* bytes = encoder.bytes.reserve(static_cast<size_t>(kMaxHeadBytes + 2 * kBlocksPerSegment + 2 * length), 0);
     bytes[0] = kCoded;
     bytes[1] = static_cast<uint8_t>(top);
     const int num_blocks = blocks_of(length);

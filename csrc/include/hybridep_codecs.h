@@ -134,6 +134,12 @@ void orthonormalise(float* p, int64_t n, int64_t rank, int64_t rows, Stream stre
 
 void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, Stream stream);
 
+void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shape, Stream stream, uint8_t* payload,
+                  int64_t* results);
+
+void patch_decode(const uint8_t* payload, int64_t bytes, const PatchShape& shape, Stream stream, uint16_t* held,
+                  int64_t* results);
+
 void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, const uint8_t* is_bad, Stream stream);
 
 }  // namespace hybridep

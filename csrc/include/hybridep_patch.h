@@ -204,8 +204,17 @@ HYBRIDEP_BOTH int write_codes(const uint8_t (*lengths)[kSymbols], uint8_t* out) 
     return at;
 }
 
-// An entry of the table that decodes: the symbol whose word begins the bits, and the word's length; 0 where none does.
-HYBRIDEP_BOTH uint16_t table_entry(int symbol, int length) { return static_cast<uint16_t>(symbol << 4 | length); }
+// An entry of a table that decodes, for all bits that begin with the symbol's code word; 0 where none does.
+//
+//   bits 0-3    bits of the word            bits 8-11   bits of the size that are written
+//   bits 4-7    those of the gap            bit 12      the gap is not 0, so it has a leading bit
+//   bit 13      the size's bit length is written, and bits 8-11 say nothing
+HYBRIDEP_BOTH uint16_t table_entry(int symbol, int length) {
+    const int gap_bits = symbol < 16 ? 0 : (symbol - 13) / 3;
+    const int size_bits = symbol < 16 ? symbol : (symbol - 13) % 3;
+    const int has_gap = gap_bits > 0, has_length = has_gap && size_bits == 2;
+    return static_cast<uint16_t>(length | (gap_bits - has_gap) << 4 | size_bits << 8 | has_gap << 12 | has_length << 13);
+}
 
 // lengths from codes at data [bytes]; *used becomes the bytes that they take.
 HYBRIDEP_BOTH Damage read_codes(const uint8_t* data, int64_t bytes, uint8_t (*lengths)[kSymbols], int* used_bytes) {
@@ -255,35 +264,32 @@ HYBRIDEP_BOTH void fill_table(const uint8_t* lengths, uint16_t* table, int first
 
 // What follows the code word of a token.
 struct Token {
+    uint32_t bits;
+    uint8_t num_bits;
     uint8_t code;  // the class whose code it is in
     uint8_t symbol;
-    uint8_t num_bits;
-    uint32_t bits;
 };
 
-// `move` is how far the weight moves, modulo 2^16; 0: the token ends its block.
+// `move` is how far the weight moves, modulo 2^16; the token that ends a block has none.  No branches: they would be
+// taken at random.
+template <bool kIsEnd>
 HYBRIDEP_BOTH Token make_token(int code, uint32_t gap, uint16_t move) {
-    const bool is_down = move >> 15 != 0;
-    const uint32_t size = move == 0 ? 1 : is_down ? 65536u - move : move;
+    const uint32_t is_down = kIsEnd ? 0 : move >> 15;
+    const uint32_t size = kIsEnd ? 1 : ((move ^ (0u - is_down)) + is_down) & 0xffff;
     const int gap_bits = bit_length(gap), size_bits = bit_length(size);
-    const int symbol = gap_bits == 0 ? size_bits - 1 : 13 + 3 * gap_bits + (size_bits < 3 ? size_bits : 3) - 1;
-    uint32_t bits = 0;
-    int num_bits = 0;
-    if (gap_bits > 1) {
-        num_bits = gap_bits - 1;
-        bits = gap & ((1u << num_bits) - 1);
-    }
-    if (gap_bits > 0 && size_bits >= 3) {
-        bits = bits << 4 | static_cast<uint32_t>(size_bits - 1);
-        num_bits += 4;
-    }
+    const int has_gap = gap != 0, has_length = has_gap & (size_bits >= 3);
+    const int symbol_of_none = size_bits - 1, symbol_of_some = 12 + 3 * gap_bits + (size_bits < 3 ? size_bits : 3);
+    const int symbol = has_gap ? symbol_of_some : symbol_of_none;
+    int num_bits = gap_bits - has_gap;
+    uint32_t bits = gap & ((1u << num_bits) - 1);
+    bits = bits << (4 * has_length) | (static_cast<uint32_t>(size_bits - 1) & (0u - static_cast<uint32_t>(has_length)));
     bits = bits << (size_bits - 1) | (size & ((1u << (size_bits - 1)) - 1));
-    num_bits += size_bits - 1;
-    if (move != 0) {
-        bits = bits << 1 | static_cast<uint32_t>(is_down);
+    num_bits += 4 * has_length + size_bits - 1;
+    if (!kIsEnd) {
+        bits = bits << 1 | is_down;
         ++num_bits;
     }
-    return {static_cast<uint8_t>(code), static_cast<uint8_t>(symbol), static_cast<uint8_t>(num_bits), bits};
+    return {bits, static_cast<uint8_t>(num_bits), static_cast<uint8_t>(code), static_cast<uint8_t>(symbol)};
 }
 
 // The weights of a block: which are in each class, and which have changed.
@@ -298,24 +304,26 @@ HYBRIDEP_BOTH void for_each_token(const Masks& masks, const uint16_t* values, co
                                   Body&& body) {
     int start = 0, passed = 0, code = 0;  // weights that tokens, and that the loop has passed, in order of class
     for (int c = 0; c < kClasses; ++c) {
+        const uint64_t* in_class = masks.in_class + c * kWords;
         const int begin = passed;
+        bool is_first = true;
         for (int word = 0; word < kWords; ++word) {
-            const uint64_t members = masks.in_class[c * kWords + word];
-            uint64_t found = members & masks.changed[word];
-            if (members != 0 && passed == begin && start == begin) code = c;
-            for (; found != 0; found &= found - 1) {
-                const int bit = first_bit(found);
-                const int rank = passed + count_bits(members & ((uint64_t{1} << bit) - 1));
-                const int place = word * 64 + bit;
+            const uint64_t members = in_class[word];
+            for (uint64_t found = members & masks.changed[word]; found != 0; found &= found - 1) {
+                const int rank = passed + count_bits(members & ((found & (0 - found)) - 1));
+                const int place = word * 64 + first_bit(found);
                 const auto move = static_cast<uint16_t>(place_in_order(values[place]) - place_in_order(old[place]));
-                body(make_token(code, static_cast<uint32_t>(rank - start), move));
+                if (is_first && start == begin) code = c;
+                body(make_token<false>(code, static_cast<uint32_t>(rank - start), move));
                 start = rank + 1;
                 code = c;
+                is_first = false;
             }
             passed += count_bits(members);
         }
+        if (is_first && start == begin && passed > begin) code = c;
     }
-    if (start < count) body(make_token(code, static_cast<uint32_t>(count - start), 0));
+    if (start < count) body(make_token<true>(code, static_cast<uint32_t>(count - start), 0));
 }
 
 // --- Decoding -------------------------------------------------------------------------------------------------------
@@ -353,44 +361,37 @@ HYBRIDEP_BOTH Damage decode_tokens(const Masks& masks, const uint8_t* data, int6
     while (passed < count) {
         while (left == 0) left = words[++word];  // there is one, since not all were passed
         uint64_t bits = reader.peek();
-        const uint16_t entry = tables[(word / kWords) * kCodeTable + static_cast<int>(bits >> (64 - kMaxCodeBits))];
+        const uint32_t entry = tables[(word / kWords) * kCodeTable + static_cast<int>(bits >> (64 - kMaxCodeBits))];
         if (entry == 0) return Damage::kUnusedWord;
-        const int symbol = entry >> 4;
-        int used = entry & 15;
-        bits <<= used;
-        const int gap_bits = symbol < 16 ? 0 : (symbol - 13) / 3;
-        int size_bits = symbol < 16 ? symbol + 1 : (symbol - 13) % 3 + 1;
-        int gap = 0;
-        if (gap_bits > 0) {
-            // Shifted twice, as a word cannot be shifted by all its bits.
-            gap = 1 << (gap_bits - 1) | static_cast<int>(bits >> 1 >> (64 - gap_bits));
-            bits <<= gap_bits - 1;
-            used += gap_bits - 1;
-        }
+        const int length = entry & 15, gap_bits = entry >> 4 & 15;
+        int size_bits = entry >> 8 & 15, used = length + gap_bits;
+        bits <<= length;
+        // Shifted twice, since a word cannot be shifted by all its bits.
+        int gap = static_cast<int>((entry >> 12 & 1) << gap_bits | static_cast<uint32_t>(bits >> 1 >> (63 - gap_bits)));
+        bits <<= gap_bits;
         if (gap >= count - passed) {
-            if (gap > count - passed || size_bits > 1) return Damage::kOutOfBlock;
+            if (gap > count - passed || size_bits > 0) return Damage::kOutOfBlock;
             reader.at += used;
             break;
         }
-        passed += gap + 1;
-        for (int here = count_bits(left); gap >= here; here = count_bits(left)) {
-            gap -= here;
-            left = words[++word];  // exists, since fewer than the weights that are left are passed
-        }
-        const uint64_t bit = select_bit(left, gap);
-        left &= ~(bit | (bit - 1));
-        if (gap_bits > 0 && size_bits == 3) {
-            size_bits = static_cast<int>(bits >> 60) + 1;
-            if (size_bits < 3) return Damage::kSizeForm;
+        if ((entry >> 13 & 1) != 0) {
+            size_bits = static_cast<int>(bits >> 60);
+            if (size_bits < 2) return Damage::kSizeForm;
             bits <<= 4;
             used += 4;
         }
-        const auto size = static_cast<uint32_t>(1 << (size_bits - 1)) | static_cast<uint32_t>(bits >> 1 >> (64 - size_bits));
-        bits <<= size_bits - 1;
-        reader.at += used + size_bits;
+        const uint32_t size = 1u << size_bits | static_cast<uint32_t>(bits >> 1 >> (63 - size_bits));
+        const uint32_t sign = 0u - static_cast<uint32_t>(bits << size_bits >> 63);
+        reader.at += used + size_bits + 1;
+        passed += gap + 1;
+        for (int here = count_bits(left); gap >= here; here = count_bits(left)) {
+            gap -= here;
+            left = words[++word];  // there is one, since fewer are passed than are left
+        }
+        const uint64_t bit = select_bit(left, gap);
+        left &= ~(bit | (bit - 1));
         uint16_t& weight = weights[word % kWords * 64 + first_bit(bit)];
-        const uint32_t moved = bits >> 63 != 0 ? 0u - size : size;
-        weight = place_in_order(static_cast<uint16_t>(place_in_order(weight) + moved));
+        weight = place_in_order(static_cast<uint16_t>(place_in_order(weight) + ((size ^ sign) - sign)));
     }
     const int64_t padding = 8 * bytes - reader.at;
     if (padding < 0 || padding > 7) return Damage::kBlockLength;

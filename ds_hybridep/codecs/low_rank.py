@@ -69,9 +69,9 @@ class LowRank(Codec):
 
     wanted_ratio: float | None = None
     rank: int | None = None
-    factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int8"
+    factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int4"
     weighting: Literal["none", "rms"] = "none"
-    iterations: int = 1
+    iterations: int = 2
     refresh_interval: int = 64
     fallback: Codec = Blockwise(bits=4)
     rest: Codec | None = None

@@ -14,8 +14,8 @@ from ds_hybridep.plan.summary import describe, ds_config_block, verdict
 
 DESCRIPTION = """\
 Predicts the step time of every plan for a model on a cluster and says which to use, or that something else is better.
-Nothing is run and no GPU is needed. Give the cluster as --ds-config, as --cluster or as --dcs with --wan, and the
-model as --model.
+Nothing is run and no GPU is needed. Give the cluster as --cluster or as --dcs with --wan, and the model as
+--model.
 """
 EXAMPLE = """\
 example:
@@ -45,8 +45,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(answer_json(question, plan), indent=2))
         return 0
     print(describe(question, plan))
-    if args.ds_config is not None:
-        print(_compare_with_config(plan, asking.read_ds_config(args.ds_config)))
     codecs = [codec for level in plan.best.layout.codecs for codec in (level.weight, level.gradient)]
     assumed = dict.fromkeys(codec.name for codec in codecs if codec != IDENTITY)
     if assumed:
@@ -70,13 +68,3 @@ def answer_json(question: Question, plan: Plan) -> dict[str, Any]:
         },
         "ds_config": ds_config_block(question, plan),
     }
-
-
-def _compare_with_config(plan: Plan, config: asking.DsConfig) -> str:
-    block = config.block
-    for candidate in () if block.is_planned else (plan.best, *plan.others):
-        is_transient = block.replicas == "transient" and candidate.layout.domain_size > 1
-        if (candidate.layout.domain_sizes, candidate.layout.is_transient) == (block.domain_sizes, is_transient):
-            sizes = ",".join(map(str, block.domain_sizes))
-            return f"The ds_config has [{sizes}]: {candidate.step_s:.4g} s a step, {candidate.reason}."
-    return 'The ds_config has no domain sizes that can be compared, or leaves some to the job ("auto").'

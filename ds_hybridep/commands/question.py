@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `plan` and `simulate` are asked: cluster, model, training and machines, from arguments and a ds_config."""
+"""What `plan` and `simulate` are asked: cluster, model, training and machines."""
 
 import argparse
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ds_hybridep.config import HybridEPConfig, parse_config
+from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError, PlanError
 from ds_hybridep.lab.topology import parse_duration
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.layout import CodecCost, ExpertGroup, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.layout import IDENTITY, CodecCost, ExpertGroup, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.models import read_model_file, ready_names
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.row_format import RowFormat, token_codec
@@ -53,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--ds-config", type=Path, metavar="FILE", help="a ds_config.json; its hybridep.levels count")
     cluster.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster file, with a list of levels")
     cluster.add_argument("--dcs", metavar="DCxGPUS", help="datacentres x GPUs in each, such as 2x8")
     cluster.add_argument("--wan", metavar="RATE", help="of each datacentre's uplink, such as 10gbps")
@@ -69,9 +66,9 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{names}, a Hugging Face config.json, or a file with layers, hidden, ffn, experts, top_k",
     )
     model.add_argument("--tokens", type=_positive, metavar="N", help=f"per micro-step; default {DEFAULT_TOKENS}")
-    model.add_argument("--seq-len", type=_positive, metavar="N", help="of a sequence; counts attention scores")
-    model.add_argument("--accumulation", type=_positive, metavar="N", help="micro-steps in an optimizer step")
-    model.add_argument("--zero-stage", type=int, choices=(0, 1, 2))
+    model.add_argument("--seq-len", type=_positive, default=0, metavar="N", help="of a sequence, for attention scores")
+    model.add_argument("--accumulation", type=_positive, default=1, metavar="N", help="micro-steps in a step")
+    model.add_argument("--zero-stage", type=int, choices=(0, 1, 2), default=1)
     model.add_argument("--dtype", choices=sorted(DTYPE_BYTES), help="of parameters and rows; default bf16")
     model.add_argument("--checkpointing", action="store_true", help="activations are recomputed in the backward")
     model.add_argument("--capacity-factor", type=float, default=1.0, help="of DeepSpeed's gate, for comparison")
@@ -87,50 +84,33 @@ def _positive(text: str) -> int:
     return number
 
 
-@dataclass(frozen=True)
-class DsConfig:
-    """What a ds_config.json says about the job; None where it does not, or says "auto"."""
-
-    block: HybridEPConfig = HybridEPConfig(enabled=False)
-    micro_batch: int | None = None
-    accumulation: int | None = None
-    zero_stage: int | None = None
-    dtype: str | None = None
-    is_strided: bool = False
-
-
 def read_question(args: argparse.Namespace) -> Question:
-    """What the command line asks; arguments win over the ds_config."""
-    config = DsConfig() if args.ds_config is None else read_ds_config(args.ds_config)
+    """What the command line asks.  Raises ConfigError or PlanError that name an argument."""
     content = read_model_file(args.model)
     model = model_from_mapping(content, Path(args.model).stem if "/" in args.model else args.model)
-    workload = read_workload(args, config, content, model)
+    workload = read_workload(args, content, model)
     if not (args.tflops > 0 and 0 < args.mfu <= 1):
         raise ConfigError(f"--tflops and --mfu: got {args.tflops:g} and {args.mfu:g}, wanted > 0, and > 0 to 1")
     if args.strided and args.ep_size is None:
         raise ConfigError("--strided: needs --ep-size; without it both kinds of groups are tried")
-    is_strided = args.strided or config.is_strided
-    cluster = read_cluster(args, config)
+    cluster = read_cluster(args)
+    token = token_codec(args.token_codec, model.hidden, workload.param_bytes)
     return Question(
         cluster=cluster,
         workload=workload,
         rates=Rates(flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap),
         sync=SyncModel(algorithm=args.sync),
-        groups=() if args.ep_size is None else (ExpertGroup(args.ep_size, is_strided),),
+        groups=() if args.ep_size is None else (ExpertGroup(args.ep_size, args.strided),),
         codecs=(LevelCodecs(), *(read_codec(text) for text in args.what_if_codec)),
-        token_codecs=tuple(
-            token_codec(row_format, model.hidden, workload.param_bytes)
-            for row_format in read_row_formats(args, config, cluster)
-        ),
+        token_codecs=(token, *[IDENTITY] * (len(cluster.levels) - 1)),
         memory_bytes=None if args.memory is None else args.memory * GIGA,
-        is_transient=config.block.replicas == "transient",
     )
 
 
-def read_cluster(args: argparse.Namespace, config: DsConfig) -> Cluster:
+def read_cluster(args: argparse.Namespace) -> Cluster:
     """The cluster that was given, with the links of --wan and the others.  Raises ConfigError unless there is one."""
-    if args.dcs is not None and args.cluster is not None:
-        raise ConfigError("--dcs, --cluster: got both, wanted one of them")
+    if (args.dcs is None) == (args.cluster is None):
+        raise ConfigError("--dcs, --cluster: give one of them, as in --dcs 2x8 --wan 10gbps or --cluster FILE")
     if args.dcs is not None:
         match = re.fullmatch(r"\s*([1-9]\d{0,5})\s*[xX]\s*([1-9]\d{0,5})\s*", args.dcs)
         if match is None:
@@ -138,16 +118,9 @@ def read_cluster(args: argparse.Namespace, config: DsConfig) -> Cluster:
         if args.wan is None:
             raise ConfigError("--wan: missing; --dcs needs the rate of a datacentre's uplink, such as 10gbps")
         cluster = Cluster((Level("dc", int(match[1])), Level("gpu", int(match[2]))))
-    elif args.cluster is not None:
+    else:
         # Switched off, its sizes need not fit a world size.
         cluster = parse_config({"enabled": False, "levels": str(args.cluster)}, world_size=0).cluster()
-    elif config.block.levels:
-        cluster = config.block.cluster()
-    else:
-        raise ConfigError(
-            "--dcs: missing; give the cluster as --dcs 2x8 --wan 10gbps, as --cluster FILE, or as hybridep.levels in "
-            "--ds-config FILE"
-        )
     for level, rate, delay, prefix in ((0, args.wan, args.delay, ""), (-1, args.lan, args.lan_delay, "lan-")):
         bits_per_s = None if rate is None else parse_bits_per_s(rate, "--lan" if prefix else "--wan")
         cluster = cluster.with_link(
@@ -156,19 +129,6 @@ def read_cluster(args: argparse.Namespace, config: DsConfig) -> Cluster:
             latency_s=None if delay is None else parse_duration(delay, f"--{prefix}delay"),
         )
     return cluster
-
-
-def read_row_formats(args: argparse.Namespace, config: DsConfig, cluster: Cluster) -> tuple[RowFormat | None, ...]:
-    """Of token rows over each level, as in the ds_config; --token-codec says that of the slow one."""
-    formats = tuple(level.row_format for level in config.block.levels)
-    if len(formats) != len(cluster.levels):
-        if any(formats):
-            raise ConfigError(
-                f"hybridep.levels has token codecs for {len(formats)} levels, but the cluster given beside it has "
-                f"{len(cluster.levels)}; give as many levels, or take token_codec out of the ds_config"
-            )
-        formats = (None,) * len(cluster.levels)
-    return formats if args.token_codec is None else (args.token_codec, *formats[1:])
 
 
 def parse_bits_per_s(text: str, argument: str) -> float:
@@ -180,19 +140,11 @@ def parse_bits_per_s(text: str, argument: str) -> float:
     return float(match[1]) * BITS_PER_UNIT[unit]
 
 
-def read_workload(args: argparse.Namespace, config: DsConfig, content: Mapping[str, Any], model: MoEModel) -> Workload:
-    """One training step: from the arguments, else from the ds_config, else from the model file, else by default."""
-    seq_len = args.seq_len or 0
-    if args.tokens is not None:
-        tokens = args.tokens
-    elif config.micro_batch is not None and seq_len:
-        tokens = config.micro_batch * seq_len
-    else:
-        tokens = int(content.get("tokens", DEFAULT_TOKENS))
-    dtype = args.dtype or config.dtype or str(content.get("dtype", "bf16"))
+def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: MoEModel) -> Workload:
+    """One training step: from the arguments, else from the model file, else by default."""
+    dtype = args.dtype or str(content.get("dtype", "bf16"))
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype: got '{dtype}', wanted one of {', '.join(DTYPE_BYTES)}")
-    zero_stage = args.zero_stage if args.zero_stage is not None else config.zero_stage
     trained_per_expert = trained_dense = None
     if args.lora_rank is not None:
         # Three matrices between hidden and ffn, each with two adapters; and four of hidden x hidden in attention.
@@ -201,12 +153,12 @@ def read_workload(args: argparse.Namespace, config: DsConfig, content: Mapping[s
         trained_dense = model.num_moe_layers * 4 * 2 * args.lora_rank * model.hidden
     return Workload(
         model=model,
-        tokens_per_rank=tokens,
-        micro_steps=args.accumulation or config.accumulation or 1,
+        tokens_per_rank=args.tokens or int(content.get("tokens", DEFAULT_TOKENS)),
+        micro_steps=args.accumulation,
         param_bytes=DTYPE_BYTES[dtype],
-        zero_stage=1 if zero_stage is None else zero_stage,
+        zero_stage=args.zero_stage,
         is_checkpointed=args.checkpointing,
-        seq_len=seq_len,
+        seq_len=args.seq_len,
         capacity_factor=args.capacity_factor,
         trainable_expert_params=trained_per_expert,
         trainable_dense_params=trained_dense,
@@ -223,30 +175,3 @@ def read_codec(text: str) -> LevelCodecs:
     except (ValueError, PlanError) as error:
         raise ConfigError(f"--what-if-codec: got '{text}', wanted NAME=RATIO, as in low_rank=25") from error
     return LevelCodecs(weight=codec, gradient=codec)
-
-
-def read_ds_config(path: Path) -> DsConfig:
-    """What a ds_config.json says.  Raises ConfigError where it cannot be read, or its block is wrong."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--ds-config: {path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"--ds-config: {path} holds a {type(content).__name__}, wanted an object")
-    # Switched off, the block's sizes need not fit a world size.
-    block = {**content.get("hybridep", {}), "enabled": False}
-    zero = content.get("zero_optimization")
-    sections = ((name, content.get(name)) for name in ("bf16", "fp16"))
-    dtypes = [name for name, section in sections if isinstance(section, Mapping) and section.get("enabled") is True]
-    return DsConfig(
-        block=parse_config(block, world_size=0, base_dir=path.parent),
-        micro_batch=_count(content.get("train_micro_batch_size_per_gpu")),
-        accumulation=_count(content.get("gradient_accumulation_steps")),
-        zero_stage=zero.get("stage", 0) if isinstance(zero, Mapping) else 0,
-        dtype=next(iter(dtypes), "fp32"),
-        is_strided=bool(content.get("use_data_before_expert_parallelism", False)),
-    )
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -16,7 +16,6 @@ from ds_hybridep.errors import ConfigError
 from ds_hybridep.integration import autoep, dense, facts, supported
 from ds_hybridep.integration.attachment import Attachment, boundary_of, loss_scale_of
 from ds_hybridep.integration.runtime import prepare_runtime
-from ds_hybridep.sync.feedback import no_scale
 from ds_hybridep.transport.agreement import announcing_failure
 from ds_hybridep.transport.job import is_initialized, world_size
 from ds_hybridep.transport.trace import record_trace
@@ -24,14 +23,13 @@ from ds_hybridep.transport.trace import record_trace
 BLOCK = "hybridep"
 
 
-def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfig | None = None) -> None:
+def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None) -> None:
     """Take over the MoE layers; all ranks must call.  Not needed where ds_config has a "hybridep" block.
 
     With `"enabled": false` in the block nothing happens, and `stats` and `detach` say that nothing is attached.
 
     Args:
-        engine_or_model: a DeepSpeed engine; or a model whose MoE layers have their expert-parallel groups, trained
-            without an engine: then every backward returns gradients, and `refresh` must follow every optimizer step.
+        engine: what `deepspeed.initialize` returned first.
         config: the block's content; by default that of the engine's ds_config.
 
     Raises:
@@ -39,20 +37,21 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         UnsupportedError: a version or feature of DeepSpeed that was not tested with hybridep is in use.
         AgreementError: ranks differ, or one failed or did not come.
     """
-    engine: Any = engine_or_model
+    if not hasattr(engine, "_take_model_step"):
+        raise ConfigError(
+            f"attach got a {type(engine).__name__}; give it the engine that deepspeed.initialize returns"
+        )
     if "_hybridep_attachment" in engine.__dict__:
         raise ConfigError("hybridep is attached to this engine already; call ds_hybridep.detach(engine) first")
-    is_engine = hasattr(engine, "_take_model_step")
     with announcing_failure():
         supported.check_version()
         checked = _checked_config(engine, config)
         if not checked.enabled:
             return
-        layers = facts.find_layers(engine.module if is_engine else engine)
+        layers = facts.find_layers(engine.module)
         sample = next(next(iter(layers.values())).experts.parameters())
-        checked = supported.resolve(engine, checked, sample, is_engine=is_engine)
-        refuse = supported.refuse_engine if is_engine else supported.refuse_without_engine
-        refuse(engine, checked, layers)
+        checked = supported.resolve(engine, checked, sample)
+        supported.refuse_engine(engine, checked, layers)
         specs = [facts.spec_of(name, layer) for name, layer in layers.items()]
         supported.refuse_devices(specs)
     planner, start = None, checked
@@ -73,12 +72,12 @@ def attach(engine_or_model: nn.Module, config: Mapping[str, Any] | HybridEPConfi
         prepare_runtime,
         specs=specs,
         sync_groups=sync_groups,
-        is_boundary=boundary_of(engine) if is_engine else lambda: True,
+        is_boundary=boundary_of(engine),
         master_of=facts.master_of,
-        loss_scale=partial(loss_scale_of, engine) if is_engine else no_scale,
+        loss_scale=partial(loss_scale_of, engine),
     )
     try:
-        attachment = Attachment(engine, prepare, start, layers, planner, is_engine=is_engine)
+        attachment = Attachment(engine, prepare, start, layers, planner)
     except Exception:
         if planner is not None:
             planner.close()
@@ -157,9 +156,8 @@ def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> Non
             )
         if [level.size for level in checked.levels] != [level.size for level in attachment.runtime.config.levels]:
             raise ConfigError("replan takes the same levels as before, slowest first; only their settings may differ")
-        checked = supported.resolve(engine, checked, attachment.runtime.sample, is_engine=attachment.is_engine)
-        refuse = supported.refuse_engine if attachment.is_engine else supported.refuse_without_engine
-        refuse(engine, checked, attachment.layers)
+        checked = supported.resolve(engine, checked, attachment.runtime.sample)
+        supported.refuse_engine(engine, checked, attachment.layers)
     attachment.switch(checked, "by hand")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed on one engine (or model) while it is attached: around its step, gradients, checkpoints and end."""
+"""What is changed on one engine while it is attached: around its step, gradients, checkpoints and end."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -26,7 +26,7 @@ _attached: list["Attachment"] = []
 
 
 class Attachment:
-    """Connects one engine, or model without one, to its runtime; AgreementError where a rank could not make its own.
+    """Connects one engine to its runtime; AgreementError where a rank could not make its own.
 
     prepare: checks given settings and returns what makes their runtime; all ranks must call.
     planner: chooses other settings while the job runs; None where all are given.
@@ -39,13 +39,10 @@ class Attachment:
         config: HybridEPConfig,
         layers: Mapping[str, Any],
         planner: JobPlanner | None,
-        *,
-        is_engine: bool,
     ) -> None:
         self.engine = engine
         self.layers = dict(layers)
         self.planner = planner
-        self.is_engine = is_engine
         self.last_report: dict[str, Any] | None = None
         self._prepare = prepare
         self._patches, self._plan_patches = Patches(), Patches()
@@ -67,19 +64,18 @@ class Attachment:
         if self.planner is not None:
             for layer, watch in zip(self.layers.values(), self.planner.watches, strict=True):
                 patches.keep(MODULE, "forward_pre_hook", layer.register_forward_pre_hook(watch).remove)
-        if self.is_engine:
-            for method, replacement in (
-                ("_configure_optimizer", self._configure_optimizer),
-                ("_take_model_step", self._take_model_step),
-                ("zero_grad", partial(self._zero_grad, by_optimizer=False)),
-                ("save_checkpoint", partial(checkpoints.save, self)),
-                ("load_checkpoint", partial(checkpoints.load, self)),
-                ("destroy", self._destroy),
-                ("compile", partial(_refuse, "compile")),
-                ("coalesce_grad_reduction", partial(_refuse, "coalesce_grad_reduction")),
-            ):
-                patches.wrap(ENGINE, method, self.engine, replacement)
-            patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
+        for method, replacement in (
+            ("_configure_optimizer", self._configure_optimizer),
+            ("_take_model_step", self._take_model_step),
+            ("zero_grad", partial(self._zero_grad, by_optimizer=False)),
+            ("save_checkpoint", partial(checkpoints.save, self)),
+            ("load_checkpoint", partial(checkpoints.load, self)),
+            ("destroy", self._destroy),
+            ("compile", partial(_refuse, "compile")),
+            ("coalesce_grad_reduction", partial(_refuse, "coalesce_grad_reduction")),
+        ):
+            patches.wrap(ENGINE, method, self.engine, replacement)
+        patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
         self._bind_runtime()
 
     def _bind_runtime(self) -> None:
@@ -93,9 +89,8 @@ class Attachment:
             for module in modules:
                 handle = module.register_load_state_dict_post_hook(hook)
                 patches.keep(MODULE, "load_state_dict_post_hook", handle.remove)
-            if self.is_engine:
-                notice = self.engine.module.register_forward_pre_hook(_noticing(self))
-                patches.keep(MODULE, "forward_pre_hook", notice.remove)
+            notice = self.engine.module.register_forward_pre_hook(_noticing(self))
+            patches.keep(MODULE, "forward_pre_hook", notice.remove)
         if self.runtime.syncs:
             self._dense = DenseSync(self.engine, self.runtime.syncs, patches, boundary_of(self.engine))
         self._watch_optimizer()
@@ -137,7 +132,7 @@ class Attachment:
 
     def ship_partitioned(self) -> None:
         """Under ZeRO-3 ship weights now: in a forward it fetches ahead what it knows to come next."""
-        if self.is_engine and self.engine.zero_optimization_stage() == 3 and self.runtime.migration is not None:
+        if self.engine.zero_optimization_stage() == 3 and self.runtime.migration is not None:
             self.runtime.migration.refresh_stale()
 
     # -- the optimizer and its step ---------------------------------------------------------------------------------
@@ -148,7 +143,7 @@ class Attachment:
 
     def _watch_optimizer(self) -> None:
         """DeepSpeed makes the optimizer after we attach."""
-        optimizer = getattr(self.engine, "optimizer", None) if self.is_engine else None
+        optimizer = getattr(self.engine, "optimizer", None)
         if not hasattr(optimizer, "zero_grad"):
             return
         if self._optimizer is None:
@@ -259,7 +254,7 @@ def _wrap_zero_grad_of_module(original: Callable[..., Any]) -> Callable[..., Non
         original(module, *args, **kwargs)
         cleared = {id(parameter) for parameter in module.parameters()} if _attached else set()
         for attachment in _attached:
-            owned = attachment.owned_in_grad() if attachment.is_engine else []
+            owned = attachment.owned_in_grad()
             if owned and all(id(parameter) in cleared for parameter in owned):
                 attachment.clear_gradients()
 

@@ -122,9 +122,7 @@ class HybridRuntime:
             self.migration.clear_gradients(is_undone=is_undone)
 
     def refresh(self) -> None:
-        """Ship all experts' weights again and wait for them; without an engine this ends an optimizer step."""
-        self._changes.keep()
-        self._undelivered.deliver()
+        """Ship all experts' weights again and wait for them."""
         if self.migration is not None:
             self.migration.refresh()
 

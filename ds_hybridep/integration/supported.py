@@ -14,7 +14,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
 from ds_hybridep.config import HybridEPConfig
-from ds_hybridep.config_codecs import IDENTITY, PATCH
+from ds_hybridep.config_codecs import PATCH
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.integration import dense
@@ -76,7 +76,7 @@ def _warn_once(message: str) -> None:
     log_dist(f"hybridep: {message}", ranks=[0], level=logging.WARNING)
 
 
-def resolve(engine: Any, config: HybridEPConfig, sample: Tensor, *, is_engine: bool) -> HybridEPConfig:
+def resolve(engine: Any, config: HybridEPConfig, sample: Tensor) -> HybridEPConfig:
     """The settings with what only the engine tells: the codecs that are recommended, and who sums dense gradients.
 
     sample: a parameter of an expert.
@@ -93,8 +93,6 @@ def resolve(engine: Any, config: HybridEPConfig, sample: Tensor, *, is_engine: b
                 )
     if config.dense_sync is not None:
         return config
-    if not is_engine:
-        return config.model_copy(update={"dense_sync": "deepspeed"})
     try:
         dense.refuse_unsupported(engine)
     except UnsupportedError as error:
@@ -165,26 +163,6 @@ def _refuse_partitioned(engine: Any, config: HybridEPConfig, layers: Mapping[str
             f"zero_optimization.leaf_module makes one piece of {inside[:1] or 'modules'} under ZeRO stage 3, but "
             f"gradients of experts come back after their module's backward; leave MoE layers out of it, and "
             f"stage3_module_granularity_threshold at 0"
-        )
-
-
-def refuse_without_engine(_model: nn.Module, config: HybridEPConfig, _layers: Mapping[str, nn.Module]) -> None:
-    """Raise UnsupportedError for settings that need a DeepSpeed engine."""
-    if config.is_planned:
-        raise UnsupportedError(
-            'a hybridep setting is "auto", but without a DeepSpeed engine nobody knows the steps to plan for; attach '
-            "to the engine that deepspeed.initialize returns, or write sizes and codecs"
-        )
-    for index, level in enumerate(config.levels):  # weights travel in `refresh`, which ships them as they are
-        if level.domain_size != 1 and level.weight_codec != IDENTITY:
-            raise UnsupportedError(
-                f'hybridep.levels[{index}].weight_codec is "{level.weight_codec.type}", but without a DeepSpeed '
-                f'engine weights are shipped by refresh(), exactly; attach to an engine, or set it to "identity"'
-            )
-    if config.dense_sync == "hierarchical":
-        raise UnsupportedError(
-            'hybridep.dense_sync is "hierarchical", but without a DeepSpeed engine nobody synchronises dense '
-            "gradients; attach to the engine that deepspeed.initialize returns, or leave it out"
         )
 
 

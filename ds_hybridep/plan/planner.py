@@ -119,12 +119,9 @@ def price_all(question: Question) -> Iterator[Candidate]:
             allowed = (question.codecs if size > 1 else question.codecs[:1] for size in domain_sizes)
             for codecs in itertools.product(*allowed):
                 layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=question.with_tokens(codecs))
-                can_be_transient = layout.domain_size > 1 and not layout.is_lossy
-                if not (question.is_transient and can_be_transient):
-                    candidate = _price(question, group, layout)
-                    yield candidate
-                    can_be_transient &= candidate.lacking_bytes > 0
-                if can_be_transient:
+                candidate = _price(question, group, layout)
+                yield candidate
+                if candidate.lacking_bytes and layout.domain_size > 1 and not layout.is_lossy:
                     yield _price_transient(question, group, layout)
 
 

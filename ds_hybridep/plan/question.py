@@ -20,7 +20,6 @@ class Question:
 
     codecs: encodings to consider at each level where experts travel; identity alone loses nothing.
     token_codecs: of rows on their way to experts, one for each level; empty: none. What is compared with has none.
-    is_transient: replicas are transient, as settings say; else only where others do not fit.
     """
 
     cluster: Cluster
@@ -32,7 +31,6 @@ class Question:
     token_codecs: tuple[CodecCost, ...] = ()
     depths: tuple[int, ...] = DEFAULT_DEPTHS
     memory_bytes: float | None = None  # of one rank, without activations; None: not limited
-    is_transient: bool = False
 
     def with_tokens(self, codecs: Sequence[LevelCodecs]) -> tuple[LevelCodecs, ...]:
         """Encodings of experts at each level, with those of tokens."""

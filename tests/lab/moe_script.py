@@ -23,6 +23,17 @@ HIDDEN, TOKENS = 256, 1024
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+class Residual(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x.square().mean()
+
+
 def main():
     num_steps, *domain_sizes = (int(text) for text in sys.argv[1:])
     deepspeed.init_distributed("gloo")
@@ -33,23 +44,17 @@ def levels_after(num_steps, domain_size):
     torch.manual_seed(dist.get_rank())
     expert = nn.Sequential(nn.Linear(HIDDEN, 2 * HIDDEN), nn.GELU(), nn.Linear(2 * HIDDEN, HIDDEN))
     layers = [MoE(HIDDEN, expert, num_experts=4, ep_size=4, k=2, use_rts=False) for _ in range(2)]
-    model = nn.ModuleList(layers)
     for layer in layers:
-        layer.set_deepspeed_parallelism()
+        layer.deepspeed_moe.gate.requires_grad_(False)  # so that DeepSpeed has no gradient to sum
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
+    engine, *_ = deepspeed.initialize(model=Residual(layers), config=config)
     levels = [{"name": "dc", "size": 2, "domain_size": domain_size}, {"name": "gpu", "size": 2, "domain_size": 1}]
-    ds_hybridep.attach(model, {"levels": levels, "advanced": {"verify_interval": 0}, "report_interval": 0})
+    ds_hybridep.attach(engine, {"levels": levels, "advanced": {"verify_interval": 0}, "report_interval": 0})
     for _ in range(num_steps):
-        x = torch.randn(TOKENS, HIDDEN)
-        for layer in layers:
-            x = x + layer(x)[0]
-        model.zero_grad()
-        x.square().mean().backward()
-        with torch.no_grad():  # by hand: the first optimizer of a process imports torch._dynamo, for two seconds
-            for parameter in model.parameters():
-                parameter -= 0.01 * parameter.grad
-        ds_hybridep.refresh(model)
+        engine.backward(engine(torch.randn(TOKENS, HIDDEN)))
+        engine.step()
     dist.barrier()
-    return ds_hybridep.stats(model)["levels"]
+    return ds_hybridep.stats(engine)["levels"]
 
 
 if __name__ == "__main__":
