@@ -170,6 +170,6 @@ def recommended_codecs(itemsize: int) -> CodecSet:
     low_rank = LowRankConfig(type="low_rank", ratio=50.0)
     balanced = low_rank.model_copy(update={"factors": "log4", "weighting": "rms"})
     weight = PATCH if itemsize == 2 else low_rank
-    # Dense gradients have less low rank in them, those of embeddings above all, and the loss suffers from what is left.
+    # Dense gradients, those of embeddings above all, have less low rank in them.
     finer = balanced.model_copy(update={"rest": BlockwiseConfig(type="int2", block=64)})
     return CodecSet(weight, balanced, weight, finer)

@@ -15,5 +15,14 @@ from ds_hybridep.codecs.packet import HEADER_BYTES, non_finite
 from ds_hybridep.codecs.patch import Patch
 from ds_hybridep.codecs.registry import make_codec, make_weight_codec
 
-__all__ = ["HEADER_BYTES", "Codec", "CodecState", "PacketOrder", "Patch", "make_codec",
-           "make_weight_codec", "non_finite", "sequence_of"]
+__all__ = [
+    "HEADER_BYTES",
+    "Codec",
+    "CodecState",
+    "PacketOrder",
+    "Patch",
+    "make_codec",
+    "make_weight_codec",
+    "non_finite",
+    "sequence_of",
+]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_hybridep.codecs import make_codec, make_weight_codec
 from ds_hybridep.config import HybridEPConfig
-from ds_hybridep.config_codecs import IDENTITY, CodecConfig
+from ds_hybridep.config_codecs import IDENTITY
 from ds_hybridep.experts.codec_checkpoint import OwnedExperts
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
 from ds_hybridep.experts.layout import lay_out

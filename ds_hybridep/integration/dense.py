@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets DeepSpeed's own sums of gradients and gathers of parameters travel level by level.
 
-These are the dense parameters, which all ranks hold, and experts that several expert-parallel groups hold.  DeepSpeed's
+These are the dense parameters, which all ranks hold, and experts that several groups hold.  DeepSpeed's
 code is not replaced: its scaling, data types and buckets stay as they are.  What changes is the process groups that it
 calls torch with, on one engine and its optimizer.
 """

@@ -55,7 +55,9 @@ class HybridRuntime:
         # Channels are made here, in the same order on all ranks, and before memory is taken.
         of_dense = replace(encoding_of(config, is_dense=True), loss_scale=encoding.loss_scale)
         self.syncs = {
-            name: GroupSync(transport, ranks, name, of_dense if name == DENSE else encoding, self._changes, self.sample.device)
+            name: GroupSync(
+                transport, ranks, name, of_dense if name == DENSE else encoding, self._changes, self.sample.device
+            )
             for name, ranks in sync_groups.items()
         }
         ours = [layer for layer in planned if layer.exchange is not None]
@@ -175,7 +177,8 @@ class HybridRuntime:
     def plan(self) -> str:
         """What lossy codecs' state depends on, in one form: levels, domains, codecs and layers."""
         levels = [
-            [level.size, level.domain_size, *(codec.spec for codec in level.all_codecs)] for level in self.config.levels
+            [level.size, level.domain_size, *(codec.spec for codec in level.all_codecs)]
+            for level in self.config.levels
         ]
         layers, synchronised = [layer.canonical() for layer in self._planned], sorted(self.syncs)
         return json.dumps({"levels": levels, "layers": layers, "synchronised": synchronised}, sort_keys=True)

@@ -87,7 +87,7 @@ def resolve(engine: Any, config: HybridEPConfig, sample: Tensor) -> HybridEPConf
         for key in ("weight_codec", "dense_weight_codec"):
             if getattr(level, key) == PATCH and sample.element_size() != 2:
                 raise UnsupportedError(
-                    f'hybridep.levels[{index}].{key} is "patch", which needs parameters of 16 bits, but the experts are '
+                    f'hybridep.levels[{index}].{key} is "patch", which needs parameters of 16 bits, but experts are '
                     f'{sample.dtype}; switch on bf16 or fp16, or choose another codec, for example "recommended" as '
                     f"hybridep.levels[{index}].codecs"
                 )

@@ -3,7 +3,8 @@
 
 A flat buffer is cut into one slot per rank of the group.  To sum, ranks first trade slots inside the fast level, each
 adding up what is meant for its own column of the next slower level; what is left to cross the slow link is one sum per
-child and slot.  A gather goes the same way back.  Two DCs of two GPUs, slots a b c d of ranks 0 1 2 3, `+` a sum of two:
+child and slot.  A gather goes the same way back.  Two DCs of two GPUs, slots a b c d of ranks 0 1 2 3, `+` for half of
+a sum:
 
     rank             0          1          2          3
     start         a b c d    a b c d    a b c d    a b c d
@@ -24,10 +25,10 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.sync.buffers import Buffer, HeldSum, ParameterCodecs
 from ds_hybridep.sync.counters import CodecCounters
 from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges
 from ds_hybridep.sync.flat import Span, cut, even_bounds, hash_of, parts_of, split, whole
-from ds_hybridep.sync.buffers import Buffer, HeldSum, ParameterCodecs
 from ds_hybridep.sync.mirrors import is_patched
 from ds_hybridep.sync.residuals import Residuals
 from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
@@ -132,9 +133,7 @@ class GroupSync:
         slots, sums = self._reduce(buffer, values, is_last=True)
         self._give_to_all(buffer, slots, sums)
 
-    def reduce_to_owners(
-        self, flat: Tensor, slices: Sequence[tuple[int, Span]], *, is_last: bool = True
-    ) -> None:
+    def reduce_to_owners(self, flat: Tensor, slices: Sequence[tuple[int, Span]], *, is_last: bool = True) -> None:
         """Replace the slices of a contiguous tensor that are this rank's by their sums; the others stay as they are.
 
         Args:
@@ -164,7 +163,9 @@ class GroupSync:
     @property
     def is_encoded(self) -> bool:
         """True where a level that the group crosses has a codec."""
-        return any(self.encoding.gradient_codecs[level] is not None for level in self._levels) or self.encodes_parameters
+        return (
+            any(self.encoding.gradient_codecs[level] is not None for level in self._levels) or self.encodes_parameters
+        )
 
     @property
     def feedbacks(self) -> list[Feedback]:
@@ -289,8 +290,9 @@ class GroupSync:
         by_slot = [by_index[self._slot_of_index.index(slot)] for slot in range(self.num_slots)]
         key = f"parameters {output.dtype} {hash_of(by_slot)}"
         if key not in self.parameters:
-            feedback = Feedback([parts_of(slot) for slot in by_slot], (None,) * len(codecs), output.device,
-                                self.residuals.changes)
+            feedback = Feedback(
+                [parts_of(slot) for slot in by_slot], (None,) * len(codecs), output.device, self.residuals.changes
+            )
             self.parameters[key] = ParameterCodecs(
                 feedback, codecs, self._levels, self.level_to, self.own_slot, output.dtype
             )

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense parameters, and experts that several groups hold, over levels that encode: bits, losses, bytes, resumption."""
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+from parity import Case, levels_of
+from process_pool import ProcessPool
+from test_engine import engine_of, train
+from toy_model import ToyConfig
+
+import ds_hybridep
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+STEPS = 4
+COPIES = ToyConfig(ep_size=2)  # two groups hold each expert
+BF16 = {"dtype": "bf16", "toy": ToyConfig(routing="by_token")}
+
+
+def world4(*domain_sizes: int, **options: Any) -> Case:
+    return Case(levels=levels_of((2, 2), domain_sizes), dense_sync="hierarchical", **options)
+
+
+def over_slow_level(case: Case, **codecs: Any) -> dict[str, Any]:
+    """Settings of the block with these codecs over the first level."""
+    first, *others = case.ds_config(with_block=True)["hybridep"]["levels"]
+    return {"levels": [{**first, **codecs}, *others], "advanced": {"verify_interval": 1}}
+
+
+def digest(engine: Any) -> str:
+    """Of all parameters, bit by bit."""
+    found = hashlib.sha256()
+    for parameter in engine.module.parameters():
+        found.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def dense_digest(engine: Any) -> str:
+    found = hashlib.sha256()
+    for name, parameter in engine.module.named_parameters():
+        if "experts" not in name:
+            found.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def train_encoded(case: Case, codecs: dict[str, Any], config: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
+    with engine_of(case, with_block=True, hybridep=over_slow_level(case, **codecs), **config) as engine:
+        losses = train(engine, case, 0, steps)
+        sent = ds_hybridep.stats(engine)["levels"][0]["sent_bytes"]
+        return {"losses": losses, "digest": digest(engine), "dense": dense_digest(engine), "sent": sent}
+
+
+def settings_of(stage: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of a case, and ds_config: "0", "1" and "2" are stages, "1 fp32" adds gradients up in fp32."""
+    accumulates = {"data_types": {"grad_accum_dtype": "fp32"}} if "fp32" in stage else {}
+    return {"zero_stage": int(stage[0])}, accumulates
+
+
+# -- exact: patches ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "1 fp32"])
+def test_patches_train_bit_for_bit_as_exact_weights(pool4: ProcessPool, stage: str) -> None:
+    options, config = settings_of(stage)
+    for toy in (BF16["toy"], ToyConfig(routing="by_token", ep_size=2)):
+        sizes = (1, 2) if toy.ep_size == 2 else (2, 1)
+        case = world4(*sizes, dtype="bf16", accumulation=2, **{**options, "toy": toy})
+        exact = pool4.run(train_encoded, case=case, codecs={}, config=config)
+        patched = pool4.run(train_encoded, case=case, codecs={"weight_codec": "patch"}, config=config)
+        for one, other in zip(exact, patched, strict=True):
+            assert one["losses"] == other["losses"]
+            assert one["digest"] == other["digest"]
+            assert other["sent"]["dense"] < one["sent"]["dense"]
+
+
+# -- lossy ------------------------------------------------------------------------------------------------------
+
+LOSSY = {"weight_codec": "int8", "gradient_codec": "int8"}
+
+
+@pytest.mark.parametrize("stage", ["0", "1", "2"])
+@pytest.mark.parametrize("ep_size", [4, 2])
+def test_lossy_levels_keep_all_ranks_bit_equal(pool4: ProcessPool, stage: str, ep_size: int) -> None:
+    options, config = settings_of(stage)
+    case = world4(1, 2, toy=ToyConfig(ep_size=ep_size), accumulation=2, gradient_clipping=0.5, **options)
+    exact = pool4.run(train_encoded, case=case, codecs={}, config=config)
+    lossy = pool4.run(train_encoded, case=case, codecs=LOSSY, config=config)
+    assert len({one["dense"] for one in lossy}) == 1
+    if ep_size == 2:  # ranks 0 and 2, and 1 and 3, hold the same experts
+        assert lossy[0]["digest"] == lossy[2]["digest"]
+        assert lossy[1]["digest"] == lossy[3]["digest"]
+    for one, other in zip(exact, lossy, strict=True):
+        assert other["losses"] == pytest.approx(one["losses"], rel=0.02)
+        assert other["losses"] != one["losses"]
+    assert sum(one["sent"]["dense"] for one in lossy) < 0.45 * sum(one["sent"]["dense"] for one in exact)
+
+
+def test_lossy_gradients_with_an_optimizer_that_adds_up_in_fp32(pool4: ProcessPool) -> None:
+    options, config = settings_of("1 fp32")
+    case = world4(2, 1, **{**BF16, **options})
+    codecs = {"weight_codec": "patch", "gradient_codec": "int8"}
+    lossy = pool4.run(train_encoded, case=case, codecs=codecs, config=config)
+    exact = pool4.run(train_encoded, case=case, codecs={}, config=config)
+    assert len({one["dense"] for one in lossy}) == 1
+    for one, other in zip(exact, lossy, strict=True):
+        assert other["losses"] == pytest.approx(one["losses"], rel=0.03)
+
+
+# -- checkpoints and other plans --------------------------------------------------------------------------------
+
+
+def save_and_resume(case: Case, codecs: dict[str, Any], folder: str) -> dict[str, Any]:
+    block = over_slow_level(case, **codecs)
+    with engine_of(case, with_block=True, hybridep=block) as engine:
+        straight = train(engine, case, 0, 2)
+        engine.save_checkpoint(folder, tag="two")
+        straight += train(engine, case, 2, 2)
+        found = digest(engine)
+    with engine_of(case, with_block=True, hybridep=block) as engine:
+        engine.load_checkpoint(folder, tag="two")
+        resumed = train(engine, case, 2, 2)
+        return {"straight": straight, "resumed": resumed, "digests": (found, digest(engine))}
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), pytest.param(1, "bf16", marks=pytest.mark.slow)]
+)
+def test_resume_is_bit_equal(pool4: ProcessPool, stage: int, dtype: str, tmp_path: Any) -> None:
+    toy = ToyConfig(routing="by_token", ep_size=2)
+    case = world4(1, 1, zero_stage=stage, dtype=dtype, toy=toy)
+    codecs = {"codecs": "recommended"} if dtype == "bf16" else LOSSY
+    for one in pool4.run(save_and_resume, case=case, codecs=codecs, folder=str(tmp_path)):
+        assert one["resumed"] == one["straight"][2:]
+        assert one["digests"][0] == one["digests"][1]
+
+
+def residuals(engine: Any) -> dict[str, float]:
+    """Sum over this rank's residuals of each dense parameter, waiting ones included."""
+    from ds_hybridep.sync.residuals import undelivered
+
+    total: dict[str, float] = {}
+    sync = engine.__dict__["_hybridep_attachment"].runtime.syncs["dense parameters"]
+    for one in undelivered(sync.capture()):
+        total[one.name] = total.get(one.name, 0.0) + float(one.values.double().sum())
+    return total
+
+
+def change_plan(case: Case) -> list[dict[str, float]]:
+    """Residuals before a change of codecs, right after it, and after an exact step."""
+    with engine_of(case, with_block=True, hybridep=over_slow_level(case, gradient_codec="int4")) as engine:
+        train(engine, case, 0, 2)
+        found = [residuals(engine)]
+        block = {**case.ds_config(with_block=True)["hybridep"]}
+        ds_hybridep.replan(engine, block)
+        found.append(residuals(engine))
+        train(engine, case, 2, 1)
+        return [*found, residuals(engine)]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_another_plan_delivers_what_was_kept_back(pool4: ProcessPool, stage: int) -> None:
+    for before, after, later in pool4.run(change_plan, case=world4(1, 1, zero_stage=stage)):
+        assert any(before.values())
+        assert after == pytest.approx({name: value for name, value in before.items() if value}, rel=1e-6, abs=1e-9)
+        assert later == {}
+
+
+def skip_a_step(case: Case) -> dict[str, Any]:
+    """Residuals before and after a step that overflows on one rank, and after the next one."""
+    config = {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "hysteresis": 1}}
+    block = over_slow_level(case, codecs="recommended")
+    with engine_of(case, with_block=True, hybridep=block, bf16={"enabled": False}, **config) as engine:
+        train(engine, case, 0, 2)
+        before, weights = residuals(engine), digest(engine)
+        skipped = engine.skipped_steps
+        handle = None
+        if torch.distributed.get_rank() == 1:
+            parameter = next(p for name, p in engine.module.named_parameters() if "experts" not in name)
+            handle = parameter.register_hook(lambda gradient: gradient * float("inf"))
+        train(engine, case, 2, 1)
+        if handle is not None:
+            handle.remove()
+        after = residuals(engine)
+        found = {"skipped": engine.skipped_steps - skipped, "same": before == after, "kept": digest(engine) == weights}
+        losses = train(engine, case, 3, 2)
+        return {**found, "finite": all(map(torch.isfinite, map(torch.tensor, losses))), "dense": dense_digest(engine)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_skipped_step_leaves_no_trace(pool4: ProcessPool, stage: int) -> None:
+    case = world4(1, 1, zero_stage=stage, toy=ToyConfig(routing="by_token"))
+    results = pool4.run(skip_a_step, case=case)
+    assert len({one.pop("dense") for one in results}) == 1
+    for one in results:
+        assert one == {"skipped": 1, "same": True, "kept": True, "finite": True}
