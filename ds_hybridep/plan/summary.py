@@ -14,7 +14,6 @@ GIGA = 1e9
 BITS_PER_BYTE = 8
 MS_PER_S = 1e3
 MAX_ROWS = 8  # of plans that lost, in a table
-STEPS_COUNTED = 1000
 
 
 def level_settings(level: Level) -> dict[str, Any]:
@@ -112,7 +111,7 @@ def describe(question: Question, plan: Plan) -> str:
         _plan_table(plan),
         f"Seconds of {plan.best.label}: {', '.join(shown)}",
         "\n".join(verdict(question, plan)),
-        "\n".join([*_break_even(question), *_describe_costs(question, plan)]),
+        *_break_even(question),
     ]
     return "\n\n".join(sections)
 
@@ -184,17 +183,6 @@ def _break_even(question: Question) -> list[str]:
     return [
         f"In bytes over {question.cluster.levels[0].name}, moving experts beats moving tokens from {ours:.4g} tokens "
         f"per GPU and micro-step on against a de-duplicated exchange, from {padded:.4g} on against padded all-to-alls."
-    ]
-
-
-def _describe_costs(question: Question, plan: Plan) -> list[str]:
-    outermost, memory = question.cluster.levels[0], plan.best.memory
-    uplinks = outermost.size if outermost.size > 1 else 0
-    total_gb = plan.best.prediction.level_bytes(0) * uplinks * STEPS_COUNTED / GIGA
-    return [
-        f"Over {outermost.name} in {STEPS_COUNTED} steps, all uplinks together: {total_gb:,.0f} GB.",
-        f"Memory per GPU without activations: {memory.total_bytes / GIGA:.1f} GB, of it "
-        f"{memory.replica_bytes / GIGA:.1f} for working copies of experts and their gradient sums.",
     ]
 
 

@@ -53,11 +53,13 @@ def together(timeout_s: float, give_up: Callable[[], None]) -> Iterator[None]:
     reason = None
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         give_up()
         reason = f"{type(error).__name__}: {error}"
         if not isinstance(error, CommunicationError):  # which mostly comes of another rank's failure
             _announce(reason)
+            if not isinstance(error, Exception):
+                raise
             raise AgreementError(f"rank {dist.get_rank()} cannot start: {reason}") from error
     try:
         agree({} if reason is None else {"error": reason}, timeout_s)
