@@ -30,16 +30,8 @@ from sleep_model import SleepModel
 
 AUX_LOSS_WEIGHT = train_lm.AUX_LOSS_WEIGHT
 POLL_S = 0.002
-CODECS = {
-    "": "identity",
-    " int8": "int8",
-    " low rank 7 int4": {"type": "low_rank", "rank": 7, "factors": "int4", "iterations": 2},
-}
-# docs/codecs.md, "Which to take": of weights and of gradients.
-RECOMMENDED = (
-    {"type": "low_rank", "rank": 7, "factors": "int4", "iterations": 2, "fallback": "int2"},
-    {"type": "low_rank", "rank": 7, "factors": "log4", "weighting": "rms", "iterations": 2},
-)
+AUTO_LEVEL = {"weight_codec": "auto", "gradient_codec": "auto"}
+AUTO_CODECS = ({"type": "low_rank", "ratio": 50}, "int8")
 ANSWER_LIMIT_S = 60.0
 
 
@@ -50,8 +42,8 @@ class Plan:
     name: str
     ep_size: int
     domain_sizes: tuple[Any, ...] | None = None
-    dense_sync: str = "deepspeed"
-    codec: Any = "identity"  # of weights and gradients between the DCs; a pair where they differ
+    codecs: Any = None  # between the DCs: "recommended", or settings of the level
+    dense_sync: str | None = None  # None: by level
     token_exchange: str = "auto"
     token_codec: str = "identity"  # between the DCs; others run where --plans names them
     auto_codecs: tuple[Any, ...] = ()
@@ -108,35 +100,28 @@ class Driver:
 def plans_of(sizes: tuple[int, ...]) -> list[Plan]:
     """Baselines and plans for `sizes` = (DCs, GPUs per DC)."""
     dcs, gpus = sizes
+    world = dcs * gpus
+    by_deepspeed = Plan("hybridep [1,1], dense sums by DeepSpeed", world, (1, 1), dense_sync="deepspeed")
+    by_level = Plan("hybridep [1,1]", world, (1, 1))
     plans = [
-        Plan("deepspeed, flat EP", dcs * gpus),
+        Plan("deepspeed, flat EP", world),
         Plan("deepspeed, EP inside the DC", gpus),
-        Plan("hybridep [1,1]", dcs * gpus, (1, 1)),
-        Plan("hybridep [1,1], hierarchical dense", dcs * gpus, (1, 1), "hierarchical"),
-        Plan("hybridep, hierarchical dense only", dcs * gpus, (1, 1), "hierarchical", token_exchange="deepspeed"),
+        by_deepspeed,
+        by_level,
+        replace(by_level, name="hybridep, only sums by level", token_exchange="deepspeed"),
     ]
-    by_level = plans[3]
     plans += [
         replace(by_level, name=f"{by_level.name}, tokens {codec}", token_codec=codec) for codec in ("int8", "fp8")
     ]
-    plans += [Plan(f"hybridep [{size},1]", dcs * gpus, (size, 1)) for size in range(2, dcs + 1) if dcs % size == 0]
-    for codec, spec in CODECS.items():
-        name = f"hybridep [{dcs},1]{codec}, hierarchical dense"
-        plans.append(Plan(name, dcs * gpus, (dcs, 1), "hierarchical", spec))
-    name = f"hybridep [{dcs},1] recommended codecs, hierarchical dense"
-    plans.append(Plan(name, dcs * gpus, (dcs, 1), "hierarchical", RECOMMENDED))
-    autos = [
-        Plan("hybridep auto", dcs * gpus, ("auto", "auto"), "auto"),
-        Plan(
-            "hybridep auto, codecs allowed",
-            dcs * gpus,
-            ("auto", "auto"),
-            "auto",
-            "auto",
-            auto_codecs=tuple(spec for spec in CODECS.values() if spec != "identity"),
-        ),
+    plans += [Plan(f"hybridep [{size},1]", world, (size, 1)) for size in range(2, dcs + 1) if dcs % size == 0]
+    plans += [
+        Plan(f"hybridep [{dcs},1] recommended", world, (dcs, 1), "recommended"),
+        Plan("hybridep, EP inside the DC", gpus, (1, 1)),
+        Plan("hybridep, EP inside the DC, recommended", gpus, (1, 1), "recommended"),
+        Plan("hybridep auto", world, ("auto", "auto")),
+        Plan("hybridep auto, codecs allowed", world, ("auto", "auto"), AUTO_LEVEL, auto_codecs=AUTO_CODECS),
     ]
-    return [*plans, *autos, Plan("deepspeed, flat EP again", dcs * gpus)]
+    return [*plans, Plan("deepspeed, flat EP again", world)]
 
 
 def plans_of_hf(sizes: tuple[int, ...]) -> list[Plan]:
@@ -145,13 +130,13 @@ def plans_of_hf(sizes: tuple[int, ...]) -> list[Plan]:
     world = dcs * gpus
     flat, inside = Plan("deepspeed, flat EP", world), Plan("deepspeed, EP inside the DC", gpus)
     ours = Plan(f"hybridep [{dcs},1]", world, (dcs, 1))
-    by_level = replace(ours, name=f"{ours.name}, hierarchical dense", dense_sync="hierarchical")
-    lossy = replace(by_level, name=f"{ours.name} recommended codecs, hierarchical dense", codec=RECOMMENDED)
+    lossy = replace(ours, name=f"{ours.name} recommended", codecs="recommended")
+    ours_inside = Plan("hybridep, EP inside the DC, recommended", gpus, (1, 1), "recommended")
     again = replace(flat, name=f"{flat.name} again")
-    return [flat, inside, ours, by_level, lossy, again] + [
+    return [flat, inside, ours, lossy, ours_inside, again] + [
         replace(plan, name=f"{adapters}: {plan.name}", adapters=adapters)
         for adapters in ("attention", "attention and experts")
-        for plan in (flat, inside, ours, by_level, again)
+        for plan in (flat, inside, ours, again)
     ]
 
 
@@ -171,13 +156,14 @@ def block_of(args: argparse.Namespace, plan: Plan, sizes: tuple[int, ...]) -> di
         {"name": name, "size": size, "domain_size": domain_size}
         for name, size, domain_size in zip(("dc", "gpu"), sizes, domain_sizes, strict=True)
     ]
-    weight_codec, gradient_codec = plan.codec if isinstance(plan.codec, tuple) else (plan.codec, plan.codec)
-    levels[0].update(weight_codec=weight_codec, gradient_codec=gradient_codec, token_codec=plan.token_codec)
+    codecs = {"codecs": plan.codecs} if plan.codecs == "recommended" else plan.codecs or {}
+    levels[0].update(codecs, token_codec=plan.token_codec)
+    block = {} if plan.dense_sync is None else {"dense_sync": plan.dense_sync}
     return {
+        **block,
         "levels": levels,
         "report_interval": 0,
         "advanced": {"verify_interval": 0, "prefetch_depth": args.prefetch_depth},
-        "dense_sync": plan.dense_sync,
         "token_exchange": plan.token_exchange,
         "auto_codecs": list(plan.auto_codecs),
     }
@@ -192,8 +178,10 @@ def build(args: argparse.Namespace, plan: Plan, accumulation: int, sizes: tuple[
         "steps_per_print": 1_000_000_000,
         # DeepSpeed's ZeRO 1 and 2 refuse a model with MoE layers and no trainable expert.
         "zero_optimization": {"stage": 0 if plan.adapters == "attention" else args.zero_stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "torch_adam": True}},
     }
+    if args.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
     if args.model == "qwen3_moe":
         import hf_model
 
@@ -335,6 +323,8 @@ def main() -> None:
     for name, default in (("hidden", 64), ("layers", 4), ("experts", 8), ("top-k", 2), ("seq-len", 128), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--capacity-factor", type=float, default=1.25)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--zero-stage", type=int, default=1)
     parser.add_argument("--model", choices=("bytes", "qwen3_moe"), default="bytes", help="see hf_model.py")
     parser.add_argument("--compute", choices=("real", "sleep"), default="real", help="see sleep_model.py")
@@ -374,6 +364,7 @@ def main() -> None:
                                 "dcs": args.dcs, "rate": rate, "rows": rows, "accumulation": accumulation,
                                 "tokens_per_rank": rows * args.seq_len, "hidden": args.hidden, "layers": args.layers,
                                 "experts": args.experts, "top_k": args.top_k, "zero_stage": args.zero_stage,
+                                "lr": args.lr, "dtype": args.dtype,
                                 "compute": args.compute, "dense_ms": args.dense_ms, "row_us": args.row_us,
                                 "plan": run.plan.name.removeprefix(f"{run.plan.adapters}: "), "model": args.model,
                                 "adapters": run.plan.adapters,

@@ -83,7 +83,7 @@ class Replicas:
         else:
             self._make_sums()
         # 4. What lossy codecs keep.
-        self.feedback = self._make_feedback(changes)
+        self.feedback = _feedback_of(self, changes)
 
     def _make_sums(self) -> None:
         self.gradient_sums = [
@@ -91,30 +91,6 @@ class Replicas:
             for block, weights in zip(self.blocks, self.weights, strict=True)
         ]
         self.sum_parts = [self._trainable_parts(self.gradient_sums, slot) for slot in range(len(self.domain_ranks))]
-
-    def _make_feedback(self, changes: StepChanges) -> Feedback | None:
-        """None where everything travels as it is, or nothing does but at the start because all is frozen."""
-        levels = [stage.level for stage in self.stages]
-        weights, gradients = self.encoding.weight_codecs, self.encoding.gradient_codecs
-        if not self.parts or not any(weights[level] or gradients[level] for level in levels):
-            return None
-        feedback = Feedback([self.parts] * len(self.domain_ranks), gradients, self.device, changes)
-        for level in levels:
-            codec = weights[level]
-            if isinstance(codec, Patch):
-                known = next(iter(feedback.patches.values()), None)
-                feedback.patches[level] = known or PatchSender(codec, self.values(self.own_slot, trainable_only=True))
-            elif codec is not None:
-                name = feedback.mirror_names[level] = codec.settings()
-                if name not in feedback.mirrors:
-                    feedback.mirrors[name] = Mirror(MessageLayout(codec, self.parts), self.device)
-        for slot in self.replica_slots:
-            codec = weights[self.level_between(self.own_slot, slot)]
-            if isinstance(codec, Patch):
-                feedback.replicas[slot] = PatchReplica(codec, self.values(slot, trainable_only=True))
-            elif codec is not None:
-                feedback.replicas[slot] = Replica(MessageLayout(codec, self.parts), self.weight_parts[slot])
-        return feedback
 
     def level_between(self, slot: int, other: int) -> int:
         """The slowest level between the ranks of two slots."""
@@ -291,3 +267,30 @@ class Replicas:
     def expert_ids(self, slot: int) -> range:
         owner = self.partition.group_ranks.index(self.domain_ranks[slot])
         return range(owner * self.num_local, (owner + 1) * self.num_local)
+
+
+def _feedback_of(replicas: Replicas, changes: StepChanges) -> Feedback | None:
+    """None where everything travels as it is, or nothing does but at the start because all is frozen."""
+    levels = [stage.level for stage in replicas.stages]
+    weights, gradients = replicas.encoding.weight_codecs, replicas.encoding.gradient_codecs
+    if not replicas.parts or not any(weights[level] or gradients[level] for level in levels):
+        return None
+    feedback = Feedback([replicas.parts] * len(replicas.domain_ranks), gradients, replicas.device, changes)
+    for level in levels:
+        codec = weights[level]
+        if isinstance(codec, Patch):
+            known = next(iter(feedback.patches.values()), None)
+            feedback.patches[level] = known or PatchSender(
+                codec, replicas.values(replicas.own_slot, trainable_only=True)
+            )
+        elif codec is not None:
+            name = feedback.mirror_names[level] = codec.settings()
+            if name not in feedback.mirrors:
+                feedback.mirrors[name] = Mirror(MessageLayout(codec, replicas.parts), replicas.device)
+    for slot in replicas.replica_slots:
+        codec = weights[replicas.level_between(replicas.own_slot, slot)]
+        if isinstance(codec, Patch):
+            feedback.replicas[slot] = PatchReplica(codec, replicas.values(slot, trainable_only=True))
+        elif codec is not None:
+            feedback.replicas[slot] = Replica(MessageLayout(codec, replicas.parts), replicas.weight_parts[slot])
+    return feedback

@@ -64,14 +64,10 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
         )
         log_dist(planner.describe(), ranks=[0])
         start = planner.start_config
-
-    def sync_groups(config: HybridEPConfig) -> Mapping[str, tuple[int, ...]]:
-        return dense.groups_of(engine, config, specs) if config.dense_sync == "hierarchical" else {}
-
     prepare = partial(
         prepare_runtime,
         specs=specs,
-        sync_groups=sync_groups,
+        sync_groups=partial(dense.groups_of, engine, specs),
         is_boundary=boundary_of(engine),
         master_of=facts.master_of,
         loss_scale=partial(loss_scale_of, engine),

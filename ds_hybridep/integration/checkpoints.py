@@ -28,7 +28,7 @@ def save(
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     folder = Path(save_dir) / tag
     # First: DeepSpeed's own last acts are a barrier and the file that names the newest checkpoint.
-    attachment.runtime.save_codecs(folder, engine.global_steps)
+    attachment.runtime.codecs.save(folder, engine.global_steps)
     if adapted := adapted_layers(attachment.layers):
         from ds_hybridep.integration import adapters
 
@@ -48,7 +48,7 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
     # Here all ranks hear of one that failed, whatever each has to load next.
     agree({"is a checkpoint found": loaded[0] is not None}, attachment.runtime.config.timeout_s)
     if loaded[0] is None or not call.arguments["load_optimizer_states"] or call.arguments["load_module_only"]:
-        attachment.runtime.forget_codecs()
+        attachment.runtime.codecs.forget()
     else:
         folder, planner = Path(loaded[0]).parent, attachment.planner
         recalled = planner.recall(folder / PLAN_FILE) if planner is not None else None
@@ -56,7 +56,7 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
             log_dist("hybridep: goes on with the plan of the checkpoint", ranks=[0])
             attachment.runtime.forget_gradients()  # they are of the run that is left, and nothing is handed over
             attachment.switch(recalled, "the plan of the checkpoint")
-        lost = attachment.runtime.load_codecs(folder, engine.global_steps)
+        lost = attachment.runtime.codecs.load(folder, engine.global_steps)
         if lost:
             log_dist(f"hybridep: {lost}", ranks=[0])
     attachment.ship_partitioned()

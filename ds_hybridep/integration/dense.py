@@ -59,11 +59,14 @@ def refuse_unsupported(engine: Any) -> None:
         )
 
 
-def groups_of(engine: Any, config: HybridEPConfig, specs: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
+def groups_of(engine: Any, specs: Sequence[LayerSpec], config: HybridEPConfig) -> dict[str, tuple[int, ...]]:
     """Ranks that hold the same parameters, by name: of dense ones, and of experts with several copies.
 
-    Copies of experts that are no regular part of the levels are left to DeepSpeed.
+    None where DeepSpeed is to synchronise them.  Copies of experts whose ranks are no regular part of the levels are
+    left to it too.
     """
+    if config.dense_sync != "hierarchical":
+        return {}
     found = {DENSE: group_ranks(engine.seq_data_parallel_group)}
     for group in dict.fromkeys(spec.group for spec in specs):
         ranks = group_ranks(_expert_data_parallel_group(group))

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that one attached model has under one plan, driven around the optimizer step."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ds_hybridep.config import HybridEPConfig
-from ds_hybridep.errors import AgreementError
-from ds_hybridep.experts import codec_checkpoint
 from ds_hybridep.experts.layer_spec import LayerSpec
-from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.undelivered import UndeliveredGradients, collect
 from ds_hybridep.experts.verification import verify
 from ds_hybridep.integration.build import Builder, PlannedLayer, describe, encoding_of, plan_layer
+from ds_hybridep.integration.codec_state import CodecState
 from ds_hybridep.integration.dense import DENSE
 from ds_hybridep.integration.statistics import Statistics
 from ds_hybridep.kernels import Kernels, load_kernels
 from ds_hybridep.sync import residuals
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges, no_master, no_scale
+from ds_hybridep.sync.feedback import Encoding, StepChanges, no_master, no_scale
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
@@ -64,6 +60,9 @@ class HybridRuntime:
         builder = Builder(config, transport, kernels, encoding, self._changes, is_boundary)
         self.layers, self.migration = builder.build(ours)
         self.layer_stats: dict[str, LayerStats] = {name: layer.stats for name, layer in self.layers.items()}
+        self.codecs = CodecState(
+            config, transport, planned, self.migration, self._undelivered, self.syncs, self._changes
+        )
         row_bytes = [layer.spec.hidden * layer.spec.sample.element_size() for layer in ours]
         partitions = [layer.partition for layer in ours]
         self.statistics = Statistics(
@@ -150,7 +149,7 @@ class HybridRuntime:
         """
         self.finish()
         kept = {layer: list(parts) for layer, parts in self._undelivered.remove().items()}
-        for replicas in self._replicas:
+        for replicas in self.codecs.replicas:
             if replicas.feedback is not None and replicas.feedback.is_lossy_for_gradients:
                 collected = collect(replicas, self.transport)
                 waiting = kept.get(replicas.layer)
@@ -171,112 +170,12 @@ class HybridRuntime:
             if name in earlier.syncs:
                 sync.residuals.kept = residuals.undelivered(earlier.syncs[name].capture())
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> str:
-        """What lossy codecs' state depends on, in one form: levels, domains, codecs and layers."""
-        levels = [
-            [level.size, level.domain_size, *(codec.spec for codec in level.all_codecs)]
-            for level in self.config.levels
-        ]
-        layers, synchronised = [layer.canonical() for layer in self._planned], sorted(self.syncs)
-        return json.dumps({"levels": levels, "layers": layers, "synchronised": synchronised}, sort_keys=True)
-
-    def save_codecs(self, folder: Path, step: int) -> None:
-        """Write what lossy codecs keep into the folder of a checkpoint; all ranks must call, before it is complete."""
-        saved = None
-        if self.migration is not None:
-            if self._feedbacks:
-                self.migration.refresh_stale()
-            self.migration.finish()  # a run that resumes begins with replicas as new as their owners
-        waiting = self._undelivered.parts
-        synchronised = {name: kept for name, sync in self.syncs.items() if any((kept := sync.capture()).values())}
-        if self._feedbacks or waiting or synchronised:
-            saved = codec_checkpoint.capture(self._replicas, self._owned(), waiting, self.plan, step)
-            saved["synchronised"] = synchronised
-            saved["world_size"] = self.transport.world_size
-        codec_checkpoint.write(folder, self.transport.rank, self.transport.world_size, saved)
-
-    def load_codecs(self, folder: Path, step: int) -> str:
-        """Take over what `save_codecs` wrote; all ranks must call, after weights were loaded.
-
-        Returns:
-            What could not be kept, for the log; empty where all is well.
-
-        Raises:
-            AgreementError: some ranks found the state of this plan and others did not.
-        """
-        self.forget_codecs()
-        files = sorted(folder.glob(codec_checkpoint.PATTERN))
-        if self._feedbacks or any(sync.is_encoded for sync in self.syncs.values()):
-            with announcing_failure():
-                path = codec_checkpoint.file_of(folder, self.transport.rank)
-                saved = codec_checkpoint.read(path) if path in files else None
-            is_same = saved is not None and saved["plan"] == self.plan and saved["step"] == step
-            try:
-                agree({f"state of lossy codecs in {folder.name}": is_same}, self.config.timeout_s)
-            except AgreementError as error:
-                raise AgreementError(
-                    f"{error} (True: its {codec_checkpoint.PATTERN} in {folder} is of this plan and step); all ranks "
-                    f"or none must find theirs: copy the files to all nodes, or remove them to begin without what "
-                    f"codecs kept"
-                ) from error
-            if saved is not None and is_same:
-                if self.migration is not None:
-                    self.migration.refresh()
-                for name, kept in saved["synchronised"].items():
-                    self.syncs[name].residuals.resume(kept)
-                self._undelivered.take_over(codec_checkpoint.restore(self._replicas, saved))
-                return ""
-        found = codec_checkpoint.undelivered(self._owned(), files, step)
-        self._undelivered.take_over(found)
-        kept = [part for parts in found.values() for part in parts] + self._take_over_residuals(files, step)
-        norm = sum(float(part.double().square().sum()) for part in kept) ** 0.5
-        if not norm:
-            return ""
-        return f"the checkpoint is of another plan: mirrors begin anew, gradients of norm {norm:.3g} are handed over"
-
-    def _take_over_residuals(self, files: Sequence[Path], step: int) -> list[Tensor]:
-        """Add to this rank's next gradients what ranks of the saved job had kept back of dense ones; returns it.
-
-        Each rank takes the files of every `world_size`-th rank.  Experts with several copies begin without.
-        """
-        sync, rank, world_size = self.syncs.get(DENSE), self.transport.rank, self.transport.world_size
-        for path in files if sync is not None else ():
-            saved = codec_checkpoint.read(path)
-            is_mine = codec_checkpoint.rank_of(path) % world_size == rank and saved["step"] == step
-            if sync is not None and is_mine and DENSE in saved["synchronised"]:
-                growth = world_size / saved["world_size"]
-                sync.residuals.kept += residuals.undelivered(saved["synchronised"][DENSE], growth)
-        return [one.values for one in sync.residuals.kept] if sync is not None else []
-
-    def forget_codecs(self) -> None:
-        """Weights were loaded without the optimizer: the next forward ships them, residuals are dropped."""
-        self._undelivered.remove()
-        self._changes.keep()  # nothing of before the load can be undone
-        if self.migration is not None:
-            self.migration.mark_weights_changed()
-        for feedback in self._feedbacks:
-            feedback.forget_gradients()
-        for sync in self.syncs.values():
-            sync.forget_gradients()
+    # -- a load, and what others ask ----------------------------------------------------------------------------
 
     def forget_gradients(self) -> None:
         """What was computed so far is left behind: drop residuals, and sums that did not return to their owners."""
-        self.forget_codecs()
+        self.codecs.forget()
         self.clear_gradients(drops_returned=True)
-
-    @property
-    def _feedbacks(self) -> list[Feedback]:
-        return [replicas.feedback for replicas in self._replicas if replicas.feedback is not None]
-
-    @property
-    def _replicas(self) -> list[Replicas]:
-        return [] if self.migration is None else [layer.replicas for layer in self.migration.layers]
-
-    def _owned(self) -> list[codec_checkpoint.OwnedExperts]:
-        return [layer.owned(self.transport.rank, self.transport.world_size) for layer in self._planned]
 
     # -- what others ask --------------------------------------------------------------------------------------------
 
@@ -292,13 +191,13 @@ class HybridRuntime:
     @property
     def codec_s(self) -> float:
         """Seconds that this rank has spent on encoding and decoding under this plan."""
-        counters = [one.counters for one in self._feedbacks] + [sync.counters for sync in self.syncs.values()]
+        counters = [one.counters for one in self.codecs.feedbacks] + [sync.counters for sync in self.syncs.values()]
         return sum(one.encode_s + one.decode_s for one in counters)
 
     @property
     def undelivered_norm(self) -> float:
         """L2 norm of the gradients that this rank has kept back."""
-        feedbacks = self._feedbacks + [one for sync in self.syncs.values() for one in sync.feedbacks]
+        feedbacks = self.codecs.feedbacks + [one for sync in self.syncs.values() for one in sync.feedbacks]
         encoders = [encoder for feedback in feedbacks for encoder in feedback.encoders.values()]
         return math.sqrt(sum(encoder.squared_residual() for encoder in encoders))
 

@@ -111,6 +111,7 @@ class GroupSync:
         self.residuals = Residuals(changes)
         self.buffers: dict[str, Buffer] = {}  # by what they consist of
         self.parameters: dict[str, ParameterCodecs] = {}  # likewise
+        self._past = CodecCounters()  # of what was forgotten
         self._waiting: dict[str, list[Tensor | None]] = {}  # sums of micro-steps before the last
         self._pipeline = StagePipeline(transport)
         self._purposes = [
@@ -175,15 +176,16 @@ class GroupSync:
     def counters(self) -> CodecCounters:
         """What codecs did."""
         found = [*self.feedbacks, *(codecs.feedback for codecs in self.parameters.values())]
-        totals = [sum(column) for column in zip(*(astuple(one.counters) for one in found), strict=True)]
+        counters = [self._past, *(one.counters for one in found)]
+        totals = [sum(column) for column in zip(*map(astuple, counters), strict=True)]
         return CodecCounters(*totals)
 
-    def forget_gradients(self) -> None:
-        """Drop what codecs have kept back, and sums of micro-steps whose step will not come."""
-        self._waiting.clear()
+    def forget(self) -> None:
+        """Drop all that codecs keep, and sums of micro-steps whose step will not come; all ranks must call."""
+        self._past = self.counters
+        for kept in (self._waiting, self.buffers, self.parameters):
+            kept.clear()
         self.residuals.kept = []
-        for feedback in self.feedbacks:
-            feedback.forget_gradients()
 
     def _buffer(self, operation: str, spans: Sequence[tuple[Span, ...]], like: Tensor) -> Buffer:
         key = f"{operation} {like.dtype} {hash_of(spans)}"

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What codecs keep between steps, of experts and of what data-parallel groups share: saved, loaded and forgotten."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.errors import AgreementError
+from ds_hybridep.experts import codec_checkpoint
+from ds_hybridep.experts.migration import MigrationManager
+from ds_hybridep.experts.replicas import Replicas
+from ds_hybridep.experts.undelivered import UndeliveredGradients
+from ds_hybridep.integration.build import PlannedLayer
+from ds_hybridep.integration.dense import DENSE
+from ds_hybridep.sync import residuals
+from ds_hybridep.sync.dense import GroupSync
+from ds_hybridep.sync.feedback import Feedback, StepChanges
+from ds_hybridep.transport.agreement import agree, announcing_failure
+from ds_hybridep.transport.channels import Transport
+
+
+class CodecState:
+    """What the codecs of one plan keep on this rank."""
+
+    def __init__(
+        self,
+        config: HybridEPConfig,
+        transport: Transport,
+        planned: Sequence[PlannedLayer],
+        migration: MigrationManager | None,
+        undelivered: UndeliveredGradients,
+        syncs: Mapping[str, GroupSync],
+        changes: StepChanges,
+    ) -> None:
+        self._config, self._transport, self._planned = config, transport, planned
+        self._migration, self._undelivered, self._syncs, self._changes = migration, undelivered, syncs, changes
+
+    @property
+    def plan(self) -> str:
+        """What lossy codecs' state depends on, in one form: levels, domains, codecs and layers."""
+        levels = [
+            [level.size, level.domain_size, *(codec.spec for codec in level.all_codecs)]
+            for level in self._config.levels
+        ]
+        layers, synchronised = [layer.canonical() for layer in self._planned], sorted(self._syncs)
+        return json.dumps({"levels": levels, "layers": layers, "synchronised": synchronised}, sort_keys=True)
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write what lossy codecs keep into the folder of a checkpoint; all ranks must call, before it is complete."""
+        saved = None
+        if self._migration is not None:
+            if self.feedbacks:
+                self._migration.refresh_stale()
+            self._migration.finish()  # a run that resumes begins with replicas as new as their owners
+        waiting = self._undelivered.parts
+        synchronised = {name: kept for name, sync in self._syncs.items() if any((kept := sync.capture()).values())}
+        if self.feedbacks or waiting or synchronised:
+            saved = codec_checkpoint.capture(self.replicas, self._owned(), waiting, self.plan, step)
+            saved["synchronised"] = synchronised
+            saved["world_size"] = self._transport.world_size
+        codec_checkpoint.write(folder, self._transport.rank, self._transport.world_size, saved)
+
+    def load(self, folder: Path, step: int) -> str:
+        """Take over what `save` wrote; all ranks must call, after weights were loaded.
+
+        Returns:
+            What could not be kept, for the log; empty where all is well.
+
+        Raises:
+            AgreementError: some ranks found the state of this plan and others did not.
+        """
+        self.forget()
+        files = sorted(folder.glob(codec_checkpoint.PATTERN))
+        if self.feedbacks or any(sync.is_encoded for sync in self._syncs.values()):
+            with announcing_failure():
+                path = codec_checkpoint.file_of(folder, self._transport.rank)
+                saved = codec_checkpoint.read(path) if path in files else None
+            is_same = saved is not None and saved["plan"] == self.plan and saved["step"] == step
+            try:
+                agree({f"state of lossy codecs in {folder.name}": is_same}, self._config.timeout_s)
+            except AgreementError as error:
+                raise AgreementError(
+                    f"{error} (True: its {codec_checkpoint.PATTERN} in {folder} is of this plan and step); all ranks "
+                    f"or none must find theirs: copy the files to all nodes, or remove them to begin without what "
+                    f"codecs kept"
+                ) from error
+            if saved is not None and is_same:
+                if self._migration is not None:
+                    self._migration.refresh()
+                for name, kept in saved["synchronised"].items():
+                    self._syncs[name].residuals.resume(kept)
+                self._undelivered.take_over(codec_checkpoint.restore(self.replicas, saved))
+                return ""
+        found = codec_checkpoint.undelivered(self._owned(), files, step)
+        self._undelivered.take_over(found)
+        kept = [part for parts in found.values() for part in parts] + self._take_over_residuals(files, step)
+        norm = sum(float(part.double().square().sum()) for part in kept) ** 0.5
+        if not norm:
+            return ""
+        return f"the checkpoint is of another plan: mirrors begin anew, gradients of norm {norm:.3g} are handed over"
+
+    def _take_over_residuals(self, files: Sequence[Path], step: int) -> list[Tensor]:
+        """Add to this rank's next gradients what ranks of the saved job had kept back of dense ones; returns it.
+
+        Each rank takes the files of every `world_size`-th rank.  Experts with several copies begin without.
+        """
+        sync, rank, world_size = self._syncs.get(DENSE), self._transport.rank, self._transport.world_size
+        for path in files if sync is not None else ():
+            saved = codec_checkpoint.read(path)
+            is_mine = codec_checkpoint.rank_of(path) % world_size == rank and saved["step"] == step
+            if sync is not None and is_mine and DENSE in saved["synchronised"]:
+                growth = world_size / saved["world_size"]
+                sync.residuals.kept += residuals.undelivered(saved["synchronised"][DENSE], growth)
+        return [one.values for one in sync.residuals.kept] if sync is not None else []
+
+    def forget(self) -> None:
+        """Weights were loaded without the optimizer: the next forward ships them, residuals are dropped."""
+        self._undelivered.remove()
+        self._changes.keep()  # nothing of before the load can be undone
+        if self._migration is not None:
+            self._migration.mark_weights_changed()
+        for feedback in self.feedbacks:
+            feedback.forget_gradients()
+        for sync in self._syncs.values():
+            sync.forget()
+
+    @property
+    def feedbacks(self) -> list[Feedback]:
+        return [replicas.feedback for replicas in self.replicas if replicas.feedback is not None]
+
+    @property
+    def replicas(self) -> list[Replicas]:
+        return [] if self._migration is None else [layer.replicas for layer in self._migration.layers]
+
+    def _owned(self) -> list[codec_checkpoint.OwnedExperts]:
+        return [layer.owned(self._transport.rank, self._transport.world_size) for layer in self._planned]
