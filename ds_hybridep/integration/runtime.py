@@ -117,7 +117,7 @@ class HybridRuntime:
         """
         # The step's own zero_grad comes after they were used.
         is_undone = drops_returned and not self._is_stepping
-        if is_undone:
+        if is_undone and self._changes.notes:
             self._changes.undo()
         if self.migration is not None:
             self.migration.clear_gradients(is_undone=is_undone)
