@@ -181,9 +181,9 @@ class GroupSync:
         return CodecCounters(*totals)
 
     def forget(self) -> None:
-        """Drop all that codecs keep, and sums of micro-steps whose step will not come; all ranks must call."""
+        """Drop all that codecs keep; all ranks must call.  Sums of micro-steps stay, as ZeRO 2 keeps its own."""
         self._past = self.counters
-        for kept in (self._waiting, self.buffers, self.parameters):
+        for kept in (self.buffers, self.parameters):
             kept.clear()
         self.residuals.kept = []
 
