@@ -303,7 +303,8 @@ void divide_by_gram(Address p, Address q, int64_t n, int64_t rank, int64_t rows,
 hybridep::PatchShape to_patch_shape(int64_t n, int mantissa_bits) {
     require_sizes({n});
     if (mantissa_bits != 7 && mantissa_bits != 10) {
-        throw py::value_error("mantissa_bits: got " + std::to_string(mantissa_bits) + ", wanted 7 (bf16) or 10 (fp16)");
+        throw py::value_error("mantissa_bits: got " + std::to_string(mantissa_bits) +
+                              ", wanted 7 (bf16) or 10 (fp16)");
     }
     return {n, mantissa_bits};
 }

@@ -4,6 +4,7 @@
 // hybridep_codecs.h; the layout is told in ds_hybridep/codecs/patch_format.py.
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -92,24 +93,35 @@ bool make_masks(const uint16_t* values, const uint16_t* old, int count, int top,
 
 // --- Checksum -------------------------------------------------------------------------------------------------------
 
-// Of one block: the sum over its weights i of (2 i + 1) times their bits.
-uint32_t sum_of_block(const uint16_t* weights, int count) {
+constexpr std::array<uint32_t, kBlock> kCheckFactors = [] {
+    std::array<uint32_t, kBlock> factors{};
+    for (int i = 0; i < kBlock; ++i) factors[static_cast<size_t>(i)] = check_factor(i);
+    return factors;
+}();
+
+// What the block with this number adds to the checksum.
+uint32_t check_block(const uint16_t* weights, int count, int64_t block) {
     uint32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < count; ++i) {
-        sum += static_cast<uint32_t>(static_cast<int16_t>(weights[i]) * static_cast<int16_t>(2 * i + 1));
+    for (int i = 0; i < count; ++i) sum += weights[i] * kCheckFactors[static_cast<size_t>(i)];
+    return sum * check_factor_of_block(block);
+}
+
+uint32_t check_segment(const uint16_t* weights, int64_t length, int64_t segment) {
+    uint32_t sum = 0;
+    for (int idx = 0; idx < blocks_of(length); ++idx) {
+        sum += check_block(weights + static_cast<int64_t>(idx) * kBlock, block_length(length, idx),
+                           segment * kBlocksPerSegment + idx);
     }
     return sum;
 }
-
-uint32_t weight_of_block(int64_t block) { return static_cast<uint32_t>(2 * block + 1); }
 
 // --- Encoding -------------------------------------------------------------------------------------------------------
 
 // Memory that grows, and is not cleared.
 template <typename T>
 class Buffer {
-   public:
+public:
     // Room for `size` elements, of which the first `kept` stay.
     T* reserve(size_t size, size_t kept) {
         if (size > size_) {
@@ -122,7 +134,7 @@ class Buffer {
     }
     T* get() { return data_.get(); }
 
-   private:
+private:
     std::unique_ptr<T[]> data_;
     size_t size_ = 0;
 };
@@ -133,9 +145,9 @@ struct Encoder {
     Buffer<Token> tokens;
     Buffer<uint8_t> bytes;
     size_t ends[kBlocksPerSegment];  // tokens up to the end of each block
-    uint32_t counts[kClasses][kSymbols];
-    uint8_t lengths[kClasses][kSymbols];
-    uint16_t words[kClasses][kSymbols];
+    uint32_t counts[kCodes];
+    uint8_t lengths[kCodes];
+    uint16_t words[kCodes];
     uint8_t block[kMaxBlockBytes + 8];
 };
 
@@ -155,7 +167,7 @@ int top_exponent(const uint16_t* old, int64_t length, int mantissa_bits) {
 
 // Bits from the most significant on; up to 8 bytes behind the last one are overwritten.
 class BitWriter {
-   public:
+public:
     explicit BitWriter(uint8_t* out) : begin_(out), out_(out) {}
 
     // Up to 56 bits, and no others in `bits`.
@@ -171,7 +183,7 @@ class BitWriter {
 
     int64_t finish() const { return out_ + (filled_ > 0) - begin_; }
 
-   private:
+private:
     uint8_t* begin_;
     uint8_t* out_;
     uint64_t word_ = 0;  // bits that are not in whole bytes yet, at the upper end
@@ -184,9 +196,10 @@ int64_t raw_segment(const uint16_t* values, int64_t length, uint8_t* out) {
     return 1 + 2 * length;
 }
 
-// The tokens of a segment, and how often each symbol occurs.
-void find_tokens(const uint16_t* values, const uint16_t* old, int64_t length, int top, int mantissa_bits,
-                 Encoder& encoder) {
+// The tokens of a segment, and how often each symbol occurs.  Where the compiler makes it part of a parallel region it
+// runs out of registers, and is a third slower.
+[[gnu::noinline]] void find_tokens(const uint16_t* values, const uint16_t* old, int64_t length, int top,
+                                   int mantissa_bits, Encoder& encoder) {
     std::memset(encoder.counts, 0, sizeof(encoder.counts));
     size_t num_tokens = 0;
     for (int idx = 0; idx < blocks_of(length); ++idx) {
@@ -194,10 +207,13 @@ void find_tokens(const uint16_t* values, const uint16_t* old, int64_t length, in
         const int count = block_length(length, idx);
         if (make_masks<true>(values + begin, old + begin, count, top, mantissa_bits, encoder.masks)) {
             Token* tokens = encoder.tokens.reserve(num_tokens + kBlock + 1, num_tokens);
+            Token* to = tokens + num_tokens;
+            uint32_t* counts = encoder.counts;
             for_each_token(encoder.masks, values + begin, old + begin, count, [&](const Token& token) {
-                tokens[num_tokens++] = token;
-                ++encoder.counts[token.code][token.symbol];
+                *to++ = token;
+                ++counts[token.which];
             });
+            num_tokens = static_cast<size_t>(to - tokens);
         }
         encoder.ends[idx] = num_tokens;
     }
@@ -207,9 +223,8 @@ void find_tokens(const uint16_t* values, const uint16_t* old, int64_t length, in
 int64_t write_tokens(size_t first, size_t end, Encoder& encoder) {
     BitWriter writer(encoder.block);
     for (const Token* token = encoder.tokens.get() + first; token < encoder.tokens.get() + end; ++token) {
-        const uint64_t word = encoder.words[token->code][token->symbol];
-        const int length = encoder.lengths[token->code][token->symbol];
-        writer.put(word << token->num_bits | token->bits, length + token->num_bits);
+        const uint64_t word = encoder.words[token->which];
+        writer.put(word << token->num_bits | token->bits, encoder.lengths[token->which] + token->num_bits);
     }
     return writer.finish();
 }
@@ -221,8 +236,8 @@ int64_t encode_segment(const uint16_t* values, const uint16_t* old, int64_t leng
     const int top = top_exponent(old, length, mantissa_bits);
     find_tokens(values, old, length, top, mantissa_bits, encoder);
     for (int code = 0; code < kClasses; ++code) {
-        code_lengths(encoder.counts[code], encoder.lengths[code]);
-        code_words(encoder.lengths[code], encoder.words[code]);
+        code_lengths(encoder.counts + code * kSymbols, encoder.lengths + code * kSymbols);
+        code_words(encoder.lengths + code * kSymbols, encoder.words + code * kSymbols);
     }
     uint8_t* bytes = encoder.bytes.reserve(static_cast<size_t>(kMaxHeadBytes + 2 * kBlocksPerSegment + 2 * length), 0);
     bytes[0] = kCoded;
@@ -280,10 +295,7 @@ void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shap
                                                  first + segment * (1 + 2 * kSegment));
             store32(payload + kLengthBytes * segment, bytes);
             if (bytes > 0) std::memcpy(sent + begin, values + begin, static_cast<size_t>(2 * length));
-            for (int idx = 0; idx < blocks_of(length); ++idx) {
-                const uint32_t sum = sum_of_block(values + begin + idx * kBlock, block_length(length, idx));
-                checksum += weight_of_block(segment * kBlocksPerSegment + idx) * sum;
-            }
+            checksum += check_segment(values + begin, length, segment);
         }
     }
 
@@ -304,7 +316,7 @@ namespace {
 
 struct Decoder {
     Masks masks;
-    uint8_t lengths[kClasses][kSymbols];
+    uint8_t lengths[kCodes];
     uint16_t tables[kClasses * kCodeTable];
 };
 
@@ -340,7 +352,7 @@ Damage decode_segment(const uint8_t* data, int64_t bytes, int64_t length, int ma
     for (int idx = 0; idx < num_blocks; ++idx) left -= load16(block_lengths + 2 * idx);
     if (left != 0) return Damage::kBlockLengths;
     for (int code = 0; code < kClasses; ++code) {
-        fill_table(decoder.lengths[code], decoder.tables + code * kCodeTable, 0, 1);
+        fill_table(decoder.lengths + code * kSymbols, decoder.tables + code * kCodeTable, 0, 1);
     }
     for (int idx = 0; idx < num_blocks; ++idx) {
         const int64_t used = load16(block_lengths + 2 * idx);
@@ -376,10 +388,7 @@ void patch_decode(const uint8_t* payload, int64_t bytes, const PatchShape& shape
             const Damage found = decode_segment(payload + from, offsets[segment + 1] - from, length,
                                                 shape.mantissa_bits, *decoder, weights);
             if (found != Damage::kNone) damage = static_cast<int64_t>(found);
-            for (int idx = 0; idx < blocks_of(length); ++idx) {
-                const uint32_t sum = sum_of_block(weights + idx * kBlock, block_length(length, idx));
-                checksum += weight_of_block(segment * kBlocksPerSegment + idx) * sum;
-            }
+            checksum += check_segment(weights, length, segment);
         }
     }
     results[0] = damage;

@@ -79,11 +79,11 @@ __device__ __forceinline__ bool make_masks(const uint16_t* values, const uint16_
 __device__ __forceinline__ void add_to_checksum(const uint16_t* weights, int count, int64_t block, int64_t* results) {
     uint32_t sum = 0;
     for (int i = lane_idx(); i < count; i += kLanes) {
-        sum += static_cast<uint32_t>(static_cast<int16_t>(weights[i]) * (2 * i + 1));
+        sum += weights[i] * check_factor(i);
     }
     sum = warp_sum(sum);
     // The low half of the result, the other half stays 0.
-    if (lane_idx() == 0) atomicAdd(reinterpret_cast<uint32_t*>(results + 1), sum * static_cast<uint32_t>(2 * block + 1));
+    if (lane_idx() == 0) atomicAdd(reinterpret_cast<uint32_t*>(results + 1), sum * check_factor_of_block(block));
 }
 
 // All lanes: `count` weights to or from bytes at any address.
@@ -118,8 +118,6 @@ struct Plan {
     int64_t* segment_begins;  // [segments]: in the payload
 };
 
-constexpr int kCounts = kClasses * kSymbols;
-
 // A CUDA block per segment.
 __global__ void __launch_bounds__(kSampleBlock)
     find_tops(const uint16_t* __restrict__ old, PatchShape shape, int32_t* __restrict__ tops) {
@@ -147,7 +145,7 @@ struct CountToken {
     uint32_t* counts;
     HYBRIDEP_BOTH void operator()(const Token& token) const {
 #if defined(__CUDA_ARCH__) || defined(HYBRIDEP_EMULATION)
-        atomicAdd(counts + token.code * kSymbols + token.symbol, 1u);  // other warps have the same counts
+        atomicAdd(counts + token.which, 1u);  // other warps have the same counts
 #endif
     }
 };
@@ -156,8 +154,8 @@ struct CountToken {
 __global__ void __launch_bounds__(kPatchBlock)
     count_symbols(const uint16_t* __restrict__ values, const uint16_t* __restrict__ old, PatchShape shape, Plan plan) {
     __shared__ Masks masks[kPatchWarps];
-    __shared__ uint32_t counts[kCounts];
-    for (int i = static_cast<int>(threadIdx.x); i < kCounts; i += kPatchBlock) counts[i] = 0;
+    __shared__ uint32_t counts[kCodes];
+    for (int i = static_cast<int>(threadIdx.x); i < kCodes; i += kPatchBlock) counts[i] = 0;
     __syncthreads();
     const Place place(shape.n);
     Masks& mine = masks[warp_idx()];
@@ -170,15 +168,15 @@ __global__ void __launch_bounds__(kPatchBlock)
         __syncwarp();
     }
     __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < kCounts; i += kPatchBlock) {
-        if (counts[i] != 0) atomicAdd(plan.counts + place.segment * kCounts + i, counts[i]);
+    for (int i = static_cast<int>(threadIdx.x); i < kCodes; i += kPatchBlock) {
+        if (counts[i] != 0) atomicAdd(plan.counts + place.segment * kCodes + i, counts[i]);
     }
 }
 
 // A warp per segment, of which each of the first lanes makes one code.
 __global__ void __launch_bounds__(kLanes) make_codes(Plan plan) {
     if (lane_idx() >= kClasses) return;
-    const int64_t first = blockIdx.x * static_cast<int64_t>(kCounts) + lane_idx() * kSymbols;
+    const int64_t first = blockIdx.x * static_cast<int64_t>(kCodes) + lane_idx() * kSymbols;
     code_lengths(plan.counts + first, plan.lengths + first);
     code_words(plan.lengths + first, plan.words + first);
 }
@@ -187,13 +185,14 @@ struct MeasureToken {
     const uint8_t* lengths;
     uint32_t* num_bits;
     HYBRIDEP_BOTH void operator()(const Token& token) const {
-        *num_bits += lengths[token.code * kSymbols + token.symbol] + uint32_t{token.num_bits};
+        *num_bits += lengths[token.which] + uint32_t{token.num_bits};
     }
 };
 
 // The bytes of each block.
 __global__ void __launch_bounds__(kPatchBlock)
-    measure_tokens(const uint16_t* __restrict__ values, const uint16_t* __restrict__ old, PatchShape shape, Plan plan) {
+    measure_tokens(const uint16_t* __restrict__ values, const uint16_t* __restrict__ old, PatchShape shape,
+                   Plan plan) {
     __shared__ Masks masks[kPatchWarps];
     const Place place(shape.n);
     Masks& mine = masks[warp_idx()];
@@ -204,7 +203,7 @@ __global__ void __launch_bounds__(kPatchBlock)
             make_masks(values + at, old + at, count, plan.tops[place.segment], shape.mantissa_bits, mine);
         if (lane_idx() == 0) {
             uint32_t num_bits = 0;
-            const MeasureToken measure{plan.lengths + place.segment * kCounts, &num_bits};
+            const MeasureToken measure{plan.lengths + place.segment * kCodes, &num_bits};
             if (is_changed) for_each_token(mine, values + at, old + at, count, measure);
             const uint32_t bytes = (num_bits + 7) / 8, raw = static_cast<uint32_t>(2 * count);
             plan.block_bytes[place.segment * kBlocksPerSegment + idx] = bytes < raw ? bytes : raw;
@@ -218,14 +217,13 @@ __global__ void __launch_bounds__(kLanes) place_blocks(PatchShape shape, int64_t
     const int64_t segment = global_thread();
     if (segment >= num_segments) return;
     const int64_t length = segment_length(shape.n, segment);
-    const uint8_t(*lengths)[kSymbols] = reinterpret_cast<const uint8_t(*)[kSymbols]>(plan.lengths + segment * kCounts);
     int64_t total = 0;
     for (int idx = 0; idx < blocks_of(length); ++idx) {
         plan.block_begins[segment * kBlocksPerSegment + idx] = static_cast<uint32_t>(total);
         total += plan.block_bytes[segment * kBlocksPerSegment + idx];
     }
     if (total > 0) {
-        total += 2 + write_codes(lengths, nullptr) + 2 * blocks_of(length);
+        total += 2 + write_codes(plan.lengths + segment * kCodes, nullptr) + 2 * blocks_of(length);
         if (total > 2 * length) total = 1 + 2 * length;
     }
     plan.segment_bytes[segment] = total;
@@ -254,16 +252,16 @@ struct WriteToken {
     int* filled;  // bits that were not written yet, below 8 between calls
 
     HYBRIDEP_BOTH void operator()(const Token& token) const {
-        const int which = token.code * kSymbols + token.symbol;
-        *bits = (*bits << lengths[which] | words[which]) << token.num_bits | token.bits;
-        for (*filled += lengths[which] + token.num_bits; *filled >= 8; *filled -= 8) {
+        const int length = lengths[token.which];
+        *bits = (*bits << length | words[token.which]) << token.num_bits | token.bits;
+        for (*filled += length + token.num_bits; *filled >= 8; *filled -= 8) {
             *(*to)++ = static_cast<uint8_t>(*bits >> (*filled - 8));
         }
     }
 };
 
-__device__ __forceinline__ void write_tokens(const Masks& masks, const uint16_t* values, const uint16_t* old, int count,
-                                             const uint8_t* lengths, const uint16_t* words, uint8_t* to) {
+__device__ __forceinline__ void write_tokens(const Masks& masks, const uint16_t* values, const uint16_t* old,
+                                             int count, const uint8_t* lengths, const uint16_t* words, uint8_t* to) {
     uint64_t bits = 0;
     int filled = 0;
     for_each_token(masks, values, old, count, WriteToken{lengths, words, &to, &bits, &filled});
@@ -278,14 +276,13 @@ __global__ void __launch_bounds__(kPatchBlock)
     const Place place(shape.n);
     const int64_t segment = place.segment, bytes = plan.segment_bytes[segment];
     const bool is_raw = bytes > 2 * place.length;
-    const uint8_t* lengths = plan.lengths + segment * kCounts;
-    const uint16_t* words = plan.words + segment * kCounts;
+    const uint8_t* lengths = plan.lengths + segment * kCodes;
+    const uint16_t* words = plan.words + segment * kCodes;
     uint8_t* out = payload + plan.segment_begins[segment];
     uint8_t* block_lengths = out;
     if (bytes > 0 && !is_raw) {
-        auto by_class = reinterpret_cast<const uint8_t(*)[kSymbols]>(lengths);
         const bool is_first = place.first == 0 && lane_idx() == 0;
-        block_lengths += 2 + write_codes(by_class, is_first ? out + 2 : nullptr);
+        block_lengths += 2 + write_codes(lengths, is_first ? out + 2 : nullptr);
         if (is_first) {
             out[0] = kCoded;
             out[1] = static_cast<uint8_t>(plan.tops[segment]);
@@ -324,14 +321,14 @@ void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shap
                   int64_t* results) {
     const int64_t num_segments = segments_of(shape.n), num_blocks = num_segments * kBlocksPerSegment;
     Scratch<int32_t> tops(num_segments, stream);
-    Scratch<uint32_t> counts(num_segments * kCounts, stream);
-    Scratch<uint8_t> lengths(num_segments * kCounts, stream);
-    Scratch<uint16_t> words(num_segments * kCounts, stream);
+    Scratch<uint32_t> counts(num_segments * kCodes, stream);
+    Scratch<uint8_t> lengths(num_segments * kCodes, stream);
+    Scratch<uint16_t> words(num_segments * kCodes, stream);
     Scratch<uint32_t> block_bytes(num_blocks, stream), block_begins(num_blocks, stream);
     Scratch<int64_t> segment_bytes(num_segments, stream), segment_begins(num_segments, stream);
     const Plan plan{tops.get(),        counts.get(),       lengths.get(),       words.get(),
                     block_bytes.get(), block_begins.get(), segment_bytes.get(), segment_begins.get()};
-    fill_bytes(counts.get(), 0, num_segments * kCounts * static_cast<int64_t>(sizeof(uint32_t)), stream);
+    fill_bytes(counts.get(), 0, num_segments * kCodes * static_cast<int64_t>(sizeof(uint32_t)), stream);
     const Launch by_warp{.grid = num_segments * kGroups, .block = kPatchBlock, .stream = stream};
     launch({.grid = num_segments, .block = kSampleBlock, .stream = stream}, find_tops, sent, shape, tops.get());
     launch(by_warp, count_symbols, values, sent, shape, plan);
@@ -379,7 +376,7 @@ __global__ void find_segments(const uint8_t* __restrict__ payload, int64_t bytes
 
 // One lane: the kind of a segment, its codes, and where its blocks begin.  kSkipped where something is wrong.
 __device__ __forceinline__ Damage read_head(const uint8_t* payload, int64_t begin, int64_t bytes, int64_t length,
-                                            uint8_t (*lengths)[kSymbols], int64_t* block_begins, Kind* kind) {
+                                            uint8_t* lengths, int64_t* block_begins, Kind* kind) {
     *kind = Kind::kSkipped;
     if (bytes == 0) return Damage::kNone;
     const uint8_t* data = payload + begin;
@@ -409,7 +406,7 @@ __device__ __forceinline__ Damage read_head(const uint8_t* payload, int64_t begi
 // A warp per segment.
 __global__ void __launch_bounds__(kLanes)
     read_heads(const uint8_t* __restrict__ payload, PatchShape shape, Found found, int64_t* __restrict__ results) {
-    __shared__ uint8_t lengths[kClasses][kSymbols];
+    __shared__ uint8_t lengths[kCodes];
     __shared__ Kind kind;
     const int64_t segment = blockIdx.x;
     if (lane_idx() == 0) {
@@ -427,7 +424,8 @@ __global__ void __launch_bounds__(kLanes)
     __syncthreads();
     if (kind != Kind::kCoded) return;
     for (int code = 0; code < kClasses; ++code) {
-        fill_table(lengths[code], found.tables + (segment * kClasses + code) * kCodeTable, lane_idx(), kLanes);
+        fill_table(lengths + code * kSymbols, found.tables + (segment * kClasses + code) * kCodeTable, lane_idx(),
+                   kLanes);
     }
 }
 
@@ -486,8 +484,8 @@ void patch_decode(const uint8_t* payload, int64_t bytes, const PatchShape& shape
     const Found found{segment_begins.get(), kinds.get(), block_begins.get(), tables.get()};
     launch({.grid = 1, .block = 1, .stream = stream}, find_segments, payload, bytes, num_segments, found, results);
     launch({.grid = num_segments, .block = kLanes, .stream = stream}, read_heads, payload, shape, found, results);
-    launch({.grid = num_segments * kGroups, .block = kPatchBlock, .stream = stream}, apply_patch, payload, shape, found,
-           held, results);
+    launch({.grid = num_segments * kGroups, .block = kPatchBlock, .stream = stream}, apply_patch, payload, shape,
+           found, held, results);
 }
 
 }  // namespace hybridep

@@ -21,6 +21,7 @@ inline constexpr int kBlocksPerSegment = 256;
 inline constexpr int64_t kSegment = static_cast<int64_t>(kBlock) * kBlocksPerSegment;
 inline constexpr int kClasses = 8;
 inline constexpr int kSymbols = 55;
+inline constexpr int kCodes = kClasses * kSymbols;  // symbols of all classes
 inline constexpr int kMaxCodeBits = 10;
 inline constexpr int kCodeTable = 1 << kMaxCodeBits;
 inline constexpr int kWords = kBlock / 64;  // of a mask
@@ -28,11 +29,11 @@ inline constexpr int kSample = 64;
 inline constexpr int kTopShare = 8;
 inline constexpr int kExponents = 256;
 inline constexpr uint8_t kRaw = 0, kCoded = 1;
-inline constexpr int kMaxTokenBits = 42;                                   // 10 + 12 + 4 + 15 + 1
-inline constexpr int kMaxCodeBytes = 8 + (kSymbols + 1) / 2;               // as written
-inline constexpr int kMaxHeadBytes = 2 + kClasses * kMaxCodeBytes;         // of a segment, before the blocks' lengths
-inline constexpr int kMaxBlockBytes = (kBlock * kMaxTokenBits + 7) / 8;    // before a block is found to be raw
-inline constexpr int kLengthBytes = 4;                                     // of a segment's length
+inline constexpr int kMaxTokenBits = 42;                                 // 10 + 12 + 4 + 15 + 1
+inline constexpr int kMaxCodeBytes = 8 + (kSymbols + 1) / 2;             // as written
+inline constexpr int kMaxHeadBytes = 2 + kClasses * kMaxCodeBytes;       // of a segment, before the blocks' lengths
+inline constexpr int kMaxBlockBytes = (kBlock * kMaxTokenBits + 7) / 8;  // before a block is found to be raw
+inline constexpr int kLengthBytes = 4;                                   // of a segment's length
 
 // What is wrong with a payload.
 enum class Damage : int64_t {
@@ -69,9 +70,15 @@ HYBRIDEP_BOTH int class_of(uint16_t bits, int top, int mantissa_bits) {
 }
 
 // Where the number with these bits stands among all of its type; its own inverse.
-HYBRIDEP_BOTH uint16_t place_in_order(uint16_t bits) {
-    return static_cast<uint16_t>(bits ^ ((bits >> 15) * 0x7fffu));
+HYBRIDEP_BOTH uint16_t place_in_order(uint16_t bits) { return static_cast<uint16_t>(bits ^ ((bits >> 15) * 0x7fffu)); }
+
+// What the bits of the weight at `place` of its block are multiplied by in the checksum.
+HYBRIDEP_BOTH constexpr uint32_t check_factor(int place) {
+    const uint32_t mixed = 0x9e3779b1u * static_cast<uint32_t>(place + 1);
+    return (mixed ^ mixed >> 15) * 0x85ebca77u | 1u;
 }
+
+HYBRIDEP_BOTH constexpr uint32_t check_factor_of_block(int64_t block) { return static_cast<uint32_t>(2 * block + 1); }
 
 HYBRIDEP_BOTH int count_bits(uint64_t x) {
 #ifdef __CUDA_ARCH__
@@ -182,14 +189,14 @@ HYBRIDEP_BOTH void code_words(const uint8_t* lengths, uint16_t* words) {
     }
 }
 
-// Bytes of the codes as they are written; they are written to `out` where that is given.
-HYBRIDEP_BOTH int write_codes(const uint8_t (*lengths)[kSymbols], uint8_t* out) {
+// Bytes that codes take from lengths [kClasses * kSymbols]; they are written to `out` where that is given.
+HYBRIDEP_BOTH int write_codes(const uint8_t* lengths, uint8_t* out) {
     int at = 0;
     for (int code = 0; code < kClasses; ++code) {
         uint64_t used = 0;
         int num_used = 0;
         for (int symbol = 0; symbol < kSymbols; ++symbol) {
-            const uint8_t length = lengths[code][symbol];
+            const uint8_t length = lengths[code * kSymbols + symbol];
             if (length == 0) continue;
             used |= uint64_t{1} << symbol;
             if (out != nullptr) {
@@ -198,7 +205,8 @@ HYBRIDEP_BOTH int write_codes(const uint8_t (*lengths)[kSymbols], uint8_t* out) 
             }
             ++num_used;
         }
-        for (int byte = 0; out != nullptr && byte < 8; ++byte) out[at + byte] = static_cast<uint8_t>(used >> (8 * byte));
+        for (int byte = 0; out != nullptr && byte < 8; ++byte)
+            out[at + byte] = static_cast<uint8_t>(used >> (8 * byte));
         at += 8 + (num_used + 1) / 2;
     }
     return at;
@@ -213,11 +221,12 @@ HYBRIDEP_BOTH uint16_t table_entry(int symbol, int length) {
     const int gap_bits = symbol < 16 ? 0 : (symbol - 13) / 3;
     const int size_bits = symbol < 16 ? symbol : (symbol - 13) % 3;
     const int has_gap = gap_bits > 0, has_length = has_gap && size_bits == 2;
-    return static_cast<uint16_t>(length | (gap_bits - has_gap) << 4 | size_bits << 8 | has_gap << 12 | has_length << 13);
+    return static_cast<uint16_t>(length | (gap_bits - has_gap) << 4 | size_bits << 8 | has_gap << 12 |
+                                 has_length << 13);
 }
 
-// lengths from codes at data [bytes]; *used becomes the bytes that they take.
-HYBRIDEP_BOTH Damage read_codes(const uint8_t* data, int64_t bytes, uint8_t (*lengths)[kSymbols], int* used_bytes) {
+// lengths [kClasses * kSymbols] from codes at data [bytes]; *used_bytes becomes the bytes that they take.
+HYBRIDEP_BOTH Damage read_codes(const uint8_t* data, int64_t bytes, uint8_t* lengths, int* used_bytes) {
     int64_t at = 0;
     for (int code = 0; code < kClasses; ++code) {
         if (at + 8 > bytes) return Damage::kCodeCut;
@@ -228,12 +237,12 @@ HYBRIDEP_BOTH Damage read_codes(const uint8_t* data, int64_t bytes, uint8_t (*le
         if (used >> kSymbols != 0 || at + (num_used + 1) / 2 > bytes) return Damage::kCodeCut;
         int seen = 0, share = 0;
         for (int symbol = 0; symbol < kSymbols; ++symbol) {
-            lengths[code][symbol] = 0;
+            lengths[code * kSymbols + symbol] = 0;
             if ((used >> symbol & 1) == 0) continue;
             const int length = data[at + seen / 2] >> (seen % 2 * 4) & 15;
             ++seen;
             if (length < 1 || length > kMaxCodeBits) return Damage::kCodeWords;
-            lengths[code][symbol] = static_cast<uint8_t>(length);
+            lengths[code * kSymbols + symbol] = static_cast<uint8_t>(length);
             share += kCodeTable >> length;
         }
         // Every stream of bits must mean something, or, where there is one symbol, each word be one 0.
@@ -262,12 +271,11 @@ HYBRIDEP_BOTH void fill_table(const uint8_t* lengths, uint16_t* table, int first
 
 // --- Tokens ---------------------------------------------------------------------------------------------------------
 
-// What follows the code word of a token.
+// A symbol, and what follows its code word.
 struct Token {
     uint32_t bits;
-    uint8_t num_bits;
-    uint8_t code;  // the class whose code it is in
-    uint8_t symbol;
+    uint16_t num_bits;
+    uint16_t which;  // class * kSymbols + symbol, where the class says in which code
 };
 
 // `move` is how far the weight moves, modulo 2^16; the token that ends a block has none.  No branches: they would be
@@ -282,14 +290,15 @@ HYBRIDEP_BOTH Token make_token(int code, uint32_t gap, uint16_t move) {
     const int symbol = has_gap ? symbol_of_some : symbol_of_none;
     int num_bits = gap_bits - has_gap;
     uint32_t bits = gap & ((1u << num_bits) - 1);
-    bits = bits << (4 * has_length) | (static_cast<uint32_t>(size_bits - 1) & (0u - static_cast<uint32_t>(has_length)));
+    bits =
+        bits << (4 * has_length) | (static_cast<uint32_t>(size_bits - 1) & (0u - static_cast<uint32_t>(has_length)));
     bits = bits << (size_bits - 1) | (size & ((1u << (size_bits - 1)) - 1));
     num_bits += 4 * has_length + size_bits - 1;
     if (!kIsEnd) {
         bits = bits << 1 | is_down;
         ++num_bits;
     }
-    return {bits, static_cast<uint8_t>(num_bits), static_cast<uint8_t>(code), static_cast<uint8_t>(symbol)};
+    return {bits, static_cast<uint16_t>(num_bits), static_cast<uint16_t>(code * kSymbols + symbol)};
 }
 
 // The weights of a block: which are in each class, and which have changed.
@@ -304,24 +313,19 @@ HYBRIDEP_BOTH void for_each_token(const Masks& masks, const uint16_t* values, co
                                   Body&& body) {
     int start = 0, passed = 0, code = 0;  // weights that tokens, and that the loop has passed, in order of class
     for (int c = 0; c < kClasses; ++c) {
-        const uint64_t* in_class = masks.in_class + c * kWords;
-        const int begin = passed;
-        bool is_first = true;
+        if (start == passed) code = c;
         for (int word = 0; word < kWords; ++word) {
-            const uint64_t members = in_class[word];
+            const uint64_t members = masks.in_class[c * kWords + word];
             for (uint64_t found = members & masks.changed[word]; found != 0; found &= found - 1) {
                 const int rank = passed + count_bits(members & ((found & (0 - found)) - 1));
                 const int place = word * 64 + first_bit(found);
                 const auto move = static_cast<uint16_t>(place_in_order(values[place]) - place_in_order(old[place]));
-                if (is_first && start == begin) code = c;
                 body(make_token<false>(code, static_cast<uint32_t>(rank - start), move));
                 start = rank + 1;
                 code = c;
-                is_first = false;
             }
             passed += count_bits(members);
         }
-        if (is_first && start == begin && passed > begin) code = c;
     }
     if (start < count) body(make_token<true>(code, static_cast<uint32_t>(count - start), 0));
 }
@@ -356,7 +360,7 @@ HYBRIDEP_BOTH Damage decode_tokens(const Masks& masks, const uint8_t* data, int6
                                    int count, uint16_t* weights) {
     BitReader reader{data, bytes};
     const uint64_t* words = masks.in_class;
-    int word = 0, passed = 0;   // passed: weights, in order of class
+    int word = 0, passed = 0;  // passed: weights, in order of class
     uint64_t left = words[0];  // of this word, weights that no token has passed
     while (passed < count) {
         while (left == 0) left = words[++word];  // there is one, since not all were passed
@@ -367,7 +371,8 @@ HYBRIDEP_BOTH Damage decode_tokens(const Masks& masks, const uint8_t* data, int6
         int size_bits = entry >> 8 & 15, used = length + gap_bits;
         bits <<= length;
         // Shifted twice, since a word cannot be shifted by all its bits.
-        int gap = static_cast<int>((entry >> 12 & 1) << gap_bits | static_cast<uint32_t>(bits >> 1 >> (63 - gap_bits)));
+        int gap =
+            static_cast<int>((entry >> 12 & 1) << gap_bits | static_cast<uint32_t>(bits >> 1 >> (63 - gap_bits)));
         bits <<= gap_bits;
         if (gap >= count - passed) {
             if (gap > count - passed || size_bits > 0) return Damage::kOutOfBlock;

@@ -100,14 +100,16 @@ def decode(payload: Tensor, held: Tensor, *, mantissa_bits: int) -> tuple[str, i
 
 
 def checksum(values: Tensor) -> int:
-    """Sum over blocks b of (2 b + 1) times the sum over weights i of (2 i + 1) times their bits, modulo 2^32.
+    """Sum over blocks b of (2 b + 1) times the sum over weights i of factor i times their bits, modulo 2^32.
 
-    The bits count as signed numbers of 16 bits.  The factors are odd, so no single change leaves the sum as it is.
+    Factors are odd, so that no single change leaves the sum as it is, and without order, since what damage does to
+    one weight is much like what it does to the next.
     """
+    place = 0x9E3779B1 * torch.arange(1, BLOCK + 1) % CHECK_MODULUS
+    factors = (place ^ place >> 15) * 0x85EBCA77 % CHECK_MODULUS | 1
     total = 0
     for idx, block in enumerate(values.split(BLOCK)):
-        signed = block - (block >> 15 << 16)
-        total += (2 * idx + 1) * int((signed * (2 * torch.arange(len(block)) + 1)).sum())
+        total += (2 * idx + 1) * int((block * factors[: len(block)]).sum())
     return total % CHECK_MODULUS
 
 
