@@ -39,13 +39,13 @@ EXPERT_JOURNEY = (
     "integration/runtime.py",
     "experts/migration.py",
     "experts/replicas.py",
-    "experts/shipment.py",
+    "sync/transfers.py",
     "transport/channels.py",
 )
 
 TOY = ToyConfig(ep_size=2, num_experts=4)
-ONE_RANK_EACH = Case(levels=levels_of((2,), (1,)), toy=TOY)
-ALL_RANKS = Case(levels=levels_of((2,), (2,)), toy=TOY, zero_stage=1)
+ONE_RANK_EACH = Case(levels=levels_of((2,), (1,)), toy=TOY, dense_sync="deepspeed")
+ALL_RANKS = Case(levels=levels_of((2,), (2,)), toy=TOY, zero_stage=1, dense_sync="deepspeed")
 PACKAGE = str(Path(ds_hybridep.__file__).parent)
 
 

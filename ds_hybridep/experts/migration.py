@@ -26,8 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_hybridep.errors import GradientNotReturnedError, VerificationError
 from ds_hybridep.experts.partitioned import stand_in, take_away
-from ds_hybridep.experts.replicas import Replicas
-from ds_hybridep.experts.shipment import WeightShipment
+from ds_hybridep.experts.replicas import Replicas, WeightShipment
 from ds_hybridep.sync.transfers import Reduce, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport, profiler_range
 

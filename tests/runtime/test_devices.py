@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.experts.replicas import Replicas
-from ds_hybridep.experts.shipment import WeightShipment
+from ds_hybridep.experts.replicas import Replicas, WeightShipment
 from ds_hybridep.integration import supported
 from ds_hybridep.kernels import RoutePlan, load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
