@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flat buffers cut into slots and parts: every element in its place once, rows and matrices whole."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_hybridep.sync.feedback import StepChanges
+from ds_hybridep.sync.flat import MIN_MATRIX, Span, cut, even_bounds, hash_of, parts_of, split, whole
+from ds_hybridep.sync.residuals import Kept, Residuals
+
+SHAPES = st.one_of(
+    st.tuples(st.integers(0, 200)),
+    st.tuples(st.integers(1, 80), st.integers(1, 80)),
+    st.tuples(st.integers(1, 5), st.integers(1, 50), st.integers(1, 60)),
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 50), st.integers(1, 60)),
+)
+BUFFERS = st.lists(SHAPES, min_size=1, max_size=6).map(
+    lambda shapes: [whole(f"tensor {index}", shape) for index, shape in enumerate(shapes)]
+)
+
+
+def elements_of(spans: list[Span]) -> list[tuple[str, int]]:
+    """(name, index) of every element, in order: slow and obvious."""
+    return [(span.name, span.start + at) for span in spans for at in range(span.num_elements)]
+
+
+@given(BUFFERS, st.data())
+def test_a_cut_keeps_every_element_in_order(spans: list[Span], data: st.DataObject) -> None:
+    total = sum(span.num_elements for span in spans)
+    bounds = [*sorted(data.draw(st.lists(st.integers(0, total), max_size=4))), total]
+    slots = cut(spans, bounds)
+    assert [sum(span.num_elements for span in slot) for slot in slots] == [
+        end - begin for begin, end in zip([0, *bounds], bounds, strict=False)
+    ]
+    assert [one for slot in slots for one in elements_of(list(slot))] == elements_of(spans)
+
+
+@given(BUFFERS, st.integers(1, 6))
+def test_even_slots_cut_no_row(spans: list[Span], num_slots: int) -> None:
+    bounds = even_bounds(spans, num_slots)
+    total = sum(span.num_elements for span in spans)
+    assert len(bounds) == num_slots
+    assert bounds == sorted(bounds)
+    assert bounds[-1] == total
+    widest = max((span.shape[-1] for span in spans if len(span.shape) > 1), default=1)
+    for slot, (wanted, bound) in enumerate(zip(bounds, bounds[:-1], strict=False), 1):
+        assert abs(bound - total * slot // num_slots) <= widest, wanted
+    for slot in cut(spans, bounds):
+        for span in slot:
+            if len(span.shape) > 1:
+                assert span.start % span.shape[-1] == 0
+
+
+@given(BUFFERS, st.data())
+def test_parts_cover_a_slot_with_whole_rows(spans: list[Span], data: st.DataObject) -> None:
+    total = sum(span.num_elements for span in spans)
+    bounds = [*sorted(data.draw(st.lists(st.integers(0, total), max_size=3))), total]
+    for slot in cut(spans, bounds):
+        parts = parts_of(slot)
+        size = sum(span.num_elements for span in slot)
+        flat = torch.arange(size)
+        views = split(flat, parts)
+        assert [int(one) for view in views for one in view.reshape(-1)] == list(range(size))
+        for part in parts:
+            if len(part.shape) > 1:
+                assert part.num_experts * part.shape.numel() >= MIN_MATRIX
+        # Where a tensor is whole, so are its matrices.
+        for span in slot:
+            if len(span.shape) == 3 and span.num_elements == math.prod(span.shape) >= MIN_MATRIX:
+                experts = [p for p in parts if p.name == span.name and len(p.shape) > 1]
+                assert sum(p.num_experts * p.rows for p in experts) == span.shape[0] * span.shape[1]
+
+
+def test_equal_spans_have_one_hash() -> None:
+    one, other = whole("a", (3, 4)), whole("a", (4, 3))
+    assert hash_of([[one], []]) == hash_of([(whole("a", (3, 4)),), ()])
+    assert len({hash_of(slots) for slots in ([[one], []], [[], [one]], [[other], []])}) == 3
+
+
+# -- what was kept back -----------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(0, 20), st.integers(0, 30), st.integers(1, 30), st.sampled_from([1.0, 8.0]))
+def test_what_was_kept_is_added_once_where_it_belongs(
+    size: int, kept_from: int, span_from: int, span_size: int, scale: float
+) -> None:
+    changes = StepChanges()
+    residuals = Residuals(changes)
+    values = torch.arange(1.0, size + 1)
+    residuals.kept = [Kept("weight", kept_from, values.clone())]
+    spans = [[Span("other", (7,), 0, 7), Span("weight", (100,), span_from, span_size)]]
+    total = torch.zeros(7 + span_size)
+    residuals.add_kept(spans, [total], scale)
+    expected = torch.zeros(200)
+    expected[kept_from : kept_from + size] = values * scale
+    assert torch.equal(total, torch.cat([torch.zeros(7), expected[span_from : span_from + span_size]]))
+    again = torch.zeros(7 + span_size)
+    residuals.add_kept(spans, [again], scale)
+    assert not again.any()
+    changes.undo()  # the step was skipped
+    residuals.add_kept(spans, [again], scale)
+    assert torch.equal(again, total)
