@@ -13,7 +13,7 @@ from deepspeed.utils import groups, log_dist
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
-from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.config_codecs import PATCH
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
@@ -83,6 +83,16 @@ def resolve(engine: Any, config: HybridEPConfig, sample: Tensor) -> HybridEPConf
     Raises UnsupportedError where patches are asked for and parameters are wider than 16 bits.
     """
     config = config.with_dtype(sample.element_size())
+    config = config.model_copy(
+        update={
+            "levels": tuple(
+                level.model_copy(update={"backend": "gloo"})  # patches vary in length, which NCCL cannot carry
+                if level.backend == AUTO and PATCH in level.all_codecs
+                else level
+                for level in config.levels
+            )
+        }
+    )
     for index, level in enumerate(config.levels):
         for key in ("weight_codec", "dense_weight_codec"):
             if getattr(level, key) == PATCH and sample.element_size() != 2:

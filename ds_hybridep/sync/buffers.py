@@ -65,6 +65,8 @@ class SumFeedback(Feedback):
 class HeldSum:
     """The sum of one slot, which every rank takes from the same packet (`sync.mirrors.HeldSlot`)."""
 
+    varies = False
+
     def __init__(self, feedback: SumFeedback, slot: int, place: Tensor, scale: float) -> None:
         decoder = feedback.decoder(0, slot, slot)
         assert decoder is not None, f"slot {slot} is empty"
@@ -79,7 +81,9 @@ class HeldSum:
         return list(messages)
 
     def assign(self) -> None:
-        pass
+        raise AssertionError("sums are never gathered exactly where they are encoded")
+
+    pass_over = assign
 
     def apply(self, messages: Sequence[Tensor]) -> None:
         total = torch.zeros(self._place.shape, device=self._place.device)

@@ -22,6 +22,8 @@ from ds_hybridep.sync.messages import MessageLayout, copy_to, load_states
 class HeldSlot(Protocol):
     """A slot of another rank, which arrives encoded."""
 
+    varies: bool  # messages vary in length
+
     def new_messages(self) -> list[Tensor]:
         """Memory for the next messages, in the order in which the owner sends them."""
         ...
@@ -35,7 +37,11 @@ class HeldSlot(Protocol):
         ...
 
     def assign(self) -> None:
-        """The slot's values have arrived as they are."""
+        """The slot's values have arrived as they are, in an exact gather."""
+        ...
+
+    def pass_over(self) -> None:
+        """The slot's values have arrived as they are, in the place of messages."""
         ...
 
 
@@ -88,6 +94,8 @@ class Replica:
         weights: that are computed with, [e, *shape] for each part.  Where they are fp32, the replica lives in them.
     """
 
+    varies = False
+
     def __init__(self, layout: MessageLayout, weights: Sequence[Tensor]) -> None:
         self.layout = layout
         self._weights = list(weights)
@@ -110,6 +118,9 @@ class Replica:
         for part, value, weight in zip(self.layout.parts, self.values, self._weights, strict=True):
             if value.data_ptr() != weight.data_ptr():
                 value.copy_(part.as_matrices(weight))
+
+    def pass_over(self) -> None:
+        raise AssertionError("packets of lossy codecs are forwarded as they are")
 
     def apply(self, messages: Sequence[Tensor]) -> None:
         """Add what the message holds, unless it was applied before."""
@@ -158,6 +169,8 @@ class PatchReplica:
     values: as `sent` of `PatchSender`; those that are computed with.
     """
 
+    varies = True
+
     def __init__(self, codec: Patch, values: Sequence[Tensor], step: int = 0) -> None:
         self._codec, self._values = codec, list(values)
         self._step = step
@@ -178,6 +191,9 @@ class PatchReplica:
 
     def assign(self) -> None:
         pass
+
+    def pass_over(self) -> None:
+        self._step += 1
 
     def apply(self, messages: Sequence[Tensor]) -> None:
         for message, value in zip(messages, self._values, strict=True):

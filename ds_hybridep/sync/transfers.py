@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.sync.feedback import Feedback
+from ds_hybridep.sync.mirrors import HeldSlot
 from ds_hybridep.sync.stages import GatherStage
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
 from ds_hybridep.transport.staging import Part
@@ -107,7 +108,8 @@ class StagedTransfer(ABC):
 class Gather(StagedTransfer):
     """One gather of values, slowest level first.
 
-    What arrives encoded is forwarded as it came, so all holders decode the same bytes.
+    What arrives encoded is forwarded as it came, so all holders decode the same bytes.  Where a channel cannot carry
+    messages of varying length, patches are forwarded as the values that they made.
 
     Args:
         messages: by level, what leaves this rank's own slot in place of its values.
@@ -130,34 +132,37 @@ class Gather(StagedTransfer):
         receives: list[Part] = []
         for peer in stage.peers:
             for slot in peer.sends:
-                sends += [(peer.rank, tensor) for tensor in self._outgoing(slot, stage.level)]
+                sends += [(peer.rank, tensor) for tensor in self._outgoing(slot, stage)]
             for slot in peer.receives:
                 self._fresh.append((slot, peer.rank))
-                receives += [(peer.rank, tensor) for tensor in self._incoming(slot)]
+                receives += [(peer.rank, tensor) for tensor in self._incoming(slot, stage)]
         feedback = self.slots.feedback
         self._counts_at_arrival = feedback is not None and feedback.has_patches and not self._is_exact
         return stage.weights.start(sends, receives, self.purpose, counts_receives=not self._counts_at_arrival)
 
-    def _outgoing(self, slot: int, level: int) -> Sequence[Tensor]:
-        feedback = self.slots.feedback
-        if feedback is not None and not self._is_exact:
-            if slot in self._arrived:
-                messages: Sequence[Tensor] | None = self._arrived[slot]
-            else:
-                messages = self._messages.get(level) if slot == self.slots.own_slot else None
-            if messages is not None:
-                sent, fp32 = sum(one.nbytes for one in messages), feedback.fp32_bytes(slot)
-                feedback.counters.count(feedback.kind, sent, fp32)
-                return messages
-        return self.slots.values(slot, trainable_only=not self._is_exact)
+    def _outgoing(self, slot: int, stage: GatherStage) -> Sequence[Tensor]:
+        feedback, messages = self.slots.feedback, None
+        if slot == self.slots.own_slot:
+            messages = self._messages.get(stage.level)
+        elif self._replica(slot, stage) is not None:
+            messages = self._arrived.get(slot)
+        if feedback is None or messages is None or self._is_exact:
+            return self.slots.values(slot, trainable_only=not self._is_exact)
+        feedback.counters.count(feedback.kind, sum(one.nbytes for one in messages), feedback.fp32_bytes(slot))
+        return messages
 
-    def _incoming(self, slot: int) -> Sequence[Tensor]:
-        feedback = self.slots.feedback
-        replica = None if feedback is None or self._is_exact else feedback.replicas.get(slot)
-        if replica is None:
+    def _incoming(self, slot: int, stage: GatherStage) -> Sequence[Tensor]:
+        replica = self._replica(slot, stage)
+        if replica is None or self._is_exact:
             return self.slots.values(slot, trainable_only=not self._is_exact)
         self._arrived[slot] = replica.new_messages()
         return self._arrived[slot]
+
+    def _replica(self, slot: int, stage: GatherStage) -> HeldSlot | None:
+        """What takes the slot's messages over this stage; None where it goes as it is."""
+        replica = None if self.slots.feedback is None else self.slots.feedback.replicas.get(slot)
+        assert stage.weights is not None
+        return None if replica is None or (replica.varies and stage.weights.has_equal_lengths) else replica
 
     def _take_in(self) -> None:
         feedback = self.slots.feedback
@@ -167,9 +172,11 @@ class Gather(StagedTransfer):
                 arrived: Sequence[Tensor] = self._arrived.get(slot, ())
                 if replica is not None and self._is_exact:
                     replica.assign()
-                elif replica is not None:
+                elif replica is not None and arrived:
                     self._arrived[slot] = arrived = replica.cut(arrived)
                     replica.apply(arrived)
+                elif replica is not None:
+                    replica.pass_over()
                 if self._counts_at_arrival:
                     self._count(sender, arrived or self.slots.values(slot, trainable_only=True))
         self._fresh = []

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoded sums and gathers of one group, without DeepSpeed: against exact ones, and bit-equal on all ranks."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from moe_refs import open_transport
+from process_pool import ProcessPool
+from torch import distributed as dist
+
+from ds_hybridep.codecs import Patch, make_codec
+from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.sync.dense import GroupSync
+from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.flat import cut, even_bounds, whole
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+SPANS = (whole("embedding", (40, 32)), whole("norm", (32,)), whole("experts", (4, 32, 40)))
+TOTAL = sum(span.num_elements for span in SPANS)
+CPU = torch.device("cpu")
+
+
+def open_group(sizes: tuple[int, ...], weights: list[Any], gradients: list[Any], backends: Any = ()) -> GroupSync:
+    transport = open_transport(
+        Cluster(tuple(Level(f"level {at}", size) for at, size in enumerate(sizes))), timeout_s=30
+    )
+    transport.backends = tuple(backends) or transport.backends
+    made = [None if name is None else Patch() if name == "patch" else make_codec(name) for name in weights]
+    sums = [None if name is None else make_codec(name) for name in gradients]
+    return GroupSync(
+        transport, range(math.prod(sizes)), "test", Encoding(tuple(made), tuple(sums)), StepChanges(), CPU
+    )
+
+
+def gather_changes(sizes: tuple[int, ...], dtype: str, codecs: list[Any], backends: Any = ()) -> dict[str, Any]:
+    """Parameters after each of four gathers, and what they should be; the owners' values drift."""
+    group = open_group(sizes, codecs, [None] * len(sizes), backends)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    size = math.ceil(TOTAL / world_size) * world_size
+    spans = (*SPANS, whole("padding", (size - TOTAL,)))
+    generator = torch.Generator().manual_seed(3)
+    masters = torch.randn(size, generator=generator)
+    flat = masters.to(getattr(torch, dtype), copy=True)
+    own = flat.view(world_size, -1)[rank]
+    errors, equal = [], []
+    for _ in range(4):
+        masters += 0.01 * torch.randn(size, generator=generator)
+        before = own.clone()
+        own.copy_(masters.view(world_size, -1)[rank])
+        group.all_gather(flat, own, before, spans)
+        exact = masters.to(flat.dtype)
+        errors.append(float((flat.float() - exact.float()).norm() / exact.float().norm()))
+        equal.append(torch.equal(flat, exact))
+    sent = dict(group.transport.traffic.sent_bytes)
+    received = dict(group.transport.traffic.received_bytes)
+    group.transport.close()
+    return {"errors": errors, "equal": equal, "bits": flat.view(torch.uint8).numpy().tobytes(), "sent": sent,
+            "received": received}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "codecs", "backends"),
+    [
+        ((2, 2), ["patch", None], ()),
+        ((4,), ["patch"], ()),
+        ((2, 2), ["patch", "patch"], ()),
+        ((2, 2), ["patch", None], ("gloo", "nccl")),  # whose messages must be as long as their room
+    ],
+)
+def test_patches_bring_the_very_values(pool4: ProcessPool, sizes: Any, codecs: Any, backends: Any) -> None:
+    found = pool4.run(gather_changes, sizes=sizes, dtype="bfloat16", codecs=codecs, backends=backends)
+    assert all(all(one["equal"]) for one in found)
+    slow = (0, "dense")
+    assert sum(one["sent"][slow] for one in found) == sum(one["received"][slow] for one in found)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 2)])
+@pytest.mark.parametrize("codec", ["int8", {"type": "low_rank", "ratio": 8}])
+def test_lossy_gathers_give_all_ranks_the_same_bits(pool4: ProcessPool, sizes: Any, codec: Any) -> None:
+    codecs = [codec, *[None] * (len(sizes) - 1)]
+    found = pool4.run(gather_changes, sizes=sizes, dtype="float32", codecs=codecs)
+    assert len({one["bits"] for one in found}) == 1
+    assert 0 < found[0]["errors"][-1] < 0.05
+    # Wide parameters are not patched, and 16-bit ones never lossy.
+    assert all(all(one["equal"]) for one in pool4.run(gather_changes, sizes=sizes, dtype="bfloat16", codecs=codecs))
+    patched = ["patch", *[None] * (len(sizes) - 1)]
+    assert all(all(one["equal"]) for one in pool4.run(gather_changes, sizes=sizes, dtype="float32", codecs=patched))
+
+
+def sum_repeatedly(
+    sizes: tuple[int, ...], codecs: list[Any], num_sums: int, dtype: str, owners: bool
+) -> dict[str, Any]:
+    """The mean over several sums of the same gradients, beside the exact one: what is left out comes later."""
+    group = open_group(sizes, [None] * len(sizes), codecs)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    parts = [torch.randn(TOTAL, generator=torch.Generator().manual_seed(11 + one)) for one in range(world_size)]
+    parts = [part.to(getattr(torch, dtype)) for part in parts]
+    exact = sum(part.double() for part in parts)
+    total = torch.zeros(TOTAL, dtype=torch.float64)
+    slots = cut(SPANS, even_bounds(SPANS, world_size))
+    slices = [(owner, span) for owner, slot in enumerate(slots) for span in slot]
+    mine = torch.cat([torch.full((span.num_elements,), owner == rank) for owner, span in slices])
+    last = torch.zeros(0)
+    for _ in range(num_sums):
+        last = parts[rank].clone()
+        if owners:
+            group.reduce_to_owners(last, slices)
+        else:
+            group.all_reduce(last, SPANS)
+        group.residuals.changes.keep()
+        total += last.double()
+    mean = total / num_sums
+    wanted = mine if owners else torch.ones_like(mine)
+    group.transport.close()
+    return {
+        "first": float((last.double() - exact)[wanted].norm() / exact[wanted].norm()),
+        "mean": float((mean - exact)[wanted].norm() / exact[wanted].norm()),
+        "bits": last.view(torch.uint8).numpy().tobytes(),
+        "untouched": torch.equal(last[~wanted], parts[rank][~wanted]),
+    }
+
+
+@pytest.mark.parametrize("owners", [False, True])
+@pytest.mark.parametrize(("sizes", "codecs"), [((2, 2), ["int4", None]), ((2, 2), ["int4", "int8"]), ((4,), ["int2"])])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_sums_leave_out_comes_later(
+    pool4: ProcessPool, sizes: Any, codecs: Any, dtype: str, owners: bool
+) -> None:
+    found = pool4.run(sum_repeatedly, sizes=sizes, codecs=codecs, num_sums=24, dtype=dtype, owners=owners)
+    for one in found:
+        assert one["untouched"]
+        assert one["mean"] < 0.25 * one["first"] + (0.004 if dtype == "bfloat16" else 0.0)
+    if not owners:
+        assert len({one["bits"] for one in found}) == 1
+
+
+def sum_in_micro_steps(sizes: tuple[int, ...], num_micro_steps: int) -> dict[str, Any]:
+    """Sums of several micro-steps, crossing the slow level once, and bytes."""
+    group = open_group(sizes, [None] * len(sizes), [None] * len(sizes))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    slots = cut(SPANS, even_bounds(SPANS, world_size))
+    slices = [(owner, span) for owner, slot in enumerate(slots) for span in slot]
+    mine = torch.cat([torch.full((span.num_elements,), owner == rank) for owner, span in slices])
+    total = torch.zeros(TOTAL)
+    exact = torch.zeros(TOTAL, dtype=torch.float64)
+    for micro_step in range(num_micro_steps):
+        for other in range(world_size):
+            part = torch.randn(TOTAL, generator=torch.Generator().manual_seed(100 * micro_step + other))
+            exact += part.double()
+            if other == rank:
+                own = part.clone()
+        group.reduce_to_owners(own, slices, is_last=micro_step == num_micro_steps - 1)
+        total += torch.where(mine, own, 0.0)
+    sent = dict(group.transport.traffic.sent_bytes)
+    group.transport.close()
+    return {"error": float((total.double() - exact)[mine].norm() / exact[mine].norm()), "sent": sent}
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4,), (2, 1, 2)])
+def test_micro_steps_cross_slow_levels_once(pool4: ProcessPool, sizes: Any) -> None:
+    once = pool4.run(sum_in_micro_steps, sizes=sizes, num_micro_steps=1)
+    often = pool4.run(sum_in_micro_steps, sizes=sizes, num_micro_steps=3)
+    assert all(one["error"] < 1e-6 for one in often)
+    levels = [level for level, size in enumerate(sizes) if size > 1]
+    for level in levels:
+        times = 3 if level == levels[-1] else 1
+        for one, other in zip(once, often, strict=True):
+            assert other["sent"].get((level, "dense"), 0) == times * one["sent"].get((level, "dense"), 0)
