@@ -49,8 +49,14 @@ def dense_digest(engine: Any) -> str:
 def train_encoded(case: Case, codecs: dict[str, Any], config: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
     with engine_of(case, with_block=True, hybridep=over_slow_level(case, **codecs), **config) as engine:
         losses = train(engine, case, 0, steps)
-        sent = ds_hybridep.stats(engine)["levels"][0]["sent_bytes"]
-        return {"losses": losses, "digest": digest(engine), "dense": dense_digest(engine), "sent": sent}
+        stats = ds_hybridep.stats(engine)
+        return {
+            "losses": losses,
+            "digest": digest(engine),
+            "dense": dense_digest(engine),
+            "sent": stats["levels"][0]["sent_bytes"],
+            "codecs": stats["synchronised"],
+        }
 
 
 def settings_of(stage: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -95,6 +101,10 @@ def test_lossy_levels_keep_all_ranks_bit_equal(pool4: ProcessPool, stage: str, e
     for one, other in zip(exact, lossy, strict=True):
         assert other["losses"] == pytest.approx(one["losses"], rel=0.02)
         assert other["losses"] != one["losses"]
+        of_dense = other["codecs"]["dense parameters"]
+        assert 3.5 < of_dense["gradient_ratio"] < 4
+        assert of_dense["residual_norm"] > 0
+        assert (of_dense["weight_bytes"] > 0) == (stage != "0")
     assert sum(one["sent"]["dense"] for one in lossy) < 0.45 * sum(one["sent"]["dense"] for one in exact)
 
 
@@ -143,7 +153,7 @@ def residuals(engine: Any) -> dict[str, float]:
 
     total: dict[str, float] = {}
     sync = engine.__dict__["_hybridep_attachment"].runtime.syncs["dense parameters"]
-    for one in undelivered(sync.capture()):
+    for one in undelivered(sync.capture(), torch.distributed.get_world_size()):
         total[one.name] = total.get(one.name, 0.0) + float(one.values.double().sum())
     return total
 

@@ -102,6 +102,7 @@ def stats(engine: nn.Module) -> dict[str, Any]:
 
     Seconds of kind "dense" are None where DeepSpeed sends those itself.  Beside the counters:
 
+        "synchronised"   what codecs do for dense parameters, and for experts that several groups hold, by name
         "replica_bytes"  held now for replicas and their gradients
         "job"            counters of all ranks together as of the last report, as in `report_file`; None before the
                          first one and on ranks other than 0
@@ -114,6 +115,7 @@ def stats(engine: nn.Module) -> dict[str, Any]:
         layer["codecs"] = codecs
     return {
         **record,
+        "synchronised": {name: sync.codec_sums().record() for name, sync in runtime.syncs.items() if sync.is_encoded},
         "replica_bytes": 0 if runtime.migration is None else runtime.migration.replica_bytes,
         "job": attachment.last_report,
         "planning": None if planner is None else planner.record(runtime),

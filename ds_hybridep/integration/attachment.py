@@ -93,6 +93,7 @@ class Attachment:
             patches.keep(MODULE, "forward_pre_hook", notice.remove)
         if self.runtime.syncs:
             self._dense = DenseSync(self.engine, self.runtime.syncs, patches, boundary_of(self.engine))
+            self.runtime.shared_parameters = self._dense.shared_parameters
         self._watch_optimizer()
 
     def unbind(self) -> None:
@@ -117,7 +118,8 @@ class Attachment:
         undelivered = earlier.hand_over()
         self._plan_patches.undo()
         self.runtime, self._dense = runtime, None
-        runtime.follow(earlier, undelivered)
+        if lost := runtime.follow(earlier, undelivered):
+            log_dist(f"hybridep: gradients of norm {lost:.3g} that codecs had kept back are dropped", ranks=[-1])
         earlier.close()
         self._bind_runtime()
         self.ship_partitioned()

@@ -15,7 +15,6 @@ from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.undelivered import UndeliveredGradients
 from ds_hybridep.integration.build import PlannedLayer
 from ds_hybridep.integration.dense import DENSE
-from ds_hybridep.sync import residuals
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Feedback, StepChanges
 from ds_hybridep.transport.agreement import agree, announcing_failure
@@ -56,11 +55,10 @@ class CodecState:
                 self._migration.refresh_stale()
             self._migration.finish()  # a run that resumes begins with replicas as new as their owners
         waiting = self._undelivered.parts
-        synchronised = {name: kept for name, sync in self._syncs.items() if any((kept := sync.capture()).values())}
+        synchronised = {name: sync.capture() for name, sync in self._syncs.items() if sync.is_encoded}
         if self.feedbacks or waiting or synchronised:
             saved = codec_checkpoint.capture(self.replicas, self._owned(), waiting, self.plan, step)
             saved["synchronised"] = synchronised
-            saved["world_size"] = self._transport.world_size
         codec_checkpoint.write(folder, self._transport.rank, self._transport.world_size, saved)
 
     def load(self, folder: Path, step: int) -> str:
@@ -111,9 +109,8 @@ class CodecState:
         for path in files if sync is not None else ():
             saved = codec_checkpoint.read(path)
             is_mine = codec_checkpoint.rank_of(path) % world_size == rank and saved["step"] == step
-            if sync is not None and is_mine and DENSE in saved["synchronised"]:
-                growth = world_size / saved["world_size"]
-                sync.residuals.kept += residuals.undelivered(saved["synchronised"][DENSE], growth)
+            if sync is not None and is_mine and DENSE in saved.get("synchronised", {}):
+                sync.take_over(saved["synchronised"][DENSE])
         return [one.values for one in sync.residuals.kept] if sync is not None else []
 
     def forget(self) -> None:

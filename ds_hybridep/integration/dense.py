@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from deepspeed.utils import groups, log_dist
 from torch import Tensor
 
@@ -110,6 +111,7 @@ class DenseSync:
             group = StandInGroup(original, partial(self._all_reduce, sync), partial(self._all_gather, sync))
             self._stand_ins[original], self._syncs[group] = group, sync
             patches.keep("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", group.unregister)
+            sync.is_prescaled = not engine.postscale_gradients()
         patches.wrap(ENGINE, "allreduce_bucket", engine, self._allreduce_bucket)
 
     def watch(self, optimizer: Any) -> None:
@@ -129,10 +131,16 @@ class DenseSync:
             self._patches.put(ZERO_OPTIMIZER, "expert_dp_process_group", optimizer, swapped)
         for name, replacement in (
             ("average_tensor", self._average_tensor),
+            ("independent_gradient_partition_epilogue", self._end_of_backward),
             ("allreduce_and_copy_with_multiple_ranks", self._sum_for_owners_only),
         ):
             if hasattr(optimizer, name):
                 self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, replacement)
+
+    def shared_parameters(self, name: str) -> list[Tensor]:
+        """Flat parameters that the optimizer gathers over the group of this name."""
+        flats = [(flat, self._syncs.get(group)) for flat, _, group in self._partitioned()]
+        return [flat for flat, sync in flats if sync is not None and sync.name == name]
 
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
@@ -211,6 +219,25 @@ class DenseSync:
         before = self._before.pop(output.data_ptr(), None)
         spans = self._layout_of(output) if before is not None else ()
         sync.all_gather(output, own, before, spans)
+
+    def _end_of_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Under ZeRO 2, before the last buckets of a backward are summed.
+
+        A parameter may have had gradients in an earlier micro-step and none in the last one.  Its sums still wait for
+        the slow levels: it takes part with a gradient of zero.
+        """
+        names = {name for sync in self._syncs.values() for name in sync.waiting_names}
+        if names and self._is_boundary():
+            optimizer = self._optimizer
+            in_buckets = {param_id for bucket in optimizer.ipg_buckets.values() for *_, param_id in bucket.params}
+            for group_idx, group in enumerate(optimizer.bit16_groups):
+                for parameter in group:
+                    param_id = optimizer.get_param_id(parameter)
+                    is_summed = optimizer.params_already_reduced[param_id] or param_id in in_buckets
+                    if self._names.get(id(parameter)) in names and not is_summed:
+                        parameter.grad = torch.zeros_like(parameter)
+                        optimizer.process_gradients(parameter, group_idx)
+        return original(*args, **kwargs)
 
     # -- what flat buffers consist of -------------------------------------------------------------------------------
 

@@ -59,6 +59,10 @@ TABLE = (
     Patch(ZERO_OPTIMIZER, "dp_process_group", "dense sums of ZeRO 1 and 2 go level by level", is_method=False),
     Patch(ZERO_OPTIMIZER, "expert_dp_process_group", "sums of experts with several copies, too", is_method=False),
     Patch(ZERO_OPTIMIZER, "real_dp_process_group", "gathers of ZeRO 1 and 2 go level by level", is_method=False),
+    Patch(
+        ZERO_OPTIMIZER, "independent_gradient_partition_epilogue",
+        "ZeRO 2's sums of earlier micro-steps cross slow levels in the last one",
+    ),
     Patch(ZERO_OPTIMIZER, "average_tensor", "says whose gradients a bucket holds", parameters=("tensor",)),
     Patch(
         ZERO_OPTIMIZER, "allreduce_and_copy_with_multiple_ranks", "a sum goes to its owner only",

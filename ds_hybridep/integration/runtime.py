@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.errors import GradientNotReturnedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.undelivered import UndeliveredGradients, collect
 from ds_hybridep.experts.verification import verify
@@ -18,7 +19,6 @@ from ds_hybridep.integration.codec_state import CodecState
 from ds_hybridep.integration.dense import DENSE
 from ds_hybridep.integration.statistics import Statistics
 from ds_hybridep.kernels import Kernels, load_kernels
-from ds_hybridep.sync import residuals
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Encoding, StepChanges, no_master, no_scale
 from ds_hybridep.tokens.layer import LayerStats
@@ -48,6 +48,7 @@ class HybridRuntime:
             {layer.spec.name: layer.spec.experts for layer in planned}, is_boundary, encoding.loss_scale, self._changes
         )
         self._is_stepping = False
+        self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of their group
         # Channels are made here, in the same order on all ranks, and before memory is taken.
         of_dense = replace(encoding_of(config, is_dense=True), loss_scale=encoding.loss_scale)
         self.syncs = {
@@ -83,9 +84,12 @@ class HybridRuntime:
         self._is_stepping = True
 
     def verify(self) -> None:
-        """As `experts.verification.verify`, where there are replicas."""
+        """Raise VerificationError where ranks do not hold the same weights; all must call at the same step."""
         if self.migration is not None:
             verify(self.migration, self.transport, self.kernels)
+        for name, sync in self.syncs.items():
+            if sync.encodes_parameters:
+                sync.verify([self.kernels.bit_sums(flat) for flat in self.shared_parameters(name)])
 
     def abandon_step(self) -> None:
         """The optimizer failed in the step that `before_step` announced."""
@@ -100,6 +104,8 @@ class HybridRuntime:
         if was_applied:
             if self._changes.notes:
                 self._changes.keep()
+            for sync in self.syncs.values():
+                sync.settle()
             if self._undelivered.parts:
                 self._undelivered.deliver()
             if self.migration is not None:
@@ -123,12 +129,23 @@ class HybridRuntime:
             self.migration.clear_gradients(is_undone=is_undone)
 
     def refresh(self) -> None:
-        """Ship all experts' weights again and wait for them."""
+        """Ship all experts' weights again and wait for them; the next gathers of other parameters are exact."""
+        for sync in self.syncs.values():
+            sync.gather_exactly()
         if self.migration is not None:
             self.migration.refresh()
 
     def finish(self) -> None:
-        """Wait for what is under way; all ranks must call, and not in the middle of an accumulation."""
+        """Wait for what is under way; all ranks must call.
+
+        Raises GradientNotReturnedError in the middle of an accumulation.
+        """
+        waiting = sorted(name for sync in self.syncs.values() for name in sync.waiting_names)
+        if waiting or self._changes.notes:
+            raise GradientNotReturnedError(
+                f"rank {self.transport.rank}: gradients of {', '.join(waiting[:3]) or 'this step'} wait for "
+                f"engine.step(); detach or replan between two optimizer steps"
+            )
         if self.migration is not None:
             self.migration.check_returned("detach")
             self.migration.finish()
@@ -156,8 +173,11 @@ class HybridRuntime:
                 kept[replicas.layer] = collected if waiting is None else list(map(torch.add, collected, waiting))
         return kept
 
-    def follow(self, earlier: "HybridRuntime", kept: Mapping[str, list[Tensor]]) -> None:
-        """Go on counting where `earlier` stopped, and take over what it had not delivered."""
+    def follow(self, earlier: "HybridRuntime", kept: Mapping[str, list[Tensor]]) -> float:
+        """Go on counting where `earlier` stopped, and take over what it had not delivered.
+
+        Returns the norm of what is lost, where DeepSpeed synchronises from now on.
+        """
         self.transport.traffic = earlier.transport.traffic
         self.statistics.num_steps = earlier.statistics.num_steps
         for name, stats in earlier.layer_stats.items():
@@ -166,15 +186,21 @@ class HybridRuntime:
             else:
                 self.layer_stats[name] = stats
         self._undelivered.take_over(kept)
-        for name, sync in self.syncs.items():
-            if name in earlier.syncs:
-                sync.residuals.kept = residuals.undelivered(earlier.syncs[name].capture())
+        lost = 0.0
+        for name, sync in earlier.syncs.items():
+            if name in self.syncs:
+                self.syncs[name].take_over(sync.capture())
+            else:
+                lost += sync.codec_sums().squared_residual
+        return math.sqrt(lost)
 
     # -- a load, and what others ask ----------------------------------------------------------------------------
 
     def forget_gradients(self) -> None:
         """What was computed so far is left behind: drop residuals, and sums that did not return to their owners."""
         self.codecs.forget()
+        for sync in self.syncs.values():
+            sync.drop_waiting()
         self.clear_gradients(drops_returned=True)
 
     # -- what others ask --------------------------------------------------------------------------------------------

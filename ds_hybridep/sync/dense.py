@@ -17,20 +17,21 @@ Over the slow link each DC sends half of the vector for a sum, and half for a ga
 half is encoded: sums with error feedback, parameters as their change since the step before.
 """
 
-from collections.abc import Sequence
-from dataclasses import astuple
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_hybridep.errors import VerificationError
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.buffers import Buffer, HeldSum, ParameterCodecs
-from ds_hybridep.sync.counters import CodecCounters
+from ds_hybridep.sync.counters import CodecCounters, CodecSums
 from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges
 from ds_hybridep.sync.flat import Span, cut, even_bounds, hash_of, parts_of, split, whole
 from ds_hybridep.sync.mirrors import is_patched
-from ds_hybridep.sync.residuals import Residuals
+from ds_hybridep.sync.residuals import ALL_REDUCE, Residuals, undelivered
 from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
 from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport
@@ -99,7 +100,7 @@ class GroupSync:
         device: torch.device,
     ) -> None:
         self.transport, self.name, self.encoding = transport, name, encoding
-        levels = transport.cluster.levels
+        self.ranks, levels = tuple(ranks), transport.cluster.levels
         spans = Partition.build(transport.cluster, ranks, (1,) * len(levels)).spans
         partition = Partition.build(transport.cluster, ranks, spans)
         members = partition.domain_ranks(transport.rank)
@@ -111,8 +112,10 @@ class GroupSync:
         self.residuals = Residuals(changes)
         self.buffers: dict[str, Buffer] = {}  # by what they consist of
         self.parameters: dict[str, ParameterCodecs] = {}  # likewise
+        self.is_prescaled = False  # sums for all ranks are means too
         self._past = CodecCounters()  # of what was forgotten
-        self._waiting: dict[str, list[Tensor | None]] = {}  # sums of micro-steps before the last
+        self._waiting: dict[Span, Tensor] = {}  # sums of micro-steps before the last that this rank carries on
+        self.waiting_names: set[str] = set()  # of whose gradients some wait, on whatever rank
         self._pipeline = StagePipeline(transport)
         self._purposes = [
             Purpose("dense", what, name)
@@ -130,7 +133,7 @@ class GroupSync:
         spans = tuple(spans) or (whole("", (whole_flat.numel(),)),)
         bounds = even_bounds(spans, self.num_slots)
         values = list(whole_flat.tensor_split(bounds[:-1]))
-        buffer = self._buffer("all_reduce", cut(spans, bounds), flat)
+        buffer = self._buffer(ALL_REDUCE, cut(spans, bounds), flat)
         slots, sums = self._reduce(buffer, values, is_last=True)
         self._give_to_all(buffer, slots, sums)
 
@@ -159,7 +162,12 @@ class GroupSync:
 
     def capture(self) -> dict[str, Any]:
         """All that codecs keep, for a checkpoint or the next plan."""
-        return self.residuals.capture(self.buffers.values(), self.parameters)
+        kept = self.residuals.capture(self.buffers.values(), self.parameters)
+        return {**kept, "is_prescaled": self.is_prescaled, "num_ranks": self.num_slots}
+
+    def take_over(self, saved: Mapping[str, Any]) -> None:
+        """Add to the next sums what codecs had kept back when `capture` saw this, under whatever plan."""
+        self.residuals.kept += undelivered(saved, saved["num_ranks"])
 
     @property
     def is_encoded(self) -> bool:
@@ -175,17 +183,51 @@ class GroupSync:
     @property
     def counters(self) -> CodecCounters:
         """What codecs did."""
-        found = [*self.feedbacks, *(codecs.feedback for codecs in self.parameters.values())]
-        counters = [self._past, *(one.counters for one in found)]
-        totals = [sum(column) for column in zip(*map(astuple, counters), strict=True)]
-        return CodecCounters(*totals)
+        kept = [*self.feedbacks, *(codecs.feedback for codecs in self.parameters.values())]
+        counters = [self._past, *(one.counters for one in kept)]
+        return CodecCounters(*[sum(column) for column in zip(*map(astuple, counters), strict=True)])
+
+    def codec_sums(self) -> CodecSums:
+        """What codecs did, and how much of gradients they have not delivered."""
+        encoders = [encoder for feedback in self.feedbacks for encoder in feedback.encoders.values()]
+        return CodecSums(
+            **asdict(self.counters), squared_residual=sum(encoder.squared_residual() for encoder in encoders)
+        )
 
     def forget(self) -> None:
         """Drop all that codecs keep; all ranks must call.  Sums of micro-steps stay, as ZeRO 2 keeps its own."""
         self._past = self.counters
         for kept in (self.buffers, self.parameters):
             kept.clear()
-        self.residuals.kept = []
+        self.residuals.clear()
+
+    def verify(self, checksums: Sequence[Tensor]) -> None:
+        """Raise VerificationError where this rank's checksums of what the group shares differ from the others'."""
+        if not checksums:
+            return
+        own = torch.stack(list(checksums)).cpu().reshape(-1)
+        table = own.new_empty(self.num_slots, own.numel())
+        self.all_gather(table, own)
+        wrong = [index for index, row in enumerate(table) if not torch.equal(row, table[0])]
+        if wrong:
+            raise VerificationError(
+                f"{self.name}: ranks {[self.ranks[index] for index in wrong]} hold other values than rank "
+                f"{self.ranks[0]}; if they were changed outside engine.step(), do that on all ranks alike, or call "
+                f"ds_hybridep.refresh(engine) on all ranks after it"
+            )
+
+    def drop_waiting(self) -> None:
+        """Forget the sums of micro-steps whose step will not come."""
+        self._waiting.clear()
+        self.waiting_names.clear()
+
+    def settle(self) -> None:
+        """A step was applied."""
+        self.residuals.settle(self.num_slots)
+
+    def gather_exactly(self) -> None:
+        """The next gathers bring every parameter as it is: those of other ranks may have changed."""
+        self.parameters.clear()
 
     def _buffer(self, operation: str, spans: Sequence[tuple[Span, ...]], like: Tensor) -> Buffer:
         key = f"{operation} {like.dtype} {hash_of(spans)}"
@@ -194,7 +236,9 @@ class GroupSync:
             is_encoded = like.dtype != torch.float64 and any(codecs[level] for level in self._levels)
             buffer = self.buffers[key] = Buffer(key, tuple(spans))
             if is_encoded:
-                buffer.encode(codecs, self._levels, like.device, self.residuals.changes, gathers="all" in operation)
+                buffer.encode(
+                    codecs, self._levels, like.device, self.residuals.changes, gathers=operation == ALL_REDUCE
+                )
                 self.residuals.restore(buffer)
         return self.buffers[key]
 
@@ -205,18 +249,24 @@ class GroupSync:
         sums = [value.float() if is_patched(value) else value for value in values]
         slots = FlatSlots(self, values, buffer.sums, sums)
         if is_last:
-            self.residuals.add_kept(buffer.spans, sums, self.encoding.loss_scale())
+            divisor = self.num_slots if buffer.key.startswith(ALL_REDUCE) and not self.is_prescaled else 1
+            self.residuals.add_kept(buffer.spans, sums, self.encoding.loss_scale() * divisor)
         inner, outer = self._split_stages(buffer)
-        waiting = self._waiting.pop(buffer.key, None)
         self._run(Reduce(slots, self._purposes[0], inner))
-        for total, earlier in zip(sums, waiting or (), strict=waiting is not None):
-            if earlier is not None:
-                total += earlier
+        carried = {self.own_slot, *(slot for stage in outer for peer in stage.peers for slot in peer.receives)}
+        for slot in carried:
+            pieces = sums[slot].split([span.num_elements for span in buffer.spans[slot]])
+            for span, total in zip(buffer.spans[slot], pieces, strict=True):
+                if (earlier := self._waiting.pop(span, None)) is not None:
+                    total += earlier
+                if not is_last:
+                    self._waiting[span] = total.clone()
+        names = {span.name for slot_spans in buffer.spans for span in slot_spans}
         if is_last:
+            self.waiting_names -= names
             self._run(Reduce(slots, self._purposes[0], outer))
         else:
-            carried = {self.own_slot, *(slot for stage in outer for peer in stage.peers for slot in peer.receives)}
-            self._waiting[buffer.key] = [total.clone() if slot in carried else None for slot, total in enumerate(sums)]
+            self.waiting_names |= names
         return slots, sums
 
     def _split_stages(self, buffer: Buffer) -> tuple[tuple[GatherStage, ...], tuple[GatherStage, ...]]:
@@ -245,6 +295,8 @@ class GroupSync:
             }
         slots.feedback = results
         self._run(Gather(slots, self._purposes[1], messages, is_exact=False))
+        if results is not None:
+            results.replicas = {}  # they refer to the buffer, which is the caller's
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -263,7 +315,8 @@ class GroupSync:
                 everything goes as it is.  It is changed.
             spans: the tensors that `output` consists of; without them codecs see a vector.
 
-        Where a codec is lossy, `own` and its place in `output` become what the other ranks get.
+        The first gather brings everything as it is: from then on all ranks hold the same.  Where a codec is lossy,
+        `own` and its place in `output` become what the other ranks get.
         """
         rows = output.detach().view(self.num_slots, -1)
         values = [rows[0]] * self.num_slots
@@ -273,33 +326,36 @@ class GroupSync:
         is_apart = place.data_ptr() != own.data_ptr()
         if is_apart:
             place.copy_(own.detach().view(-1))
-        codecs = None if before is None else self._parameter_codecs(output, spans, rows.shape[1])
-        if codecs is None or before is None:
+        codecs, is_first = (None, True) if before is None else self._parameter_codecs(output, spans, rows.shape[1])
+        if codecs is None or before is None or is_first:
             self._run(Gather(FlatSlots(self, values), self._purposes[2], {}, is_exact=False))
             return
         messages = codecs.prepare(values, before)
         self._run(Gather(FlatSlots(self, values, codecs.feedback), self._purposes[2], messages, is_exact=False))
+        codecs.feedback.patches, codecs.feedback.replicas = {}, {}  # they refer to the buffer, which is the caller's
         if is_apart:
             own.detach().view(-1).copy_(place)
 
-    def _parameter_codecs(self, output: Tensor, spans: Sequence[Span], num_elements: int) -> ParameterCodecs | None:
-        """None where everything goes as it is."""
+    def _parameter_codecs(
+        self, output: Tensor, spans: Sequence[Span], num_elements: int
+    ) -> tuple[ParameterCodecs | None, bool]:
+        """None where everything goes as it is; and whether this is the first gather."""
         codecs = self.encoding.weight_codecs
         if output.dtype == torch.float64 or not self.encodes_parameters:
-            return None
+            return None, True
         spans = tuple(spans) or (whole("", (output.numel(),)),)
         by_index = cut(spans, [num_elements * (index + 1) for index in range(self.num_slots)])
         by_slot = [by_index[self._slot_of_index.index(slot)] for slot in range(self.num_slots)]
         key = f"parameters {output.dtype} {hash_of(by_slot)}"
-        if key not in self.parameters:
+        if is_first := key not in self.parameters:
             feedback = Feedback(
                 [parts_of(slot) for slot in by_slot], (None,) * len(codecs), output.device, self.residuals.changes
             )
             self.parameters[key] = ParameterCodecs(
                 feedback, codecs, self._levels, self.level_to, self.own_slot, output.dtype
             )
-            self.residuals.restore_parameters(key, self.parameters[key])
-        return self.parameters[key]
+            is_first = not self.residuals.restore_parameters(key, self.parameters[key])
+        return self.parameters[key], is_first
 
     def _run(self, transfer: StagedTransfer) -> None:
         self._pipeline.start(transfer)

@@ -185,7 +185,7 @@ class PatchReplica:
 
     def cut(self, messages: Sequence[Tensor]) -> list[Tensor]:
         return [
-            message[: self._codec.length(message)] if is_patched(value) else message
+            message[: self._codec.length(message)].clone() if is_patched(value) else message  # frees most of the room
             for message, value in zip(messages, self._values, strict=True)
         ]
 
@@ -202,7 +202,7 @@ class PatchReplica:
                 if sequence != self._step:
                     raise PacketError(
                         f"patch has sequence number {sequence}, wanted {self._step}: one before it was lost, or is "
-                        f"late; call ds_hybridep.refresh(engine) on all ranks"
+                        f"late; load the last checkpoint"
                     )
                 self._codec.decode(message, value)
         self._step += 1

@@ -16,10 +16,12 @@ from ds_hybridep.sync.buffers import Buffer, ParameterCodecs
 from ds_hybridep.sync.feedback import StepChanges
 from ds_hybridep.sync.flat import Span
 
+ALL_REDUCE = "all_reduce"  # keys of buffers whose sums all ranks get begin with it
+
 
 @dataclass(eq=False)
 class Kept:
-    """Gradients of a run of one parameter's elements that wait for the next sum; unscaled, fp32, flat."""
+    """Mean gradients of a run of one parameter's elements that wait for the next sum; unscaled, fp32, flat."""
 
     name: str
     start: int
@@ -32,7 +34,7 @@ class Residuals:
     def __init__(self, changes: StepChanges) -> None:
         self.changes = changes
         self.kept: list[Kept] = []
-        self._saved: Mapping[str, Any] = {"buffers": {}, "parameters": {}}
+        self._saved = _nothing()  # of buffers that were not asked for yet
 
     def add_kept(self, spans: Sequence[Sequence[Span]], sums: Sequence[Tensor], scale: float) -> None:
         """Add what waits for these spans, by slot, to this rank's part of the sums, times the loss scale."""
@@ -64,49 +66,68 @@ class Residuals:
         self.changes.note((one, first), undo)
         piece.zero_()
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self.kept, self._saved = [], _nothing()
+
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def capture(self, buffers: Iterable[Buffer], parameters: Mapping[str, ParameterCodecs]) -> dict[str, Any]:
         """All that codecs keep, as of the last applied step."""
+        held = {
+            buffer.key: {
+                "spans": [[(s.name, s.start, s.num_elements) for s in slot] for slot in buffer.spans],
+                **{name: feedback.gradient_state() for name, feedback in buffer.feedbacks.items()},
+            }
+            for buffer in buffers
+            if buffer.feedbacks
+        }
+        states = {key: codecs.state_dict() for key, codecs in parameters.items()}
         return {
-            "buffers": {
-                buffer.key: {
-                    "spans": [[(s.name, s.start, s.num_elements) for s in slot] for slot in buffer.spans],
-                    **{name: feedback.gradient_state() for name, feedback in buffer.feedbacks.items()},
-                }
-                for buffer in buffers
-                if buffer.feedbacks
-            },
-            "parameters": {key: codecs.state_dict() for key, codecs in parameters.items()},
+            "buffers": {**self._saved["buffers"], **held},
+            "parameters": {**self._saved["parameters"], **states},
             "kept": [(one.name, one.start, one.values) for one in self.kept],
         }
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Go on with what `capture` saw under the same plan, as soon as each buffer is asked for."""
-        self._saved = saved
+        self._saved = {name: dict(saved[name]) for name in ("buffers", "parameters")}
         self.kept = [Kept(name, start, values.clone()) for name, start, values in saved["kept"]]
 
     def restore(self, buffer: Buffer) -> None:
         """For a new buffer."""
-        saved = self._saved["buffers"].get(buffer.key, {})
+        saved = self._saved["buffers"].pop(buffer.key, {})
         for name, feedback in buffer.feedbacks.items():
             if name in saved:
                 feedback.load_gradient_state(saved[name])
 
-    def restore_parameters(self, key: str, codecs: ParameterCodecs) -> None:
-        if (saved := self._saved["parameters"].get(key)) is not None:
+    def restore_parameters(self, key: str, codecs: ParameterCodecs) -> bool:
+        """False where nothing was saved."""
+        saved = self._saved["parameters"].pop(key, None)
+        if saved is not None:
             codecs.load_state_dict(saved)
+        return saved is not None
+
+    def settle(self, num_ranks: int) -> None:
+        """A step was applied: what was loaded and no buffer has asked for waits for the next sums."""
+        if self._saved["buffers"]:
+            self.kept += undelivered({**self._saved, "kept": []}, num_ranks)
+        self._saved = _nothing()
 
 
-def undelivered(saved: Mapping[str, Any], growth: float = 1.0) -> list[Kept]:
-    """What a rank had kept back in all, from what `Residuals.capture` saw.
+def _nothing() -> dict[str, dict[str, Any]]:
+    return {"buffers": {}, "parameters": {}}
 
-    growth: of the number of ranks since.  ZeRO divides gradients by it before they are summed; sums for all ranks are
-        divided afterwards.
+
+def undelivered(saved: Mapping[str, Any], num_ranks: int) -> list[Kept]:
+    """What a rank had kept back in all, from what `GroupSync.capture` saw, as part of a mean.
+
+    num_ranks: by which sums for all ranks were divided afterwards; ZeRO divides before.
     """
     found = [Kept(name, start, values.clone()) for name, start, values in saved["kept"]]
-    for buffer in saved["buffers"].values():
-        scale = growth if "results" in buffer else 1.0
+    for key, buffer in saved["buffers"].items():
+        is_mean = saved.get("is_prescaled", False) or not key.startswith(ALL_REDUCE)
+        scale = 1.0 if is_mean else 1.0 / num_ranks
         for feedback in (buffer.get("sums"), buffer.get("results")):
             for encoder in feedback["encoders"] if feedback is not None else ():
                 flat = torch.cat([residual.reshape(-1) for residual in encoder["residuals"]]) * scale

@@ -143,7 +143,8 @@ class Gather(StagedTransfer):
     def _outgoing(self, slot: int, stage: GatherStage) -> Sequence[Tensor]:
         feedback, messages = self.slots.feedback, None
         if slot == self.slots.own_slot:
-            messages = self._messages.get(stage.level)
+            is_patch = feedback is not None and stage.level in feedback.patches
+            messages = None if is_patch and _needs_equal_lengths(stage) else self._messages.get(stage.level)
         elif self._replica(slot, stage) is not None:
             messages = self._arrived.get(slot)
         if feedback is None or messages is None or self._is_exact:
@@ -161,8 +162,7 @@ class Gather(StagedTransfer):
     def _replica(self, slot: int, stage: GatherStage) -> HeldSlot | None:
         """What takes the slot's messages over this stage; None where it goes as it is."""
         replica = None if self.slots.feedback is None else self.slots.feedback.replicas.get(slot)
-        assert stage.weights is not None
-        return None if replica is None or (replica.varies and stage.weights.has_equal_lengths) else replica
+        return None if replica is None or (replica.varies and _needs_equal_lengths(stage)) else replica
 
     def _take_in(self) -> None:
         feedback = self.slots.feedback
@@ -185,6 +185,11 @@ class Gather(StagedTransfer):
         assert (channel := self.stages[self.stages_started - 1].weights) is not None
         for tensor in arrived:
             channel.transport.count_received(sender, tensor.nbytes, self.purpose.kind)
+
+
+def _needs_equal_lengths(stage: GatherStage) -> bool:
+    assert stage.weights is not None, f"level {stage.level} has no channel"
+    return stage.weights.has_equal_lengths
 
 
 class Reduce(StagedTransfer):
