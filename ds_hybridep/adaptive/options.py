@@ -9,8 +9,8 @@ from typing import Any, Literal
 from ds_hybridep.config import AUTO, HybridEPConfig, LevelConfig
 from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY, CodecConfig, describe_codec
 from ds_hybridep.plan.cluster import Cluster, divisors
-from ds_hybridep.plan.costs import Memory, memory_of
 from ds_hybridep.plan.layout import CodecCost, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 from ds_hybridep.plan.workload import Workload
 

@@ -16,7 +16,8 @@ from ds_hybridep.plan.planner import TIE, make_plan, price_all
 from ds_hybridep.plan.question import Question, candidate_groups
 from ds_hybridep.plan.rivals import break_even_tokens
 from ds_hybridep.plan.summary import ds_config_block
-from ds_hybridep.plan.workload import Workload, model_from_mapping
+from ds_hybridep.plan.model_sizes import model_from_mapping
+from ds_hybridep.plan.workload import Workload
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 LOW_RANK = CodecCost("low_rank", 25.0, encode_bytes_per_s=2e11, decode_bytes_per_s=4e11)

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from ds_hybridep.errors import PlanError
 from ds_hybridep.integration import estimate
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
-from ds_hybridep.plan.costs import memory_of, packet_bytes, row_counts, sync_bytes
+from ds_hybridep.plan.costs import packet_bytes, row_counts
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.models import read_model_file
 from ds_hybridep.plan.stream_model import predict
-from ds_hybridep.plan.workload import MoEModel, Workload, model_from_mapping
+from ds_hybridep.plan.memory import memory_of
+from ds_hybridep.plan.model_sizes import model_from_mapping
+from ds_hybridep.plan.workload import MoEModel, Workload
 
 # A slow machine is no failure, so there is no deadline per example.
 properties = settings(deadline=None, max_examples=150)
