@@ -18,6 +18,7 @@ from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE, codec_cost, patch_cost
 from ds_hybridep.plan.costs import expert_parts
 from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, CodecCost, ExpertGroup, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file, ready_names
 from ds_hybridep.plan.packets import Part
 from ds_hybridep.plan.planner import EXACT
@@ -25,7 +26,6 @@ from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.row_format import RowFormat, token_codec
 from ds_hybridep.plan.slots import Shape, part_of
 from ds_hybridep.plan.summary import RECOMMENDED
-from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.workload import DTYPE_BYTES, MoEModel, Workload
 
 BITS_PER_BYTE = 8
@@ -209,7 +209,10 @@ def read_codecs(args: argparse.Namespace, workload: Workload) -> tuple[LevelCode
             estimate = patch_cost(workload.learning_rate)
         else:
             estimate = codec_cost(codec.model_dump(), parts, workload.param_bytes)
-        return replace(estimate, **rates.get(codec.type, {}))
+        if codec.type not in rates:
+            return estimate
+        encode, decode = rates[codec.type]
+        return replace(estimate, encode_bytes_per_s=encode, decode_bytes_per_s=decode)
 
     recommended = LevelCodecs(
         weight=cost(wanted.weight, experts),
@@ -221,26 +224,25 @@ def read_codecs(args: argparse.Namespace, workload: Workload) -> tuple[LevelCode
     return LevelCodecs(), recommended
 
 
-def read_rates(path: Path) -> dict[str, dict[str, float]]:
-    """By codec type, measured rates in bytes of bf16 per second: the largest tensors of a record of benchmarks/codecs.py.
+def read_rates(path: Path) -> dict[str, tuple[float, float]]:
+    """By codec type, bytes of bf16 per second to encode and to decode, measured by benchmarks/codecs.py.
 
-    Raises ConfigError where the file is no such record.
+    Of the largest tensors in the record.  Raises ConfigError where the file is none.
     """
-    largest: dict[str, tuple[int, dict[str, float]]] = {}
+    largest: dict[str, tuple[int, float, float]] = {}
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             if record.get("case") != "codec_time" or record["params"]["kernels"] != "compiled":
                 continue
             kind, num_elements = record["params"]["codec"]["type"], math.prod(record["params"]["shape"])
-            found = {
-                f"{name}_bytes_per_s": 2 * num_elements / (record[key] / MS_PER_S)
-                for name, key in (("encode", "encode_update_ms"), ("decode", "decode_add_ms"))
-            }
-            largest[kind] = max(largest.get(kind, (0, {})), (num_elements, found), key=lambda pair: pair[0])
+            encode, decode = (
+                2 * num_elements / (record[key] / MS_PER_S) for key in ("encode_update_ms", "decode_add_ms")
+            )
+            largest[kind] = max(largest.get(kind, (0, 0.0, 0.0)), (num_elements, encode, decode))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(
             f"--codec-rates: {path} is no record of benchmarks/codecs.py ({type(error).__name__}: {error}); give the "
-            f"file that `python benchmarks/codecs.py` wrote"
+            f"file that it wrote"
         ) from error
-    return {kind: rates for kind, (_, rates) in largest.items()}
+    return {kind: (encode, decode) for kind, (_, encode, decode) in largest.items()}

@@ -43,7 +43,7 @@ def patch_ratio(learning_rate: float) -> float:
     pairs = list(zip(PATCH_RATIOS, PATCH_RATIOS[1:], strict=False))
     (low, first), (high, last) = next((pair for pair in pairs if learning_rate <= pair[1][0]), pairs[-1])
     share = math.log(learning_rate / low) / math.log(high / low)
-    return max(first * (last / first) ** share, 1.0)
+    return max(float(first * (last / first) ** share), 1.0)
 
 
 def patch_cost(learning_rate: float) -> CodecCost:

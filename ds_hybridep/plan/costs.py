@@ -69,8 +69,9 @@ def _owned_bytes(layout: Layout, workload: Workload, codec: CodecCost, way: Way)
 @lru_cache(maxsize=64)
 def expert_parts(workload: Workload, num_owned: int) -> tuple[Part, ...]:
     """What a message holds of so many experts of a layer."""
-    return tuple(part_of((num_owned, *shape) if len(shape) > 1 else (num_owned, 1, *shape))
-                 for shape in workload.expert_tensors)
+    return tuple(
+        part_of((num_owned, *shape) if len(shape) > 1 else (num_owned, 1, *shape)) for shape in workload.expert_tensors
+    )
 
 
 def weight_packets(layout: Layout, workload: Workload) -> int:

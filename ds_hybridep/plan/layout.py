@@ -33,7 +33,6 @@ class CodecCost:
             if not getattr(self, item) > 0:
                 raise PlanError(f"codec {self.name!r}: {item} is {getattr(self, item)}, but must be > 0")
 
-
     @property
     def is_lossless_encoding(self) -> bool:
         """True for patches: what is sent is less, and what arrives is exact."""

@@ -24,6 +24,11 @@ class Memory:
     sync_bytes: float = 0.0
 
     @property
+    def copies_bytes(self) -> float:
+        """Beside what DeepSpeed holds."""
+        return self.replica_bytes + self.sync_bytes
+
+    @property
     def total_bytes(self) -> float:
         return self.dense_bytes + self.owned_expert_bytes + self.replica_bytes + self.sync_bytes
 

@@ -59,8 +59,8 @@ class Plan:
 
     @property
     def better(self) -> Alternative | None:
-        """The fastest way that is provided, fits and beats the best layout by more than a tie; None: use the plan."""
-        return self._fastest(way for way in self.alternatives if way.is_provided and not way.lacking_bytes)
+        """DeepSpeed's fastest way that fits and beats the best layout by more than a tie; None: use the plan."""
+        return self._fastest(way for way in self.alternatives if way.is_by_deepspeed and not way.lacking_bytes)
 
     @property
     def better_elsewhere(self) -> Alternative | None:

@@ -25,6 +25,11 @@ class Alternative:
     note: str = ""
 
     @property
+    def is_by_deepspeed(self) -> bool:
+        """It needs none of this program."""
+        return self.layout is not None and self.layout.is_padded
+
+    @property
     def is_provided(self) -> bool:
         """DeepSpeed or this program can do it."""
         return self.layout is not None

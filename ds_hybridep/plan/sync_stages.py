@@ -3,7 +3,7 @@
 
 These are dense parameters, which all ranks hold, and experts that several expert-parallel groups hold.  Under ZeRO 1
 and 2 a sum goes to the rank that owns the slot, and after the optimizer its new parameters go to all; without ZeRO the
-sum itself goes to all.  A slot crosses a level (g - 1) times for each child of the slower ones, g children in the group.
+sum itself goes to all.
 
     ZeRO    in every micro-step         once in an optimizer step
     0                                   sums, inner levels first; gather of the sums, outer levels first
