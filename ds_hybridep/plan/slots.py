@@ -30,22 +30,21 @@ class Shares:
 
 
 @lru_cache(maxsize=256)
-def shares_of(tensors: tuple[Shape, ...], num_ranks: int, *, is_partitioned: bool) -> Shares:
-    """The slots of `num_ranks` ranks.
+def shares_of(tensors: tuple[Shape, ...], num_ranks: int, zero_stage: int) -> Shares:
+    """The slots of `num_ranks` ranks, for tensors in the order of the model's parameters.
 
-    Args:
-        tensors: in the order of the model's parameters.
-        is_partitioned: from ZeRO 1 on.  Gradients then come in the order of the backward, the last tensor first.
+    Under ZeRO 2 gradients are taken to come in the opposite order, that of the backward.
     """
     spans = [(shape, 0, math.prod(shape)) for shape in tensors]
     total = sum(count for _, _, count in spans)
-    if not is_partitioned:
+    if zero_stage == 0:
         slots = tuple(parts_of(slot) for slot in cut(spans, even_bounds(spans, num_ranks)))
         return Shares(slots, slots)
     alignment = PARTITION_ALIGNMENT * num_ranks
     size = -(-total // alignment) * PARTITION_ALIGNMENT
     bounds = [size * (slot + 1) for slot in range(num_ranks)]
-    gradients = tuple(parts_of(reversed(slot)) for slot in cut(spans, [*bounds[:-1], max(total, bounds[-1])]))
+    step = -1 if zero_stage == 2 else 1
+    gradients = tuple(parts_of(slot[::step]) for slot in cut(spans, bounds))
     padding = bounds[-1] - total
     padded = [*spans, ((padding,), 0, padding)] if padding else spans
     return Shares(gradients, tuple(parts_of(slot) for slot in cut(padded, bounds)))

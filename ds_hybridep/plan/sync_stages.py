@@ -101,7 +101,7 @@ def sync_stages(held: Held, workload: Workload) -> tuple[SyncStage, ...]:
 
 def _sum_stages(held: Held, workload: Workload) -> list[SyncStage]:
     stages = []
-    slots = shares_of(held.tensors, held.group_size, is_partitioned=workload.zero_stage >= 1).gradients
+    slots = shares_of(held.tensors, held.group_size, workload.zero_stage).gradients
     whole = _mean_bytes(IDENTITY, slots, workload)
     for level in reversed(held.levels):
         codec, count = held.gradients[level], held.messages_over(level)
@@ -119,7 +119,7 @@ def _sum_stages(held: Held, workload: Workload) -> list[SyncStage]:
 def _gather_stages(held: Held, workload: Workload) -> list[SyncStage]:
     """Own slots leave encoded over the levels that encode; what came encoded over slower levels goes on so."""
     is_partitioned = workload.zero_stage >= 1
-    shares = shares_of(held.tensors, held.group_size, is_partitioned=is_partitioned)
+    shares = shares_of(held.tensors, held.group_size, workload.zero_stage)
     slots = shares.parameters if is_partitioned else shares.gradients
     codec, encoding_levels = _gather_codec(held, workload)
     whole, encoded = _mean_bytes(IDENTITY, slots, workload), _mean_bytes(codec, slots, workload)

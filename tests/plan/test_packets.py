@@ -76,9 +76,9 @@ def test_slots_and_their_messages_are_those_of_flat_buffers(tensors, num_slots, 
             assert num_bytes == MessageLayout(codec, parts).num_bytes(10**6)
 
 
-@given(shapes, st.integers(1, 7))
-def test_partitions_hold_every_gradient_once_and_are_equally_large(tensors, num_ranks):
-    shares = shares_of(tuple(tensors), num_ranks, is_partitioned=True)
+@given(shapes, st.integers(1, 7), st.sampled_from([1, 2]))
+def test_partitions_hold_every_gradient_once_and_are_equally_large(tensors, num_ranks, zero_stage):
+    shares = shares_of(tuple(tensors), num_ranks, zero_stage)
     total = sum(map(math.prod, tensors))
     assert sum(math.prod(part) for slot in shares.gradients for part in slot) == total
     sizes = {sum(math.prod(part) for part in slot) for slot in shares.parameters}
