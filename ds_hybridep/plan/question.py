@@ -57,8 +57,11 @@ class Question:
         return self.groups or candidate_groups(self.cluster, self.workload.model.num_experts)
 
     def predict(self, layout: Layout) -> StepPrediction:
-        sync = BY_DEEPSPEED if layout.is_padded else self.sync
-        return predict(self.cluster, layout, self.workload, self.rates, sync)
+        return predict(self.cluster, layout, self.workload, self.rates, self.sync_of(layout))
+
+    def sync_of(self, layout: Layout) -> SyncModel:
+        """DeepSpeed's layer comes with its rings."""
+        return BY_DEEPSPEED if layout.is_padded else self.sync
 
     def with_best_exchange(self, layout: Layout) -> tuple[Layout, StepPrediction]:
         """The layout with the faster token exchange, and its step; direct where both take the same."""

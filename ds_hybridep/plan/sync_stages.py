@@ -102,12 +102,12 @@ def sync_stages(held: Held, workload: Workload) -> tuple[SyncStage, ...]:
 def _sum_stages(held: Held, workload: Workload) -> list[SyncStage]:
     stages = []
     slots = shares_of(held.tensors, held.group_size, workload.zero_stage).gradients
-    whole = _mean_bytes(IDENTITY, slots, workload)
+    whole = mean_bytes(IDENTITY, slots, workload)
     for level in reversed(held.levels):
         codec, count = held.gradients[level], held.messages_over(level)
         stage = SyncStage(
             level,
-            count * _mean_bytes(codec, slots, workload),
+            count * mean_bytes(codec, slots, workload),
             encode_s=count * whole / codec.encode_bytes_per_s,
             decode_s=count * whole / codec.decode_bytes_per_s,
         )
@@ -121,8 +121,8 @@ def _gather_stages(held: Held, workload: Workload) -> list[SyncStage]:
     is_partitioned = workload.zero_stage >= 1
     shares = shares_of(held.tensors, held.group_size, workload.zero_stage)
     slots = shares.parameters if is_partitioned else shares.gradients
-    codec, encoding_levels = _gather_codec(held, workload)
-    whole, encoded = _mean_bytes(IDENTITY, slots, workload), _mean_bytes(codec, slots, workload)
+    codec, encoding_levels = gather_codec(held, workload)
+    whole, encoded = mean_bytes(IDENTITY, slots, workload), mean_bytes(codec, slots, workload)
     stages = []
     for level in held.levels:
         num_encoded, num_whole = 0, 0
@@ -150,7 +150,7 @@ def _gather_stages(held: Held, workload: Workload) -> list[SyncStage]:
     return stages
 
 
-def _gather_codec(held: Held, workload: Workload) -> tuple[CodecCost, tuple[int, ...]]:
+def gather_codec(held: Held, workload: Workload) -> tuple[CodecCost, tuple[int, ...]]:
     """The one codec of a gather, and the levels over which it is used."""
     if workload.zero_stage == 0:
         codecs, wanted = held.gradients, [level for level in held.levels if held.gradients[level] != IDENTITY]
@@ -164,7 +164,7 @@ def _gather_codec(held: Held, workload: Workload) -> tuple[CodecCost, tuple[int,
     return (codecs[wanted[0]] if wanted else IDENTITY), tuple(wanted)
 
 
-def _mean_bytes(codec: CodecCost, slots: Sequence[Slot], workload: Workload) -> float:
+def mean_bytes(codec: CodecCost, slots: Sequence[Slot], workload: Workload) -> float:
     """Of one slot's message."""
     if codec == IDENTITY:
         return sum(map(num_elements, slots)) * workload.param_bytes / len(slots)
@@ -179,7 +179,7 @@ def sync_state_bytes(held: Held, workload: Workload) -> float:
     residuals = sum(held.messages_over(level) for level in encoding_levels)
     if encoding_levels and not is_partitioned:
         residuals += 1  # of the own slot's sum
-    before_bytes = workload.param_bytes if is_partitioned and _gather_codec(held, workload)[1] else 0
+    before_bytes = workload.param_bytes if is_partitioned and gather_codec(held, workload)[1] else 0
     return slot_params * (2 * MASTER_BYTES * residuals + before_bytes)
 
 

@@ -2,6 +2,7 @@
 """Predicted bytes of parameters that several ranks hold, and of encoded experts, are those that the runtime counts."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,13 +19,15 @@ from ds_hybridep.plan import layout as plan
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.layout import CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.packets import Patches, packets_of
-from ds_hybridep.plan.stream_model import StepPrediction, predict
+from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.workload import MoEModel, Workload
+from ds_hybridep.simulate.scenario import Scenario
+from ds_hybridep.simulate.simulator import simulate
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 CLUSTER = Cluster((Level("dc", 2), Level("gpu", 2)))
-# Matrices large enough for the codecs of matrices, and an embedding that is cut between ranks.  Experts without biases:
+# Matrices large enough for the codecs of matrices, and an embedding that is cut between ranks.  Experts have no bias:
 # neighbouring vectors are one part, and in which order experts' gradients come under ZeRO 2 is not in the plan.
 TOY = {"hidden": 32, "ffn": 64, "vocab": 80, "routing": "by_token", "expert": "swiglu"}
 ACCUMULATION = 2
@@ -49,10 +52,6 @@ def counted(case: Case, codecs: list[dict[str, Any]], steps: int = 1) -> dict[st
         }
 
 
-def totals(records: list[dict[str, Any]], kind: str) -> list[int]:
-    return [sum(record["sent"][level][kind] for record in records) for level in range(2)]
-
-
 def cost_of(codec: CodecConfig, bits: float) -> CodecCost:
     if codec == IDENTITY:
         return plan.IDENTITY
@@ -61,41 +60,59 @@ def cost_of(codec: CodecConfig, bits: float) -> CodecCost:
     return CodecCost(codec.type, packets=packets_of(codec.model_dump()))
 
 
-def predicted(
-    case: Case, codecs: list[dict[str, Any]], record: dict[str, Any], bits: float = 1.0
-) -> tuple[StepPrediction, list[int]]:
-    """A step of the case, and the number of uplinks of each level."""
+def layout_of(case: Case, codecs: list[dict[str, Any]], bits: float) -> Layout:
     levels = case.ds_config(with_block=True)["hybridep"]["levels"]
     block = {"levels": [{**level, **own} for level, own in zip(levels, codecs, strict=True)]}
-    param_bytes = 4 if case.dtype == "fp32" else 2
-    config = parse_config(block, world_size=4).with_dtype(param_bytes)
-    sets = [LevelCodecs(*(cost_of(one, bits) for one in level.all_codecs[:2]), plan.IDENTITY,
-                        *(cost_of(one, bits) for one in level.all_codecs[2:])) for level in config.levels]  # fmt: skip
+    config = parse_config(block, world_size=4).with_dtype(4 if case.dtype == "fp32" else 2)
+    costs = [[cost_of(codec, bits) for codec in level.all_codecs] for level in config.levels]
+    return Layout(
+        spans=ExpertGroup(case.toy.ep_size).spans(CLUSTER),
+        domain_sizes=tuple(size for _, _, size in case.levels),
+        codecs=tuple(
+            LevelCodecs(weight, gradient, dense_weight=dense_weight, dense_gradient=dense_gradient)
+            for weight, gradient, dense_weight, dense_gradient in costs
+        ),
+    )
+
+
+def workload_of(case: Case, record: dict[str, Any]) -> Workload:
     toy = case.toy
-    count = lambda shapes: sum(map(math.prod, shapes))  # noqa: E731
+    expert_params, dense_params = (sum(map(math.prod, record[kind])) for kind in ("expert", "dense"))
     model = MoEModel(
         name="toy", hidden=toy.hidden, num_experts=toy.num_experts, top_k=toy.k, num_moe_layers=toy.num_layers,
-        expert_params=count(record["expert"]), dense_params=count(record["dense"]), active_dense_params=1,
+        expert_params=expert_params, dense_params=dense_params, active_dense_params=1,
         expert_shapes=record["expert"], dense_shapes=record["dense"],
     )  # fmt: skip
-    workload = Workload(
-        model=model, tokens_per_rank=8, micro_steps=case.accumulation, param_bytes=param_bytes,
+    return Workload(
+        model=model, tokens_per_rank=8, micro_steps=case.accumulation, param_bytes=4 if case.dtype == "fp32" else 2,
         zero_stage=case.zero_stage,
     )  # fmt: skip
-    layout = Layout(
-        spans=ExpertGroup(toy.ep_size).spans(CLUSTER),
-        domain_sizes=tuple(size for _, _, size in case.levels),
-        codecs=tuple(sets),
-    )
-    uplinks = [math.prod(CLUSTER.sizes[: level + 1]) for level in range(2)]
-    return predict(CLUSTER, layout, workload, Rates(flops_per_s=1.0)), uplinks
 
 
-def assert_bytes(records: list[dict[str, Any]], prediction: StepPrediction, uplinks: list[int]) -> None:
-    for level, kinds in enumerate(prediction.uplink_bytes):
-        found = {kind: totals(records, kind)[level] for kind in ("dense", "expert_gradients")}
-        assert found["dense"] == pytest.approx((kinds["dense_sync"] + kinds["expert_sync"]) * uplinks[level], rel=1e-9)
-        assert found["expert_gradients"] == pytest.approx(kinds["expert_gradients"] * uplinks[level], rel=1e-9)
+def predicted(layout: Layout, workload: Workload) -> list[dict[str, float]]:
+    """Bytes by level and kind over all uplinks together, which the simulator sends too."""
+    rates = Rates(flops_per_s=1.0)
+    scenario = Scenario(cluster=CLUSTER, layout=layout, workload=workload, rates=rates)
+    simulated = simulate(scenario).sent_bytes
+    result = []
+    for level, kinds in enumerate(predict(CLUSTER, layout, workload, rates).uplink_bytes):
+        totals = {kind: count * math.prod(CLUSTER.sizes[: level + 1]) for kind, count in kinds.items()}
+        for kind, count in totals.items():
+            assert simulated[level].get(kind, 0.0) == pytest.approx(count, rel=1e-9), kind
+        result.append({**totals, "dense": totals["dense_sync"] + totals["expert_sync"]})
+    return result
+
+
+def assert_bytes(records: list[dict[str, Any]], case: Case, codecs: list[dict[str, Any]]) -> None:
+    layout, workload = layout_of(case, codecs, bits=1.0), workload_of(case, records[0])
+    expected = predicted(layout, workload)
+    exact = predicted(replace(layout, codecs=(LevelCodecs(),) * 2), workload)
+    for level in range(2):
+        # Weights leave twice exactly: before the first forward, and for the refresh.
+        twice = 2 * exact[level]["expert_weights"]
+        for kind, before in (("dense", 0.0), ("expert_gradients", 0.0), ("expert_weights", twice)):
+            found = sum(record["sent"][level][kind] for record in records)
+            assert found == pytest.approx(before + expected[level][kind], rel=1e-9), kind
 
 
 SETS: dict[str, list[dict[str, Any]]] = {
@@ -119,7 +136,7 @@ def test_every_byte_of_sums_and_gathers_is_predicted(pool4: ProcessPool, stage: 
         dense_sync="hierarchical",
     )  # fmt: skip
     records = pool4.run(counted, case=case, codecs=SETS[codecs])
-    assert_bytes(records, *predicted(case, SETS[codecs], records[0]))
+    assert_bytes(records, case, SETS[codecs])
 
 
 FIXED = [spec for spec in SETTINGS if "first_steps" not in spec]  # the plan is of later steps
@@ -133,7 +150,7 @@ def test_every_codec_of_fixed_size_has_the_bytes_predicted(pool4: ProcessPool, f
     case = Case(levels=levels_of((2, 2), (1, 2)), toy=toy, zero_stage=1, dense_sync="hierarchical")
     codecs = [{"weight_codec": weight, "gradient_codec": gradient}, {"gradient_codec": inside}]
     records = pool4.run(counted, case=case, codecs=codecs)
-    assert_bytes(records, *predicted(case, codecs, records[0]))
+    assert_bytes(records, case, codecs)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -146,14 +163,10 @@ def test_bytes_of_patches_are_predicted_by_their_bits(pool4: ProcessPool, stage:
             levels=levels_of((2, 2), sizes), toy=toy, zero_stage=stage, dtype="bf16", dense_sync="hierarchical"
         )
         records = pool4.run(counted, case=case, codecs=codecs)
-        sent = totals(records, "dense")
-
-        def bytes_at(bits: float, level: int, case: Case = case, record: dict[str, Any] = records[0]) -> float:
-            prediction, uplinks = predicted(case, codecs, record, bits)
-            kinds = prediction.uplink_bytes[level]
-            return (kinds["dense_sync"] + kinds["expert_sync"]) * uplinks[level]
-
-        slope = bytes_at(1.0, 0) - bytes_at(0.0, 0)
-        bits = (sent[0] - bytes_at(0.0, 0)) / slope
+        sent = [sum(record["sent"][level]["dense"] for record in records) for level in range(2)]
+        workload = workload_of(case, records[0])
+        none, one = (predicted(layout_of(case, codecs, bits), workload) for bits in (0.0, 1.0))
+        bits = (sent[0] - none[0]["dense"]) / (one[0]["dense"] - none[0]["dense"])
         assert 0 < bits < 16
-        assert sent[1] == pytest.approx(bytes_at(bits, 1), rel=0.05)
+        expected = predicted(layout_of(case, codecs, bits), workload)
+        assert sent[1] == pytest.approx(expected[1]["dense"], rel=0.05)
