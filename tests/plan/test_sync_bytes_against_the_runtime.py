@@ -126,9 +126,18 @@ SETS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("codecs", SETS)
-@pytest.mark.parametrize("ep_size", [4, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+OFTEN = {(0, 4, "recommended"), (1, 2, "recommended"), (1, 4, "inside"), (2, 2, "inside")}
+CASES = [
+    (stage, ep_size, name)
+    if name == "both" or (name, ep_size) == ("exact", 2) or (stage, ep_size, name) in OFTEN
+    else pytest.param(stage, ep_size, name, marks=pytest.mark.slow)
+    for stage in (0, 1, 2)
+    for ep_size in (4, 2)
+    for name in SETS
+]
+
+
+@pytest.mark.parametrize(("stage", "ep_size", "codecs"), CASES)
 def test_every_byte_of_sums_and_gathers_is_predicted(pool4: ProcessPool, stage: int, ep_size: int, codecs: str):
     toy, sizes = ToyConfig(ep_size=ep_size, **TOY), (2, 1) if ep_size == 4 else (1, 2)
     case = Case(
