@@ -139,8 +139,8 @@ class JobMeter:
 
     def has_room(self, current: Option, option: Option) -> bool:
         """Whether there is memory for both plans' replicas at the change, and for the new ones in a step."""
-        new_bytes, (free_bytes, working_bytes) = self.job.memory(option).replica_bytes, self.memory
-        growth_bytes = new_bytes - self.job.memory(current).replica_bytes
+        new_bytes, (free_bytes, working_bytes) = self.job.memory(option).copies_bytes, self.memory
+        growth_bytes = new_bytes - self.job.memory(current).copies_bytes
         return max(new_bytes, growth_bytes + working_bytes) <= ROOM_SHARE * free_bytes
 
 

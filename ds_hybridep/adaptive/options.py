@@ -9,8 +9,9 @@ from typing import Any, Literal
 from ds_hybridep.config import AUTO, HybridEPConfig, LevelConfig
 from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY, CodecConfig, describe_codec
 from ds_hybridep.plan.cluster import Cluster, divisors
-from ds_hybridep.plan.costs import Memory, memory_of
-from ds_hybridep.plan.layout import CodecCost, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.layout import IDENTITY as EXACT_COST
+from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 from ds_hybridep.plan.workload import Workload
 
@@ -44,8 +45,8 @@ class Option:
 
 def settings_of(config: HybridEPConfig) -> tuple[Any, ...]:
     """Domain sizes, codecs of experts (None for exact), the way of tokens, and what no option changes."""
-    pairs = [(level.domain_size, (level.weight_codec, level.gradient_codec)) for level in config.levels]
-    codecs = tuple(pair if size != 1 and pair != (IDENTITY, IDENTITY) else None for size, pair in pairs)
+    pairs = [(level.weight_codec, level.gradient_codec) for level in config.levels]
+    codecs = tuple(None if pair == (IDENTITY, IDENTITY) else pair for pair in pairs)
     of_dense = tuple(
         tuple(None if ours == theirs else ours for ours, theirs in zip(known[2:], known[:2], strict=True))
         for known in (level.all_codecs for level in config.levels)
@@ -60,12 +61,14 @@ def open_options(
     spans: tuple[int, ...],
     codecs: Mapping[CodecConfig, CodecCost],
     token_codecs: Sequence[CodecCost],
+    dense_codecs: Mapping[CodecConfig, CodecCost] | None = None,
 ) -> tuple[Option, ...]:
     """Every option that settings leave open, each once; the first is what DeepSpeed does, as far as that is open.
 
     spans: positions of the expert-parallel group at each level.
     codecs: all but the exact default that may be used; none where nothing travels encoded.
     token_codecs: of each level; without effect where tokens are left to DeepSpeed.
+    dense_codecs: of dense parameters; by default the same.
     """
     exchange = config.token_exchange
     exchanges: tuple[TokenExchange, ...] = ("deepspeed", "direct", "hierarchical") if exchange == AUTO else (exchange,)
@@ -83,7 +86,8 @@ def open_options(
         possible = [one for one in exchanges if is_possible[one]]
         for chosen, tokens in itertools.product(itertools.product(*levels), possible):
             settings = config.model_copy(update={"levels": chosen, "token_exchange": tokens})
-            options.append(Option(settings, _layout_of(settings, spans, codecs, token_codecs)))
+            costs = codecs, codecs if dense_codecs is None else dense_codecs
+            options.append(Option(settings, _layout_of(settings, spans, costs, token_codecs)))
     return tuple(options)
 
 
@@ -92,9 +96,12 @@ def _settings_at(
 ) -> list[LevelConfig]:
     """A level with all codecs that may be taken there."""
 
+    # Without domains over a level, sums of what its sides hold alike cross it.
+    is_crossed = domain_size > 1 or (level.size > 1 and config.dense_sync == "hierarchical")
+
     def choices(codec: CodecConfig) -> list[CodecConfig]:
         if codec == AUTO_CODEC:
-            return [IDENTITY, *(config.auto_codecs if codecs and domain_size > 1 else ())]
+            return [IDENTITY, *(config.auto_codecs if codecs and is_crossed else ())]
         return [codec if codecs or domain_size == 1 else IDENTITY]
 
     pairs = list(itertools.product(choices(level.weight_codec), choices(level.gradient_codec)))
@@ -117,13 +124,23 @@ def _settings_at(
 def _layout_of(
     config: HybridEPConfig,
     spans: tuple[int, ...],
-    codecs: Mapping[CodecConfig, CodecCost],
+    costs: tuple[Mapping[CodecConfig, CodecCost], Mapping[CodecConfig, CodecCost]],
     token_codecs: Sequence[CodecCost],
 ) -> Layout:
-    exact, levels = LevelCodecs().weight, []
+    """costs: of experts, and of dense parameters."""
+    levels = []
     for level, token in zip(config.levels, token_codecs, strict=True):
-        known = codecs if level.domain_size != 1 else {}
-        levels.append(LevelCodecs(known.get(level.weight_codec, exact), known.get(level.gradient_codec, exact), token))
+        of_experts, of_dense = costs
+        weight, gradient, dense_weight, dense_gradient = level.all_codecs
+        levels.append(
+            LevelCodecs(
+                weight=of_experts.get(weight, EXACT_COST),
+                gradient=of_experts.get(gradient, EXACT_COST),
+                token=token,
+                dense_weight=of_dense.get(dense_weight, EXACT_COST),
+                dense_gradient=of_dense.get(dense_gradient, EXACT_COST),
+            )
+        )
     return Layout(
         spans=spans,
         domain_sizes=config.domain_sizes,
@@ -144,21 +161,9 @@ class Job:
     rates: Rates
 
     def predict(self, option: Option) -> StepPrediction:
-        """Seconds of one step by the stream model.
-
-        Sums of DeepSpeed's ring pass twice (what it does over gloo). Level by level a ZeRO partition is summed for its
-        owner alone, which is one pass. Experts that several groups hold are DeepSpeed's in either case.
-        """
-        ring = predict(self.cluster, option.layout, self.workload, self.rates, SyncModel())
-        if option.config.dense_sync != "hierarchical":
-            return ring
-        passes = 1.0 if self.workload.zero_stage >= 1 else 2.0
-        sync = SyncModel(algorithm="hierarchical", reduce_passes=passes)
-        levels = predict(self.cluster, option.layout, self.workload, self.rates, sync)
-        terms = replace(levels.terms, expert_sync_s=ring.terms.expert_sync_s)
-        pairs = zip(levels.uplink_bytes, ring.uplink_bytes, strict=True)
-        uplinks = tuple({**dict(ours), "expert_sync": theirs["expert_sync"]} for ours, theirs in pairs)
-        return StepPrediction(terms, uplinks)
+        """Seconds of one step by the stream model."""
+        sync = SyncModel() if option.config.dense_sync == "hierarchical" else BY_DEEPSPEED
+        return predict(self.cluster, option.layout, self.workload, self.rates, sync)
 
     def memory(self, option: Option) -> Memory:
         """Of one rank, activations left out."""
@@ -171,7 +176,7 @@ class Job:
         if not any(is_encoded):
             return 0.0
         exact = replace(layout, codecs=tuple(LevelCodecs(token=codecs.token) for codecs in layout.codecs))
-        sent = predict(self.cluster, exact, self.workload, self.rates, SyncModel()).uplink_bytes
+        sent = predict(self.cluster, exact, self.workload, self.rates).uplink_bytes
         return sum(
             kinds["expert_weights"] * self.rates.wire_factor / level.link.bandwidth_bytes_per_s
             for is_less, level, kinds in zip(is_encoded, self.cluster.levels, sent, strict=True)

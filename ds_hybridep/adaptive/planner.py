@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,12 @@ from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY, PATCH, CodecConfig, describe_codec
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
+from ds_hybridep.plan.codec_costs import PATCHED_BYTES, codec_cost, patch_cost
+from ds_hybridep.plan.layout import IDENTITY as EXACT_COST
 from ds_hybridep.plan.layout import CodecCost
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.row_format import token_codec
+from ds_hybridep.plan.slots import part_of
 from ds_hybridep.plan.workload import Workload
 from ds_hybridep.transport.agreement import agree, announcing_failure, together
 from ds_hybridep.transport.channels import Transport
@@ -39,8 +43,7 @@ from ds_hybridep.version import __version__
 
 log = logging.getLogger(__name__)
 
-# Assumed: how many values a step leaves as they are depends on the learning rate; this is near that of 1e-4.
-PATCH_COST = CodecCost("patch", ratio=16.0, encode_bytes_per_s=1e9, decode_bytes_per_s=1e9, is_lossy=False)
+PATCH_BYTES_PER_S = 1e9  # assumed of a CPU, to encode and to decode
 
 
 class JobPlanner:
@@ -76,15 +79,21 @@ class JobPlanner:
             self._links = JobLinks(config, self._transport, device)
             rates = measure_experts(spec, self._links.probe, self._links.cluster)
             param_bytes = spec.sample.element_size()
+            trains_experts = expert_params(spec, trainable_only=True) > 0
+            codecs: dict[CodecConfig, CodecCost] = {}
+            for codec in _codecs_in_use(config):
+                if codec == PATCH:
+                    codecs[codec] = assumed_patch(workload)
+                elif trains_experts:
+                    name, kernels = describe_codec(codec), config.advanced.kernels
+                    codecs[codec] = measure_codec(name, codec, spec, self._links.probe, kernels)
+                else:
+                    codecs[codec] = codec_cost(codec.model_dump(), map(part_of, workload.dense_tensors), param_bytes)
             options = open_options(
                 config,
                 spans=spans,
-                codecs={
-                    one: PATCH_COST
-                    if one == PATCH
-                    else measure_codec(describe_codec(one), one, spec, self._links.probe, config.advanced.kernels)
-                    for one in (_codecs_in_use(config) if expert_params(spec, trainable_only=True) else ())
-                },
+                codecs=codecs if trains_experts else {},
+                dense_codecs=codecs,
                 token_codecs=[token_codec(level.row_format, spec.hidden, param_bytes) for level in config.levels],
             )
         job = Job(self._links.cluster, workload, rates)
@@ -236,9 +245,17 @@ class JobPlanner:
         self._transport.close()
 
 
+def assumed_patch(workload: Workload) -> CodecCost:
+    """What changes of weights cost; 16-bit ones alone are patched, others travel as they are."""
+    if workload.param_bytes != PATCHED_BYTES:
+        return replace(EXACT_COST, name="patch")
+    estimate = patch_cost(workload.learning_rate)
+    return replace(estimate, encode_bytes_per_s=PATCH_BYTES_PER_S, decode_bytes_per_s=PATCH_BYTES_PER_S)
+
+
 def _codecs_in_use(config: HybridEPConfig) -> list[CodecConfig]:
-    """Every codec but the exact default that may be used for experts, once."""
-    fixed = [codec for level in config.levels for codec in (level.weight_codec, level.gradient_codec)]
+    """Every codec but the exact default that may be used, once."""
+    fixed = [codec for level in config.levels for codec in level.all_codecs]
     return [codec for codec in dict.fromkeys([*config.auto_codecs, *fixed]) if codec not in (IDENTITY, AUTO_CODEC)]
 
 

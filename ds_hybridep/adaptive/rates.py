@@ -14,6 +14,7 @@ from ds_hybridep.experts.layout import lay_out
 from ds_hybridep.kernels import Mode
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.layout import CodecCost, Rates
+from ds_hybridep.plan.packets import packets_of
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import Mirror, Replica
 from ds_hybridep.transport.streams import streams_of
@@ -42,7 +43,7 @@ def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rate
 
 
 def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernels: Mode) -> CodecCost:
-    """Ratio and speed of a codec on one layer's experts; the mean over all ranks, which must all call."""
+    """Sizes and speed of a codec, measured on one layer's experts; the mean over all ranks, which must all call."""
     codec = make_codec(config, kernels=kernels)
     parts = tuple(
         PacketPart(piece.name, piece.shape, spec.num_local)
@@ -71,9 +72,9 @@ def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkPr
     travel_bytes = num_elements * spec.sample.element_size()
     return CodecCost(
         name=name,
-        ratio=travel_bytes / message.nbytes,
         encode_bytes_per_s=travel_bytes / max(means[0], 1e-9),
         decode_bytes_per_s=travel_bytes / max(means[1], 1e-9),
+        packets=packets_of(config.model_dump()),
     )
 
 

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 from ds_hybridep.commands import question as asking
-from ds_hybridep.plan.layout import IDENTITY
 from ds_hybridep.plan.planner import Plan, make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import break_even_tokens
@@ -45,14 +44,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(answer_json(question, plan), indent=2))
         return 0
     print(describe(question, plan))
-    codecs = [codec for level in plan.best.layout.codecs for codec in (level.weight, level.gradient)]
-    assumed = dict.fromkeys(codec.name for codec in codecs if codec != IDENTITY)
-    if assumed:
-        print(
-            f"\n{', '.join(assumed)} is a what-if: its ratio was given by hand, so there is nothing to paste. A codec "
-            f"that has this ratio is written into weight_codec and gradient_codec of the slow level with its options."
-        )
-    elif plan.better is None:
+    if plan.better is None:
         print("\nFor ds_config.json:\n" + json.dumps(ds_config_block(question, plan), indent=2))
     return 0
 

@@ -2,26 +2,38 @@
 """What `plan` and `simulate` are asked: cluster, model, training and machines."""
 
 import argparse
+import json
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 from ds_hybridep.config import parse_config
-from ds_hybridep.errors import ConfigError, PlanError
+from ds_hybridep.config_codecs import PATCH, CodecConfig, recommended_codecs
+from ds_hybridep.errors import ConfigError
 from ds_hybridep.lab.topology import parse_duration
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.layout import IDENTITY, CodecCost, ExpertGroup, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE, codec_cost, patch_cost
+from ds_hybridep.plan.costs import expert_parts
+from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, CodecCost, ExpertGroup, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file, ready_names
+from ds_hybridep.plan.packets import Part
+from ds_hybridep.plan.planner import EXACT
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.row_format import RowFormat, token_codec
-from ds_hybridep.plan.workload import DTYPE_BYTES, MoEModel, Workload, model_from_mapping
+from ds_hybridep.plan.slots import Shape, part_of
+from ds_hybridep.plan.summary import RECOMMENDED
+from ds_hybridep.plan.workload import DTYPE_BYTES, MoEModel, Workload
 
 BITS_PER_BYTE = 8
 BITS_PER_UNIT = {
     "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12, "kbps": 1e3, "mbps": 1e6, "gbps": 1e9, "tbps": 1e12,
 }  # fmt: skip
 GIGA = 1e9
+MS_PER_S = 1e3
 TERA = 1e12
 DEFAULT_TFLOPS = 990.0  # of an H100 in bf16, dense
 DEFAULT_MFU = 0.4
@@ -36,13 +48,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--mfu", type=float, default=DEFAULT_MFU, help="share of it reached; default %(default)g")
     machine.add_argument("--overlap", type=float, default=1.0, metavar="SHARE", help="hidden of what could be; all")
     machine.add_argument("--memory", type=float, metavar="GB", help="of a GPU, without activations; not limited")
-    machine.add_argument("--sync", choices=("ring", "hierarchical"), default="ring", help="of dense gradients")
     machine.add_argument(
-        "--what-if-codec",
-        action="append",
-        default=[],
-        metavar="NAME=RATIO",
-        help="also try expert weights and gradients made RATIO times smaller, at no cost of computation",
+        "--dense-sync",
+        choices=("hierarchical", "deepspeed"),
+        default="hierarchical",
+        help="of parameters that several ranks hold: level by level, or in DeepSpeed's rings, which nothing encodes",
+    )
+    machine.add_argument(
+        "--codecs",
+        choices=(RECOMMENDED, EXACT),
+        default=RECOMMENDED,
+        help="to try at each level beside exact packets; default %(default)s",
+    )
+    machine.add_argument(
+        "--codec-rates", type=Path, metavar="FILE", help="measured by benchmarks/codecs.py; an estimate for a GPU"
     )
     machine.add_argument(
         "--token-codec", choices=get_args(RowFormat), help="of token rows on their way to experts over the slow level"
@@ -70,6 +89,13 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--accumulation", type=_positive, default=1, metavar="N", help="micro-steps in a step")
     model.add_argument("--zero-stage", type=int, choices=(0, 1, 2), default=1)
     model.add_argument("--dtype", choices=sorted(DTYPE_BYTES), help="of parameters and rows; default bf16")
+    model.add_argument(
+        "--learning-rate",
+        type=float,
+        default=DEFAULT_LEARNING_RATE,
+        metavar="LR",
+        help="of AdamW, on which the size of patches depends; default %(default)g",
+    )
     model.add_argument("--checkpointing", action="store_true", help="activations are recomputed in the backward")
     model.add_argument("--capacity-factor", type=float, default=1.0, help="of DeepSpeed's gate, for comparison")
     model.add_argument("--lora-rank", type=_positive, metavar="R", help="only adapters of this rank are trained")
@@ -99,9 +125,9 @@ def read_question(args: argparse.Namespace) -> Question:
         cluster=cluster,
         workload=workload,
         rates=Rates(flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap),
-        sync=SyncModel(algorithm=args.sync),
+        sync=BY_DEEPSPEED if args.dense_sync == "deepspeed" else SyncModel(),
         groups=() if args.ep_size is None else (ExpertGroup(args.ep_size, args.strided),),
-        codecs=(LevelCodecs(), *(read_codec(text) for text in args.what_if_codec)),
+        codecs=read_codecs(args, workload),
         token_codecs=(token, *[IDENTITY] * (len(cluster.levels) - 1)),
         memory_bytes=None if args.memory is None else args.memory * GIGA,
     )
@@ -145,12 +171,13 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
     dtype = args.dtype or str(content.get("dtype", "bf16"))
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype: got '{dtype}', wanted one of {', '.join(DTYPE_BYTES)}")
-    trained_per_expert = trained_dense = None
-    if args.lora_rank is not None:
+    of_expert: tuple[Shape, ...] = ()
+    of_dense: tuple[Shape, ...] = ()
+    if (rank := args.lora_rank) is not None:
         # Three matrices between hidden and ffn, each with two adapters; and four of hidden x hidden in attention.
         ffn = model.expert_params // (3 * model.hidden)
-        trained_per_expert = 3 * args.lora_rank * (model.hidden + ffn)
-        trained_dense = model.num_moe_layers * 4 * 2 * args.lora_rank * model.hidden
+        of_expert = ((rank, model.hidden), (ffn, rank)) * 2 + ((rank, ffn), (model.hidden, rank))
+        of_dense = ((rank, model.hidden), (model.hidden, rank)) * 4 * model.num_moe_layers
     return Workload(
         model=model,
         tokens_per_rank=args.tokens or int(content.get("tokens", DEFAULT_TOKENS)),
@@ -160,18 +187,62 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
         is_checkpointed=args.checkpointing,
         seq_len=args.seq_len,
         capacity_factor=args.capacity_factor,
-        trainable_expert_params=trained_per_expert,
-        trainable_dense_params=trained_dense,
+        trainable_expert_params=sum(map(math.prod, of_expert)) if of_expert else None,
+        trainable_dense_params=sum(map(math.prod, of_dense)) if of_dense else None,
+        trainable_expert_shapes=of_expert,
+        trainable_dense_shapes=of_dense,
+        learning_rate=args.learning_rate,
     )
 
 
-def read_codec(text: str) -> LevelCodecs:
-    """NAME=RATIO as a codec both ways.  Raises ConfigError for other text."""
-    name, _, ratio = text.partition("=")
+def read_codecs(args: argparse.Namespace, workload: Workload) -> tuple[LevelCodecs, ...]:
+    """Sets of codecs to try at each level: none, and the recommended ones.  Raises ConfigError for a bad record."""
+    if args.codecs == EXACT:
+        return (LevelCodecs(),)
+    rates = {} if args.codec_rates is None else read_rates(args.codec_rates)
+    wanted = recommended_codecs(workload.param_bytes)
+    experts = expert_parts(workload, 1)
+    dense = tuple(map(part_of, workload.dense_tensors))
+
+    def cost(codec: CodecConfig, parts: tuple[Part, ...]) -> CodecCost:
+        if codec == PATCH:
+            estimate = patch_cost(workload.learning_rate)
+        else:
+            estimate = codec_cost(codec.model_dump(), parts, workload.param_bytes)
+        if codec.type not in rates:
+            return estimate
+        encode, decode = rates[codec.type]
+        return replace(estimate, encode_bytes_per_s=encode, decode_bytes_per_s=decode)
+
+    recommended = LevelCodecs(
+        weight=cost(wanted.weight, experts),
+        gradient=cost(wanted.gradient, experts),
+        dense_weight=cost(wanted.dense_weight, dense),
+        dense_gradient=cost(wanted.dense_gradient, dense),
+        name=RECOMMENDED,
+    )
+    return LevelCodecs(), recommended
+
+
+def read_rates(path: Path) -> dict[str, tuple[float, float]]:
+    """By codec type, bytes of bf16 per second to encode and to decode, measured by benchmarks/codecs.py.
+
+    Of the largest tensors in the record.  Raises ConfigError where the file is none.
+    """
+    largest: dict[str, tuple[int, float, float]] = {}
     try:
-        if not name.strip():
-            raise ValueError("no name")
-        codec = CodecCost(name.strip(), float(ratio))
-    except (ValueError, PlanError) as error:
-        raise ConfigError(f"--what-if-codec: got '{text}', wanted NAME=RATIO, as in low_rank=25") from error
-    return LevelCodecs(weight=codec, gradient=codec)
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if record.get("case") != "codec_time" or record["params"]["kernels"] != "compiled":
+                continue
+            kind, num_elements = record["params"]["codec"]["type"], math.prod(record["params"]["shape"])
+            encode, decode = (
+                2 * num_elements / (record[key] / MS_PER_S) for key in ("encode_update_ms", "decode_add_ms")
+            )
+            largest[kind] = max(largest.get(kind, (0, 0.0, 0.0)), (num_elements, encode, decode))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"--codec-rates: {path} is no record of benchmarks/codecs.py ({type(error).__name__}: {error}); give the "
+            f"file that it wrote"
+        ) from error
+    return {kind: (encode, decode) for kind, (_, encode, decode) in largest.items()}

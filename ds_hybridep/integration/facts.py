@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from ds_hybridep.adaptive.rates import expert_params
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
+from ds_hybridep.experts.layout import lay_out
 from ds_hybridep.integration import autoep, classic, dense
+from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 
@@ -45,6 +47,8 @@ def workload_of(engine: Any, layers: Mapping[str, Any], specs: Sequence[LayerSpe
         id(p) for m in engine.module.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)
     }
     first = specs[0]
+    blocks = [block for one in first.experts[:1] for block in lay_out(one, is_grouped=first.is_grouped)]
+    trained = [tuple(piece.shape) for block in blocks if block.is_trainable for piece in block.slices]
     model = MoEModel(
         name="this job",
         hidden=first.hidden,
@@ -54,6 +58,7 @@ def workload_of(engine: Any, layers: Mapping[str, Any], specs: Sequence[LayerSpe
         expert_params=expert_params(first),
         dense_params=sum(p.numel() for p in others),
         active_dense_params=sum(p.numel() for p in others if id(p) not in tables or id(p) in multiplied),
+        stacks_experts=first.is_grouped,
     )
     # AutoEP drops no token and pads nothing.
     gate = getattr(next(iter(layers.values())), "gate", None)
@@ -65,7 +70,19 @@ def workload_of(engine: Any, layers: Mapping[str, Any], specs: Sequence[LayerSpe
         capacity_factor=float(getattr(gate, "capacity_factor", 1.0)),
         trainable_expert_params=expert_params(first, trainable_only=True),
         trainable_dense_params=sum(p.numel() for p in others if p.requires_grad),
+        trainable_expert_shapes=tuple(trained),
+        trainable_dense_shapes=tuple(tuple(p.shape) for p in others if p.requires_grad),
+        learning_rate=_learning_rate_of(engine),
     )
+
+
+def _learning_rate_of(engine: Any) -> float:
+    """The one in ds_config, since a schedule may begin at 0; else the optimizer's."""
+    rates = [
+        (engine.optimizer_params() or {}).get("lr"),
+        *(group.get("lr") for group in getattr(engine.optimizer, "param_groups", ())),
+    ]
+    return next((float(rate) for rate in rates if rate), DEFAULT_LEARNING_RATE)
 
 
 def can_sync_by_level(engine: Any) -> bool:

@@ -1,30 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is: codecs, rates of a machine, DeepSpeed's synchronisation, expert-parallel groups and layouts."""
+"""What a plan is: codecs, rates of a machine, the way of sums, expert-parallel groups and layouts."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.packets import Packets, Part, part_elements
 from ds_hybridep.plan.token_route import TokenExchange
 
 
 @dataclass(frozen=True)
 class CodecCost:
-    """What an encoding costs; rates are of the payload, on the rank's own device."""
+    """What an encoding costs; rates are of the payload as it would travel otherwise, on the rank's own device.
+
+    ratio: of those bytes to bytes on the wire, where `packets` does not say how many there are.
+    packets: sizes of messages by the shapes in them.
+    """
 
     name: str
-    ratio: float = 1.0  # bytes in the type in which the payload would travel otherwise, over bytes on the wire
+    ratio: float = 1.0
     encode_bytes_per_s: float = math.inf
     decode_bytes_per_s: float = math.inf
     is_lossy: bool = True
+    packets: Packets | None = None
 
     def __post_init__(self) -> None:
         for item in ("ratio", "encode_bytes_per_s", "decode_bytes_per_s"):
             if not getattr(self, item) > 0:
                 raise PlanError(f"codec {self.name!r}: {item} is {getattr(self, item)}, but must be > 0")
+
+    @property
+    def is_lossless_encoding(self) -> bool:
+        """True for patches: what is sent is less, and what arrives is exact."""
+        return not self.is_lossy and self != IDENTITY
+
+    def message_bytes(self, parts: Sequence[Part], element_bytes: int) -> float:
+        """Bytes of one message that holds these parts, of elements that are so many bytes wide."""
+        if self.packets is not None:
+            return self.packets.message_bytes(parts)
+        return sum(map(part_elements, parts)) * element_bytes / self.ratio
 
 
 IDENTITY = CodecCost("identity", is_lossy=False)
@@ -32,11 +50,30 @@ IDENTITY = CodecCost("identity", is_lossy=False)
 
 @dataclass(frozen=True)
 class LevelCodecs:
-    """Encodings of what crosses one level; `token` is that of rows on their way to experts, and of no other rows."""
+    """Encodings of what crosses one level.
+
+    weight, gradient: of experts, those included that several groups hold.
+    token: of rows on their way to experts, and of no other rows.
+    dense_weight, dense_gradient: of parameters that all ranks hold.
+    name: of the whole set, for people.
+    """
 
     weight: CodecCost = IDENTITY
     gradient: CodecCost = IDENTITY
     token: CodecCost = IDENTITY
+    dense_weight: CodecCost = IDENTITY
+    dense_gradient: CodecCost = IDENTITY
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name, or those of the codecs of experts."""
+        return self.name or f"{self.weight.name}/{self.gradient.name}"
+
+    @property
+    def is_lossy(self) -> bool:
+        """True where parameters or gradients of any kind lose something."""
+        return any(one.is_lossy for one in (self.weight, self.gradient, self.dense_weight, self.dense_gradient))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +118,19 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncModel:
-    """How DeepSpeed's own synchronisation crosses the levels: in a ring, or summed inside first ("hierarchical")."""
+    """How parameters that several ranks hold are summed and gathered.
 
-    algorithm: Literal["ring", "hierarchical"] = "ring"
-    reduce_passes: float = 2.0  # 2 for an all-reduce (ZeRO-1 over gloo does it), 1 for a reduce-scatter
-    factor: float = 1.0  # measured bytes over this model's
+    algorithm: "hierarchical": level by level, with the levels' codecs (`plan.sync_stages`); "ring": by DeepSpeed.
+    reduce_passes: of a ring; 2 for an all-reduce (ZeRO-1 over gloo does it), 1 for a reduce-scatter.
+    factor: measured bytes over this model's.
+    """
+
+    algorithm: Literal["ring", "hierarchical"] = "hierarchical"
+    reduce_passes: float = 2.0
+    factor: float = 1.0
+
+
+BY_DEEPSPEED = SyncModel(algorithm="ring")
 
 
 @dataclass(frozen=True)
@@ -180,6 +225,6 @@ class Layout:
         return any(self.codecs[level].weight.is_lossy for level in self.gather_levels)
 
     @property
-    def has_lossy_gradients(self) -> bool:
-        """True where expert gradients travel under a lossy codec."""
-        return any(self.codecs[level].gradient.is_lossy for level in self.gather_levels)
+    def loses_something(self) -> bool:
+        """True where anything but token rows travels under a lossy codec."""
+        return any(codecs.is_lossy for codecs in self.codecs)

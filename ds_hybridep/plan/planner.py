@@ -8,14 +8,15 @@ from typing import Any
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, divisors
-from ds_hybridep.plan.costs import Memory
-from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs
+from ds_hybridep.plan.layout import IDENTITY, ExpertGroup, Layout, LevelCodecs
+from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, alternatives, lacking_note
 from ds_hybridep.plan.stream_model import TERM_WORDS as TERM_WORDS  # adaptive/ imports it from here
 from ds_hybridep.plan.stream_model import StepPrediction
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
+EXACT = "exact"
 TIE = 0.01  # plans this close to the best count as equal, as no model is better: without lossy codecs, least memory
 
 
@@ -36,14 +37,13 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Domain sizes, and the codecs and the group where they are not the usual ones."""
+        """Domain sizes, the codecs of each level unless all are exact, and the group."""
         text = "[" + ",".join(map(str, self.layout.domain_sizes)) + "]"
         if self.layout.is_transient:
             text += " transient"
-        exact = codecs_label(LevelCodecs())
-        names = [label for label in map(codecs_label, self.layout.codecs) if label != exact]
-        if names:
-            text += " " + " ".join(dict.fromkeys(names))
+        names = [codecs_label(codecs) for codecs in self.layout.codecs]
+        if any(name != EXACT for name in names):
+            text += f" {'|'.join(names)}"
         return text + f" ep {self.group.ep_size}{' strided' if self.group.is_strided else ''}"
 
 
@@ -59,8 +59,8 @@ class Plan:
 
     @property
     def better(self) -> Alternative | None:
-        """The fastest way that is provided, fits and beats the best layout by more than a tie; None: use the plan."""
-        return self._fastest(way for way in self.alternatives if way.is_provided and not way.lacking_bytes)
+        """DeepSpeed's fastest way that fits and beats the best layout by more than a tie; None: use the plan."""
+        return self._fastest(way for way in self.alternatives if way.is_by_deepspeed and not way.lacking_bytes)
 
     @property
     def better_elsewhere(self) -> Alternative | None:
@@ -115,13 +115,12 @@ def price_all(question: Question) -> Iterator[Candidate]:
     for group in question.expert_groups:
         spans = group.spans(question.cluster)
         for domain_sizes in itertools.product(*map(divisors, spans)):
-            # Where no experts travel, the codec that loses least.
-            allowed = (question.codecs if size > 1 else question.codecs[:1] for size in domain_sizes)
+            allowed = (question.codecs_over(level, size) for level, size in enumerate(domain_sizes))
             for codecs in itertools.product(*allowed):
                 layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=question.with_tokens(codecs))
                 candidate = _price(question, group, layout)
                 yield candidate
-                if candidate.lacking_bytes and layout.domain_size > 1 and not layout.is_lossy:
+                if candidate.lacking_bytes and layout.domain_size > 1:
                     yield _price_transient(question, group, layout)
 
 
@@ -141,7 +140,9 @@ def _price_transient(question: Question, group: ExpertGroup, layout: Layout) -> 
 
 
 def _transient(layout: Layout, depth: int) -> Layout:
-    return replace(layout, is_transient=True, prefetch_depth=depth)
+    """Weights of experts travel exactly then."""
+    codecs = tuple(replace(of_level, weight=IDENTITY) for of_level in layout.codecs)
+    return replace(layout, is_transient=True, prefetch_depth=depth, codecs=codecs)
 
 
 def _with_least_depth(question: Question, candidate: Candidate) -> Candidate:
@@ -160,7 +161,7 @@ def _with_least_depth(question: Question, candidate: Candidate) -> Candidate:
 def _simplest_of_the_fastest(candidates: Sequence[Candidate]) -> Candidate:
     def costs(candidate: Candidate) -> tuple[bool, float, tuple[int, ...]]:
         layout = candidate.layout
-        return layout.is_lossy or layout.has_lossy_gradients, candidate.memory.total_bytes, layout.domain_sizes
+        return layout.loses_something, candidate.memory.total_bytes, layout.domain_sizes
 
     fastest_s = min(candidate.step_s for candidate in candidates)
     return min((one for one in candidates if one.step_s <= fastest_s * (1 + TIE)), key=costs)
@@ -193,8 +194,8 @@ def _largest_difference(slower: Candidate, faster: Candidate) -> tuple[float, st
 
 
 def codecs_label(codecs: LevelCodecs) -> str:
-    """Weight/gradient codecs by name."""
-    return f"{codecs.weight.name}/{codecs.gradient.name}"
+    """The set of one level, without the codec of token rows."""
+    return EXACT if replace(codecs, token=IDENTITY) == LevelCodecs() else codecs.label
 
 
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:
@@ -207,6 +208,8 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
         "weight_codecs": [codecs.weight.name for codecs in layout.codecs],
         "gradient_codecs": [codecs.gradient.name for codecs in layout.codecs],
         "token_codecs": [codecs.token.name for codecs in layout.codecs],
+        "dense_weight_codecs": [codecs.dense_weight.name for codecs in layout.codecs],
+        "dense_gradient_codecs": [codecs.dense_gradient.name for codecs in layout.codecs],
         "prefetch_depth": layout.prefetch_depth,
         "token_exchange": layout.exchange,
         "step_s": rounded(candidate.step_s),

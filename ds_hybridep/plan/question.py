@@ -6,8 +6,17 @@ from dataclasses import dataclass, replace
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, divisors
-from ds_hybridep.plan.costs import Memory, memory_of
-from ds_hybridep.plan.layout import IDENTITY, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.layout import (
+    BY_DEEPSPEED,
+    IDENTITY,
+    CodecCost,
+    ExpertGroup,
+    Layout,
+    LevelCodecs,
+    Rates,
+    SyncModel,
+)
+from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 from ds_hybridep.plan.workload import Workload
 
@@ -18,7 +27,8 @@ DEFAULT_DEPTHS = (0, 1, 2, 4)
 class Question:
     """What a plan is asked for.
 
-    codecs: encodings to consider at each level where experts travel; identity alone loses nothing.
+    sync: of our own layouts; DeepSpeed's have its rings.
+    codecs: sets of encodings to consider at each level; the first one is for levels that nothing crosses.
     token_codecs: of rows on their way to experts, one for each level; empty: none. What is compared with has none.
     """
 
@@ -32,6 +42,11 @@ class Question:
     depths: tuple[int, ...] = DEFAULT_DEPTHS
     memory_bytes: float | None = None  # of one rank, without activations; None: not limited
 
+    def codecs_over(self, level: int, domain_size: int) -> tuple[LevelCodecs, ...]:
+        """Sets that make a difference at a level: sums by DeepSpeed have none."""
+        is_crossed = domain_size > 1 or (self.sync.algorithm == "hierarchical" and self.cluster.sizes[level] > 1)
+        return self.codecs if is_crossed else self.codecs[:1]
+
     def with_tokens(self, codecs: Sequence[LevelCodecs]) -> tuple[LevelCodecs, ...]:
         """Encodings of experts at each level, with those of tokens."""
         tokens = self.token_codecs or (IDENTITY,) * len(codecs)
@@ -42,7 +57,11 @@ class Question:
         return self.groups or candidate_groups(self.cluster, self.workload.model.num_experts)
 
     def predict(self, layout: Layout) -> StepPrediction:
-        return predict(self.cluster, layout, self.workload, self.rates, self.sync)
+        return predict(self.cluster, layout, self.workload, self.rates, self.sync_of(layout))
+
+    def sync_of(self, layout: Layout) -> SyncModel:
+        """DeepSpeed's layer comes with its rings."""
+        return BY_DEEPSPEED if layout.is_padded else self.sync
 
     def with_best_exchange(self, layout: Layout) -> tuple[Layout, StepPrediction]:
         """The layout with the faster token exchange, and its step; direct where both take the same."""

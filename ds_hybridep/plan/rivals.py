@@ -25,6 +25,11 @@ class Alternative:
     note: str = ""
 
     @property
+    def is_by_deepspeed(self) -> bool:
+        """It needs none of this program."""
+        return self.layout is not None and self.layout.is_padded
+
+    @property
     def is_provided(self) -> bool:
         """DeepSpeed or this program can do it."""
         return self.layout is not None
@@ -43,9 +48,11 @@ def alternatives(question: Question) -> list[Alternative]:
         _provided(question, f"EP over {across.ep_size}{strided}, exchange de-duplicated", deduplicated),
     ]
     if inside != across:
-        layout = replace(plain, spans=inside.spans(cluster), is_padded=True)
-        name = f"DeepSpeed, EP over {inside.ep_size} inside each {cluster.levels[0].name}, data parallel across"
-        result.append(_provided(question, name, layout))
+        parallel = without_domains(inside.spans(cluster))
+        name = f"EP over {inside.ep_size} inside each {cluster.levels[0].name}, data parallel across"
+        exact, _ = question.with_best_exchange(parallel)
+        result.append(_provided(question, f"DeepSpeed, {name}", replace(parallel, is_padded=True)))
+        result.append(_provided(question, f"{name}, exact", exact))
     return [*result, _pipeline(question, inside), _local_sgd(question, inside)]
 
 

@@ -30,12 +30,12 @@ from ds_hybridep.plan.costs import (
     packet_bytes,
     ranks_below,
     row_counts,
-    sync_bytes,
     weight_packets,
 )
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
 from ds_hybridep.plan.replica_pool import ReplicaPool
 from ds_hybridep.plan.stream_clock import MessageRound, StepClock
+from ds_hybridep.plan.sync_stages import Held, dense_parameters, ring_bytes, shared_experts, sync_stages
 from ds_hybridep.plan.workload import COUNT_BYTES, Workload
 
 Kind = Literal["tokens", "expert_weights", "expert_gradients", "dense_sync", "expert_sync"]
@@ -295,32 +295,43 @@ class _Step:
         return plain.clock
 
     def synchronise(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """DeepSpeed's own traffic, none of it hidden; bytes per uplink of (dense parameters, shared experts)."""
-        cluster, workload, sync = self.cluster, self.workload, self.sync
-        experts = self.owned_experts * self.layers * workload.expert_travel_bytes
-        holders = tuple(size // span for size, span in zip(cluster.sizes, self.layout.spans, strict=True))
+        """Sums and gathers, none of them hidden; bytes per uplink of (dense parameters, shared experts)."""
+        dense = dense_parameters(self.cluster, self.layout, self.workload)
+        experts = shared_experts(self.cluster, self.layout, self.workload)
+        by_ring = self.sync.algorithm == "ring"
+        through = self._around if by_ring else self._by_level
+        return through(dense, "dense_sync_s"), through(experts, "expert_sync_s")
+
+    def _by_level(self, held: Held, term: str) -> tuple[float, ...]:
+        """Stages one after the other, each over one level."""
+        totals, below = [0.0] * len(self.bandwidths), ranks_below(self.cluster)
+        for stage in sync_stages(held, self.workload):
+            num_bytes = self.sync.factor * stage.rank_bytes * below[stage.level]
+            totals[stage.level] += stage.times * num_bytes
+            self.clock.spend(stage.times * (stage.encode_s + stage.decode_s), "codec_s")
+            stage_s = num_bytes / self.bandwidths[stage.level] + self.latencies[stage.level]
+            self.clock.spend(stage.times * stage_s, term)
+        return tuple(totals)
+
+    def _around(self, held: Held, term: str) -> tuple[float, ...]:
+        """DeepSpeed's rings, exact."""
+        workload, sync = self.workload, self.sync
         reductions = workload.micro_steps if workload.zero_stage == 2 else 1
         passes = reductions * sync.reduce_passes + (1.0 if workload.zero_stage >= 1 else 0.0)
-        totals = []
-        for spans, num_bytes, term in (
-            (cluster.sizes, float(workload.dense_train_params * workload.param_bytes), "dense_sync_s"),
-            (holders, float(experts), "expert_sync_s"),
-        ):
-            per_level = sync_bytes(cluster, spans, num_bytes, passes, sync)
-            latency_s = passes * self._sync_latency_s(spans) if num_bytes else 0.0
-            seconds = [count / self.bandwidths[level] for level, count in enumerate(per_level) if count > 0]
-            # The links of a ring are busy at the same time, and the slowest one sets the pace; sums go level by level.
-            transfer_s = max(seconds, default=0.0) if sync.algorithm == "ring" else math.fsum(seconds)
-            self.clock.spend(latency_s + transfer_s, term)
-            totals.append(per_level)
-        return totals[0], totals[1]
+        num_bytes = float(sum(map(math.prod, held.tensors)) * workload.param_bytes)
+        per_level = ring_bytes(self.cluster, held.spans, num_bytes, passes, sync)
+        seconds = [count / self.bandwidths[level] for level, count in enumerate(per_level) if count > 0]
+        # The links of a ring are busy at the same time, and the slowest one sets the pace.
+        latency_s = passes * self._around_s(held) if num_bytes else 0.0
+        self.clock.spend(latency_s + max(seconds, default=0.0), term)
+        return per_level
 
-    def _sync_latency_s(self, spans: Sequence[int]) -> float:
-        """Of one pass: a ring hands a block on from its first rank to its last, sums wait for each level once."""
-        latencies, used = self.latencies, [level for level, span in enumerate(spans) if span > 1]
-        if not used or self.sync.algorithm == "hierarchical":
-            return math.fsum(latencies[level] for level in used)
-        edges = [math.prod(spans[:level]) * (spans[level] - 1) for level in used]
+    def _around_s(self, held: Held) -> float:
+        """Latencies of one pass: a ring hands a block on from its first rank to its last."""
+        latencies, used = self.latencies, held.levels
+        if not used:
+            return 0.0
+        edges = [math.prod(held.spans[:level]) * (held.spans[level] - 1) for level in used]
         edges[0] += 1  # from the last rank back to the first
         around_s = math.fsum(count * latencies[level] for count, level in zip(edges, used, strict=True))
         return around_s - min(latencies[level] for level in used)  # the last block leaves out the nearest hop

@@ -6,7 +6,7 @@ from typing import Any
 
 from ds_hybridep.plan.cluster import Level, known_or_assumed_bandwidths
 from ds_hybridep.plan.layout import IDENTITY
-from ds_hybridep.plan.planner import Candidate, Plan
+from ds_hybridep.plan.planner import EXACT, Candidate, Plan, codecs_label
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, break_even_tokens
 
@@ -14,6 +14,7 @@ GIGA = 1e9
 BITS_PER_BYTE = 8
 MS_PER_S = 1e3
 MAX_ROWS = 8  # of plans that lost, in a table
+RECOMMENDED = "recommended"  # name of the set of codecs that a block asks for so
 
 
 def level_settings(level: Level) -> dict[str, Any]:
@@ -33,16 +34,18 @@ def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
     for level, domain_size, codecs in zip(question.cluster.levels, layout.domain_sizes, layout.codecs, strict=True):
         entry = level_settings(level)
         entry["domain_size"] = domain_size
-        for kind in ("weight", "gradient", "token"):
-            codec = getattr(codecs, kind)
-            if codec != IDENTITY:
-                entry[f"{kind}_codec"] = codec.name
+        if codecs.name == RECOMMENDED:
+            entry["codecs"] = RECOMMENDED
+        if codecs.token != IDENTITY:
+            entry["token_codec"] = codecs.token.name
         levels.append(entry)
     block: dict[str, Any] = {"levels": levels, "advanced": {"prefetch_depth": layout.prefetch_depth}}
     if layout.is_transient:
         block["replicas"] = "transient"
     if sum(count > 1 for count in layout.domain_counts) > 1:
         block["token_exchange"] = layout.exchange
+    if question.sync.algorithm == "ring":
+        block["dense_sync"] = "deepspeed"
     settings: dict[str, Any] = {"hybridep": block}
     if plan.best.group.is_strided:
         settings["use_data_before_expert_parallelism"] = True
@@ -61,12 +64,13 @@ def verdict(question: Question, plan: Plan) -> list[str]:
     elif best.layout.domain_size == 1:
         lines = [
             f"Domains do not pay here: leave every domain_size at 1 ({_seconds(best.step_s)}). What the block then "
-            f"brings is the de-duplicated exchange without padding."
+            f"brings is the de-duplicated exchange without padding, and sums level by level{_encoded_over(plan)}."
         ]
     else:
         replicas = " with transient replicas" if best.layout.is_transient else ""
         sizes = list(best.layout.domain_sizes)
-        lines = [f"Use domain sizes {sizes}{replicas}: {_seconds(best.step_s)}, {best.reason}."]
+        encoded = _encoded_over(plan)
+        lines = [f"Use domain sizes {sizes}{replicas}{encoded}: {_seconds(best.step_s)}, {best.reason}."]
     elsewhere = plan.better_elsewhere
     if elsewhere is not None:
         ratio = best.step_s / (elsewhere.step_s or best.step_s)
@@ -75,6 +79,13 @@ def verdict(question: Question, plan: Plan) -> list[str]:
             f"{ratio:.1f} times as fast ({elsewhere.note})."
         )
     return lines if better is not None else lines + _advice_on_groups(question, plan)
+
+
+def _encoded_over(plan: Plan) -> str:
+    """Where the best plan encodes."""
+    pairs = zip(plan.cluster.levels, plan.best.layout.codecs, strict=True)
+    names = [level.name for level, codecs in pairs if codecs_label(codecs) != EXACT]
+    return f", encoded over {' and '.join(names)}" if names else ""
 
 
 def _advice_on_groups(question: Question, plan: Plan) -> list[str]:
@@ -97,7 +108,7 @@ def _advice_on_groups(question: Question, plan: Plan) -> list[str]:
     if outermost.size > 1 and layout.spans[0] == 1:
         lines.append(
             f"Each group stays inside one {outermost.name}: no token crosses the slow link and no expert migrates "
-            f"over it, only DeepSpeed's own synchronisation does; domain_size there must be 1."
+            f"over it, only gradients and parameters that both sides hold do; domain_size there must be 1."
         )
     return lines
 
@@ -132,6 +143,7 @@ def _describe_question(question: Question) -> str:
         f"{workload.micro_steps} micro-step{'s' if workload.micro_steps > 1 else ''}",
         f"{workload.param_bytes} B per parameter",
         f"ZeRO-{workload.zero_stage}",
+        f"learning rate {workload.learning_rate:g}",
         f"{question.rates.flops_per_s / 1e12:g} TFLOPS reached per GPU",
     ]
     if workload.is_checkpointed:
@@ -149,9 +161,13 @@ def _describe_question(question: Question) -> str:
 
 def _plan_table(plan: Plan) -> str:
     header = ("", "plan", "s/step", f"GB/step, {plan.cluster.levels[0].name} uplink", "GB/GPU", "")
-    rows = [_candidate_row(plan.best, "->")]
-    rows += [_candidate_row(candidate, "") for candidate in plan.others[:MAX_ROWS]]
-    hidden = len(plan.others) - MAX_ROWS
+    shown = plan.others[:MAX_ROWS]
+    # Data parallel over the slow link is always shown: most jobs run so.
+    inside = next((one for one in (plan.best, *plan.others) if one.layout.spans[0] == 1), None)
+    if inside is not None and inside not in (plan.best, *shown):
+        shown = (*shown, inside)
+    rows = [_candidate_row(plan.best, "->"), *(_candidate_row(candidate, "") for candidate in shown)]
+    hidden = len(plan.others) - len(shown)
     if hidden > 0:
         rows.append(("", f"... {hidden} more, see --json", "", "", "", ""))
     rows += [_alternative_row(way) for way in plan.alternatives]

@@ -20,11 +20,13 @@ BITS_PER_BYTE = 8
 GIGA = 1e9
 MICRO = 1e6
 BAR_WIDTH = 40
-FLAT, DEDUPLICATED, INSIDE = (
+FLAT, DEDUPLICATED, INSIDE, INSIDE_EXACT = (
     "DeepSpeed, flat EP",
     "flat EP, de-duplicated",
     "DeepSpeed, EP inside, data parallel across",
+    "EP inside, data parallel across, exact",
 )
+RIVALS = FLAT, DEDUPLICATED, INSIDE, INSIDE_EXACT
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Conditions:
             load = tuple(1.0 / (1 + expert) ** self.zipf for expert in range(question.workload.model.num_experts))
         return Scenario(
             cluster=question.cluster, layout=layout, workload=question.workload, rates=question.rates,
-            sync=question.sync, expert_load=load, deviations=self.deviations, assumptions=self.assumptions,
+            sync=question.sync_of(layout), expert_load=load, deviations=self.deviations, assumptions=self.assumptions,
             jitter=self.jitter, seed=self.seed, measured_s=self.measured_s,
         )  # fmt: skip
 
@@ -67,7 +69,7 @@ def layouts_of(question: Question, domains: Sequence[tuple[int, ...]]) -> list[t
     """(name, layout, bytes of memory lacking): the planner's best, the ways to compare with, and `domains`."""
     plan = make_plan(question)
     layouts = [(f"best plan, {plan.best.label}", plan.best.layout, plan.best.lacking_bytes)]
-    names = iter((FLAT, DEDUPLICATED, INSIDE))
+    names = iter(RIVALS)
     layouts += [(next(names), way.layout, way.lacking_bytes) for way in plan.alternatives if way.layout is not None]
     spans = plan.best.group.spans(question.cluster)
     for sizes in domains:
@@ -199,20 +201,18 @@ def speed_ups(point: dict[str, Any]) -> dict[str, float]:
     return {
         plan["name"]: plan["step_s"] / best_s
         for plan in point["plans"]
-        if plan["name"] in (FLAT, DEDUPLICATED, INSIDE) and not plan["lacking_bytes"]
+        if plan["name"] in RIVALS and not plan["lacking_bytes"]
     }
 
 
 def sweep_table(points: Sequence[dict[str, Any]]) -> str:
     """Speed-ups at every point."""
-    lines = [
-        f"{'Gbit/s':>8} {'DCs':>6} {'best plan':32} {'s/step':>10}  speed-up over {FLAT}; {DEDUPLICATED}; {INSIDE}"
-    ]
+    lines = [f"{'Gbit/s':>8} {'DCs':>6} {'best plan':32} {'s/step':>10}  speed-up over {'; '.join(RIVALS)}"]
     for point in points:
         bandwidth = point["bandwidth_bytes_per_s"]
         gbps = "?" if bandwidth is None else f"{bandwidth * BITS_PER_BYTE / GIGA:g}"
         found = speed_ups(point)
-        ratios = "; ".join(f"{found[name]:.2f}" if name in found else "-" for name in (FLAT, DEDUPLICATED, INSIDE))
+        ratios = "; ".join(f"{found[name]:.2f}" if name in found else "-" for name in RIVALS)
         best = point["plans"][0]
         lines.append(f"{gbps:>8} {point['dcs']:>6} {best['name'][:32]:32} {best['step_s']:10.4g}  {ratios}")
     return "\n".join(lines)
@@ -254,7 +254,7 @@ def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = (FLAT, DEDUPLICATED, INSIDE)
+    names = RIVALS
     figure, all_axes = pyplot.subplots(1, len(names), figsize=(5 * len(names), 4.5), sharex=True)
     for name, axes in zip(names, all_axes, strict=True):
         for bandwidth in dict.fromkeys(point["bandwidth_bytes_per_s"] for point in points):

@@ -152,8 +152,7 @@ class _Builder:
                 self._run("dense_s", f"backward {layer}", 2.0 * self.times.pre_s())
             while returning:
                 self._take_gradients(returning.popleft())
-            if workload.zero_stage == 2 or is_last:
-                self._synchronise(is_last=is_last)
+            self._synchronise(is_last=is_last)
         self._run("optimizer_s", "optimizer", self.times.optimizer_s())
         self._run("host_s", "step", self.rates.step_s, is_computing=False)
 
@@ -224,10 +223,13 @@ class _Builder:
             self._wait(posted, "tokens_s")
 
     def _synchronise(self, *, is_last: bool) -> None:
-        for kind, operations in self.traffic.synchronisation(is_last=is_last):
-            for operation in operations:
-                posted = self._post(StagedTransfer(((operation,),)), kind, kind.replace("_", " "), channel="sync")
+        for kind, moves in self.traffic.synchronisation(is_last=is_last):
+            name = kind.replace("_", " ")
+            for move in moves:
+                self._run("codec_s", f"encode {name}", move.encode_s)
+                posted = self._post(StagedTransfer(((move.traffic,),)), kind, name, channel="sync")
                 self._wait(posted, f"{kind}_s")
+                self._run("codec_s", f"decode {name}", move.decode_s)
 
     # ---- instructions ----
 

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks send in one step of a plan: token rows, packets of experts, and DeepSpeed's own synchronisation."""
+"""What the ranks send in one step of a plan: token rows, packets of experts, sums and gathers of what many hold."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from ds_hybridep.plan.costs import expert_parts
+from ds_hybridep.plan.layout import IDENTITY
+from ds_hybridep.plan.slots import Shares, Slot, shares_of
+from ds_hybridep.plan.sync_stages import Held, dense_parameters, gather_codec, mean_bytes, shared_experts
 from ds_hybridep.plan.workload import COUNT_BYTES
 from ds_hybridep.simulate.classes import RankClasses
 from ds_hybridep.simulate.flows import Floats
@@ -30,6 +35,15 @@ class StagedTransfer:
     stages: tuple[tuple[OperationTraffic, ...], ...]
 
 
+@dataclass(frozen=True)
+class SyncMove:
+    """One operation of a sum or a gather, and what a rank encodes before and decodes after it."""
+
+    traffic: OperationTraffic
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+
 class StepTraffic:
     """Makes the transfers of a step."""
 
@@ -40,10 +54,12 @@ class StepTraffic:
         self.ranks, self.maker = ranks, maker
         self.chances = tuple(chance[classes.examples] for chance in routing.chances)
         num_local = self.workload.model.num_experts // self.layout.group_size
-        self.own_bytes = num_local * self.workload.expert_travel_bytes
-        self.weight_bytes = self.own_bytes
+        parts, element_bytes = expert_parts(self.workload, num_local), self.workload.param_bytes
+        codecs = self.layout.codecs
+        self.gradient_bytes = [one.gradient.message_bytes(parts, element_bytes) for one in codecs]  # of a message
+        self.weight_bytes = [one.weight.message_bytes(parts, element_bytes) for one in codecs]
         if self.layout.is_transient:  # frozen parameters too
-            self.weight_bytes = num_local * self.workload.model.expert_params * self.workload.param_bytes
+            self.weight_bytes = [float(num_local * self.workload.model.expert_params * element_bytes)] * len(codecs)
 
     # ---- token rows ----
 
@@ -101,22 +117,21 @@ class StepTraffic:
     def weights(self) -> StagedTransfer:
         """Slowest level first; what came over slower levels goes on as it came."""
         if not self.scenario.assumptions.gathers_by_level:
-            return self._straight([self.weight_bytes / codecs.weight.ratio for codecs in self.layout.codecs])
+            return self._straight(self.weight_bytes)
         stages = []
         for level in self.layout.gather_levels:
             blocks = held_blocks(self.layout, level)
-            num_bytes = sum(count / self.layout.codecs[at].weight.ratio for at, count in blocks.items())
-            stages.append(self._gather(level, num_bytes * self.weight_bytes))
+            stages.append(self._gather(level, sum(count * self.weight_bytes[at] for at, count in blocks.items())))
         return StagedTransfer(tuple(stages))
 
     def gradients(self) -> StagedTransfer:
         """Fastest level first: sums for the owners that a neighbour stands nearer to."""
         if not self.scenario.assumptions.gathers_by_level:
-            return self._straight([self.own_bytes / codecs.gradient.ratio for codecs in self.layout.codecs])
+            return self._straight(self.gradient_bytes)
         stages = []
         for level in reversed(self.layout.gather_levels):
             num_owners = int(np.prod(self.layout.domain_sizes[:level], dtype=np.int64))
-            stages.append(self._gather(level, num_owners * self.own_bytes / self.layout.codecs[level].gradient.ratio))
+            stages.append(self._gather(level, num_owners * self.gradient_bytes[level]))
         return StagedTransfer(tuple(stages))
 
     def _straight(self, num_bytes: Sequence[float]) -> StagedTransfer:
@@ -131,44 +146,73 @@ class StepTraffic:
     def _gather(self, level: int, num_bytes: float) -> tuple[OperationTraffic, ...]:
         return (self.maker.between_peers(f"gather {level}", [level], always(num_bytes)),)
 
-    # ---- DeepSpeed's own synchronisation ----
+    # ---- sums and gathers of parameters that several ranks hold ----
 
-    def synchronisation(self, *, is_last: bool) -> list[tuple[str, list[OperationTraffic]]]:
-        """(kind, operations in turn): gradients are summed, and after the last micro-step parameters are gathered too,
-        from ZeRO 1 on.
-        """
-        workload, sync = self.workload, self.scenario.sync
-        experts = self.own_bytes * workload.model.num_moe_layers
-        dense = workload.dense_train_params * workload.param_bytes
-        num_gathers = sync.reduce_passes - 1.0 + (1.0 if is_last and workload.zero_stage >= 1 else 0.0)
+    def synchronisation(self, *, is_last: bool) -> list[tuple[str, list[SyncMove]]]:
+        """(kind, moves in turn) after a micro-step."""
+        cluster, layout, workload = self.scenario.cluster, self.layout, self.workload
+        by_level = self.scenario.sync.algorithm == "hierarchical"
         result = []
-        for of_holders, num_bytes in ((False, dense), (True, experts)):
-            if sync.algorithm == "ring":
-                found = [self._ring(of_holders=of_holders, num_bytes=sync.factor * num_bytes, passes=1 + num_gathers)]
-            else:
-                found = self._by_level(of_holders, sync.factor * num_bytes, num_gathers)
-            result.append(("expert_sync" if of_holders else "dense_sync", found))
+        for kind, held in (
+            ("dense_sync", dense_parameters(cluster, layout, workload)),
+            ("expert_sync", shared_experts(cluster, layout, workload)),
+        ):
+            is_shared = held.levels and held.tensors
+            moves = self._by_level(kind, held, is_last) if by_level and is_shared else []
+            if not by_level and (is_last or workload.zero_stage == 2):
+                moves = [SyncMove(self._ring(kind, held, is_last=is_last))]
+            result.append((kind, moves))
         return result
 
-    def _ring(self, *, of_holders: bool, num_bytes: float, passes: float) -> OperationTraffic:
-        ring_of = self.ranks.rings(of_holders=of_holders)
+    def _ring(self, kind: str, held: Held, *, is_last: bool) -> OperationTraffic:
+        """DeepSpeed's: gradients are summed, and at last parameters gathered too, from ZeRO 1 on."""
+        workload, sync = self.workload, self.scenario.sync
+        passes = sync.reduce_passes + (1.0 if is_last and workload.zero_stage >= 1 else 0.0)
+        num_bytes = sync.factor * sum(map(math.prod, held.tensors)) * workload.param_bytes
+        ring_of = self.ranks.rings(of_holders=kind == "expert_sync")
         size = int(np.bincount(ring_of).max())
         return self.maker.ring(ring_of, passes * (size - 1) / size * num_bytes, passes=passes)
 
-    def _by_level(self, of_holders: bool, num_bytes: float, num_gathers: float) -> list[OperationTraffic]:
-        """Blocks are traded inside first and summed, then over slower levels; gathers go back the same way."""
-        sizes = self.scenario.cluster.sizes
-        if of_holders:
-            sizes = tuple(size // span for size, span in zip(sizes, self.layout.spans, strict=True))
-        pattern = "holders" if of_holders else "siblings"
-        rounds = []
-        for level in reversed(range(len(sizes))):
-            if sizes[level] > 1:
-                rounds.append((level, num_bytes / np.prod(sizes[level:])))
-        trades = [(level, block, 1.0) for level, block in rounds]
-        if num_gathers:
-            trades += [(level, block, num_gathers) for level, block in reversed(rounds)]
-        return [
-            self.maker.between_peers(f"{pattern} {level}", [level], always(count * block), latency_count=count)
-            for level, block, count in trades
-        ]
+    def _by_level(self, kind: str, held: Held, is_last: bool) -> list[SyncMove]:
+        """Blocks are traded inside first and summed, then over slower levels; gathers go the other way."""
+        shares = shares_of(held.tensors, held.group_size, self.workload.zero_stage)
+        pattern = "holders" if kind == "expert_sync" else "siblings"
+        fastest = held.levels[-1]
+        # Sums of a fastest level that encodes wait for the last micro-step, like those of the others.
+        waits = self.workload.zero_stage < 2 or held.gradients[fastest] != IDENTITY
+        summed = [level for level in reversed(held.levels) if is_last or (level == fastest and not waits)]
+        moves = [self._sum_over(level, pattern, held, shares.gradients) for level in summed]
+        return moves + (self._gather_all(pattern, held, shares) if is_last else [])
+
+    def _sum_over(self, level: int, pattern: str, held: Held, slots: Sequence[Slot]) -> SyncMove:
+        codec, whole = held.gradients[level], mean_bytes(IDENTITY, slots, self.workload)
+        # To each neighbour go the slots of all who are nearer to it than to this rank.
+        count = math.prod(held.spans[:level])
+        coded = count * (held.spans[level] - 1) * whole
+        traffic = self._trade(pattern, level, count * mean_bytes(codec, slots, self.workload))
+        return SyncMove(traffic, coded / codec.encode_bytes_per_s, coded / codec.decode_bytes_per_s)
+
+    def _gather_all(self, pattern: str, held: Held, shares: Shares) -> list[SyncMove]:
+        """Slowest level first; every rank passes on all that it has by then."""
+        is_partitioned = self.workload.zero_stage >= 1
+        slots = shares.parameters if is_partitioned else shares.gradients
+        codec, encoding_levels = gather_codec(held, self.workload)
+        whole, encoded = (mean_bytes(one, slots, self.workload) for one in (IDENTITY, codec))
+        before_s = whole / codec.encode_bytes_per_s if encoding_levels else 0.0
+        if not is_partitioned and encoding_levels:
+            before_s += whole / codec.decode_bytes_per_s  # its own, as the others have it
+        counts = {"encoded": 0, "whole": 0}  # slots of others that it has
+        moves = []
+        for level in held.levels:
+            own = "encoded" if level in encoding_levels else "whole"
+            sent = {form: count + (form == own) for form, count in counts.items()}
+            traffic = self._trade(pattern, level, sent["encoded"] * encoded + sent["whole"] * whole)
+            others = held.spans[level] - 1
+            decode_s = others * sent["encoded"] * whole / codec.decode_bytes_per_s
+            moves.append(SyncMove(traffic, before_s, decode_s))
+            before_s = 0.0
+            counts = {form: count + others * sent[form] for form, count in counts.items()}
+        return moves
+
+    def _trade(self, pattern: str, level: int, num_bytes: float) -> OperationTraffic:
+        return self.maker.between_peers(f"{pattern} {level}", [level], always(self.scenario.sync.factor * num_bytes))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_hybridep.adaptive.chooser import HOPE, LEAST_HORIZON, MOST_CHANGES, RETURNS, THRESHOLD, Chooser, Look
 from ds_hybridep.adaptive.options import Job, open_options, settings_of
-from ds_hybridep.adaptive.planner import PATCH_COST
+from ds_hybridep.adaptive.planner import assumed_patch
 from ds_hybridep.adaptive.pulse import StepWatch
 from ds_hybridep.config import parse_config
 from ds_hybridep.config_codecs import PATCH
@@ -85,7 +85,7 @@ def test_codecs_are_chosen_only_where_experts_travel_and_go_together():
 def test_codecs_of_dense_parameters_stay_in_all_options():
     levels = [{"name": "dc", "size": 2, "domain_size": "auto", "weight_codec": "patch"}, {"name": "gpu", "size": 2}]
     config = parse_config({"levels": levels, "dense_sync": "hierarchical"}, world_size=4)
-    for costs in ({PATCH: PATCH_COST}, {}):  # none where no expert is trained
+    for costs in ({PATCH: assumed_patch(job().workload)}, {}):  # none where no expert is trained
         found = open_options(config, spans=(2, 2), codecs=costs, token_codecs=(IDENTITY, IDENTITY))
         assert {option.config.levels[0].all_codecs.dense_weight for option in found} == {PATCH}
         planned = config.levels[0].model_copy(update={"domain_size": 2})

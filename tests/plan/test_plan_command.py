@@ -7,11 +7,12 @@ import sys
 import pytest
 
 from ds_hybridep.commands.main import main
-from ds_hybridep.commands.question import parse_bits_per_s
+from ds_hybridep.commands.question import parse_bits_per_s, read_rates
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError
 
 QWEN = ["plan", "--model", "Qwen3-30B-A3B", "--dcs", "2x8", "--wan", "10gbps", "--lan", "800gbps", "--tokens", "16384"]
+EXACT = [*QWEN, "--codecs", "exact"]
 
 
 def run(capsys, *arguments):
@@ -21,7 +22,7 @@ def run(capsys, *arguments):
 
 
 def test_a_table_with_the_plan_its_rivals_and_a_block_to_paste(capsys):
-    code, out, _ = run(capsys, *QWEN, "--delay", "10ms")
+    code, out, _ = run(capsys, *EXACT, "--delay", "10ms")
     assert code == 0
     assert "Qwen3-30B-A3B: 30.5 B parameters; 48 MoE layers of 128 experts of 9.4 MB, top-8" in out
     assert "->  [2,1] ep 16" in out
@@ -33,7 +34,7 @@ def test_a_table_with_the_plan_its_rivals_and_a_block_to_paste(capsys):
 
 
 def test_the_block_to_paste_is_read_by_the_config(capsys):
-    _, out, _ = run(capsys, *QWEN, "--json")
+    _, out, _ = run(capsys, *EXACT, "--json")
     settings = json.loads(out)["ds_config"]
     config = parse_config(settings["hybridep"], world_size=16)
     assert config.domain_sizes == (2, 1)
@@ -41,18 +42,30 @@ def test_the_block_to_paste_is_read_by_the_config(capsys):
 
 
 def test_json_holds_plan_rivals_and_verdict(capsys):
-    code, out, _ = run(capsys, *QWEN, "--json")
+    code, out, _ = run(capsys, *EXACT, "--json")
     answer = json.loads(out)
     assert code == 0
     assert answer["plan"]["domain_sizes"] == [2, 1]
     assert sum(answer["plan"]["terms_s"].values()) == pytest.approx(answer["plan"]["step_s"])
     assert answer["break_even_tokens"]["deduplicated"] == pytest.approx(9190.8, rel=1e-3)
-    assert [way["provided"] for way in answer["alternatives"]] == [True, True, True, False, False]
+    assert [way["provided"] for way in answer["alternatives"]] == [True, True, True, True, False, False]
 
 
 def test_few_experts_on_many_ranks_are_explained(capsys):
     """Mixtral on 2 x 8: expert parallelism over all 16 ranks is impossible."""
-    arguments = ["plan", "--model", "Mixtral-8x7B", "--dcs", "2x8", "--wan", "10gbps", "--lan", "800gbps"]
+    arguments = [
+        "plan",
+        "--model",
+        "Mixtral-8x7B",
+        "--dcs",
+        "2x8",
+        "--wan",
+        "10gbps",
+        "--lan",
+        "800gbps",
+        "--codecs",
+        "exact",
+    ]
     _, out, _ = run(capsys, *arguments, "--tokens", "4096")
     assert "8 experts cannot be spread over 16 ranks" in out
     assert "ep_size=8 and set use_data_before_expert_parallelism" in out
@@ -63,7 +76,7 @@ def test_few_experts_on_many_ranks_are_explained(capsys):
 
 
 def test_do_not_use_it_where_deepspeed_is_faster(capsys):
-    code, out, _ = run(capsys, *QWEN, "--lora-rank", "8", "--ep-size", "16", "--tokens", "8192", "--memory", "13")
+    code, out, _ = run(capsys, *EXACT, "--lora-rank", "8", "--ep-size", "16", "--tokens", "8192", "--memory", "13")
     assert code == 0
     assert "Do not use it: DeepSpeed, EP over 8 inside each dc, data parallel across takes" in out
     assert "For ds_config.json" not in out
@@ -83,11 +96,52 @@ def test_a_cluster_file_and_a_model_file(capsys, tmp_path):
     assert "77 tokens per GPU and micro-step, 1 micro-step, 4 B per parameter" in out
 
 
-def test_what_if_codecs_are_tried_and_not_pasted(capsys):
-    _, out, _ = run(capsys, *QWEN, "--what-if-codec", "low_rank=25")
-    assert "low_rank/low_rank" in out
-    assert "low_rank is a what-if: its ratio was given by hand, so there is nothing to paste" in out
-    assert "For ds_config.json" not in out
+def test_recommended_codecs_are_tried_and_pasted(capsys):
+    _, out, _ = run(capsys, *QWEN)
+    assert "->  [2,2] recommended|exact ep 16" in out
+    assert "encoded over dc" in out
+    assert '"codecs": "recommended"' in out
+    settings = json.loads(run(capsys, *QWEN, "--json")[1])["ds_config"]
+    config = parse_config(settings["hybridep"], world_size=16)
+    assert [level.codecs for level in config.levels] == ["recommended", None]
+    _, out, _ = run(capsys, *QWEN, "--codecs", "exact")
+    assert "recommended" not in out
+
+
+def test_a_lower_learning_rate_makes_patches_smaller(capsys):
+    sent = []
+    for rate in ("1e-4", "1e-6"):
+        _, out, _ = run(capsys, *QWEN, "--learning-rate", rate, "--json")
+        plan = json.loads(out)["plan"]
+        assert plan["weight_codecs"][0] == "patch"
+        sent.append(plan["uplink_bytes"][0]["expert_weights"])
+    assert sent[0] / sent[1] == pytest.approx(202 / 16, rel=1e-3)
+
+
+def test_sums_by_deepspeed_are_in_the_block_and_not_encoded(capsys):
+    _, out, _ = run(capsys, *QWEN, "--dense-sync", "deepspeed", "--json")
+    answer = json.loads(out)
+    config = parse_config(answer["ds_config"]["hybridep"], world_size=16)
+    assert config.dense_sync == "deepspeed"
+    dense = [one["uplink_bytes"][0]["dense_sync"] for one in (answer["plan"], *answer["others"])]
+    assert len(set(dense)) == 1
+
+
+def test_measured_rates_of_codecs_replace_the_estimate(capsys, tmp_path):
+    record = {
+        "case": "codec_time", "params": {"codec": {"type": "low_rank"}, "shape": [2, 100, 100], "kernels": "compiled"},
+        "encode_update_ms": 100.0, "decode_add_ms": 50.0,
+    }  # fmt: skip
+    path = tmp_path / "codecs.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    assert read_rates(path) == {"low_rank": (4e5, 8e5)}
+    codec_s = []
+    for arguments in ([], ["--codec-rates", str(path)]):
+        _, out, _ = run(capsys, *QWEN, "--ep-size", "16", *arguments, "--json")
+        answer = json.loads(out)
+        layouts = (answer["plan"], *answer["others"])
+        codec_s.append(max(one["terms_s"]["codec_s"] for one in layouts))
+    assert codec_s[1] > 100 * codec_s[0]
 
 
 def test_a_token_codec_makes_dispatches_smaller(capsys):
@@ -124,8 +178,8 @@ def test_the_text_says_which_token_codec_it_takes(capsys):
         ([*QWEN[1:], "--strided"], "--strided: needs --ep-size"),
         ([*QWEN[1:], "--ep-size", "3"], "ep_size 3 is no regular grid"),
         ([*QWEN[1:], "--ep-size", "16", "--memory", "1"], "no plan fits"),
-        ([*QWEN[1:], "--what-if-codec", "int8"], "--what-if-codec: got 'int8', wanted NAME=RATIO"),
-        ([*QWEN[1:], "--what-if-codec", "int8=0"], "--what-if-codec: got 'int8=0', wanted NAME=RATIO"),
+        ([*QWEN[1:], "--learning-rate", "0"], "learning_rate is 0.0, but must be a finite number > 0"),
+        ([*QWEN[1:], "--codec-rates", "/dev/null/x"], "--codec-rates: /dev/null/x is no record of benchmarks/codecs"),
     ],
 )
 def test_wrong_arguments_are_named(capsys, arguments, message):

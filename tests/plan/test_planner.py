@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import argparse
 import dataclasses
 import itertools
 import json
@@ -8,15 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_hybridep.commands.question import add_arguments, read_question
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.plan.layout import IDENTITY, CodecCost, ExpertGroup, LevelCodecs, Rates
+from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, CodecCost, ExpertGroup, LevelCodecs, Rates
+from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file
 from ds_hybridep.plan.planner import TIE, make_plan, price_all
 from ds_hybridep.plan.question import Question, candidate_groups
 from ds_hybridep.plan.rivals import break_even_tokens
-from ds_hybridep.plan.summary import ds_config_block
-from ds_hybridep.plan.workload import Workload, model_from_mapping
+from ds_hybridep.plan.summary import describe, ds_config_block
+from ds_hybridep.plan.workload import Workload
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 LOW_RANK = CodecCost("low_rank", 25.0, encode_bytes_per_s=2e11, decode_bytes_per_s=4e11)
@@ -39,6 +42,14 @@ def question_of(name, sizes=(2, 8), gbps=(10, 800), latency_s=0.005, tokens=1638
     )
 
 
+def asked(name, *arguments):
+    """The question of a command line."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    links = ("--dcs", "2x8", "--wan", "10gbps", "--delay", "10ms", "--lan", "3600gbps")
+    return read_question(parser.parse_args(["--model", name, *links, "--tokens", "8192", *arguments]))
+
+
 CASES = {
     "qwen3-2x8-10gbps": question_of("Qwen3-30B-A3B"),
     "qwen3-2x8-lora": question_of(
@@ -46,9 +57,8 @@ CASES = {
         workload={"trainable_expert_params": 67584, "trainable_dense_params": 10_000_000, "zero_stage": 2},
         tokens=4096,
     ),
-    "qwen3-2x8-low-rank": question_of(
-        "Qwen3-30B-A3B", codecs=(LevelCodecs(), LevelCodecs(LOW_RANK, LOW_RANK)), workload={"micro_steps": 4}
-    ),
+    "qwen3-2x8-recommended": asked("Qwen3-30B-A3B", "--accumulation", "4", "--memory", "70"),
+    "mixtral-2x8-recommended": asked("Mixtral-8x7B", "--accumulation", "4", "--memory", "100"),
     "mixtral-2x8": question_of("Mixtral-8x7B", workload={"is_checkpointed": True}),
     "gpt-oss-2x4x4": question_of("gpt-oss-120b", (2, 4, 4), (1, 100, 1000), tokens=65536, memory_bytes=2e11),
 }
@@ -111,8 +121,39 @@ def test_fast_links_need_no_domains_over_them():
 def test_many_tokens_move_experts_and_codecs_move_more_of_them():
     plain = make_plan(CASES["qwen3-2x8-10gbps"])
     assert plain.best.layout.domain_sizes[0] == 2
-    small = make_plan(CASES["qwen3-2x8-low-rank"])
-    assert small.best.layout.codecs[0].weight.name == "low_rank"
+    small = make_plan(dataclasses.replace(CASES["qwen3-2x8-recommended"], memory_bytes=None))
+    assert small.best.layout.codecs[0].weight.name == "patch"
+    assert small.best.layout.domain_sizes[0] == 2
+
+
+def test_data_parallel_over_the_slow_level_is_a_plan_with_codecs():
+    """Where replicas of the other datacentre's experts do not fit, gradients and parameters cross encoded."""
+    question = CASES["qwen3-2x8-recommended"]
+    plan = make_plan(question)
+    best = plan.best
+    assert (best.group, best.layout.domain_sizes) == (ExpertGroup(8), (1, 1))
+    assert [codecs.label for codecs in best.layout.codecs] == ["recommended", "identity/identity"]
+    sent = best.prediction.uplink_bytes[0]
+    assert sent["tokens"] == sent["expert_weights"] == sent["expert_gradients"] == 0
+    exact = next(way for way in plan.alternatives if way.name.endswith("across, exact"))
+    unencoded = exact.prediction.uplink_bytes[0]
+    # Patches and low rank: 16 bits become 16 / 47 and 16 / 25.
+    assert unencoded["expert_sync"] / sent["expert_sync"] == pytest.approx(2 / (1 / 47 + 1 / 25), rel=0.02)
+    assert exact.step_s > 10 * best.step_s
+    block = ds_config_block(question, plan)["hybridep"]
+    assert [level.get("codecs") for level in block["levels"]] == ["recommended", None]
+    assert "data parallel across, exact" in describe(question, plan)
+
+
+def test_codecs_of_levels_that_nothing_crosses_are_not_tried():
+    question = CASES["qwen3-2x8-recommended"]
+    for level, domain_size, is_tried in ((0, 1, True), (0, 2, True), (1, 1, True)):
+        assert (question.codecs_over(level, domain_size) == question.codecs) == is_tried
+    alone = dataclasses.replace(question, cluster=cluster_of((1, 8), (10, 800)))
+    assert alone.codecs_over(0, 1) == question.codecs[:1]
+    rings = dataclasses.replace(question, sync=BY_DEEPSPEED)
+    assert rings.codecs_over(0, 1) == question.codecs[:1]
+    assert rings.codecs_over(0, 2) == question.codecs
 
 
 def test_of_plans_as_fast_the_one_that_loses_nothing_is_taken():
@@ -181,10 +222,11 @@ def test_alternatives_are_priced_and_named():
         "DeepSpeed, EP over 16",
         "EP over 16, exchange de-duplicated",
         "DeepSpeed, EP over 8 inside each dc, data parallel across",
+        "EP over 8 inside each dc, data parallel across, exact",
         "pipeline stages across, EP inside",
         "local SGD, averaged every 100 steps",
     ]
-    assert [way.is_provided for way in plan.alternatives] == [True, True, True, False, False]
+    assert [way.is_provided for way in plan.alternatives] == [True, True, True, True, False, False]
     assert plan.alternatives[0].step_s > plan.alternatives[1].step_s > plan.best.step_s
     assert plan.better is None
     assert plan.better_elsewhere in plan.alternatives[-2:]

@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 from ds_hybridep.errors import PlanError
 from ds_hybridep.integration import estimate
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
-from ds_hybridep.plan.costs import memory_of, packet_bytes, row_counts, sync_bytes
-from ds_hybridep.plan.layout import IDENTITY, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.costs import packet_bytes, row_counts
+from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
+from ds_hybridep.plan.memory import memory_of
+from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file
+from ds_hybridep.plan.packets import Blocks
 from ds_hybridep.plan.stream_model import predict
-from ds_hybridep.plan.workload import MoEModel, Workload, model_from_mapping
+from ds_hybridep.plan.sync_stages import Held, ring_bytes, sync_stages
+from ds_hybridep.plan.workload import MoEModel, Workload
 
 # A slow machine is no failure, so there is no deadline per example.
 properties = settings(deadline=None, max_examples=150)
@@ -54,12 +58,15 @@ def cases(draw):
     spans = tuple(draw(st.sampled_from(divisors(size))) for size in sizes)
     is_padded = draw(st.booleans())
     ours = tuple(draw(st.sampled_from(divisors(span))) for span in spans)
-    exact, codec = st.just(IDENTITY), st.sampled_from([IDENTITY, CodecCost("small", 20.0, 1e9, 5e8)])
+    sized = CodecCost("int4", encode_bytes_per_s=2e9, packets=Blocks(4, 128))
+    exact, codec = st.just(IDENTITY), st.sampled_from([IDENTITY, CodecCost("small", 20.0, 1e9, 5e8), sized])
     is_transient = draw(st.booleans())
     layout = Layout(
         spans=spans,
         domain_sizes=(1,) * len(spans) if is_padded else ours,
-        codecs=tuple(LevelCodecs(draw(exact if is_transient else codec), draw(codec), draw(codec)) for _ in spans),
+        codecs=tuple(
+            LevelCodecs(draw(exact if is_transient else codec), *(draw(codec) for _ in range(4))) for _ in spans
+        ),
         prefetch_depth=draw(st.integers(0, 4)),
         exchange=draw(st.sampled_from(["direct", "hierarchical"])),
         is_padded=is_padded,
@@ -183,29 +190,75 @@ def test_token_bytes_of_one_row():
     assert checkpointed.uplink_bytes[0]["tokens"] == pytest.approx(4 * (rows * (6 * 256 + 2 * 16 + 8) + 16))
 
 
-def test_synchronisation_of_dense_parameters_by_zero_stage():
-    def dense(stage, micro_steps):
-        workload = toy(zero_stage=stage, micro_steps=micro_steps)
-        bytes_per_kind = predict(cluster_of(2, 2), layout_of((2, 2), (1, 1)), workload, rates_of_toy).uplink_bytes[0]
-        return bytes_per_kind["dense_sync"] / (TOY.dense_params * 4)
+def dense_bytes(stage, micro_steps, sync=None, codecs=None, sizes=(2, 2)):
+    """Over one uplink of each level, in units of all dense parameters."""
+    workload, layout = toy(zero_stage=stage, micro_steps=micro_steps), layout_of(sizes, (1,) * len(sizes))
+    layout = dataclasses.replace(layout, codecs=codecs or layout.codecs)
+    prediction = predict(cluster_of(*sizes), layout, workload, rates_of_toy, sync)
+    return [kinds["dense_sync"] / (TOY.dense_params * 4) for kinds in prediction.uplink_bytes]
 
+
+def test_sums_by_deepspeed_by_zero_stage():
     # A ring of 4: each pass sends 3/4 over each edge. All-reduce: 2 passes; parameters gathered: 1.
-    assert dense(0, 4) == pytest.approx(1.5)
-    assert dense(1, 4) == pytest.approx(2.25)
-    assert dense(2, 4) == pytest.approx(0.75 * (4 * 2 + 1))
+    assert dense_bytes(0, 4, BY_DEEPSPEED)[0] == pytest.approx(1.5)
+    assert dense_bytes(1, 4, BY_DEEPSPEED)[0] == pytest.approx(2.25)
+    assert dense_bytes(2, 4, BY_DEEPSPEED)[0] == pytest.approx(0.75 * (4 * 2 + 1))
+
+
+def test_sums_level_by_level_by_zero_stage():
+    # Over the slow link half of the vector for a sum and half for a gather. Inside, a rank sends half of it to its
+    # neighbour, and gathers what the other DC has too.
+    assert dense_bytes(0, 4) == pytest.approx([1.0, 1.0])
+    assert dense_bytes(1, 4) == pytest.approx([1.0, 1.0])
+    assert dense_bytes(2, 4) == pytest.approx([1.0, 0.5 * 4 + 0.5])
+
+
+def test_a_fastest_level_that_encodes_is_crossed_once():
+    half = CodecCost("half", ratio=2.0)
+    inner = (LevelCodecs(), LevelCodecs(dense_gradient=half))
+    assert dense_bytes(2, 4, codecs=inner) == pytest.approx([1.0, 0.25 + 0.5])
+    outer = (LevelCodecs(dense_gradient=half), LevelCodecs())
+    assert dense_bytes(2, 4, codecs=outer) == pytest.approx([0.25 + 0.5, 0.5 * 4 + 0.5])
+    # With one level, that is the fastest.
+    assert dense_bytes(2, 4, sizes=(2, 1)) == pytest.approx([0.5 * 4 + 0.5, 0.0])
+    assert dense_bytes(2, 4, codecs=outer, sizes=(2, 1)) == pytest.approx([0.25 + 0.5, 0.0])
+
+
+def test_gathered_sums_and_parameters_keep_the_codec_of_the_slowest_level():
+    half, quarter = CodecCost("half", ratio=2.0), CodecCost("quarter", ratio=4.0)
+    sums = (LevelCodecs(dense_gradient=half), LevelCodecs(dense_gradient=quarter))
+    assert dense_bytes(0, 1, codecs=sums) == pytest.approx([0.25 + 0.25, 0.125 + 0.25])
+    weights = (LevelCodecs(dense_weight=half), LevelCodecs(dense_weight=quarter))
+    assert dense_bytes(1, 1, codecs=weights) == pytest.approx([0.5 + 0.25, 0.5 + 0.25])
+    # What is encoded over the slow link goes on so; what the rank owns does not.
+    assert dense_bytes(1, 1, codecs=(weights[0], LevelCodecs())) == pytest.approx([0.5 + 0.25, 0.5 + 0.125 + 0.25])
+
+
+def test_16_bit_parameters_travel_as_patches_wherever_a_level_encodes():
+    workload = toy(param_bytes=2, learning_rate=1e-4)
+    lossy = (LevelCodecs(dense_weight=CodecCost("int8", ratio=2.0)), LevelCodecs())
+    held = Held((2, 2), workload.dense_tensors, tuple(one.dense_weight for one in lossy), (IDENTITY,) * 2)
+    gathers = sync_stages(held, workload)[2:]
+    slot_bytes = 2 * TOY.dense_params / 4
+    assert gathers[0].rank_bytes == pytest.approx(24 + slot_bytes / 16)
+    assert gathers[1].rank_bytes == pytest.approx(slot_bytes + 24 + slot_bytes / 16)
 
 
 def test_experts_held_by_several_groups_are_synchronised():
     inside = predict(cluster_of(2, 2), layout_of((1, 2), (1, 1)), toy(), rates_of_toy)
-    # Two rings of 2 over the uplink, each with half of the experts.
-    assert inside.uplink_bytes[0]["expert_sync"] == pytest.approx(3 * 0.5 * 8 * 4 * 33088 * 4)
+    # Two pairs over the uplink, each with half of the experts: a sum and a gather of half of them.
+    assert inside.uplink_bytes[0]["expert_sync"] == pytest.approx(2 * 0.5 * 8 * 4 * 33088 * 4)
+    around = predict(cluster_of(2, 2), layout_of((1, 2), (1, 1)), toy(), rates_of_toy, BY_DEEPSPEED)
+    assert around.uplink_bytes[0]["expert_sync"] == pytest.approx(3 * 0.5 * 8 * 4 * 33088 * 4)
     assert inside.uplink_bytes[0]["tokens"] == 0
     assert predict(cluster_of(2, 2), layout_of((2, 2), (1, 1)), toy(), rates_of_toy).terms.expert_sync_s == 0
 
 
 def test_hierarchical_sums_cross_once_per_child():
-    assert sync_bytes(cluster_of(2, 4), (2, 4), 80.0, 2.0, SyncModel(algorithm="hierarchical")) == (80.0, 120.0)
-    assert sync_bytes(cluster_of(2, 4), (2, 4), 80.0, 2.0, SyncModel()) == (140.0, 140.0)
+    workload = toy(zero_stage=0, trainable_dense_params=20)  # 80 bytes
+    prediction = predict(cluster_of(2, 4), layout_of((2, 4), (1, 1)), workload, rates_of_toy)
+    assert [kinds["dense_sync"] for kinds in prediction.uplink_bytes] == pytest.approx([80.0, 120.0])
+    assert ring_bytes(cluster_of(2, 4), (2, 4), 80.0, 2.0, BY_DEEPSPEED) == (140.0, 140.0)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +435,9 @@ def test_a_pass_of_a_ring_ends_when_the_block_with_the_longest_way_has_arrived(s
         levels = (Level(f"{i}", n, Link(1e9, s)) for i, (n, s) in enumerate(zip(sizes, latencies, strict=True)))
         layout = layout_of((1,) * len(sizes), (1,) * len(sizes))
         workload = toy(zero_stage=1, model=dataclasses.replace(TOY, num_experts=1, top_k=1))
-        return predict(Cluster(tuple(levels)), layout, workload, Rates(flops_per_s=FAST)).terms.dense_sync_s
+        return predict(
+            Cluster(tuple(levels)), layout, workload, Rates(flops_per_s=FAST), BY_DEEPSPEED
+        ).terms.dense_sync_s
 
     passes = 3  # an all-reduce and a gather of parameters
     assert sync_s(latencies) - sync_s([0.0] * len(sizes)) == pytest.approx(passes * longest_s, abs=1e-9)

@@ -2,8 +2,9 @@
 import pytest
 
 from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file, ready_names
-from ds_hybridep.plan.workload import MoEModel, Workload, model_from_mapping
+from ds_hybridep.plan.workload import MoEModel, Workload
 
 SHORT = {"layers": 4, "hidden": 64, "ffn": 256, "experts": 8, "top_k": 2}
 

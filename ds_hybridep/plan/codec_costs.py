@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What codecs cost before anything was measured: bytes exactly, patches by a table, seconds by an estimate for a GPU.
+
+The estimate has not been compared with a GPU.  It is the larger of two times: memory traffic, at half the bandwidth of
+an H100, and low rank's products, at half its rate for fp32.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.layout import CodecCost
+from ds_hybridep.plan.packets import FP32_BYTES, Factors, Packets, Part, Patches, packets_of, part_elements
+
+MEMORY_BYTES_PER_S = 0.5 * 3.35e12
+PRODUCT_FLOPS_PER_S = 0.5 * 67e12
+PATCHED_BYTES = 2  # of a weight that a patch changes
+
+# Bits of a 16-bit weight over those of its patch, by the learning rate of AdamW.  Entropy of the changes, measured on
+# a small model (docs/planning.md).
+PATCH_RATIOS = ((1e-6, 202.0), (1e-5, 47.0), (3e-5, 32.0), (1e-4, 16.0), (3e-4, 9.0), (1e-3, 4.7))
+DEFAULT_LEARNING_RATE = 1e-5
+
+# Bytes of memory traffic for each element: fp32 values and residuals read and written, sums read and written.
+ENCODE_TRAFFIC = 3 * FP32_BYTES
+DECODE_TRAFFIC = 2 * FP32_BYTES
+# Patches: the values are looked at to count, to code and to remember; holders' are read, changed and checked.
+PATCH_ENCODE_TRAFFIC = 8 * PATCHED_BYTES
+PATCH_DECODE_TRAFFIC = 4 * PATCHED_BYTES
+
+
+def patch_ratio(learning_rate: float) -> float:
+    """Bytes of 16-bit weights over those of a patch after one optimizer step, by a table.
+
+    Between its entries the logarithm of the ratio is linear in that of the rate.  Below, the ratio is the last one;
+    above, the line goes on, down to 1.  Raises PlanError for a rate that is not > 0.
+    """
+    if not (math.isfinite(learning_rate) and learning_rate > 0):
+        raise PlanError(f"learning_rate is {learning_rate}, but must be a finite number > 0")
+    if learning_rate <= PATCH_RATIOS[0][0]:
+        return PATCH_RATIOS[0][1]
+    pairs = list(zip(PATCH_RATIOS, PATCH_RATIOS[1:], strict=False))
+    (low, first), (high, last) = next((pair for pair in pairs if learning_rate <= pair[1][0]), pairs[-1])
+    share = math.log(learning_rate / low) / math.log(high / low)
+    return max(float(first * (last / first) ** share), 1.0)
+
+
+def patch_cost(learning_rate: float) -> CodecCost:
+    """Of 16-bit weights that AdamW changes at this rate."""
+    return CodecCost(
+        "patch",
+        ratio=patch_ratio(learning_rate),
+        encode_bytes_per_s=MEMORY_BYTES_PER_S * PATCHED_BYTES / PATCH_ENCODE_TRAFFIC,
+        decode_bytes_per_s=MEMORY_BYTES_PER_S * PATCHED_BYTES / PATCH_DECODE_TRAFFIC,
+        is_lossy=False,
+        packets=Patches(8 * PATCHED_BYTES / patch_ratio(learning_rate)),
+    )
+
+
+def codec_cost(settings: Mapping[str, Any], parts: Iterable[Part], element_bytes: int) -> CodecCost:
+    """Of tensors such as `parts`, which would travel as elements of so many bytes otherwise.
+
+    settings: of a codec in a "hybridep" block, defaults written out; no patch.
+    """
+    packets = packets_of(settings)
+    encode_s = decode_s = 0.0
+    num_bytes = 0
+    for part in parts:
+        times = _seconds_per_element(packets, part)
+        encode_s += part_elements(part) * times[0]
+        decode_s += part_elements(part) * times[1]
+        num_bytes += part_elements(part) * element_bytes
+    return CodecCost(
+        settings["type"],
+        encode_bytes_per_s=num_bytes / encode_s if encode_s else math.inf,
+        decode_bytes_per_s=num_bytes / decode_s if decode_s else math.inf,
+        packets=packets,
+    )
+
+
+def _seconds_per_element(packets: Packets, part: Part) -> tuple[float, float]:
+    """To encode and to decode."""
+    encode_traffic, decode_traffic, rank, iterations = float(ENCODE_TRAFFIC), float(DECODE_TRAFFIC), 0, 0
+    _, rows, cols = part
+    if isinstance(packets, Factors) and not packets.is_left_to_fallback(rows, cols):
+        rank, iterations = packets.effective_rank(rows, cols), packets.iterations
+        encode_traffic += 2 * iterations * FP32_BYTES  # each iteration reads the matrix twice
+        if packets.rest is not None:
+            encode_traffic += ENCODE_TRAFFIC
+            decode_traffic += DECODE_TRAFFIC
+    product_s = 2 * rank / PRODUCT_FLOPS_PER_S  # of the matrix with one factor
+    return (
+        max(encode_traffic / MEMORY_BYTES_PER_S, (2 * iterations + 1) * product_s),
+        max(decode_traffic / MEMORY_BYTES_PER_S, product_s),
+    )

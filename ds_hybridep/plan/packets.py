@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of encoded messages, from the settings of a codec and the shapes of tensors.
+
+What is here says in integers what `codecs` and `sync.messages` do with tensors; a test holds the two equal.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+HEADER_BYTES = 16  # of a packet
+ALIGNMENT_BYTES = 16  # of the packets of one part in a message
+SCALE_BYTES = 2
+FP32_BYTES = 4
+FACTOR_BLOCK = 256  # elements of a low-rank factor that share a scale
+LARGEST_RANK = 256  # that a ratio leads to
+BITS = {"int8": 8, "int4": 4, "int2": 2, "log4": 4}
+TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+PATCH_PREFIX_BYTES = 24
+
+Part = tuple[int, int, int]  # (number of matrices, rows, columns); a vector has one row
+
+
+def part_elements(part: Part) -> int:
+    return math.prod(part)
+
+
+class Packets(Protocol):
+    """What one codec makes of tensors."""
+
+    def message_bytes(self, parts: Iterable[Part]) -> float:
+        """Bytes of one message that holds these parts."""
+        ...
+
+
+@dataclass(frozen=True)
+class SizedPackets:
+    """Packets whose size follows from the shape."""
+
+    def payload_bytes(self, rows: int, cols: int) -> int:
+        raise NotImplementedError
+
+    def packet_bytes(self, rows: int, cols: int) -> int:
+        """With the header."""
+        return HEADER_BYTES + self.payload_bytes(rows, cols)
+
+    def message_bytes(self, parts: Iterable[Part]) -> float:
+        return sum(_round_up(number * self.packet_bytes(rows, cols), ALIGNMENT_BYTES) for number, rows, cols in parts)
+
+
+@dataclass(frozen=True)
+class Rounded(SizedPackets):
+    """Elements as they are, or rounded to a smaller type."""
+
+    element_bytes: int
+
+    def payload_bytes(self, rows: int, cols: int) -> int:
+        return _round_up(rows * cols * self.element_bytes)
+
+
+@dataclass(frozen=True)
+class Blocks(SizedPackets):
+    """Small integers, with a scale for each block of elements."""
+
+    bits: int
+    block: int
+
+    def payload_bytes(self, rows: int, cols: int) -> int:
+        return _round_up(_quantised_bytes(rows * cols, self.bits, self.block))
+
+
+@dataclass(frozen=True)
+class Factors(SizedPackets):
+    """Two thin factors of a matrix; after the first steps, where those have a ratio of their own."""
+
+    ratio: float | None
+    rank: int | None
+    factors: str
+    iterations: int
+    fallback: SizedPackets
+    rest: SizedPackets | None
+
+    def effective_rank(self, rows: int, cols: int) -> int:
+        """Columns of each factor of a matrix."""
+        rank = self.rank
+        if rank is None:
+            assert self.ratio is not None
+            most_bytes = int(rows * cols * FP32_BYTES / self.ratio) - HEADER_BYTES
+            column_bytes = self._column_bytes(rows) + self._column_bytes(cols)
+            rank = min(max(most_bytes // 4 * 4 // max(column_bytes, 1), 1), LARGEST_RANK)
+        return min(rank, rows, cols)
+
+    def is_left_to_fallback(self, rows: int, cols: int) -> bool:
+        return min(rows, cols) <= 1 or self._factor_bytes(rows, cols) >= self.fallback.payload_bytes(rows, cols)
+
+    def payload_bytes(self, rows: int, cols: int) -> int:
+        if self.is_left_to_fallback(rows, cols):
+            return self.fallback.payload_bytes(rows, cols)
+        rest_bytes = 0 if self.rest is None else self.rest.payload_bytes(rows, cols)
+        return self._factor_bytes(rows, cols) + rest_bytes
+
+    def _factor_bytes(self, rows: int, cols: int) -> int:
+        return _round_up(self.effective_rank(rows, cols) * (self._column_bytes(rows) + self._column_bytes(cols)))
+
+    def _column_bytes(self, length: int) -> int:
+        if self.factors in BITS:
+            return _round_up(_quantised_bytes(length, BITS[self.factors], FACTOR_BLOCK), 2)
+        return length * TYPE_BYTES[self.factors]
+
+
+@dataclass(frozen=True)
+class Patches:
+    """What has changed in 16-bit weights, entropy-coded: so many bits for each weight on average."""
+
+    bits: float
+
+    def message_bytes(self, parts: Iterable[Part]) -> float:
+        total = 0.0
+        for part in parts:
+            num_elements = part_elements(part)
+            total += PATCH_PREFIX_BYTES + num_elements * self.bits / 8
+        return total
+
+
+def packets_of(settings: Mapping[str, Any]) -> SizedPackets:
+    """What a codec makes of tensors, from all its settings as in a "hybridep" block, defaults written out.
+
+    Patches have no size of their own: see `Patches`.
+    """
+    kind = settings["type"]
+    if kind == "identity":
+        return Rounded(TYPE_BYTES[settings["dtype"]])
+    if kind in BITS:
+        return Blocks(BITS[kind], settings["block"])
+    assert kind == "low_rank", f"{kind} has no packets of a fixed size"
+    return Factors(
+        ratio=settings["ratio"],
+        rank=settings["rank"],
+        factors=settings["factors"],
+        iterations=settings["iterations"],
+        fallback=packets_of(settings["fallback"]),
+        rest=None if settings["rest"] is None else packets_of(settings["rest"]),
+    )
+
+
+def _quantised_bytes(length: int, bits: int, block: int) -> int:
+    """Scales and codes of so many elements."""
+    return -(-length // block) * SCALE_BYTES + -(-length * bits // 8)
+
+
+def _round_up(num_bytes: int, multiple: int = 4) -> int:
+    return -(-num_bytes // multiple) * multiple
