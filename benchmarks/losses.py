@@ -4,13 +4,14 @@
     torchrun --nproc_per_node 4 benchmarks/losses.py --seeds 0 1 2 3 4 --out benchmarks/results/losses.jsonl
     python benchmarks/losses.py --report benchmarks/results/losses.jsonl
 
-Two phases: from scratch on the sources of Python's standard library, and from the exact run's result on other text, the
-C++ headers that come with torch, at a lower learning rate.  Runs of one seed share initial weights and batches.  The
+Two phases: from scratch on the sources of Python's standard library, and from the exact run's result on other text,
+the C++ headers that come with torch, at a lower learning rate.  Runs of one seed share initial weights and batches.
+The
 loss is that of held-out text, the mean over the same batches for all runs.
 
 The model is that of examples/train_lm.py on two datacentres of two ranks (no network is emulated: only what arrives
-matters).  Layouts: "domain", one expert domain over both datacentres; "copies", the EP group inside the datacentre, so that
-each expert has two copies.
+matters).  Layouts: "domain", one expert domain over both datacentres; "copies", the EP group inside the datacentre, so
+that each expert has two copies.
 """
 
 import argparse
