@@ -73,7 +73,8 @@ CASES: dict[str, tuple[Spec, Spec, Spec, Spec]] = {
     **{f"dense gradients: {name}": (None, None, None, GRADIENTS[name]) for name in WEIGHTS},
     **{f"all: {name}": (WEIGHTS[name], GRADIENTS[name]) * 2 for name in WEIGHTS},
     "recommended, 16 bits": (None, GRADIENTS["50"], None, GRADIENTS["50 + int2"]),
-    "recommended, 32 bits": (WEIGHTS["50"], GRADIENTS["50"], WEIGHTS["50"], GRADIENTS["50 + int2"]),
+    "recommended, 32 bits": (WEIGHTS["50"], GRADIENTS["50"], WEIGHTS["50 + int2"], GRADIENTS["50 + int2"]),
+    "all: 50, dense gradients: + int2": (WEIGHTS["50"], GRADIENTS["50"], WEIGHTS["50"], GRADIENTS["50 + int2"]),
     "attention gradients: 50": (None, None, None, GRADIENTS["50"]),
     "embedding gradients: 50": (None, None, None, GRADIENTS["50"]),
     "experts: 50, first 20": (low_rank(50, **FIRST), balanced(50, **FIRST), None, None),
@@ -218,7 +219,7 @@ def report(args: argparse.Namespace) -> None:
         for phase in base.PHASES:
             found = [r for r in records if (r["params"]["hidden"], r["params"]["phase"]) == (hidden, phase)]
             if found:
-                steps = sorted({record["params"]["steps"] for record in found})
+                steps = ", ".join(sorted({str(record["params"]["steps"]) for record in found}))
                 print(f"### {hidden} x {4 * hidden}, {phase}, {steps} steps\n\n{base.table(base.rows_of(found))}\n")
 
 

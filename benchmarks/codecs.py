@@ -67,7 +67,7 @@ def balanced(rank: int, factors: str = "log4") -> dict[str, Any]:
 
 def first_finer(make: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
     """Twice the rank while weights change most."""
-    return {**make(6), "first_ratio": 26.0, "first_steps": 50}
+    return {**make(6), "first_ratio": 28.0, "first_steps": 50}
 
 
 def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:

@@ -168,8 +168,9 @@ class CodecSet(NamedTuple):
 def recommended_codecs(itemsize: int) -> CodecSet:
     """What `"codecs": "recommended"` stands for, by the bytes of a parameter; docs/codecs.md has its costs."""
     low_rank = LowRankConfig(type="low_rank", ratio=50.0)
-    balanced = low_rank.model_copy(update={"factors": "log4", "weighting": "rms"})
-    weight = PATCH if itemsize == 2 else low_rank
-    # Dense gradients, those of embeddings above all, have less low rank in them.
-    finer = balanced.model_copy(update={"rest": BlockwiseConfig(type="int2", block=64)})
-    return CodecSet(weight, balanced, weight, finer)
+    balanced = LowRankConfig(type="low_rank", ratio=50.0, factors="log4", weighting="rms")
+    # Low rank alone leaves too much of embeddings.
+    rest = {"rest": BlockwiseConfig(type="int2", block=64)}
+    dense, dense_balanced = low_rank.model_copy(update=rest), balanced.model_copy(update=rest)
+    is_16_bit = itemsize == 2
+    return CodecSet(PATCH if is_16_bit else low_rank, balanced, PATCH if is_16_bit else dense, dense_balanced)
