@@ -104,7 +104,8 @@ def detach(engine: nn.Module) -> None:
 def stats(engine: nn.Module) -> dict[str, Any]:
     """Counters of this rank since attach: bytes and messages per level, direction and kind, exposed seconds, rows.
 
-    Seconds of kind "dense" are None where DeepSpeed sends those itself.  Beside the counters:
+    Kind "dense" is all that several ranks hold; its counters are None, not counted, where DeepSpeed sends it itself.
+    Beside the counters:
 
         "replica_bytes"  held now for replicas and their gradients
         "job"            counters of all ranks together as of the last report, as in `report_file`; None before the
