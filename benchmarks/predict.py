@@ -185,7 +185,9 @@ def predict_point(point: Point, fitted: Mapping[str, float], *, row_scale: float
     workload = point.workload
     if row_scale != 1.0:
         workload = Workload(**{**vars(workload), "row_scale": row_scale})
-    return predict(cluster, point.layout, workload, rates, SyncModel(factor=fitted.get("sync_factor", 1.0)))
+    return predict(
+        cluster, point.layout, workload, rates, SyncModel(algorithm="ring", factor=fitted.get("sync_factor", 1.0))
+    )
 
 
 def row_scale_of(point: Point, fitted: Mapping[str, float]) -> float:

@@ -25,7 +25,7 @@ from typing import Any
 import bench
 
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
-from ds_hybridep.plan.layout import CodecCost, Layout, LevelCodecs, Rates, SyncModel
+from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, Layout, LevelCodecs, Rates, SyncModel
 from ds_hybridep.plan.planner import Candidate, make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.workload import MoEModel, Workload
@@ -352,7 +352,7 @@ def describe_sweeps(records: Sequence[Record]) -> str:
 # ---- ours ----
 
 OUR_CODECS = (LevelCodecs(), LevelCodecs(weight=CodecCost("low_rank", 25.0), gradient=CodecCost("low_rank", 25.0)))
-HIERARCHICAL, RING = SyncModel(algorithm="hierarchical"), SyncModel()
+HIERARCHICAL, RING = SyncModel(), BY_DEEPSPEED
 
 
 def ours(num_dcs: int = 1000) -> Iterator[Record]:

@@ -209,10 +209,10 @@ def scenario_of(point: Point, fitted: Fitted, *, row_scale: float = 1.0) -> Scen
             overlap=max(fitted["overlap"], 1e-3),
             wire_factor=WIRE_FACTOR * crowding,
         ),
-        # Level by level a sum takes one pass: each block goes to the rank that needs it.  Rings are no exchange.
-        sync=SyncModel(algorithm="hierarchical", reduce_passes=1.0)
+        # Rings are no exchange.
+        sync=SyncModel()
         if point.algorithm == "hierarchical"
-        else SyncModel(factor=fitted.get("sync_factor", 1.0) / crowding),
+        else SyncModel(algorithm="ring", factor=fitted.get("sync_factor", 1.0) / crowding),
     )
 
 

@@ -127,7 +127,7 @@ def test_traces_load_with_the_published_schema():
     assert chakra.decode(again) == written
 
 
-@pytest.mark.parametrize("sync", [SyncModel(), SyncModel(algorithm="hierarchical")])
+@pytest.mark.parametrize("sync", [SyncModel(algorithm="ring"), SyncModel()])
 def test_the_nodes_of_a_rank_are_its_step(sync):
     scenario = scenario_of(sync=sync)
     step = simulate(scenario, traced_ranks=[3])

@@ -149,11 +149,11 @@ def test_resume_is_bit_equal(pool4: ProcessPool, stage: int, dtype: str, tmp_pat
 
 def residuals(engine: Any) -> dict[str, float]:
     """Sum over this rank's residuals of each dense parameter, waiting ones included."""
-    from ds_hybridep.sync.residuals import undelivered
+    from ds_hybridep.sync.memory import undelivered
 
     total: dict[str, float] = {}
     sync = engine.__dict__["_hybridep_attachment"].runtime.syncs["dense parameters"]
-    for one in undelivered(sync.capture(), torch.distributed.get_world_size()):
+    for one in undelivered(sync.memory.capture()):
         total[one.name] = total.get(one.name, 0.0) + float(one.values.double().sum())
     return total
 

@@ -18,8 +18,10 @@ WAITS = {  # by term of the stream model: the kind of which a rank counts what i
     "tokens_s": "tokens",
     "expert_weights_s": "expert_weights",
     "expert_gradients_s": "expert_gradients",
-    "dense_sync_s": "dense",
+    "dense_sync_s": "dense",  # with those of "expert_sync_s"
 }
+SHARED = "dense_sync_s", "expert_sync_s"  # one kind, as far as it is counted
+SHARED_WORDS = "sums and gathers of what several ranks hold"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -50,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
 def format_run_record(record: Mapping[str, Any]) -> str:
     """A table of the megabytes sent per step on each level by kind, beside what plain EP would have sent.
 
-    The share "of plain EP" leaves out the kind "dense", which plain EP has to synchronise too. `report_file` holds:
+    What is null was not counted, and the table says so: DeepSpeed sends it.  The share "of plain EP" leaves out the
+    kind "dense", which plain EP has to synchronise too.  `report_file` holds:
 
         {"steps": 100, "world_size": 4, "exposed_s": {"tokens": 0.5, ...},
          "levels": [{"name": "dc", "sent_bytes": {"tokens": 0, "expert_weights": 1000, ...}, "plain_ep_bytes": 4000}]}
@@ -101,7 +104,8 @@ def explain_plan(record: Mapping[str, Any]) -> str:
     """Why a planned job runs as it does: the plan, its reason, and predicted beside measured, term by term.
 
     Measured are the seconds that rank 0 waited, for slower ranks too. What this program does not send itself
-    (DeepSpeed's token exchange, its synchronisation) it cannot measure: "-". "All else" completes the step.
+    (DeepSpeed's token exchange, its sums and gathers) it cannot measure: "-", or "not counted". "All else" completes
+    the step.
     """
     planning = record.get("planning")
     if planning is None:
@@ -118,17 +122,20 @@ def explain_plan(record: Mapping[str, Any]) -> str:
 
 
 def _terms_table(planning: Mapping[str, Any]) -> str:
-    terms, measured = (planning["predicted"] or {}).get("terms_s", {}), planning["measured"]
+    terms, measured = _with_shared((planning["predicted"] or {}).get("terms_s", {})), planning["measured"]
     found = {term: measured["waited_s"].get(kind) for term, kind in WAITS.items()} | {"codec_s": measured["codec_s"]}
     rows = [["seconds per step", "predicted", "measured"]]
     known_s = 0.0
     for term, words in TERM_WORDS.items():
+        if term in SHARED:
+            words = SHARED_WORDS
         expected_s, seconds = terms.get(term), found.get(term)
         if expected_s and not seconds:
             seconds = None  # DeepSpeed's
         known_s += seconds or 0.0
         if expected_s or seconds:
-            rows.append([words, _seconds(expected_s), _seconds(seconds)])
+            unknown = NOT_COUNTED if term in SHARED else MISSING
+            rows.append([words, _seconds(expected_s), unknown if seconds is None else _seconds(seconds)])
     step_s = planning["measured_step_s"]
     rows.append(["all else", MISSING, _seconds(None if step_s is None else step_s - known_s)])
     rows.append(["the step", _seconds((planning["predicted"] or {}).get("step_s")), _seconds(step_s)])
@@ -139,13 +146,23 @@ def _uplinks_table(planning: Mapping[str, Any]) -> str:
     rows = [["MB per step over one uplink", "predicted", "measured"]]
     measured = planning["measured"]["uplink_bytes"]
     predicted = planning["predicted"]["uplink_bytes"] if planning["predicted"] else [{}] * len(measured)
-    for level, expected, found in zip(planning["links"], predicted, measured, strict=True):
+    for level, expected, found in zip(planning["links"], map(_with_shared, predicted), measured, strict=True):
         for term, kind in WAITS.items():
             ours, theirs = expected.get(term.removesuffix("_s")), found.get(kind)
             if ours or theirs:
-                cells = [_megabytes(num_bytes) if num_bytes else MISSING for num_bytes in (ours, theirs)]
+                unknown = NOT_COUNTED if term in SHARED else MISSING
+                cells = [_megabytes(ours) if ours else MISSING, _megabytes(theirs) if theirs else unknown]
                 rows.append([f"{level['name']}, {kind.replace('_', ' ')}", *cells])
     return aligned(rows)
+
+
+def _with_shared(predicted: Mapping[str, Any]) -> dict[str, Any]:
+    """With dense parameters and experts that several groups hold as one, as they are counted."""
+    result = dict(predicted)
+    for dense, experts in (SHARED, tuple(name.removesuffix("_s") for name in SHARED)):
+        if (shared := result.pop(experts, None)) is not None:
+            result[dense] = result.get(dense, 0.0) + shared
+    return result
 
 
 def _seconds(value: float | None) -> str:

@@ -100,7 +100,8 @@ def detach(engine: nn.Module) -> None:
 def stats(engine: nn.Module) -> dict[str, Any]:
     """Counters of this rank since attach: bytes and messages per level, direction and kind, exposed seconds, rows.
 
-    Seconds of kind "dense" are None where DeepSpeed sends those itself.  Beside the counters:
+    Kind "dense" is all that several ranks hold; its counters are None, not counted, where DeepSpeed sends it itself.
+    Beside the counters:
 
         "synchronised"   what codecs do for dense parameters, and for experts that several groups hold, by name
         "replica_bytes"  held now for replicas and their gradients
@@ -115,7 +116,7 @@ def stats(engine: nn.Module) -> dict[str, Any]:
         layer["codecs"] = codecs
     return {
         **record,
-        "synchronised": {name: sync.codec_sums().record() for name, sync in runtime.syncs.items() if sync.is_encoded},
+        "synchronised": {name: sync.memory.sums().record() for name, sync in runtime.syncs.items() if sync.is_encoded},
         "replica_bytes": 0 if runtime.migration is None else runtime.migration.replica_bytes,
         "job": attachment.last_report,
         "planning": None if planner is None else planner.record(runtime),

@@ -55,7 +55,7 @@ class CodecState:
                 self._migration.refresh_stale()
             self._migration.finish()  # a run that resumes begins with replicas as new as their owners
         waiting = self._undelivered.parts
-        synchronised = {name: sync.capture() for name, sync in self._syncs.items() if sync.is_encoded}
+        synchronised = {name: sync.memory.capture() for name, sync in self._syncs.items() if sync.is_encoded}
         if self.feedbacks or waiting or synchronised:
             saved = codec_checkpoint.capture(self.replicas, self._owned(), waiting, self.plan, step)
             saved["synchronised"] = synchronised
@@ -89,7 +89,7 @@ class CodecState:
                 if self._migration is not None:
                     self._migration.refresh()
                 for name, kept in saved["synchronised"].items():
-                    self._syncs[name].residuals.resume(kept)
+                    self._syncs[name].memory.resume(kept)
                 self._undelivered.take_over(codec_checkpoint.restore(self.replicas, saved))
                 return ""
         found = codec_checkpoint.undelivered(self._owned(), files, step)
@@ -110,8 +110,8 @@ class CodecState:
             saved = codec_checkpoint.read(path)
             is_mine = codec_checkpoint.rank_of(path) % world_size == rank and saved["step"] == step
             if sync is not None and is_mine and DENSE in saved.get("synchronised", {}):
-                sync.take_over(saved["synchronised"][DENSE])
-        return [one.values for one in sync.residuals.kept] if sync is not None else []
+                sync.memory.take_over(saved["synchronised"][DENSE])
+        return [one.values for one in sync.memory.kept] if sync is not None else []
 
     def forget(self) -> None:
         """Weights were loaded without the optimizer: the next forward ships them, residuals are dropped."""
@@ -122,7 +122,7 @@ class CodecState:
         for feedback in self.feedbacks:
             feedback.forget_gradients()
         for sync in self._syncs.values():
-            sync.forget()
+            sync.memory.forget()
 
     @property
     def feedbacks(self) -> list[Feedback]:

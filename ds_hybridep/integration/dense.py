@@ -111,7 +111,7 @@ class DenseSync:
             group = StandInGroup(original, partial(self._all_reduce, sync), partial(self._all_gather, sync))
             self._stand_ins[original], self._syncs[group] = group, sync
             patches.keep("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", group.unregister)
-            sync.is_prescaled = not engine.postscale_gradients()
+            sync.memory.is_prescaled = not engine.postscale_gradients()
         patches.wrap(ENGINE, "allreduce_bucket", engine, self._allreduce_bucket)
 
     def watch(self, optimizer: Any) -> None:

@@ -105,7 +105,7 @@ class HybridRuntime:
             if self._changes.notes:
                 self._changes.keep()
             for sync in self.syncs.values():
-                sync.settle()
+                sync.memory.settle()
             if self._undelivered.parts:
                 self._undelivered.deliver()
             if self.migration is not None:
@@ -131,7 +131,7 @@ class HybridRuntime:
     def refresh(self) -> None:
         """Ship all experts' weights again and wait for them; the next gathers of other parameters are exact."""
         for sync in self.syncs.values():
-            sync.gather_exactly()
+            sync.memory.gather_exactly()
         if self.migration is not None:
             self.migration.refresh()
 
@@ -189,9 +189,9 @@ class HybridRuntime:
         lost = 0.0
         for name, sync in earlier.syncs.items():
             if name in self.syncs:
-                self.syncs[name].take_over(sync.capture())
+                self.syncs[name].memory.take_over(sync.memory.capture())
             else:
-                lost += sync.codec_sums().squared_residual
+                lost += sync.memory.sums().squared_residual
         return math.sqrt(lost)
 
     # -- a load, and what others ask ----------------------------------------------------------------------------
@@ -217,13 +217,15 @@ class HybridRuntime:
     @property
     def codec_s(self) -> float:
         """Seconds that this rank has spent on encoding and decoding under this plan."""
-        counters = [one.counters for one in self.codecs.feedbacks] + [sync.counters for sync in self.syncs.values()]
+        counters = [one.counters for one in self.codecs.feedbacks] + [
+            sync.memory.counters for sync in self.syncs.values()
+        ]
         return sum(one.encode_s + one.decode_s for one in counters)
 
     @property
     def undelivered_norm(self) -> float:
         """L2 norm of the gradients that this rank has kept back."""
-        feedbacks = self.codecs.feedbacks + [one for sync in self.syncs.values() for one in sync.feedbacks]
+        feedbacks = self.codecs.feedbacks + [one for sync in self.syncs.values() for one in sync.memory.feedbacks]
         encoders = [encoder for feedback in feedbacks for encoder in feedback.encoders.values()]
         return math.sqrt(sum(encoder.squared_residual() for encoder in encoders))
 
@@ -238,7 +240,7 @@ def prepare_runtime(
     specs: Sequence[LayerSpec],
     is_boundary: Callable[[], bool],
     *,
-    sync_groups: Callable[[HybridEPConfig], Mapping[str, tuple[int, ...]]],
+    sync_groups: Callable[[HybridEPConfig], Mapping[str, tuple[int, ...]]] = lambda _: {},
     master_of: Callable[[nn.Parameter], Tensor | None] = no_master,
     loss_scale: Callable[[], float] = no_scale,
 ) -> Callable[[], HybridRuntime]:

@@ -23,7 +23,7 @@ class Statistics:
     """Counters of one attached model.
 
     layers: with their partition and the bytes of one row.
-    counts_dense: False where DeepSpeed sends dense gradients itself: job records have None for kind "dense".
+    counts_dense: False where DeepSpeed sends what several ranks hold itself: records have None for kind "dense".
     """
 
     def __init__(
@@ -35,7 +35,16 @@ class Statistics:
         self.num_steps = 0
 
     def local(self) -> dict[str, Any]:
-        """This rank's counters since attach; JSON-able.  Bytes and messages are those handed to the communicator."""
+        """This rank's counters since attach; JSON-able.  Bytes and messages are those handed to the communicator.
+
+        What is not counted is None.
+        """
+        record = self._counts()
+        if not self._counts_dense:
+            _leave_out_dense(record, ("sent_bytes", "received_bytes", "sent_messages"))
+        return record
+
+    def _counts(self) -> dict[str, Any]:
         traffic = self._transport.traffic
         counters = {name: getattr(traffic, name) for name in ("sent_bytes", "received_bytes", "sent_messages")}
         levels = zip(self._transport.cluster.levels, self._plain_ep_bytes(), strict=True)
@@ -81,7 +90,7 @@ class Statistics:
         rank's experts computed, per layer; "codecs" of a layer is `CodecSums.record` of the sums over ranks.
         """
         transport = self._transport
-        local = self.local()
+        local = self._counts()
         codecs = [astuple(self._codec_sums(layer) or CodecSums()) for layer, _, _ in self._layers]
         numbers: list[float] = []  # in the order in which `_job_record` reads them
         for level in local["levels"]:
@@ -108,23 +117,23 @@ class Statistics:
         for level in self._transport.cluster.levels:
             sent_bytes = {kind: int(next(totals)) for kind in KINDS}
             levels.append({"name": level.name, "sent_bytes": sent_bytes, "plain_ep_bytes": int(next(totals))})
-        exposed_s: dict[str, float | None] = {kind: next(totals) / len(tables) for kind in EXPOSED_KINDS}
-        if not self._counts_dense and not any(level["sent_bytes"]["dense"] for level in levels):
-            for counters in (exposed_s, *(level["sent_bytes"] for level in levels)):
-                counters["dense"] = None
+        exposed_s = {kind: next(totals) / len(tables) for kind in EXPOSED_KINDS}
         imbalance = (rows.max(0).values / rows.mean(0).clamp_min(1e-30)).tolist()
         codecs = sums.sum(0).view(num_layers, NUM_CODEC_SUMS).tolist()
         layers = []
         for (layer, _, _), value, own in zip(self._layers, imbalance, codecs, strict=True):
-            record = CodecSums(*own).record(len(tables)) if any(own) else {}
-            layers.append({"name": layer.name, "imbalance": value, "codecs": record})
-        return {
+            encoded = CodecSums(*own).record(len(tables)) if any(own) else {}
+            layers.append({"name": layer.name, "imbalance": value, "codecs": encoded})
+        record: dict[str, Any] = {
             "steps": self.num_steps,
             "world_size": len(tables),
             "levels": levels,
             "exposed_s": exposed_s,
             "layers": layers,
         }
+        if not self._counts_dense:
+            _leave_out_dense(record, ("sent_bytes",))
+        return record
 
     def _plain_ep_bytes(self) -> list[int]:
         """Bytes that this rank would have sent per level in DeepSpeed's own all-to-alls.
@@ -139,6 +148,14 @@ class Statistics:
                 if rank != transport.rank:
                     totals[transport.level_to(rank)] += int(num_rows) * row_bytes
         return totals
+
+
+def _leave_out_dense(record: dict[str, Any], counters: Sequence[str]) -> None:
+    """Have None for kind "dense", unless an earlier plan has counted some."""
+    found = [level[name] for level in record["levels"] for name in counters]
+    if not any(counts["dense"] for counts in found):
+        for counts in (record["exposed_s"], *found):
+            counts["dense"] = None
 
 
 def summarize(record: Mapping[str, Any]) -> str:

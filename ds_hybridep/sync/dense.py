@@ -17,9 +17,7 @@ Over the slow link each DC sends half of the vector for a sum, and half for a ga
 half is encoded: sums with error feedback, parameters as their change since the step before.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,11 +25,10 @@ from torch import Tensor
 from ds_hybridep.errors import VerificationError
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.buffers import Buffer, HeldSum, ParameterCodecs
-from ds_hybridep.sync.counters import CodecCounters, CodecSums
 from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges
 from ds_hybridep.sync.flat import Span, cut, even_bounds, hash_of, parts_of, split, whole
+from ds_hybridep.sync.memory import ALL_REDUCE, CodecMemory
 from ds_hybridep.sync.mirrors import is_patched
-from ds_hybridep.sync.residuals import ALL_REDUCE, Residuals, undelivered
 from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
 from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport
@@ -109,11 +106,7 @@ class GroupSync:
         self.level_to = [None if rank == transport.rank else transport.level_to(rank) for rank in members]
         self.stages = connect(gather_stages(partition, transport.rank), transport, f"dense_{name}", device)
         self._levels = [stage.level for stage in self.stages]
-        self.residuals = Residuals(changes)
-        self.buffers: dict[str, Buffer] = {}  # by what they consist of
-        self.parameters: dict[str, ParameterCodecs] = {}  # likewise
-        self.is_prescaled = False  # sums for all ranks are means too
-        self._past = CodecCounters()  # of what was forgotten
+        self.memory = CodecMemory(changes, self.num_slots)
         self._waiting: dict[Span, Tensor] = {}  # sums of micro-steps before the last that this rank carries on
         self.waiting_names: set[str] = set()  # of whose gradients some wait, on whatever rank
         self._pipeline = StagePipeline(transport)
@@ -160,46 +153,12 @@ class GroupSync:
             else:
                 piece.zero_()
 
-    def capture(self) -> dict[str, Any]:
-        """All that codecs keep, for a checkpoint or the next plan."""
-        kept = self.residuals.capture(self.buffers.values(), self.parameters)
-        return {**kept, "is_prescaled": self.is_prescaled, "num_ranks": self.num_slots}
-
-    def take_over(self, saved: Mapping[str, Any]) -> None:
-        """Add to the next sums what codecs had kept back when `capture` saw this, under whatever plan."""
-        self.residuals.kept += undelivered(saved, saved["num_ranks"])
-
     @property
     def is_encoded(self) -> bool:
         """True where a level that the group crosses has a codec."""
         return (
             any(self.encoding.gradient_codecs[level] is not None for level in self._levels) or self.encodes_parameters
         )
-
-    @property
-    def feedbacks(self) -> list[Feedback]:
-        return [one for buffer in self.buffers.values() for one in buffer.feedbacks.values()]
-
-    @property
-    def counters(self) -> CodecCounters:
-        """What codecs did."""
-        kept = [*self.feedbacks, *(codecs.feedback for codecs in self.parameters.values())]
-        counters = [self._past, *(one.counters for one in kept)]
-        return CodecCounters(*[sum(column) for column in zip(*map(astuple, counters), strict=True)])
-
-    def codec_sums(self) -> CodecSums:
-        """What codecs did, and how much of gradients they have not delivered."""
-        encoders = [encoder for feedback in self.feedbacks for encoder in feedback.encoders.values()]
-        return CodecSums(
-            **asdict(self.counters), squared_residual=sum(encoder.squared_residual() for encoder in encoders)
-        )
-
-    def forget(self) -> None:
-        """Drop all that codecs keep; all ranks must call.  Sums of micro-steps stay, as ZeRO 2 keeps its own."""
-        self._past = self.counters
-        for kept in (self.buffers, self.parameters):
-            kept.clear()
-        self.residuals.clear()
 
     def verify(self, checksums: Sequence[Tensor]) -> None:
         """Raise VerificationError where this rank's checksums of what the group shares differ from the others'."""
@@ -221,26 +180,16 @@ class GroupSync:
         self._waiting.clear()
         self.waiting_names.clear()
 
-    def settle(self) -> None:
-        """A step was applied."""
-        self.residuals.settle(self.num_slots)
-
-    def gather_exactly(self) -> None:
-        """The next gathers bring every parameter as it is: those of other ranks may have changed."""
-        self.parameters.clear()
-
     def _buffer(self, operation: str, spans: Sequence[tuple[Span, ...]], like: Tensor) -> Buffer:
         key = f"{operation} {like.dtype} {hash_of(spans)}"
-        if key not in self.buffers:
+        if key not in self.memory.buffers:
             codecs = self.encoding.gradient_codecs
             is_encoded = like.dtype != torch.float64 and any(codecs[level] for level in self._levels)
-            buffer = self.buffers[key] = Buffer(key, tuple(spans))
+            buffer = self.memory.buffers[key] = Buffer(key, tuple(spans))
             if is_encoded:
-                buffer.encode(
-                    codecs, self._levels, like.device, self.residuals.changes, gathers=operation == ALL_REDUCE
-                )
-                self.residuals.restore(buffer)
-        return self.buffers[key]
+                buffer.encode(codecs, self._levels, like.device, self.memory.changes, gathers=operation == ALL_REDUCE)
+                self.memory.restore(buffer)
+        return self.memory.buffers[key]
 
     def _reduce(
         self, buffer: Buffer, values: Sequence[Tensor], *, is_last: bool
@@ -249,8 +198,7 @@ class GroupSync:
         sums = [value.float() if is_patched(value) else value for value in values]
         slots = FlatSlots(self, values, buffer.sums, sums)
         if is_last:
-            divisor = self.num_slots if buffer.key.startswith(ALL_REDUCE) and not self.is_prescaled else 1
-            self.residuals.add_kept(buffer.spans, sums, self.encoding.loss_scale() * divisor)
+            self.memory.add_kept(buffer, sums, self.encoding.loss_scale())
         inner, outer = self._split_stages(buffer)
         self._run(Reduce(slots, self._purposes[0], inner))
         carried = {self.own_slot, *(slot for stage in outer for peer in stage.peers for slot in peer.receives)}
@@ -347,15 +295,15 @@ class GroupSync:
         by_index = cut(spans, [num_elements * (index + 1) for index in range(self.num_slots)])
         by_slot = [by_index[self._slot_of_index.index(slot)] for slot in range(self.num_slots)]
         key = f"parameters {output.dtype} {hash_of(by_slot)}"
-        if is_first := key not in self.parameters:
+        if is_first := key not in self.memory.parameters:
             feedback = Feedback(
-                [parts_of(slot) for slot in by_slot], (None,) * len(codecs), output.device, self.residuals.changes
+                [parts_of(slot) for slot in by_slot], (None,) * len(codecs), output.device, self.memory.changes
             )
-            self.parameters[key] = ParameterCodecs(
+            self.memory.parameters[key] = ParameterCodecs(
                 feedback, codecs, self._levels, self.level_to, self.own_slot, output.dtype
             )
-            is_first = not self.residuals.restore_parameters(key, self.parameters[key])
-        return self.parameters[key], is_first
+            is_first = not self.memory.restore_parameters(key, self.memory.parameters[key])
+        return self.memory.parameters[key], is_first
 
     def _run(self, transfer: StagedTransfer) -> None:
         self._pipeline.start(transfer)

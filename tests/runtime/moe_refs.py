@@ -369,7 +369,7 @@ def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambd
         for layer, experts in enumerate(owned)
     ]
     config = parse_config(case.block(**options), world_size=case.world_size)
-    return prepare_runtime(config, specs, is_boundary)(), owned
+    return prepare_runtime(config, specs, is_boundary, sync_groups=lambda _: {})(), owned
 
 
 def open_transport(cluster: Any, timeout_s: float) -> Any:

@@ -110,7 +110,7 @@ def sum_repeatedly(
             group.reduce_to_owners(last, slices)
         else:
             group.all_reduce(last, SPANS)
-        group.residuals.changes.keep()
+        group.memory.changes.keep()
         total += last.double()
     mean = total / num_sums
     wanted = mine if owners else torch.ones_like(mine)

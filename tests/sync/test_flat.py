@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_hybridep.sync.buffers import Buffer
 from ds_hybridep.sync.feedback import StepChanges
 from ds_hybridep.sync.flat import MIN_MATRIX, Span, cut, even_bounds, hash_of, parts_of, split, whole
-from ds_hybridep.sync.residuals import Kept, Residuals
+from ds_hybridep.sync.memory import CodecMemory, Kept
 
 SHAPES = st.one_of(
     st.tuples(st.integers(0, 200)),
@@ -88,18 +89,19 @@ def test_what_was_kept_is_added_once_where_it_belongs(
     size: int, kept_from: int, span_from: int, span_size: int, scale: float
 ) -> None:
     changes = StepChanges()
-    residuals = Residuals(changes)
+    residuals = CodecMemory(changes, 4)
     values = torch.arange(1.0, size + 1)
     residuals.kept = [Kept("weight", kept_from, values.clone())]
-    spans = [[Span("other", (7,), 0, 7), Span("weight", (100,), span_from, span_size)]]
+    spans = (Span("other", (7,), 0, 7), Span("weight", (100,), span_from, span_size))
+    buffer = Buffer("reduce", (spans,))
     total = torch.zeros(7 + span_size)
-    residuals.add_kept(spans, [total], scale)
+    residuals.add_kept(buffer, [total], scale)
     expected = torch.zeros(200)
     expected[kept_from : kept_from + size] = values * scale
     assert torch.equal(total, torch.cat([torch.zeros(7), expected[span_from : span_from + span_size]]))
     again = torch.zeros(7 + span_size)
-    residuals.add_kept(spans, [again], scale)
+    residuals.add_kept(buffer, [again], scale)
     assert not again.any()
     changes.undo()  # the step was skipped
-    residuals.add_kept(spans, [again], scale)
+    residuals.add_kept(buffer, [again], scale)
     assert torch.equal(again, total)

@@ -5,15 +5,16 @@ Every rank of a data-parallel group adds to the same sum.  So what a rank has ke
 own gradients under the next, and nothing has to be sent.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.sync.buffers import Buffer, ParameterCodecs
-from ds_hybridep.sync.feedback import StepChanges
+from ds_hybridep.sync.counters import CodecCounters, CodecSums
+from ds_hybridep.sync.feedback import Feedback, StepChanges
 from ds_hybridep.sync.flat import Span
 
 ALL_REDUCE = "all_reduce"  # keys of buffers whose sums all ranks get begin with it
@@ -28,19 +29,61 @@ class Kept:
     values: Tensor
 
 
-class Residuals:
-    """What one group's codecs have kept back, before this plan or in a checkpoint."""
+class CodecMemory:
+    """All that codecs of one group keep, and what earlier plans and checkpoints have left.
 
-    def __init__(self, changes: StepChanges) -> None:
+    num_ranks: of the group.
+    """
+
+    def __init__(self, changes: StepChanges, num_ranks: int) -> None:
         self.changes = changes
+        self.is_prescaled = False  # sums that all ranks get are means too
+        self.buffers: dict[str, Buffer] = {}  # by what they consist of
+        self.parameters: dict[str, ParameterCodecs] = {}  # likewise
         self.kept: list[Kept] = []
+        self._num_ranks = num_ranks
+        self._past = CodecCounters()  # of what was forgotten
         self._saved = _nothing()  # of buffers that were not asked for yet
 
-    def add_kept(self, spans: Sequence[Sequence[Span]], sums: Sequence[Tensor], scale: float) -> None:
-        """Add what waits for these spans, by slot, to this rank's part of the sums, times the loss scale."""
+    @property
+    def feedbacks(self) -> list[Feedback]:
+        """Of gradients."""
+        return [one for buffer in self.buffers.values() for one in buffer.feedbacks.values()]
+
+    @property
+    def counters(self) -> CodecCounters:
+        """What codecs did."""
+        kept = [*self.feedbacks, *(codecs.feedback for codecs in self.parameters.values())]
+        counters = [self._past, *(one.counters for one in kept)]
+        return CodecCounters(*[sum(column) for column in zip(*map(astuple, counters), strict=True)])
+
+    def sums(self) -> CodecSums:
+        """What codecs did, and how much of gradients they have not delivered."""
+        encoders = [encoder for feedback in self.feedbacks for encoder in feedback.encoders.values()]
+        undelivered = sum(encoder.squared_residual() for encoder in encoders)
+        return CodecSums(**asdict(self.counters), squared_residual=undelivered)
+
+    def forget(self) -> None:
+        """Drop everything; all ranks must call."""
+        self._past = self.counters
+        self.buffers, self.parameters, self.kept, self._saved = {}, {}, [], _nothing()
+
+    def gather_exactly(self) -> None:
+        """The next gathers bring every parameter as it is: those of other ranks may have changed."""
+        self.parameters.clear()
+
+    # -- what waits for the next sums -------------------------------------------------------------------------------
+
+    def take_over(self, saved: Mapping[str, Any]) -> None:
+        """Add to the next sums what codecs had kept back when `capture` saw this, under whatever plan."""
+        self.kept += undelivered(saved)
+
+    def add_kept(self, buffer: Buffer, sums: Sequence[Tensor], scale: float) -> None:
+        """Add what waits for a buffer's spans to this rank's part of the sums, by slot, times the loss scale."""
         if not self.kept:
             return
-        for slot, slot_spans in enumerate(spans):
+        scale *= 1 if self.is_prescaled or not buffer.key.startswith(ALL_REDUCE) else self._num_ranks
+        for slot, slot_spans in enumerate(buffer.spans):
             position = 0
             for span in slot_spans:
                 for one in self.kept:
@@ -48,6 +91,12 @@ class Residuals:
                         self._add(one, span, sums[slot][position : position + span.num_elements], scale)
                 position += span.num_elements
         self.kept = [one for one in self.kept if bool(one.values.any())]
+
+    def settle(self) -> None:
+        """A step was applied: what was loaded and no buffer has asked for waits for the next sums."""
+        if self._saved["buffers"]:
+            self.take_over({**self.capture(), "buffers": self._saved["buffers"], "kept": []})
+        self._saved = _nothing()
 
     def _add(self, one: Kept, span: Span, total: Tensor, scale: float) -> None:
         first = max(one.start, span.start)
@@ -66,27 +115,25 @@ class Residuals:
         self.changes.note((one, first), undo)
         piece.zero_()
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.kept, self._saved = [], _nothing()
-
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def capture(self, buffers: Iterable[Buffer], parameters: Mapping[str, ParameterCodecs]) -> dict[str, Any]:
-        """All that codecs keep, as of the last applied step."""
+    def capture(self) -> dict[str, Any]:
+        """Everything as of the last applied step, for a checkpoint or the next plan."""
         held = {
             buffer.key: {
                 "spans": [[(s.name, s.start, s.num_elements) for s in slot] for slot in buffer.spans],
                 **{name: feedback.gradient_state() for name, feedback in buffer.feedbacks.items()},
             }
-            for buffer in buffers
+            for buffer in self.buffers.values()
             if buffer.feedbacks
         }
-        states = {key: codecs.state_dict() for key, codecs in parameters.items()}
+        states = {key: codecs.state_dict() for key, codecs in self.parameters.items()}
         return {
             "buffers": {**self._saved["buffers"], **held},
             "parameters": {**self._saved["parameters"], **states},
             "kept": [(one.name, one.start, one.values) for one in self.kept],
+            "is_prescaled": self.is_prescaled,
+            "num_ranks": self._num_ranks,
         }
 
     def resume(self, saved: Mapping[str, Any]) -> None:
@@ -108,26 +155,20 @@ class Residuals:
             codecs.load_state_dict(saved)
         return saved is not None
 
-    def settle(self, num_ranks: int) -> None:
-        """A step was applied: what was loaded and no buffer has asked for waits for the next sums."""
-        if self._saved["buffers"]:
-            self.kept += undelivered({**self._saved, "kept": []}, num_ranks)
-        self._saved = _nothing()
-
 
 def _nothing() -> dict[str, dict[str, Any]]:
     return {"buffers": {}, "parameters": {}}
 
 
-def undelivered(saved: Mapping[str, Any], num_ranks: int) -> list[Kept]:
-    """What a rank had kept back in all, from what `GroupSync.capture` saw, as part of a mean.
+def undelivered(saved: Mapping[str, Any]) -> list[Kept]:
+    """What a rank had kept back in all, from what `CodecMemory.capture` saw, as part of a mean.
 
-    num_ranks: by which sums for all ranks were divided afterwards; ZeRO divides before.
+    Sums for all ranks are divided by their number afterwards, ZeRO's before.
     """
     found = [Kept(name, start, values.clone()) for name, start, values in saved["kept"]]
     for key, buffer in saved["buffers"].items():
-        is_mean = saved.get("is_prescaled", False) or not key.startswith(ALL_REDUCE)
-        scale = 1.0 if is_mean else 1.0 / num_ranks
+        is_mean = saved["is_prescaled"] or not key.startswith(ALL_REDUCE)
+        scale = 1.0 if is_mean else 1.0 / saved["num_ranks"]
         for feedback in (buffer.get("sums"), buffer.get("results")):
             for encoder in feedback["encoders"] if feedback is not None else ():
                 flat = torch.cat([residual.reshape(-1) for residual in encoder["residuals"]]) * scale
