@@ -134,11 +134,15 @@ def dense_line(records: Sequence[Record]) -> str:
         counted = record["counted_bytes_per_step"]
         return record["wan_bytes_per_step"] - sum(n for kind, n in counted.items() if kind != "dense")
 
-    if not {"hybridep [1,1]", "hybridep [1,1], hierarchical dense"} <= by_plan.keys():
+    for name_of_deepspeeds, name_of_ours in (
+        ("hybridep [1,1], dense sums by DeepSpeed", "hybridep [1,1]"),
+        ("hybridep [1,1]", "hybridep [1,1], hierarchical dense"),  # in older records
+    ):
+        if name_of_deepspeeds in by_plan and name_of_ours in by_plan:
+            as_deepspeed, by_level = by_plan[name_of_deepspeeds], by_plan[name_of_ours]
+            break
+    else:
         return ""
-    if "hybridep [1,1], hierarchical dense" not in by_plan:  # records of before it was among the plans
-        return ""
-    as_deepspeed, by_level = by_plan["hybridep [1,1]"], by_plan["hybridep [1,1], hierarchical dense"]
     dense, flat = not_experts(as_deepspeed), by_plan[FLAT]["wan_bytes_per_step"]
     return (
         f"Dense gradients and parameters (all that is neither tokens nor experts, headers included) take "

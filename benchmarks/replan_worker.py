@@ -17,7 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
-from e2e_worker import CODECS, Driver, Plan, Run, build, train
+from e2e_worker import AUTO_CODECS, AUTO_LEVEL, Driver, Plan, Run, build, train
 
 import ds_hybridep
 from ds_hybridep.integration import api
@@ -31,18 +31,21 @@ def plans_by_hand(sizes: tuple[int, ...], *, with_codecs: bool) -> list[Plan]:
     dcs, gpus = sizes
     world = dcs * gpus
     plans = [
-        Plan("DeepSpeed's own", world, (1, 1), token_exchange="deepspeed"),
-        Plan("DeepSpeed's tokens, dense by level", world, (1, 1), "hierarchical", token_exchange="deepspeed"),
-        Plan("[1,1], dense by level", world, (1, 1), "hierarchical"),
-        Plan(f"[{dcs},1], dense by level", world, (dcs, 1), "hierarchical"),
+        Plan("DeepSpeed's own", world, (1, 1), dense_sync="deepspeed", token_exchange="deepspeed"),
+        Plan("DeepSpeed's tokens, sums by level", world, (1, 1), token_exchange="deepspeed"),
+        Plan("[1,1]", world, (1, 1)),
+        Plan(f"[{dcs},1]", world, (dcs, 1)),
     ]
     if with_codecs:
         plans += [
-            Plan(f"[{dcs},1]{name}, dense by level", world, (dcs, 1), "hierarchical", spec)
-            for name, spec in CODECS.items()
-            if name
+            Plan(f"[{dcs},1] {name_of(codec)}", world, (dcs, 1), {"weight_codec": codec, "gradient_codec": codec})
+            for codec in AUTO_CODECS
         ]
     return plans
+
+
+def name_of(codec: Any) -> str:
+    return codec if isinstance(codec, str) else " ".join(str(value) for value in codec.values())
 
 
 def block_of(plan: Plan, sizes: tuple[int, ...]) -> dict[str, Any]:
@@ -51,9 +54,10 @@ def block_of(plan: Plan, sizes: tuple[int, ...]) -> dict[str, Any]:
         {"name": name, "size": size, "domain_size": domain_size}
         for name, size, domain_size in zip(("dc", "gpu"), sizes, plan.domain_sizes or (), strict=True)
     ]
-    levels[0].update(weight_codec=plan.codec, gradient_codec=plan.codec)
+    levels[0].update(plan.codecs or {})
+    dense = {} if plan.dense_sync is None else {"dense_sync": plan.dense_sync}
     return {
-        "levels": levels, "report_interval": 0, "dense_sync": plan.dense_sync,
+        "levels": levels, "report_interval": 0, **dense,
         "token_exchange": plan.token_exchange, "advanced": {"verify_interval": 0},
     }  # fmt: skip
 
@@ -127,9 +131,8 @@ def main() -> None:
     best = {
         rate: next(p for p in plans if p.name == min(found, key=found.__getitem__)) for rate, found in times.items()
     }
-    codecs = tuple(spec for name, spec in CODECS.items() if name) if args.with_codecs else ()
-    codec = "auto" if codecs else "identity"
-    auto = Plan("auto", sizes[0] * sizes[1], ("auto", "auto"), "auto", codec, auto_codecs=codecs)
+    codecs, level = (AUTO_CODECS, AUTO_LEVEL) if args.with_codecs else ((), None)
+    auto = Plan("auto", sizes[0] * sizes[1], ("auto", "auto"), level, auto_codecs=codecs)
     plain = Plan("DeepSpeed", sizes[0] * sizes[1])
     records = []
     for name, plan in (("by hand", best[args.rates[0]]), ("planned", auto), ("DeepSpeed", plain)):
