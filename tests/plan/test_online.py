@@ -82,6 +82,29 @@ def test_codecs_are_chosen_only_where_experts_travel_and_go_together():
     assert found[2].settings_other_than(found[1]) == 1
 
 
+def test_codecs_are_also_chosen_where_only_dense_parameters_cross():
+    found = options(codec="auto", auto_codecs=["int8"], token_exchange="direct", dense_sync="hierarchical")
+    assert [option.label for option in found] == [
+        "[1,1] tokens direct",
+        "[1,1] int8 tokens direct",
+        "[2,1] tokens direct",
+        "[2,1] int8 tokens direct",
+    ]
+    assert [option.is_lossy for option in found] == [False, True, False, True]
+    exact, lossy = (job().predict(option).uplink_bytes[0]["dense_sync"] for option in found[:2])
+    assert exact / lossy == pytest.approx(INT8.ratio)
+    # Sums by DeepSpeed are never encoded.
+    rings = options((2, 1), codec="int8", auto_codecs=["int8"], dense_sync="deepspeed")
+    assert len({job().predict(option).uplink_bytes[0]["dense_sync"] for option in rings}) == 1
+
+
+def test_patches_are_of_16_bit_weights_and_follow_the_learning_rate():
+    workload = job().workload
+    assert assumed_patch(workload).message_bytes([(1, 1, 1000)], 4) == 4000
+    narrow = dataclasses.replace(workload, param_bytes=2, learning_rate=1e-4)
+    assert assumed_patch(narrow).message_bytes([(1, 1, 16_000)], 2) == 2000 + 24
+
+
 def test_codecs_of_dense_parameters_stay_in_all_options():
     levels = [{"name": "dc", "size": 2, "domain_size": "auto", "weight_codec": "patch"}, {"name": "gpu", "size": 2}]
     config = parse_config({"levels": levels, "dense_sync": "hierarchical"}, world_size=4)
