@@ -22,7 +22,10 @@ pytestmark = [
 ]
 
 RECOMPUTED = replace(SHAPE, checkpointing="reentrant")
-LOSSY = {"weight_codec": {"type": "low_rank", "rank": 4}, "gradient_codec": "int8"}
+LOSSY = {
+    "weight_codec": {"type": "low_rank", "rank": 4}, "gradient_codec": "int8",
+    "dense_weight_codec": "identity", "dense_gradient_codec": "identity",
+}  # fmt: skip
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------

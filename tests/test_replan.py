@@ -266,7 +266,7 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
     Returns the plan then, the norm of what was kept back before, and how far a step of nothing moves parameters.
     """
     block = planned_block(case)
-    block["levels"][0]["gradient_codec"] = COARSE
+    block["levels"][0].update(gradient_codec=COARSE, dense_gradient_codec="identity")
     with engine_of(case, with_block=True, hybridep=block) as engine:
         train(engine, case, 0, 1)
         engine.save_checkpoint(folder, tag="plain")

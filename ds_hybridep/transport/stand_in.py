@@ -70,9 +70,9 @@ class StandInGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _tables() -> tuple[dict[Any, Any], ...]:
-    """Where torch keeps backend and ranks of its groups."""
+    """Where torch keeps backend and ranks of its groups; its profiler reads all of them for each group."""
     world = dist.distributed_c10d._world
-    return world.pg_map, world.pg_group_ranks
+    return world.pg_map, world.pg_group_ranks, world.pg_backend_config
 
 
 def _backends_of(group: Any) -> dict[str, str]:

@@ -190,7 +190,9 @@ def connect_for_training(case: Case) -> list[str]:
 
 def test_nccl_connects_background_channels_before_the_first_step(pool2: ProcessPool) -> None:
     """A first transfer that waited for the others would hold up a rank for whose tokens they wait."""
-    assert pool2.run(connect_for_training, case=CASE) == [["gradients", "weights"]] * 2
+    assert (
+        pool2.run(connect_for_training, case=CASE) == [["gradients", "gradients", "weights", "weights"]] * 2
+    )  # of dense parameters, too
 
 
 def probe_latency_over_nccl() -> float:

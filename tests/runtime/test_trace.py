@@ -64,7 +64,7 @@ def named(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def case_of(*domain_sizes: int) -> Case:
-    return Case(levels=levels_of((2, 2), domain_sizes), toy=TOY)
+    return Case(levels=levels_of((2, 2), domain_sizes), toy=TOY, dense_sync="deepspeed")
 
 
 @pytest.fixture(scope="module")
