@@ -608,7 +608,7 @@ def _byte_problems(case: Case, stats: Sequence[dict[str, Any]]) -> Iterable[str]
     trains = any(size > 0 for size in case.batch_sizes) if case.batch_sizes else True
     for index, ((name, size, domain_size), span) in enumerate(zip(case.levels, spans, strict=True)):
         sent = {
-            kind: sum(one["levels"][index]["sent_bytes"][kind] for one in stats)
+            kind: sum(one["levels"][index]["sent_bytes"][kind] or 0 for one in stats)
             for kind in ("tokens", "expert_weights", "expert_gradients", "dense", "control")
         }
         is_ours = case.token_exchange != "deepspeed"

@@ -61,7 +61,7 @@ def test_plans_do_not_change_in_the_middle_of_an_accumulation(pool4: ProcessPool
     for found in pool4.run(leave_in_the_middle, case=world4(1, 1, zero_stage=2, accumulation=2)):
         for kind, message in found:
             assert kind == "GradientNotReturnedError"
-            assert "wait for engine.step(); detach or replan between two optimizer steps" in message
+            assert "wait for the last micro-step of an accumulation; detach or replan before its first one" in message
 
 
 def load_and_go_on(case: Any, folder: str) -> dict[str, Any]:

@@ -55,7 +55,9 @@ class CodecState:
                 self._migration.refresh_stale()
             self._migration.finish()  # a run that resumes begins with replicas as new as their owners
         waiting = self._undelivered.parts
-        synchronised = {name: sync.memory.capture() for name, sync in self._syncs.items() if sync.is_encoded}
+        synchronised = {
+            name: sync.memory.capture() for name, sync in self._syncs.items() if sync.is_encoded or sync.memory.kept
+        }
         if self.feedbacks or waiting or synchronised:
             saved = codec_checkpoint.capture(self.replicas, self._owned(), waiting, self.plan, step)
             saved["synchronised"] = synchronised

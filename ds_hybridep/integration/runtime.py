@@ -141,10 +141,10 @@ class HybridRuntime:
         Raises GradientNotReturnedError in the middle of an accumulation.
         """
         waiting = sorted(name for sync in self.syncs.values() for name in sync.waiting_names)
-        if waiting or self._changes.notes:
+        if waiting:
             raise GradientNotReturnedError(
-                f"rank {self.transport.rank}: gradients of {', '.join(waiting[:3]) or 'this step'} wait for "
-                f"engine.step(); detach or replan between two optimizer steps"
+                f"rank {self.transport.rank}: gradients of {', '.join(waiting[:3])} wait for the last micro-step of "
+                f"an accumulation; detach or replan before its first one"
             )
         if self.migration is not None:
             self.migration.check_returned("detach")
@@ -165,6 +165,7 @@ class HybridRuntime:
         Returns by layer what was not delivered of the owned experts, fp32 [e, *shape] for each trainable parameter.
         """
         self.finish()
+        self._changes.keep()  # gradients that are there go on to their step
         kept = {layer: list(parts) for layer, parts in self._undelivered.remove().items()}
         for replicas in self.codecs.replicas:
             if replicas.feedback is not None and replicas.feedback.is_lossy_for_gradients:
