@@ -17,9 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.utils import cpp_extension
-
 from ds_hybridep.op_builder import HybridEPBuilder
+from torch.utils import cpp_extension
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 TIMEOUT_S = 280
