@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense parameters, and experts that several groups hold, over levels that encode: bits, losses, bytes, resumption."""
 
+import functools
 import hashlib
 from typing import Any
 
@@ -16,6 +17,7 @@ import ds_hybridep
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 STEPS = 4
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # like its neighbours, for `make test-slow`
 COPIES = ToyConfig(ep_size=2)  # two groups hold each expert
 BF16 = {"dtype": "bf16", "toy": ToyConfig(routing="by_token")}
 
@@ -68,7 +70,7 @@ def settings_of(stage: str) -> tuple[dict[str, Any], dict[str, Any]]:
 # -- exact: patches ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["1", "2", "1 fp32"])
+@pytest.mark.parametrize("stage", [slow("1"), "2", "1 fp32"])
 def test_patches_train_bit_for_bit_as_exact_weights(pool4: ProcessPool, stage: str) -> None:
     options, config = settings_of(stage)
     for toy in (BF16["toy"], ToyConfig(routing="by_token", ep_size=2)):
@@ -87,8 +89,9 @@ def test_patches_train_bit_for_bit_as_exact_weights(pool4: ProcessPool, stage: s
 LOSSY = {"weight_codec": "int8", "gradient_codec": "int8"}
 
 
-@pytest.mark.parametrize("stage", ["0", "1", "2"])
-@pytest.mark.parametrize("ep_size", [4, 2])
+@pytest.mark.parametrize(
+    ("stage", "ep_size"), [("0", 2), slow("0", 4), slow("1", 2), ("1", 4), ("2", 2), slow("2", 4)]
+)
 def test_lossy_levels_keep_all_ranks_bit_equal(pool4: ProcessPool, stage: str, ep_size: int) -> None:
     options, config = settings_of(stage)
     case = world4(1, 2, toy=ToyConfig(ep_size=ep_size), accumulation=2, gradient_clipping=0.5, **options)
@@ -135,9 +138,7 @@ def save_and_resume(case: Case, codecs: dict[str, Any], folder: str) -> dict[str
         return {"straight": straight, "resumed": resumed, "digests": (found, digest(engine))}
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"), [(0, "fp32"), (1, "fp32"), (2, "bf16"), pytest.param(1, "bf16", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), slow(1, "fp32"), (2, "bf16"), slow(1, "bf16")])
 def test_resume_is_bit_equal(pool4: ProcessPool, stage: int, dtype: str, tmp_path: Any) -> None:
     toy = ToyConfig(routing="by_token", ep_size=2)
     case = world4(1, 1, zero_stage=stage, dtype=dtype, toy=toy)
