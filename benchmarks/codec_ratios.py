@@ -193,7 +193,7 @@ def records_in(path: Path) -> list[dict[str, Any]]:
 def run_cases(args: argparse.Namespace) -> None:
     """Append a record for each case, phase and seed that `args.out` does not hold yet."""
     base.HIDDEN, base.FFN, base.LAYERS = args.hidden, 4 * args.hidden, args.layers
-    corpora = {"scratch": base.read_corpus(), "tune": base.read_headers()}
+    corpora = {"scratch": base.read_corpus(), "tune": base.bench.read_headers(base.VALID_EVERY)}
     args.cache.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
         start_path = args.cache / f"exact-{args.layers}-{args.hidden}-{args.steps}-{seed}.pt"

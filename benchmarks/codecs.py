@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import bench
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -254,15 +255,6 @@ class Link:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def read_headers() -> tuple[Tensor, Tensor]:
-    """The C++ headers that come with torch as (train, valid), uint8 [num_bytes] each."""
-    files = sorted((Path(torch.__file__).parent / "include" / "ATen").rglob("*.h"))
-    train, valid = bytearray(), bytearray()
-    for file_idx, path in enumerate(files):
-        (valid if file_idx % VALID_EVERY == 0 else train).extend(path.read_bytes())
-    return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(valid, dtype=torch.uint8)
-
-
 def learning_rate(phase: str, step: int) -> float:
     steps, largest, warm_up = (PHASES[phase][key] for key in ("steps", "lr", "warm_up"))
     if step < warm_up:
@@ -367,7 +359,7 @@ def run_cases(args: argparse.Namespace) -> None:
         done = {key_of(record) for record in map(json.loads, args.out.read_text().splitlines())}
     for setting in PHASES.values():
         setting["steps"] *= args.times_longer
-    corpora = {"scratch": read_corpus(), "tune": read_headers()}
+    corpora = {"scratch": read_corpus(), "tune": bench.read_headers(VALID_EVERY)}
     args.cache.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
         start_path = args.cache / f"exact-{seed}.pt"

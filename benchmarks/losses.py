@@ -6,8 +6,7 @@
 
 Two phases: from scratch on the sources of Python's standard library, and from the exact run's result on other text,
 the C++ headers that come with torch, at a lower learning rate.  Runs of one seed share initial weights and batches.
-The
-loss is that of held-out text, the mean over the same batches for all runs.
+The loss is that of held-out text, the mean over the same batches for all runs.
 
 The model is that of examples/train_lm.py on two datacentres of two ranks (no network is emulated: only what arrives
 matters).  Layouts: "domain", one expert domain over both datacentres; "copies", the EP group inside the datacentre, so
@@ -34,17 +33,7 @@ import train_lm
 LAYOUTS = {"domain": (4, (2, 1)), "copies": (2, (1, 1))}  # EP size, domain sizes
 PHASES = {"scratch": (1e-3, 300), "tune": (1e-4, 150)}  # learning rate, steps
 EVALUATED = 40  # batches
-VALID_EVERY = 20
 T_95 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132, 6: 2.015, 7: 1.943, 8: 1.895, 10: 1.833}  # one-sided, by seeds
-
-
-def read_headers() -> tuple[Tensor, Tensor]:
-    """The C++ headers that come with torch as (train, valid), uint8 [num_bytes] each."""
-    files = sorted((Path(torch.__file__).parent / "include" / "ATen").rglob("*.h"))
-    train, valid = bytearray(), bytearray()
-    for file_idx, path in enumerate(files):
-        (valid if file_idx % VALID_EVERY == 0 else train).extend(path.read_bytes())
-    return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(valid, dtype=torch.uint8)
 
 
 def engine_of(args: argparse.Namespace, seed: int, phase: str, codecs: dict[str, Any]) -> Any:
@@ -105,7 +94,7 @@ def start_from(engine: Any, weights: dict[str, Tensor]) -> None:
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
-    corpora = {"scratch": train_lm.read_corpus(), "tune": read_headers()}
+    corpora = {"scratch": train_lm.read_corpus(), "tune": bench.read_headers(train_lm.VALID_EVERY)}
     for seed in args.seeds:
         begin: dict[str, Tensor] = {}
         for phase in args.phases:

@@ -197,8 +197,14 @@ class HybridEPConfig(Settings):
         """One line for each kind of payload that some level encodes, for the log."""
         lines = []
         for kind in CodecSet._fields:
-            over = [(level.name, getattr(level.all_codecs, kind)) for level in self.levels]
-            said = [f"{describe_codec(codec)} over {name}" for name, codec in over if codec != IDENTITY]
+            over = [(level, getattr(level.all_codecs, kind)) for level in self.levels]
+            # Without sums by level, only what domains move over a level is encoded there.
+            said = [
+                f"{describe_codec(codec)} over {level.name}"
+                for level, codec in over
+                if codec != IDENTITY
+                and (self.dense_sync != "deepspeed" or (level.domain_size != 1 and not kind.startswith("dense")))
+            ]
             if said:
                 subject = kind.replace("_", " ") if kind.startswith("dense") else f"expert {kind}"
                 lines.append(f"{subject}s: {', '.join(said)}")
@@ -242,6 +248,12 @@ class HybridEPConfig(Settings):
     @model_validator(mode="after")
     def _check_combinations(self) -> "HybridEPConfig":
         for index, level in enumerate(self.levels if self.enabled else ()):
+            for key in ("dense_weight_codec", "dense_gradient_codec"):
+                if self.dense_sync == "deepspeed" and getattr(level, key) not in (None, IDENTITY):
+                    raise ValueError(
+                        f"levels[{index}].{key} is {shown(getattr(level, key).type)}, but hybridep.dense_sync is "
+                        f'"deepspeed", and DeepSpeed sends dense parameters as they are; leave out one of them'
+                    )
             for key, value, known, kind in (
                 ("token_codec", level.token_codec.type, "identity", "codecs"),
                 ("domain_size", level.domain_size, 1, "domains"),

@@ -49,8 +49,9 @@ def held_and_estimated(case: Case, codecs: dict[str, Any]) -> tuple[int, dict[st
         (case4("deepseek_v3", 2, 1, zero_stage=1), {}),
         (case4("qwen3_5_moe", 2, 2, zero_stage=2, dtype="bf16"), LOSSY),
         (case4("mixtral", 2, 1, zero_stage=3), {}),
+        (case4("qwen3_moe", 2, 1, zero_stage=1, dtype="bf16"), {"codecs": "recommended"}),
     ],
-    ids=["exact", "lossy", "zero 3"],
+    ids=["exact", "lossy", "zero 3", "recommended"],
 )
 def test_a_run_holds_what_is_estimated(pool4: ProcessPool, case: Case, codecs: dict[str, Any]) -> None:
     for held, estimated in pool4.run(held_and_estimated, case=case, codecs=codecs):

@@ -536,6 +536,17 @@ def test_codecs_are_described_with_one_line_for_each_kind():
         f"dense gradients: {dense_gradient} over dc, int8 over gpu",
     )
     assert parse(BLOCK).describe_codecs() == ()
+    # What DeepSpeed sends has no codec: only what a domain moves is left.
+    levels = [{**DC, "domain_size": 2, "gradient_codec": "int8"}, {**GPU, "gradient_codec": "int8"}]
+    alone = parse({"levels": levels, "dense_sync": "deepspeed"})
+    assert alone.describe_codecs() == ("expert gradients: int8 over dc",)
+
+
+@pytest.mark.parametrize("key", ["dense_weight_codec", "dense_gradient_codec"])
+def test_codecs_of_what_deepspeed_sends_are_refused(key):
+    message = refusal({"levels": [{**DC, key: "int8"}, GPU], "dense_sync": "deepspeed"})
+    assert_says(message, f'hybridep.levels[0].{key} is "int8"', 'hybridep.dense_sync is "deepspeed"', "leave out one")
+    parse({"levels": [{**DC, key: "identity"}, GPU], "dense_sync": "deepspeed"})
 
 
 def test_planning_how_dense_parameters_travel_was_removed():

@@ -264,6 +264,22 @@ void list_slots(const int64_t* slot_to_row, const CombineSizes& sizes, int64_t* 
     }
 }
 
+// In kLanes partial sums, whether or not a compiler makes vectors of them: one sum after the other loses accuracy.
+float sum_of(const float* values, int64_t count) {
+    constexpr int64_t kLanes = 16;
+    float lanes[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+#pragma omp simd
+        for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += values[i + lane];
+    }
+    for (; i < count; ++i) lanes[i % kLanes] += values[i];
+    for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+        for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+    }
+    return lanes[0];
+}
+
 template <typename Grad, typename Row>
 void combine_backward_by_row(const Grad* grad, const Row* rows, const float* weights, const CombineSizes& sizes,
                              int threads, const int64_t* head, const int64_t* next, Row* grad_rows,
@@ -279,14 +295,15 @@ void combine_backward_by_row(const Grad* grad, const Row* rows, const float* wei
             for (int64_t slot = head[row]; slot >= 0; slot = next[slot]) {
                 const Grad* slot_grad = grad + slot / top_k * hidden + begin;
                 const float weight = weights[slot];
-                float dot = 0.0f;
-#pragma omp simd reduction(+ : dot)
+                alignas(64) float product[kTile];
+#pragma omp simd
                 for (int64_t i = 0; i < width; ++i) {
                     const float g = to_float(slot_grad[i]);
                     sum[i] += weight * g;
-                    dot += g * to_float(value[i]);
+                    product[i] = g * to_float(value[i]);
                 }
-                grad_weights[slot] += dot;  // a slot is in the list of one row only, so it has one writer
+                // A slot is in the list of one row only, so it has one writer.
+                grad_weights[slot] += sum_of(product, width);
             }
             Row* result = grad_rows + row * hidden + begin;
 #pragma omp simd

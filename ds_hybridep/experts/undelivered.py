@@ -37,9 +37,7 @@ def collect(replicas: Replicas, transport: Transport) -> list[Tensor]:
         kept[slot] += torch.cat([residual.reshape(-1) for residual in encoder.residuals])
     feedback.forget_gradients()
     total = kept[replicas.own_slot]
-    if any(
-        feedback.gradient_codecs[stage.level] for stage in replicas.stages
-    ):  # where gradients go as they are, nobody has kept anything for others
+    if feedback.is_lossy_for_gradients:  # otherwise nobody has kept anything for others
         ranks = [replicas.domain_ranks[slot] for slot in replicas.replica_slots]
         sent = [kept[slot] for slot in replicas.replica_slots]
         arrived = [torch.empty_like(total) for _ in ranks]

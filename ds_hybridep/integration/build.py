@@ -174,13 +174,7 @@ def describe(
 
 
 def _describe_codecs(config: HybridEPConfig, layer: PlannedLayer) -> str:
-    codecs = [
-        f", {kind} {codec.type} over {level.name}"
-        + (" (no effect: its domain_size is 1)" if level.domain_size == 1 else "")
-        for level in config.levels
-        for kind, codec in (("weights", level.weight_codec), ("gradients", level.gradient_codec))
-        if codec != IDENTITY
-    ]
+    codecs = [f", {line}" for line in config.describe_codecs()]
     codecs += [
         f", dispatched tokens {level.token_codec.type} over {level.name}"
         + ("" if layer.exchange and count > 1 else " (no effect: no tokens of ours cross it)")

@@ -2,6 +2,7 @@
 """What codecs keep between steps, of experts and of what data-parallel groups share: saved, loaded and forgotten."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ds_hybridep.integration.build import PlannedLayer
 from ds_hybridep.integration.dense import DENSE
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Feedback, StepChanges
+from ds_hybridep.sync.memory import undelivered
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
 
@@ -96,24 +98,30 @@ class CodecState:
                 return ""
         found = codec_checkpoint.undelivered(self._owned(), files, step)
         self._undelivered.take_over(found)
-        kept = [part for parts in found.values() for part in parts] + self._take_over_residuals(files, step)
-        norm = sum(float(part.double().square().sum()) for part in kept) ** 0.5
-        if not norm:
-            return ""
-        return f"the checkpoint is of another plan: mirrors begin anew, gradients of norm {norm:.3g} are handed over"
+        kept = [part for parts in found.values() for part in parts]
+        dropped = self._take_over_residuals(files, step)
+        if (sync := self._syncs.get(DENSE)) is not None:
+            kept += [one.values for one in sync.memory.kept]
+        norms = [(_norm(tensors), what) for tensors, what in ((kept, "handed over"), (dropped, "dropped"))]
+        told = " and ".join(f"gradients of norm {norm:.3g} are {what}" for norm, what in norms if norm)
+        return f"the checkpoint is of another plan: mirrors begin anew, {told}" if told else ""
 
     def _take_over_residuals(self, files: Sequence[Path], step: int) -> list[Tensor]:
-        """Add to this rank's next gradients what ranks of the saved job had kept back of dense ones; returns it.
+        """Add to this rank's next gradients what ranks of the saved job had kept back of dense ones.
 
-        Each rank takes the files of every `world_size`-th rank.  Experts with several copies begin without.
+        Each rank takes the files of every `world_size`-th rank.  Returns what is dropped: of experts with several
+        copies, which other ranks may hold now, and of all else where DeepSpeed synchronises.
         """
-        sync, rank, world_size = self._syncs.get(DENSE), self._transport.rank, self._transport.world_size
-        for path in files if sync is not None else ():
+        dropped: list[Tensor] = []
+        for path in files:
             saved = codec_checkpoint.read(path)
-            is_mine = codec_checkpoint.rank_of(path) % world_size == rank and saved["step"] == step
-            if sync is not None and is_mine and DENSE in saved.get("synchronised", {}):
-                sync.memory.take_over(saved["synchronised"][DENSE])
-        return [one.values for one in sync.memory.kept] if sync is not None else []
+            is_mine = codec_checkpoint.rank_of(path) % self._transport.world_size == self._transport.rank
+            for name, kept in saved.get("synchronised", {}).items() if is_mine and saved["step"] == step else ():
+                if name == DENSE and name in self._syncs:
+                    self._syncs[name].memory.take_over(kept)
+                else:
+                    dropped += [one.values for one in undelivered(kept)]
+        return dropped
 
     def forget(self) -> None:
         """Weights were loaded without the optimizer: the next forward ships them, residuals are dropped."""
@@ -136,3 +144,7 @@ class CodecState:
 
     def _owned(self) -> list[codec_checkpoint.OwnedExperts]:
         return [layer.owned(self._transport.rank, self._transport.world_size) for layer in self._planned]
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))

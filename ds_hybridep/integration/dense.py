@@ -6,7 +6,6 @@ code is not replaced: its scaling, data types and buckets stay as they are.  Wha
 calls torch with, on one engine and its optimizer.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from deepspeed.utils import groups, log_dist
 from torch import Tensor
 
 from ds_hybridep.config import HybridEPConfig
-from ds_hybridep.errors import PlanError, UnsupportedError
+from ds_hybridep.errors import PlanError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.integration.patches import ENGINE, ZERO_OPTIMIZER, Patches
 from ds_hybridep.plan.partition import Partition
@@ -29,11 +28,10 @@ from ds_hybridep.transport.stand_in import StandInGroup
 
 DENSE = "dense parameters"
 EXPERTS = "experts of "
-_REMEDY = 'or set hybridep.dense_sync to "deepspeed"'
 
 
-def refuse_unsupported(engine: Any) -> None:
-    """Raise UnsupportedError where a setting makes DeepSpeed reduce dense gradients in a way that is not covered."""
+def why_unsupported(engine: Any) -> str:
+    """The setting that makes DeepSpeed sum gradients in a way that is not covered, and what to do; else empty."""
     zero, is_partitioned = engine._config.zero_config, engine.zero_optimization()
     is_sparse = any(getattr(module, "sparse", False) is True for module in engine.module.modules())
     owners_only = "leave it at true: level by level, each sum goes to its owner alone anyway"
@@ -47,17 +45,11 @@ def refuse_unsupported(engine: Any) -> None:
         "use_multi_rank_bucket_allreduce": owners_only,
     }.items():
         reasons[f"zero_optimization.{name} = false; {remedy}"] = is_partitioned and not getattr(zero, name)
-    for reason, is_used in reasons.items():
-        if is_used:
-            raise UnsupportedError(
-                f'hybridep.dense_sync is "hierarchical", which does not work with {reason}, {_REMEDY}'
-            )
     ranks = group_ranks(engine.seq_data_parallel_group)
-    if ranks != tuple(range(len(ranks))) or len(ranks) != engine.world_size:
-        raise UnsupportedError(
-            f'hybridep.dense_sync is "hierarchical", which sums over all ranks of the job, but dense parameters are '
-            f"data-parallel over ranks {list(ranks)} of {engine.world_size}; leave out the mpu, {_REMEDY}"
-        )
+    reasons[
+        f"dense parameters that are data-parallel over ranks {list(ranks)} of {engine.world_size}; leave out the mpu"
+    ] = ranks != tuple(range(len(ranks))) or len(ranks) != engine.world_size
+    return next((reason for reason, is_used in reasons.items() if is_used), "")
 
 
 def groups_of(engine: Any, specs: Sequence[LayerSpec], config: HybridEPConfig) -> dict[str, tuple[int, ...]]:
@@ -85,7 +77,7 @@ def _expert_data_parallel_group(group: str) -> Any:
 
 
 class DenseSync:
-    """Carries DeepSpeed's sums and gathers for one engine that `refuse_unsupported` has passed.
+    """Carries DeepSpeed's sums and gathers for one engine that `why_unsupported` has nothing against.
 
     Args:
         syncs: by name, as in `groups_of`.
@@ -200,13 +192,13 @@ class DenseSync:
         if self._bucket is None or len(owners) != len(bucket) or any(len(some) != 1 for some in owners):
             return None
         whole_bucket, spans = self._bucket
-        ends = list(itertools.accumulate(span.num_elements for span in spans))
-        slices = []
-        for tensor, (owner,) in zip(bucket, owners, strict=True):
-            first = (tensor.data_ptr() - whole_bucket.data_ptr()) // tensor.element_size()
-            inside = cut(spans, sorted({first, first + tensor.numel(), ends[-1]}))[1]
-            slices += [(owner, span) for span in inside]
-        return slices
+        bounds = {0, whole_bucket.numel()}
+        firsts = [(tensor.data_ptr() - whole_bucket.data_ptr()) // tensor.element_size() for tensor in bucket]
+        for first, tensor in zip(firsts, bucket, strict=True):
+            bounds |= {first, first + tensor.numel()}
+        ends = sorted(bounds)
+        inside = dict(zip(ends, cut(spans, ends[1:]), strict=False))  # by first element
+        return [(owner, span) for first, (owner,) in zip(firsts, owners, strict=True) for span in inside[first]]
 
     def _all_reduce(self, sync: GroupSync, tensor: Tensor) -> None:
         if self._call.slices is None:

@@ -162,7 +162,8 @@ def _most_at_once(layers: Sequence[MemoryNeeds], num_held: int, *, accumulates: 
 def _print_needs(
     layers: Sequence[Layer], block: Mapping[str, Any], world_size: int, accumulation: int
 ) -> dict[DomainSizes, MemoryNeeds]:
-    config = _exact_where_planned(parse_config(block, world_size=world_size))
+    itemsize = next(layers[0][0].parameters()).element_size()
+    config = _exact_where_planned(parse_config(block, world_size=world_size).with_dtype(itemsize))
     cluster, encoding = config.cluster(), encoding_of(config)
     alone = (1,) * len(cluster.levels)
     spans = [Partition.build(cluster, range(ep), alone).spans for _, _, ep in layers]

@@ -11,7 +11,7 @@ from ds_hybridep.adaptive.rates import expert_params
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.layout import lay_out
-from ds_hybridep.integration import autoep, classic, dense
+from ds_hybridep.integration import autoep, classic
 from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE
 from ds_hybridep.plan.workload import MoEModel, Workload
 
@@ -83,15 +83,6 @@ def _learning_rate_of(engine: Any) -> float:
         *(group.get("lr") for group in getattr(engine.optimizer, "param_groups", ())),
     ]
     return next((float(rate) for rate in rates if rate), DEFAULT_LEARNING_RATE)
-
-
-def can_sync_by_level(engine: Any) -> bool:
-    """Whether dense_sync "hierarchical" works with this engine."""
-    try:
-        dense.refuse_unsupported(engine)
-    except UnsupportedError:
-        return False
-    return True
 
 
 def master_of(parameter: Any) -> Tensor | None:

@@ -14,7 +14,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
 from ds_hybridep.config import AUTO, HybridEPConfig
-from ds_hybridep.config_codecs import PATCH
+from ds_hybridep.config_codecs import IDENTITY, PATCH
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.integration import dense
@@ -103,10 +103,13 @@ def resolve(engine: Any, config: HybridEPConfig, sample: Tensor) -> HybridEPConf
                 )
     if config.dense_sync is not None:
         return config
-    try:
-        dense.refuse_unsupported(engine)
-    except UnsupportedError as error:
-        log_dist(f"hybridep: dense parameters are left to DeepSpeed: {error}", ranks=[0])
+    if reason := dense.why_unsupported(engine):
+        has_codecs = any(level.all_codecs[2:] != (IDENTITY, IDENTITY) for level in config.levels)
+        log_dist(
+            f"hybridep: sums of dense parameters and of copies of experts are left to DeepSpeed"
+            f"{', which has no codecs for them' if has_codecs else ''}: level by level does not work with {reason}",
+            ranks=[0],
+        )
         return config.model_copy(update={"dense_sync": "deepspeed"})
     return config.model_copy(update={"dense_sync": "hierarchical"})
 
@@ -132,8 +135,11 @@ def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.M
         )
     if stage == 3:
         _refuse_partitioned(engine, config, layers)
-    if config.dense_sync == "hierarchical":
-        dense.refuse_unsupported(engine)
+    if config.dense_sync == "hierarchical" and (reason := dense.why_unsupported(engine)):
+        raise UnsupportedError(
+            f'hybridep.dense_sync is "hierarchical", which does not work with {reason}, or set hybridep.dense_sync to '
+            f'"deepspeed"'
+        )
 
 
 def untested_settings(ds_config: Mapping[str, Any], zero: Any) -> list[str]:

@@ -11,6 +11,7 @@ A codec that works on matrices gets whole rows, and whole matrices of a stack; w
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -45,15 +46,15 @@ def cut(spans: Sequence[Span], bounds: Sequence[int]) -> list[tuple[Span, ...]]:
     bounds: the slots' ends, ascending; the last is that of the buffer.
     """
     slots: list[tuple[Span, ...]] = []
-    rest, position = [span for span in spans if span.num_elements], 0
+    rest, position = deque(span for span in spans if span.num_elements), 0
     for end in bounds:
         slot: list[Span] = []
         while rest and position < end:
-            span = rest.pop(0)
+            span = rest.popleft()
             taken = min(span.num_elements, end - position)
             slot.append(Span(span.name, span.shape, span.start, taken))
             if taken < span.num_elements:
-                rest.insert(0, Span(span.name, span.shape, span.start + taken, span.num_elements - taken))
+                rest.appendleft(Span(span.name, span.shape, span.start + taken, span.num_elements - taken))
             position += taken
         slots.append(tuple(slot))
     assert not rest, f"the last bound is {bounds[-1]}, but {sum(s.num_elements for s in rest)} elements lie behind it"

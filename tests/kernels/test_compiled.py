@@ -61,14 +61,9 @@ def assert_identical(actual, wanted):
 
 
 def assert_same_dots(actual, wanted, grad, rows, slot_to_row):
-    """Dot products of the same n fp32 numbers in another order.
-
-    Each sum is off by at most one rounding, 2^-24 of the sum of magnitudes, for every addition that one number goes
-    through: n / 8 + 8 where at least 8 partial sums run side by side, as in the narrowest vectors.
-    """
+    """Dot products of the same fp32 numbers in another order: apart by a few roundings of the sum of magnitudes."""
     size = (grad.float().abs().unsqueeze(1) * rows.float().abs()[slot_to_row.clamp(min=0)]).sum(dim=2)
-    num_additions = grad.shape[-1] / 8 + 8
-    assert ((actual - wanted).abs() <= 2 * num_additions * 2**-24 * size).all()
+    assert ((actual - wanted).abs() <= 1e-6 * size).all()
     assert not actual[slot_to_row < 0].any()
 
 
