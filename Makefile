@@ -23,7 +23,7 @@ export PATH := $(BIN):$(PATH)
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       train a small model twice on 4 CPU ranks, with and without expert domains, and compare"
+	@echo "make demo       train a small model over an emulated slow link in three ways, and compare"
 	@echo "make test       the tests that need no GPU and little time"
 	@echo "make test-gpu   those that need a GPU"
 	@echo "make test-slow  those that take long"

@@ -1,98 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the same model twice on one machine, plain and with expert domains, and says what travelled.
+"""Trains the same model over an emulated slow link in three ways, and compares them.
 
     make demo
 
-Both runs start `examples/train_lm.py`, unchanged, on 4 ranks under the `deepspeed` launcher; only the ds_config
-differs.  Four CPU processes on one machine have no slow link, so what is shown is bytes, not speed.
+Four ranks in two datacentres run `examples/train_lm.py`, unchanged; only the ds_config and the size of the
+expert-parallel group differ.  Where this machine does not permit emulated links, the ranks run side by side without a
+slow link; then bytes are compared, and step times say nothing.
 """
 
 import argparse
 import fcntl
 import json
 import os
-import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_hybridep.commands.show import format_run_record
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ds_hybridep.commands.page import Run, write_page
+from ds_hybridep.errors import LabError
+from ds_hybridep.lab.launcher import RankProcesses
+from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
+from ds_hybridep.lab.topology import LinkSpec, Topology, parse_rate
+from ds_hybridep.lab.unprivileged import become_root
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PLAIN = REPOSITORY / "ds_configs" / "plain_ep.json"
-DOMAINS = REPOSITORY / "ds_configs" / "two_dcs_2x2.json"
-NUM_RANKS = 4
-SHOWN = ("step", "done:")  # beginnings of the lines of a run that are shown as it goes
+DATACENTRES = Topology(2, 2)
+WARM_UP_STEPS = 5  # not in the median step time of `train_lm.py`, nor in the bytes
+POLL_S = 0.05
+TIMEOUT_S = 900.0
 
 BUILD_PROGRAM = """
 from deepspeed.accelerator import get_accelerator
+from ds_hybridep.kernels.build import load_kernels
+load_kernels("auto")
 builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
 if builder is not None:
     builder.load(verbose=False)
 """
 
 
+@dataclass(frozen=True)
+class Way:
+    """One way to train."""
+
+    title: str
+    config: str  # a file of ds_configs/
+    arguments: tuple[str, ...] = ()
+
+
+WAYS = (
+    Way("DeepSpeed, EP over both datacentres", "plain_ep.json"),
+    Way("DeepSpeed, EP inside each datacentre", "plain_ep.json", ("--ep-size", "2")),
+    Way("ds_hybridep", "two_dcs_2x2.json"),
+)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each run")
-    parser.add_argument("--keep", type=Path, help="folder for logs and records; by default they are removed")
-    args = parser.parse_args()
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_EXTENSIONS_DIR": os.environ.get(
-            "TORCH_EXTENSIONS_DIR", str(REPOSITORY / ".cache" / "torch_extensions")
-        ),
-        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
-    }
-    folder = args.keep or Path(tempfile.mkdtemp(prefix="ds_hybridep_demo_"))
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        build_communication_op(environment)
-        return compare(folder, args.steps, environment)
-    finally:
-        if args.keep is None:
-            shutil.rmtree(folder)
-
-
-def compare(folder: Path, steps: int, environment: dict[str, str]) -> int:
-    record_path = folder / "run_record.json"
-    ds_config = json.loads(DOMAINS.read_text())
-    # A report at every tenth of the run and one at its end, which is the one that stays.
-    ds_config["hybridep"].update(report_file=str(record_path), report_interval=max(1, steps // 10))
-    configured = folder / DOMAINS.name
-    configured.write_text(json.dumps(ds_config, indent=2))
-
-    runs = []
-    for title, config in (("plain EP: DeepSpeed alone", PLAIN), ("the same with expert domains", configured)):
-        print(f"\n{title} ({config.name}), {NUM_RANKS} ranks, {steps} steps", flush=True)
-        result = train(config, folder / f"{config.stem}_result.json", steps, environment)
-        if result is None:
-            return 1
-        runs.append((title, result))
-    print_results(runs)
-    if not record_path.is_file():
-        print("no run record was written, so the domains were not active: is the package installed in this Python?")
-        return 1
-    print(format_run_record(json.loads(record_path.read_text())))
-    print(
-        '\n"plain EP" is computed from the routing of this run, with the padding that DeepSpeed sends; the '
-        "other columns\nwere counted while sending, evaluation included. Model and batch are sized so that tokens "
-        "outweigh experts: with large\nexperts and few tokens the domains send more than plain EP."
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each run (default 40)")
+    parser.add_argument("--wan", default="50mbit", metavar="RATE", help="of the slow link (default 50mbit)")
+    parser.add_argument(
+        "--out", type=Path, default=REPOSITORY / "runs" / "demo", help="folder for logs and the report"
     )
+    args = parser.parse_args()
+    if args.steps <= WARM_UP_STEPS:
+        parser.error(f"--steps: got {args.steps}, wanted more than {WARM_UP_STEPS}, which warm up")
+    links = LinkSpec(wan_bits_per_s=parse_rate(args.wan, "--wan"))
+    console = Console(highlight=False)
+    try:
+        become_root()
+        reason = why_not_permitted(with_delay=False)
+    except LabError as error:
+        reason = str(error)
+    environment = demo_environment()
+    args.out.mkdir(parents=True, exist_ok=True)
+    build_ops(environment, console)
+    if reason is None:
+        console.print(f"4 ranks in 2 datacentres, joined by {args.wan}; {args.steps} steps each")
+    else:
+        console.print(f"No slow link can be emulated here: {reason}\nBytes are compared; step times say nothing.")
+    runs = []
+    for way in WAYS:
+        with EmulatedNetwork(DATACENTRES, links) if reason is None else nullcontext() as network:
+            run = train(way, args, network, environment, console)
+        if run is None:
+            return 1
+        runs.append(run)
+    console.print(table_of(runs, is_timed=reason is None))
+    record = json.loads((args.out / "run.json").read_text())
+    page = args.out / "report.html"
+    write_page(page, record, runs if reason is None else ())
+    console.print(f"report: {page}")
     return 0
 
 
-def build_communication_op(environment: dict[str, str]) -> None:
-    """Build the shared-memory op that DeepSpeed uses on CPUs, before ranks wait for each other over it.
+def demo_environment() -> dict[str, str]:
+    """For the ranks."""
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR", str(REPOSITORY / ".cache" / "torch_extensions"))
+    return {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": cache,
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]),
+    }
 
-    The build is guarded by a lock file that a killed process leaves behind, and that is then waited for for ever.
+
+def build_ops(environment: dict[str, str], console: Console) -> None:
+    """Build what DeepSpeed and this package compile on first use, before ranks wait for each other over it.
+
+    A build is guarded by a lock file that a killed process leaves behind, and that is then waited for for ever.
     Only one demo at a time holds `demo.lock`, which goes away with its process, so a lock file found here is stale (or
     of a test run that builds at this very moment: then both build, and the later one wins).
     """
@@ -100,65 +125,82 @@ def build_communication_op(environment: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "demo.lock", "w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
-        for stale in folder.glob("deepspeed_shm_comm*/lock"):
+        for stale in folder.glob("*/lock"):
             stale.unlink()
-        if list(folder.glob("deepspeed_shm_comm*/*.so")):
-            return
-        print("building DeepSpeed's shared-memory op, once (one to two minutes)", flush=True)
-        start_s = time.perf_counter()
-        built = subprocess.run([sys.executable, "-c", BUILD_PROGRAM], env=environment, capture_output=True, text=True)
+        command = [sys.executable, "-c", BUILD_PROGRAM]
+        with console.status("compiling DeepSpeed's and our operations, the first time (one to two minutes)"):
+            start_s = time.perf_counter()
+            built = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
         if built.returncode != 0:
-            raise SystemExit(f"DeepSpeed's shared-memory op could not be built:\n{built.stderr[-4000:]}")
-        print(f"built in {time.perf_counter() - start_s:.0f} s", flush=True)
+            raise SystemExit(f"operations could not be compiled:\n{built.stderr[-4000:]}")
+        if (seconds := time.perf_counter() - start_s) > 10:
+            console.print(f"compiled in {seconds:.0f} s")
 
 
-def train(config: Path, result_path: Path, steps: int, environment: dict[str, str]) -> dict[str, Any] | None:
-    """The final record of one run, with its progress shown; None where it failed, with the end of its output shown."""
-    port = free_port()
-    command = ["deepspeed", "--num_gpus", str(NUM_RANKS), "--master_port", str(port)]
-    command += [str(REPOSITORY / "examples" / "train_lm.py"), "--deepspeed_config", str(config)]
-    command += ["--steps", str(steps), "--json-file", str(result_path)]
-    log_path = result_path.with_suffix(".log")
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
-    assert process.stdout is not None
-    try:
-        with open(log_path, "w", encoding="utf-8") as log:
-            for line in process.stdout:
-                log.write(line)
-                if line.startswith(SHOWN):
-                    print(f"  {line.rstrip()}", flush=True)
-        process.wait()
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            buffer.unlink(missing_ok=True)  # 66 MB for each rank, which DeepSpeed leaves
-    if process.returncode != 0 or not result_path.is_file():
-        tail = log_path.read_text(encoding="utf-8").splitlines()[-40:]
-        print("\n".join(["", f"the run failed with status {process.returncode}; the end of its output:", *tail]))
+def train(
+    way: Way, args: argparse.Namespace, network: EmulatedNetwork | None, environment: dict[str, str], console: Console
+) -> Run | None:
+    """How it went; None where it failed, with the end of its output shown."""
+    name = f"{WAYS.index(way) + 1}"
+    config, result_path = args.out / f"{name}.json", args.out / f"{name}_result.json"
+    ds_config = json.loads((REPOSITORY / "ds_configs" / way.config).read_text())
+    if "hybridep" in ds_config:
+        ds_config["hybridep"]["levels"][0]["codecs"] = "recommended"
+        ds_config["hybridep"].update(report_file=str(args.out / "run.json"), report_interval=args.steps)
+    config.write_text(json.dumps(ds_config, indent=2))
+    result_path.unlink(missing_ok=True)
+    command = [sys.executable, str(REPOSITORY / "examples" / "train_lm.py"), "--deepspeed_config", str(config)]
+    command += ["--steps", str(args.steps), "--log-interval", "1", "--eval-interval", "0", *way.arguments]
+    command += ["--json-file", str(result_path)]
+    columns = TextColumn("{task.description:38}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps")
+    uplink_bytes: dict[int, int] = {}  # by steps done
+    logs = args.out / name
+    with (
+        Progress(*columns, TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), console=console) as progress,
+        RankProcesses(network, command, num_ranks=4, log_dir=logs, environment=environment) as ranks,
+        ranks.log_files[0].open(errors="replace") as log,
+    ):
+        bar = progress.add_task(way.title, total=args.steps)
+        while ranks.poll() and not ranks.failed_ranks():
+            for line in log.readlines():
+                if line.startswith("step ") and "validation" not in line:
+                    done = int(line.split()[1].partition("/")[0])
+                    progress.update(bar, completed=done)
+                    if network is not None and done in (WARM_UP_STEPS, args.steps):
+                        uplink_bytes[done] = network.counters()[0].out_bytes
+            if time.monotonic() - ranks.start_s > TIMEOUT_S:
+                break
+            time.sleep(POLL_S)
+        failed = ranks.failed_ranks()
+        running = ranks.running_ranks()
+    if failed or running or not result_path.is_file():
+        why = f"rank {failed[0]} failed" if failed else f"ranks {running} did not end within {TIMEOUT_S:g} s"
+        tail = (logs / f"rank{(failed or [0])[0]}.log").read_text(errors="replace").splitlines()[-30:]
+        console.print("\n".join([f"{way.title}: {why}; the end of its output:", *tail]), markup=False)
         return None
-    return json.loads(result_path.read_text())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def print_results(runs: list[tuple[str, dict[str, Any]]]) -> None:
-    width = max(len(title) for title, _ in runs)
-    print(f"\n{'':{width}}   final loss   validation loss   median step")
-    for title, result in runs:
-        loss, valid_loss, step_s = result["loss"], result["valid_loss"], result["median_step_s"]
-        print(f"{title:{width}}   {loss:10.4f}   {valid_loss:15.4f}   {step_s:9.3f} s")
-    print(
-        "\nOn one machine there is no slow link: all bytes went through memory and all ranks shared its cores, so the "
-        "step\ntimes say little. What the links would have carried is this, for the run with expert domains:\n"
+    result: dict[str, Any] = json.loads(result_path.read_text())
+    counted = uplink_bytes.get(args.steps, 0) - uplink_bytes.get(WARM_UP_STEPS, 0)
+    return Run(
+        title=way.title,
+        step_s=result["median_step_s"],
+        uplink_bytes=counted / (args.steps - WARM_UP_STEPS) if network is not None else None,
+        loss=result["loss"],
+        valid_loss=result["valid_loss"],
     )
+
+
+def table_of(runs: list[Run], *, is_timed: bool) -> Table:
+    table = Table(title="the same training in three ways")
+    table.add_column("")
+    for column in ("step", "speed-up", "MB over the link per step", "loss", "validation loss"):
+        table.add_column(column, justify="right")
+    for run in runs:
+        speed_up = f"{runs[0].step_s / run.step_s:.1f}x" if is_timed else "-"
+        megabytes = "-" if run.uplink_bytes is None else f"{run.uplink_bytes / 1e6:.2f}"
+        table.add_row(
+            run.title, f"{run.step_s:.2f} s", speed_up, megabytes, f"{run.loss:.4f}", f"{run.valid_loss:.4f}"
+        )
+    return table
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The "hybridep" block of a DeepSpeed config, checked by pydantic and kept in frozen models.
 
 A field's annotation says what the field accepts, and `Says` beside it has the words for people.

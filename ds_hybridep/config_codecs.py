@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of codecs in the "hybridep" block, and the set that it recommends.
 
 A field's annotation says what the field accepts, and `Says` beside it has the words for people.

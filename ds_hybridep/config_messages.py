@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One sentence for people about what pydantic found wrong with a "hybridep" block."""
 
 import difflib

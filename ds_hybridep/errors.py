@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every error that this package raises on purpose.
 
 HybridEPError (Exception)

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from ds_hybridep.commands.main import main
-from ds_hybridep.commands.show import explain_plan, format_run_record
+from ds_hybridep.commands.record import explain_plan, format_run_record
 
 RECORD = {
     "steps": 10,

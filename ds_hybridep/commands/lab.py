@@ -11,15 +11,17 @@ from ds_hybridep.lab.launcher import LabResult, ended_by_signals, format_result,
 from ds_hybridep.lab.modelled import modelled_wan
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate, parse_schedule
+from ds_hybridep.lab.unprivileged import become_root
 
 EXIT_FAILED = 1
 EXIT_TIMED_OUT = 124  # as `timeout` does
 
+INSTEAD = "To run on loopback and compute what the WAN would cost, add --modelled."
 DESCRIPTION = """\
 Runs a training script, unchanged, with one rank per emulated host. Hosts of one datacentre are joined by a fast
 link, datacentres by slow ones: every datacentre's uplink has the rate of --wan in each direction, and --delay passes
-on the way from one datacentre to another, so a round trip takes twice that. Needs root on Linux, and a C compiler
-once if there is a delay.
+on the way from one datacentre to another, so a round trip takes twice that. Needs Linux with iproute2. Who is not root
+works in a user namespace where the system permits it. A delay needs root, and a C compiler once.
 """
 EXAMPLE = """\
 example:
@@ -80,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--run-record: only --modelled reads it; on emulated hosts the WAN is measured")
     if args.modelled and schedule:
         raise ConfigError("--schedule: with --modelled there is no link that could change")
+    if not args.modelled:
+        _become_root()
     with log_folder(args.log_dir) as log_dir, ended_by_signals():
         if args.modelled:
             print("modelled: all ranks run on loopback and no link is limited", flush=True)
@@ -89,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             if args.run_record is not None and result.is_success:
                 print(modelled_wan(json.loads(args.run_record.read_text()), topology, links))
         elif reason := why_not_permitted(with_delay=bool(links.wan_delay_s or links.lan_delay_s)):
-            raise LabError(f"{reason}\nTo run on loopback and compute what the WAN would cost, add --modelled.")
+            raise LabError(f"{reason}\n{INSTEAD}")
         else:
             with EmulatedNetwork(topology, links) as network:
                 result = run_ranks(
@@ -99,6 +103,13 @@ def run(args: argparse.Namespace) -> int:
     if result.is_success:
         return 0
     return EXIT_TIMED_OUT if result.timed_out else EXIT_FAILED
+
+
+def _become_root() -> None:
+    try:
+        become_root()
+    except LabError as error:
+        raise LabError(f"{error}\n{INSTEAD}") from error
 
 
 def _report(result: LabResult, args: argparse.Namespace, log_dir: Path) -> None:

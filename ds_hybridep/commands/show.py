@@ -1,27 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `show` and `explain` subcommands: the record of a run, the JSON that `report_file` names, as tables to read."""
+"""The `show` and `explain` subcommands: print the record of a run, or write it as a page."""
 
 import argparse
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from ds_hybridep.commands.page import write_page
+from ds_hybridep.commands.record import explain_plan, format_run_record
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.stream_model import TERM_WORDS
-from ds_hybridep.plan.summary import aligned
-
-BYTES_PER_MB = 1e6
-MISSING = "-"
-NOT_COUNTED = "not counted"  # null in a record: DeepSpeed sends it
-WAITS = {  # by term of the stream model: the kind of which a rank counts what it waits
-    "tokens_s": "tokens",
-    "expert_weights_s": "expert_weights",
-    "expert_gradients_s": "expert_gradients",
-    "dense_sync_s": "dense",  # with those of "expert_sync_s"
-}
-SHARED = "dense_sync_s", "expert_sync_s"  # one kind, as far as it is counted
-SHARED_WORDS = "sums and gathers of what several ranks hold"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -32,13 +18,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     ):
         parser = subparsers.add_parser(name, help=what)
         parser.add_argument("record", type=Path, metavar="RUN.json", help='what the run wrote at its "report_file"')
-        parser.set_defaults(run=run, describe=describe)
+        if name == "show":
+            parser.add_argument("--html", type=Path, metavar="FILE", help="write it as a page for a browser too")
+        parser.set_defaults(run=run, describe=describe, html=None)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what `args.describe` makes of the record.  Returns 0.  Raises ConfigError where it is none."""
     try:
-        text = args.describe(json.loads(args.record.read_text()))
+        record = json.loads(args.record.read_text())
+        text = args.describe(record)
+        if args.html is not None:
+            write_page(args.html, record)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
@@ -47,127 +38,3 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     print(text)
     return 0
-
-
-def format_run_record(record: Mapping[str, Any]) -> str:
-    """A table of the megabytes sent per step on each level by kind, beside what plain EP would have sent.
-
-    What is null was not counted, and the table says so: DeepSpeed sends it.  The share "of plain EP" leaves out the
-    kind "dense", which plain EP has to synchronise too.  `report_file` holds:
-
-        {"steps": 100, "world_size": 4, "exposed_s": {"tokens": 0.5, ...},
-         "levels": [{"name": "dc", "sent_bytes": {"tokens": 0, "expert_weights": 1000, ...}, "plain_ep_bytes": 4000}]}
-
-    Bytes are sums over all ranks and steps; exposed seconds are means over ranks, summed over steps.
-    """
-    steps, levels = record["steps"], record["levels"]
-    kinds = list(levels[0]["sent_bytes"])
-    rows = [["level", *(kind.replace("_", " ") for kind in kinds), "sum", "plain EP", "of plain EP"]]
-    for level in levels:
-        sent, plain_ep_bytes = level["sent_bytes"], level["plain_ep_bytes"]
-        total = sum(num_bytes or 0 for num_bytes in sent.values())
-        share = f"{(total - (sent['dense'] or 0)) / plain_ep_bytes:.0%}" if plain_ep_bytes else MISSING
-        cells = [NOT_COUNTED if sent[kind] is None else _megabytes(sent[kind] / steps) for kind in kinds]
-        rows.append([level["name"], *cells, _megabytes(total / steps), _megabytes(plain_ep_bytes / steps), share])
-    header = f"MB sent per step, {record['world_size']} ranks together, mean of {steps} steps"
-    waits = [
-        f"{kind.replace('_', ' ')} {1e3 * seconds / steps:.1f} ms"
-        for kind, seconds in record["exposed_s"].items()
-        if seconds is not None
-    ]
-    sections = [header, aligned(rows), f"time a rank waited for them, mean per step: {', '.join(waits)}"]
-    return "\n\n".join(sections + _codec_table(record, steps))
-
-
-def _codec_table(record: Mapping[str, Any], steps: int) -> list[str]:
-    """What codecs did in each layer; empty where all was exact."""
-    rows = [["layer", "weights", "ratio", "error", "gradients", "ratio", "residual", "encode", "decode", "waited"]]
-    for layer in record["layers"]:
-        if codecs := layer["codecs"]:
-            rows.append(
-                [
-                    layer["name"],
-                    _megabytes(codecs["weight_bytes"] / steps),
-                    f"{codecs['weight_ratio']:.1f}x",
-                    f"{codecs['weight_error']:.1e}",
-                    _megabytes(codecs["gradient_bytes"] / steps),
-                    f"{codecs['gradient_ratio']:.1f}x",
-                    f"{codecs['residual_norm']:.1e}",
-                    *(f"{1e3 * codecs[name] / steps:.2f} ms" for name in ("encode_s", "decode_s", "exposed_s")),
-                ]
-            )
-    title = "encoded, MB per step of all ranks, ratios to fp32, relative error of replicas; times per step and rank"
-    return [title, aligned(rows)] if len(rows) > 1 else []
-
-
-def explain_plan(record: Mapping[str, Any]) -> str:
-    """Why a planned job runs as it does: the plan, its reason, and predicted beside measured, term by term.
-
-    Measured are the seconds that rank 0 waited, for slower ranks too. What this program does not send itself
-    (DeepSpeed's token exchange, its sums and gathers) it cannot measure: "-", or "not counted". "All else" completes
-    the step.
-    """
-    planning = record.get("planning")
-    if planning is None:
-        return 'nothing was planned in this run: no hybridep setting was "auto"'
-    lines = [f"plan: {planning['plan'] or 'settings given by hand'}", f"because: {planning['reason']}"]
-    if planning["runner_up"] is not None:
-        seconds = _seconds(planning["runner_up_s"])
-        lines.append(f"runner-up at the last look: {planning['runner_up']}, {seconds} s expected")
-    sections = ["\n".join(lines), _terms_table(planning), _uplinks_table(planning)]
-    if planning["history"]:
-        changes = [f"  step {entry['step']}: {entry['to']} ({entry['reason']})" for entry in planning["history"]]
-        sections.append("\n".join(["changes of plan:", *changes]))
-    return "\n\n".join(sections)
-
-
-def _terms_table(planning: Mapping[str, Any]) -> str:
-    terms, measured = _with_shared((planning["predicted"] or {}).get("terms_s", {})), planning["measured"]
-    found = {term: measured["waited_s"].get(kind) for term, kind in WAITS.items()} | {"codec_s": measured["codec_s"]}
-    rows = [["seconds per step", "predicted", "measured"]]
-    known_s = 0.0
-    for term, words in TERM_WORDS.items():
-        if term in SHARED:
-            words = SHARED_WORDS
-        expected_s, seconds = terms.get(term), found.get(term)
-        if expected_s and not seconds:
-            seconds = None  # DeepSpeed's
-        known_s += seconds or 0.0
-        if expected_s or seconds:
-            unknown = NOT_COUNTED if term in SHARED else MISSING
-            rows.append([words, _seconds(expected_s), unknown if seconds is None else _seconds(seconds)])
-    step_s = planning["measured_step_s"]
-    rows.append(["all else", MISSING, _seconds(None if step_s is None else step_s - known_s)])
-    rows.append(["the step", _seconds((planning["predicted"] or {}).get("step_s")), _seconds(step_s)])
-    return aligned(rows)
-
-
-def _uplinks_table(planning: Mapping[str, Any]) -> str:
-    rows = [["MB per step over one uplink", "predicted", "measured"]]
-    measured = planning["measured"]["uplink_bytes"]
-    predicted = planning["predicted"]["uplink_bytes"] if planning["predicted"] else [{}] * len(measured)
-    for level, expected, found in zip(planning["links"], map(_with_shared, predicted), measured, strict=True):
-        for term, kind in WAITS.items():
-            ours, theirs = expected.get(term.removesuffix("_s")), found.get(kind)
-            if ours or theirs:
-                unknown = NOT_COUNTED if term in SHARED else MISSING
-                cells = [_megabytes(ours) if ours else MISSING, _megabytes(theirs) if theirs else unknown]
-                rows.append([f"{level['name']}, {kind.replace('_', ' ')}", *cells])
-    return aligned(rows)
-
-
-def _with_shared(predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """With dense parameters and experts that several groups hold as one, as they are counted."""
-    result = dict(predicted)
-    for dense, experts in (SHARED, tuple(name.removesuffix("_s") for name in SHARED)):
-        if (shared := result.pop(experts, None)) is not None:
-            result[dense] = result.get(dense, 0.0) + shared
-    return result
-
-
-def _seconds(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.4f}"
-
-
-def _megabytes(num_bytes: float) -> str:
-    return f"{num_bytes / BYTES_PER_MB:.3f}"

@@ -112,7 +112,7 @@ class HybridRuntime:
                 self.migration.after_step(ships=ships)
         else:
             self._changes.undo()
-        self.statistics.num_steps += 1
+        self.statistics.end_step()
         interval = self.config.report_interval
         return self.statistics.gather_job() if interval and self.statistics.num_steps % interval == 0 else None
 

@@ -2,6 +2,9 @@
 """What a rank and the whole job moved, as plain dicts: for `ds_hybridep.stats`, the monitor and the run record."""
 
 import itertools
+import statistics
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
 from typing import Any
@@ -16,6 +19,7 @@ from ds_hybridep.transport.channels import KINDS, Purpose, Transport
 
 NUM_CODEC_SUMS = len(fields(CodecSums))
 EXPOSED_KINDS = ("tokens", "expert_weights", "expert_gradients", "dense")
+NUM_TIMED_STEPS = 100
 LAYER_COUNTERS = ("calls", "rows_sent", "rows_computed")
 
 
@@ -33,6 +37,17 @@ class Statistics:
         self._layers = list(layers)
         self._counts_dense = counts_dense
         self.num_steps = 0
+        self._step_ends: deque[float] = deque(maxlen=NUM_TIMED_STEPS + 1)
+
+    def end_step(self) -> None:
+        """Count an optimizer step, and note when it ended."""
+        self.num_steps += 1
+        self._step_ends.append(time.monotonic())
+
+    def step_s(self) -> float | None:
+        """Median seconds from one step to the next on this rank, of the last ones; None before the second."""
+        seconds = [later - earlier for earlier, later in itertools.pairwise(self._step_ends)]
+        return statistics.median(seconds) if seconds else None
 
     def local(self) -> dict[str, Any]:
         """This rank's counters since attach; JSON-able.  Bytes and messages are those handed to the communicator.
@@ -86,8 +101,9 @@ class Statistics:
     def gather_job(self) -> dict[str, Any] | None:
         """The whole job's counters on rank 0, None elsewhere; all ranks must call at the same step.
 
-        Bytes are sums over ranks, exposed seconds means over ranks, imbalance is max over mean of the rows that a
-        rank's experts computed, per layer; "codecs" of a layer is `CodecSums.record` of the sums over ranks.
+        Bytes are sums over ranks, exposed seconds means over ranks, "step_s" is rank 0's median, imbalance is max over
+        mean of the rows that a rank's experts computed, per layer; "codecs" of a layer is `CodecSums.record` of the
+        sums over ranks.
         """
         transport = self._transport
         local = self._counts()
@@ -127,6 +143,7 @@ class Statistics:
         record: dict[str, Any] = {
             "steps": self.num_steps,
             "world_size": len(tables),
+            "step_s": self.step_s(),
             "levels": levels,
             "exposed_s": exposed_s,
             "layers": layers,

@@ -386,6 +386,6 @@ def _check_tools() -> None:
     if not sys.platform.startswith("linux"):
         raise LabError(f"emulated hosts are Linux network namespaces, and this is {sys.platform}")
     if os.geteuid() != 0:
-        raise LabError("emulated hosts need root: network namespaces cannot be made by this user")
+        raise LabError("emulated hosts need root, or a user namespace (lab.unprivileged.become_root)")
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         raise LabError(f"{' and '.join(missing)} not found: install iproute2")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machines of a job as a tree of levels, and the place of each rank in it."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank <-> position <-> (domain, offset) of one expert-parallel group, and which rank owns which expert."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How token rows travel between domains: straight to the peers, or level by level with fewer rows on slow links."""
 
 import math

@@ -15,7 +15,7 @@ import pytest
 from ds_hybridep.commands import lab as lab_command
 from ds_hybridep.commands.main import main
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.lab import namespaces, network
+from ds_hybridep.lab import namespaces, network, unprivileged
 from ds_hybridep.lab.launcher import RankProcesses, format_result, rank_environment, run_on_loopback, run_ranks
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, ScheduleEvent, Topology
@@ -255,3 +255,30 @@ def test_an_event_of_an_unknown_kind_says_so():
 
     with pytest.raises(ConfigError, match="schedule: got action 'explode'"):
         apply_event(EmulatedNetwork(Topology(1, 1), LinkSpec()), ScheduleEvent(0.0, "explode"))
+
+
+def test_an_ordinary_user_gets_a_lab_too(permitted, tmp_path):
+    """`--map-user` makes this process one that is not root and may do nothing that root may."""
+    reason = unprivileged.why_no_user_namespace()
+    if reason is not None:
+        pytest.skip(reason)
+    program = "import os; assert os.geteuid() == 0; print('host of rank', os.environ['RANK'])"
+    command = ["unshare", "--user", "--map-user=1000", "--map-group=1000", sys.executable, "-m"]
+    command += ["ds_hybridep.commands.main", "lab", "--dcs", "2x1", "--wan", "10mbit", "--log-dir", str(tmp_path)]
+    run = subprocess.run(
+        [*command, "--", sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=50
+    )
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "rank1.log").read_text().strip() == "host of rank 1"
+    assert "exit codes by rank 0:0 1:0" in run.stdout
+
+
+def test_a_system_that_forbids_user_namespaces_is_told_by_its_setting(tmp_path, monkeypatch):
+    setting = tmp_path / "max_user_namespaces"
+    setting.write_text("0\n")
+    monkeypatch.setattr(unprivileged, "UNSHARE", ("false",))
+    monkeypatch.setattr(unprivileged.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(unprivileged, "SETTINGS", {str(setting): lambda value: value == 0})
+    assert "max_user_namespaces = 0 forbids user namespaces" in unprivileged.why_no_user_namespace()
+    setting.write_text("9\n")
+    assert "user namespaces are not permitted" in unprivileged.why_no_user_namespace()

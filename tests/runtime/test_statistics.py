@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from ds_hybridep.commands.show import format_run_record
+from ds_hybridep.commands.record import format_run_record
 from ds_hybridep.integration.statistics import monitor_events, summarize
 
 RECORD: dict[str, Any] = {
