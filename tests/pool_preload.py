@@ -20,7 +20,12 @@ import torch  # noqa: E402
 from deepspeed.utils import logger  # noqa: E402
 
 # Imported by deepspeed and torch when the first engine of a process is built: 2 s in each worker, if not done here.
-for _name in ("torch._dynamo", "deepspeed.moe.layer", "deepspeed.runtime.zero.muon.muon_optimizer"):
+for _name in (
+    "torch._dynamo",
+    "deepspeed.moe.layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "ds_hybridep.integration.api",
+):
     importlib.import_module(_name)
 
 hf_models.preload()

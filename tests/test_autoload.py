@@ -250,6 +250,7 @@ print(*[type(finder).__module__ for finder in sys.meta_path])
     assert "ds_hybridep._autoload" not in run_program(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.split()
 
 
+@pytest.mark.slow
 def test_cost_of_the_hook_is_printed(capsys):
     """No bound is asserted, since other work on the machine would decide."""
     program = """

@@ -226,7 +226,7 @@ def test_resume_is_bit_equal_in_bf16(pool4: ProcessPool, tmp_path: Path, zero_st
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("zero_stage", [0, 1, slow(2)])
+@pytest.mark.parametrize("zero_stage", [slow(0), 1, slow(2)])
 def test_checkpoints_are_read_with_and_without_the_block(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     case = world4((2, 1) if zero_stage != 1 else (2, 2), zero_stage)
     for losses in pool4.run(resume_across, case=case, folder=str(tmp_path)):

@@ -141,7 +141,7 @@ def test_dense_parameters_stay_bit_equal_and_bytes_are_those_of_the_closed_form(
     [
         slow({"stage": 1, "overlap_comm": True}),
         {"stage": 2, "overlap_comm": True},
-        {"stage": 2, "round_robin_gradients": True},
+        slow({"stage": 2, "round_robin_gradients": True}),
         # Many buckets, some parameters larger than one.
         slow({"stage": 2, "reduce_bucket_size": 500}),
         {"stage": 1, "reduce_bucket_size": 300, "allgather_bucket_size": 200},

@@ -83,7 +83,7 @@ def test_workers_stay_between_runs(own_pool: ProcessPool) -> None:
     [
         (fail_on, {"failing_rank": 1}, 30.0, ["ValueError: this rank fails", "output of rank 1", "barrier"]),
         (die_on, {"dying_rank": 0}, 30.0, ["died with exit code 7"]),
-        (wait_for_nobody, {}, 1.0, ["rank 1 ---\nreturned normally", "still at work", "in wait_for_nobody"]),
+        slow(wait_for_nobody, {}, 1.0, ["rank 1 ---\nreturned normally", "still at work", "in wait_for_nobody"]),
     ],
 )
 def test_a_failed_run_shows_every_rank_and_the_next_one_gets_new_workers(

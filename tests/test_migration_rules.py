@@ -298,7 +298,7 @@ def accumulate(trainer: Trainer) -> None:
     ("zero_stage", "accumulation", "sizes"),
     [
         (0, 3, (2, 1)),
-        (1, 1, (2, 1)),
+        slow(1, 1, (2, 1)),
         (2, 3, (2, 2)),
         slow(1, 3, (2, 2)),
         slow(0, 1, (2, 2)),
@@ -627,7 +627,7 @@ def test_layers_that_run_in_other_orders(pool4: ProcessPool) -> None:
 
 
 SHARED_REGIONS = [  # prefetch depth, domain sizes, ZeRO stage, accumulation, regions, checkpointing
-    (1, (2, 2), 1, 1, ((0,), (1, 2)), "deepspeed"),
+    slow(1, (2, 2), 1, 1, ((0,), (1, 2)), "deepspeed"),
     (2, (2, 1), 2, 2, ((0, 1), (2,)), "deepspeed"),
     slow(0, (2, 1), 0, 2, ((0, 1), (2,)), "deepspeed"),
     slow(5, (2, 1), 0, 1, ((0, 1, 2),), "deepspeed"),
@@ -658,7 +658,7 @@ def test_checkpointing_with_two_layers_in_one_region(
         assert one[-1][1] == {kind: times(2, expert_bytes(case)) for kind in EXPERT_KINDS}
 
 
-@pytest.mark.parametrize("prefetch_depth", [0, 1, 2, 5])
+@pytest.mark.parametrize("prefetch_depth", [0, slow(1), slow(2), 5])
 def test_prefetch_depths(pool2: ProcessPool, prefetch_depth: int) -> None:
     toy = ToyConfig(num_layers=4)
     case = world2(toy=toy, prefetch_depth=prefetch_depth, accumulation=2, zero_stage=2)

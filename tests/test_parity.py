@@ -34,8 +34,8 @@ def test_every_plan_of_four_ranks(pool4: ProcessPool) -> None:
 @pytest.mark.core
 def test_zero_stages_with_accumulation(pool4: ProcessPool) -> None:
     cases = [
-        world4(2, 1, zero_stage=0, accumulation=3),
-        world4(2, 1, zero_stage=1, accumulation=3, gradient_clipping=0.5),
+        world4(2, 1, zero_stage=0, accumulation=2),
+        world4(2, 1, zero_stage=1, accumulation=2, gradient_clipping=0.5),
         world4(2, 2, zero_stage=2, accumulation=3),
     ]
     assert_parity(pool4, cases)
@@ -64,10 +64,8 @@ def test_more_checkpointing(pool4: ProcessPool) -> None:
 def test_routing(pool4: ProcessPool) -> None:
     cases = [
         world4(2, 1, toy=ToyConfig(k=1, drop_tokens=True)),
-        world4(1, 2, toy=ToyConfig(k=2, drop_tokens=False)),
         world4(2, 1, toy=ToyConfig(k=3, drop_tokens=True, expert="swiglu", use_residual=True)),
-        # One expert a rank, and a rank whose experts get no token at all.
-        world4(2, 1, toy=ToyConfig(k=2, num_experts=4)),
+        # A rank whose experts get no token at all.
         world4(2, 1, toy=ToyConfig(k=2, starved_experts=(2, 3)), zero_stage=2, accumulation=2),
     ]
     assert_parity(pool4, cases)
@@ -77,6 +75,8 @@ def test_routing(pool4: ProcessPool) -> None:
 def test_more_routing(pool4: ProcessPool) -> None:
     cases = [
         world4(2, 1, toy=ToyConfig(k=1, drop_tokens=False)),
+        world4(1, 2, toy=ToyConfig(k=2, drop_tokens=False)),
+        world4(2, 1, toy=ToyConfig(k=2, num_experts=4)),  # one expert a rank
         world4(1, 1, toy=ToyConfig(k=3, drop_tokens=False)),
         world4(2, 2, toy=ToyConfig(k=2, starved_experts=(0, 1), checkpointing="nonreentrant"), zero_stage=2),
     ]
@@ -85,7 +85,6 @@ def test_more_routing(pool4: ProcessPool) -> None:
 
 def test_bf16(pool4: ProcessPool) -> None:
     cases = [
-        world4(2, 1, dtype="bf16", toy=BY_TOKEN, zero_stage=0),
         world4(2, 2, dtype="bf16", toy=replace(BY_TOKEN, k=3), zero_stage=1, accumulation=2),
         world4(1, 2, dtype="bf16", toy=replace(BY_TOKEN, checkpointing="nonreentrant"), zero_stage=2, optimizer="sgd"),
     ]
@@ -97,7 +96,6 @@ def test_groups_smaller_than_the_world(pool4: ProcessPool) -> None:
     cases = [
         world4(1, 2, toy=small, zero_stage=1),
         world4(2, 1, toy=small, zero_stage=2, accumulation=2, use_data_before_expert_parallel=True),
-        world4(1, 1, toy=small, use_data_before_expert_parallel=True),
     ]
     assert_parity(pool4, cases)
 
@@ -105,8 +103,7 @@ def test_groups_smaller_than_the_world(pool4: ProcessPool) -> None:
 def test_uneven_and_empty_batches(pool4: ProcessPool) -> None:
     toy = ToyConfig(drop_tokens=False)
     cases = [
-        world4(2, 1, toy=toy, batch_sizes=(4, 2, 6, 3), zero_stage=1),
-        world4(2, 1, toy=toy, batch_sizes=(4, 0, 4, 4), zero_stage=2, accumulation=2),
+        world4(2, 1, toy=toy, batch_sizes=(4, 0, 6, 3), zero_stage=2, accumulation=2),
         world4(1, 2, toy=replace(toy, checkpointing="nonreentrant"), batch_sizes=(0, 4, 4, 4), zero_stage=2),
     ]
     assert_parity(pool4, cases)
@@ -119,6 +116,9 @@ def test_evaluation_between_steps(pool4: ProcessPool) -> None:
 @pytest.mark.slow
 def test_more_stages_and_evaluation(pool4: ProcessPool) -> None:
     cases = [
+        world4(2, 1, dtype="bf16", toy=BY_TOKEN, zero_stage=0),
+        world4(1, 1, toy=ToyConfig(ep_size=2), use_data_before_expert_parallel=True),
+        world4(2, 1, toy=ToyConfig(drop_tokens=False), batch_sizes=(4, 2, 6, 3), zero_stage=1),
         world4(2, 1, zero_stage=2, accumulation=3),
         world4(2, 2, zero_stage=2, accumulation=1, gradient_clipping=0.5),
         world4(2, 2, evaluate=True),

@@ -35,7 +35,7 @@ def leave_out(case: Any, with_block: bool, unused_in: int | None) -> dict[str, t
         return {name: p.detach().clone() for name, p in named if "experts" not in name}
 
 
-@pytest.mark.parametrize("unused_in", [0, 1])
+@pytest.mark.parametrize("unused_in", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_parameter_that_one_micro_step_leaves_out(pool4: ProcessPool, unused_in: int) -> None:
     case = world4(1, 1, zero_stage=2, accumulation=2, optimizer="sgd")
     plain = pool4.run(leave_out, case=case, with_block=False, unused_in=unused_in)
@@ -95,7 +95,7 @@ def load_and_go_on(case: Any, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_what_was_loaded_is_neither_lost_nor_found_again(pool4: ProcessPool, stage: int, tmp_path: Any) -> None:
     for found in pool4.run(load_and_go_on, case=world4(1, 1, zero_stage=stage), folder=str(tmp_path)):
         assert all(found.values()), found

@@ -37,7 +37,7 @@ IN_MACHINE_CODE = {"load": r"LDG\S*\.128", "store": r"STG\S*\.128"}
 BULK = ("gather_in_bulk", "combine_in_bulk")
 
 
-@pytest.fixture(scope="module", params=["sm_90", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in ("sm_90", "all")])
 def architectures(request):
     return supported(NVCC) if request.param == "all" else [request.param]
 

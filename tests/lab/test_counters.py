@@ -19,6 +19,7 @@ KINDS = ({"tokens"}, {"expert_weights", "expert_gradients"})  # of domains of on
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_counted_bytes_over_the_slow_level_are_those_of_the_interfaces(tmp_path):
     if reason := why_not_permitted():

@@ -70,6 +70,7 @@ def test_a_rank_that_fails_is_named_and_the_others_are_ended(net, tmp_path):
     assert format_result(result).startswith("FAILED: rank 2 exited with code 7")
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_rank_that_a_signal_ended_is_named(net, tmp_path):
     result = run_ranks(net, [*ALLREDUCE, "signal", "3"], log_dir=tmp_path, timeout_s=50)

@@ -144,7 +144,9 @@ def lab_namespaces(pid):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("wan_delay_s", [pytest.param(0.0, marks=pytest.mark.slow), 0.010])
+@pytest.mark.parametrize(
+    "wan_delay_s", [pytest.param(0.0, marks=pytest.mark.slow), pytest.param(0.010, marks=pytest.mark.slow)]
+)
 def test_goodput_is_the_rate_without_headers(permitted, wan_delay_s):
     with EmulatedNetwork(Topology(2, 1), LinkSpec(wan_bits_per_s=10e6, wan_delay_s=wan_delay_s)) as net:
         for mbit_per_s in (10, 50, 100, 500, 1000):
@@ -193,6 +195,7 @@ def test_lan_rate_and_delay_hold_inside_a_dc(permitted):
             check_goodput(flow, 100e6)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_rate_changes_under_a_running_flow(permitted):
     with EmulatedNetwork(Topology(2, 1), LinkSpec(wan_bits_per_s=200e6)) as net, flowing(net, 0, 1) as flow:

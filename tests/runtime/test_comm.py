@@ -157,7 +157,7 @@ def run_layer_without_rank_1(case: MoeCase) -> list[tuple[str, str, float]]:
 @pytest.mark.parametrize(
     ("domain_sizes", "operation"),
     [
-        ((1, 1), "dispatch of rows of layer 0 over level 'dc'"),
+        pytest.param((1, 1), "dispatch of rows of layer 0 over level 'dc'", marks=pytest.mark.slow),
         ((1, 2), "shipping of expert weights of layer 0 over level 'gpu'"),
     ],
     ids=str,
@@ -487,7 +487,9 @@ def agree_after_a_missed_one(missing: int) -> list[tuple[str, str, float]]:
     return results
 
 
-@pytest.mark.parametrize(("missing", "named", "limit_s"), [(0, "rank 0", 6.25), (1, "ranks [1]", 1.0)])
+@pytest.mark.parametrize(
+    ("missing", "named", "limit_s"), [pytest.param(0, "rank 0", 6.25, marks=pytest.mark.slow), (1, "ranks [1]", 1.0)]
+)
 def test_a_rank_that_left_one_out_is_named_and_joins_the_next(
     own_pool2: ProcessPool, missing: int, named: str, limit_s: float
 ) -> None:
