@@ -200,7 +200,7 @@ def refuse_devices(specs: Sequence[LayerSpec]) -> None:
     if devices == ["cuda"] and ("gloo" in backend or "nccl" in backend):
         _warn_once(
             "training on GPUs was written without one: it has been checked on CPUs only and never run on a GPU "
-            "by its authors; compare a few steps with the block disabled before you rely on it (docs/kernels.md)"
+            "by its authors; compare a few steps with the block disabled before you rely on it (docs/architecture.md)"
         )
     elif devices != ["cpu"] or "gloo" not in backend:
         raise UnsupportedError(
