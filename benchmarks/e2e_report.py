@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 def rate_order(rate: str) -> float:
-    """Mbit/s; no limit comes first."""
+    """Minus Mbit/s: no limit comes first."""
     return -float("inf") if rate == "none" else -float(rate.removesuffix("mbit"))
 
 
@@ -61,14 +61,15 @@ def time_table(records: Sequence[Record]) -> str:
     ]
     for rate, by_plan in rates.items():
         ours = min(
-            (by_plan[plan] for plan in plans if plan.startswith("hybridep") and not plan.startswith(AUTO)),
+            (by_plan[plan] for plan in by_plan if plan.startswith("hybridep") and not plan.startswith(AUTO)),
             key=median_s,
         )
-        baseline = min((by_plan[plan] for plan in (FLAT, INSIDE) if plan in by_plan), key=median_s)
-        cells = [f"{median_s(by_plan[plan]):.3f}" for plan in plans]
+        baselines = [by_plan[plan] for plan in (FLAT, INSIDE) if plan in by_plan]
+        better = min(baselines, key=median_s, default=None)
+        cells = [f"{median_s(by_plan[plan]):.3f}" if plan in by_plan else "" for plan in plans]
         cells += [
-            str(bench.ratio(ours["step_s"], by_plan[FLAT]["step_s"])),
-            f"{bench.ratio(ours['step_s'], baseline['step_s'])} ({ours['params']['plan']})",
+            str(bench.ratio(ours["step_s"], by_plan[FLAT]["step_s"])) if FLAT in by_plan else "",
+            f"{bench.ratio(ours['step_s'], better['step_s'])} ({ours['params']['plan']})" if better else "",
             str(bench.ratio(by_plan[AGAIN]["step_s"], by_plan[FLAT]["step_s"])) if AGAIN in by_plan else "",
         ]
         lines.append(f"| {'unshaped' if rate == 'none' else rate} | " + " | ".join(cells) + " |")
@@ -151,46 +152,75 @@ def dense_line(records: Sequence[Record]) -> str:
     )
 
 
-def plot(records: Sequence[Record], path: Path, title: str) -> None:
-    """Step time against bandwidth, and bytes per kind, side by side."""
+COLORS = {FLAT: "#666666", INSIDE: "#d55e00"}
+OUR_COLORS = ("#0072b2", "#009e73", "#cc79a7")  # told apart by people who see few colours
+NAMES = {
+    FLAT: "DeepSpeed, EP over both",
+    INSIDE: "DeepSpeed, EP inside each",
+    "hybridep [2,1] recommended": "ours, domains over both",
+    "hybridep, EP inside the DC, recommended": "ours, EP inside each",
+}
+
+
+def plot(records: Sequence[Record], path: Path) -> None:
+    """Step time against bandwidth, and bytes over the link: both baselines, and the two best of ours."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     rates = by_rate(records)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 4.5), width_ratios=(1, 1))
-    shaped = [rate for rate in rates if rate != "none"]
-    for plan in next(iter(rates.values())):
-        if plan != AGAIN:
-            style = "--" if plan.startswith("deepspeed") else "-"
-            mbit = [-rate_order(rate) for rate in shaped]
-            left.plot(mbit, [median_s(rates[rate][plan]) for rate in shaped], style, marker="o", label=plan)
-    left.set(xscale="log", yscale="log", xlabel="uplink of one DC, Mbit/s", ylabel="seconds per step", title=title)
-    left.legend(fontsize=7)
-    left.grid(which="both", alpha=0.3)
-    by_plan = list(rates.values())[-1]
-    names = [plan for plan in by_plan if plan != AGAIN]
-    bottom = [0.0] * len(names)
-    for kind in KINDS[:4]:
-        heights = [by_plan[plan]["counted_bytes_per_step"].get(kind, 0.0) / 1e6 for plan in names]
-        right.barh(names, heights, left=bottom, label=kind)
-        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    rest = [max(by_plan[p]["wan_bytes_per_step"] / 1e6 - b, 0.0) for p, b in zip(names, bottom, strict=True)]
-    right.barh(names, rest, left=bottom, color="lightgrey", label="all else (DeepSpeed's own, headers)")
-    right.set(xlabel="MB per step over the DC uplinks")
+    mbits = sorted(-rate_order(rate) for rate in rates if rate != "none")
+    at = {mbit: rates[f"{mbit:g}mbit"] for mbit in mbits}
+    slowest = at[mbits[0]]
+    ours = sorted((plan for plan in slowest if plan.startswith("hybridep")), key=lambda plan: median_s(slowest[plan]))
+    shown = [plan for plan in (FLAT, INSIDE) if plan in slowest] + ours[:2]
+    better = min((plan for plan in (FLAT, INSIDE) if plan in slowest), key=lambda plan: median_s(slowest[plan]))
+    gain = median_s(slowest[better]) / median_s(slowest[ours[0]])
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.8), width_ratios=(3, 2))
+    colors = dict(zip(ours[:2], OUR_COLORS, strict=False)) | COLORS
+    for plan in shown:
+        seconds = [median_s(at[mbit][plan]) for mbit in mbits]
+        left.plot(mbits, seconds, marker="o", color=colors[plan], linewidth=2)
+    ends = _apart([median_s(at[mbits[-1]][plan]) for plan in shown])
+    for plan, end in zip(shown, ends, strict=True):
+        left.annotate(NAMES.get(plan, plan), (mbits[-1] * 1.08, end), color=colors[plan], va="center", fontsize=9)
+    left.set(xscale="log", yscale="log", xlabel="Mbit/s of each datacentre's uplink", ylabel="seconds per step")
+    left.set_xlim(mbits[0] * 0.9, mbits[-1] * (mbits[-1] / mbits[0]) ** 0.75)
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_locator(ticker.NullLocator())
+    left.set_xticks(mbits)
+    left.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    figure.suptitle(
+        f"{gain:.0f}x faster than {NAMES[better]} datacentre at {mbits[0]:g} Mbit/s", x=0.01, ha="left", weight="bold"
+    )
+    megabytes = [slowest[plan]["wan_bytes_per_step"] / 1e6 for plan in shown]
+    bars = right.barh([NAMES.get(plan, plan) for plan in shown], megabytes, color=[colors[plan] for plan in shown])
+    right.bar_label(bars, [f" {value:.3g}" for value in megabytes])
+    right.set(xlabel="MB over the uplinks per step", xlim=(0, max(megabytes) * 1.15))
     right.invert_yaxis()
-    right.tick_params(axis="y", labelsize=7)
-    right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
     pyplot.close(figure)
+
+
+def _apart(values: Sequence[float], ratio: float = 1.18) -> list[float]:
+    """Places of labels on a log axis: as near to the values as does not overlap."""
+    places = dict.fromkeys(range(len(values)), 0.0)
+    below = 0.0
+    for index in sorted(places, key=lambda index: values[index]):
+        below = places[index] = max(values[index], below * ratio)
+    return list(places.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, nargs="+")
-    parser.add_argument("--plots", type=Path, help="folder for PNG files")
+    parser.add_argument("--plots", type=Path, help="folder for SVG files")
     args = parser.parse_args()
     records = [json.loads(line) for path in args.records for line in path.read_text().splitlines()]
     for (compute, model, adapters, dcs, tokens, accumulation), group in cases(records):
@@ -208,8 +238,8 @@ def main() -> None:
             args.plots.mkdir(parents=True, exist_ok=True)
             kind = ("sleep-" if compute == "sleep" else "") + (f"{model}-" if model != "bytes" else "")
             kind += f"{adapters.replace(' ', '-')}-" if adapters else ""
-            name = f"e2e-{kind}{dcs}-t{tokens}-a{accumulation}.png"
-            plot(group, args.plots / name, title)
+            name = f"e2e-{kind}{dcs}-t{tokens}-a{accumulation}.svg"
+            plot(group, args.plots / name)
             print(f"![{title}]({args.plots.name}/{name})\n")
 
 

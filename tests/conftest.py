@@ -30,6 +30,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write what is computed to tests/golden")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under pytest-xdist one worker runs, one by one, all tests that start processes; the other ones run the rest."""
+    for item in items:
+        uses_a_pool = {"pool2", "pool4", "pool8"} & set(getattr(item, "fixturenames", ()))
+        if uses_a_pool or item.get_closest_marker("dist") or item.path.parent.name == "lab":
+            item.add_marker(pytest.mark.xdist_group("processes"))
+
+
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[ProcessPool]:
     """Two gloo ranks."""

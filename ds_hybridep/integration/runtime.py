@@ -2,6 +2,7 @@
 """All that one attached model has under one plan, driven around the optimizer step."""
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -112,7 +113,8 @@ class HybridRuntime:
                 self.migration.after_step(ships=ships)
         else:
             self._changes.undo()
-        self.statistics.end_step()
+        self.statistics.num_steps += 1
+        self.statistics.step_ends.append(time.monotonic())
         interval = self.config.report_interval
         return self.statistics.gather_job() if interval and self.statistics.num_steps % interval == 0 else None
 

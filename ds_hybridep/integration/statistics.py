@@ -3,7 +3,6 @@
 
 import itertools
 import statistics
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
@@ -37,16 +36,11 @@ class Statistics:
         self._layers = list(layers)
         self._counts_dense = counts_dense
         self.num_steps = 0
-        self._step_ends: deque[float] = deque(maxlen=NUM_TIMED_STEPS + 1)
-
-    def end_step(self) -> None:
-        """Count an optimizer step, and note when it ended."""
-        self.num_steps += 1
-        self._step_ends.append(time.monotonic())
+        self.step_ends: deque[float] = deque(maxlen=NUM_TIMED_STEPS + 1)
 
     def step_s(self) -> float | None:
         """Median seconds from one step to the next on this rank, of the last ones; None before the second."""
-        seconds = [later - earlier for earlier, later in itertools.pairwise(self._step_ends)]
+        seconds = [later - earlier for earlier, later in itertools.pairwise(self.step_ends)]
         return statistics.median(seconds) if seconds else None
 
     def local(self) -> dict[str, Any]:
