@@ -83,7 +83,7 @@ def test_a_planned_job_keeps_its_losses(pool4: ProcessPool) -> None:
         case4("qwen3_moe", 2, 1, zero_stage=2, accumulation=2),
         pytest.param(case4("mixtral", 2, 2, zero_stage=1, dtype="bf16"), marks=pytest.mark.slow),
         pytest.param(case4("deepseek_v3", 2, 1, zero_stage=3), marks=pytest.mark.slow),
-        pytest.param(case4("qwen3_5_moe", 1, 2, toy=RECOMPUTED), marks=pytest.mark.slow),
+        pytest.param(case4("qwen3_moe", 1, 2, toy=RECOMPUTED), marks=pytest.mark.slow),
     ],
     ids=["zero 2", "bf16", "zero 3", "checkpointing"],
 )
