@@ -101,6 +101,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
+            "build",
             "hypothesis",
             "ruff",
             "mypy",
