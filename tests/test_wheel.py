@@ -27,7 +27,8 @@ def test_a_wheel_works_without_a_compiler(tmp_path: Path) -> None:
     subprocess.run(build, check=True, capture_output=True, timeout=200)
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    options = ["-q", "--no-deps", "--no-index", "--target", str(site)]
+    install = [sys.executable, "-m", "pip", "install", *options, str(wheel)]
     subprocess.run(install, check=True, capture_output=True, timeout=100)
     environment = {
         "PATH": str(tmp_path / "nothing"),
