@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the full tables of all records, each beside its records, and the plots of the documents: `python benchmarks/tables.py`."""
+"""Writes the full tables of all records, each beside its records, and the plots of the documents."""
 
 import subprocess
 import sys
