@@ -40,7 +40,7 @@ def held_and_estimated(case: Case, codecs: dict[str, Any]) -> tuple[int, dict[st
         needs["engine"] = ds_hybridep.estimate_hybridep_mem_needs_all_live(engine.module, block, 4)
         train(engine, case, 0, 1)
         held = ds_hybridep.stats(engine)["replica_bytes"]
-    return held, {name: need[sizes].total for name, need in needs.items()}
+    return held, {name: need[sizes].between_steps for name, need in needs.items()}
 
 
 @pytest.mark.parametrize(

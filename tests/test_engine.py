@@ -479,8 +479,8 @@ def test_stats(pool4: ProcessPool) -> None:
         keys = {"rank", "steps", "levels", "exposed_s", "layers", "synchronised", "replica_bytes", "job", "planning"}
         assert set(trained) == keys
         assert trained["synchronised"] == {}  # DeepSpeed does it
-        # A slot for each of two ranks in two layers: fp32 weights, and sums of their gradients.
-        assert fresh["replica_bytes"] == trained["replica_bytes"] == 2 * 2 * shipment
+        # A slot for each of two ranks in two layers: fp32 weights.
+        assert fresh["replica_bytes"] == trained["replica_bytes"] == 2 * shipment
         assert trained["planning"] is None  # nothing is "auto"
         assert (trained["rank"], fresh["steps"], trained["steps"]) == (rank, 0, 2)
         assert [level["name"] for level in trained["levels"]] == ["dc", "gpu"]

@@ -196,7 +196,9 @@ def test_estimates_are_of_as_many_layers(pool4: ProcessPool) -> None:
     layer = 4 * 2 * (2 * 16 * 32 + 32 + 16) * 4  # slots x experts of a rank x fp32
     for accumulation, summed in ((1, 2), (2, 4)):
         for need in pool4.run(estimated, case=world4(2, 2, accumulation=accumulation)):
-            assert (need.replicas, need.gradient_sums, need.codecs) == (2 * layer, summed * layer, 0)
+            of_others = 3 * layer // 4  # by then those of a rank's own experts are with their parameters
+            assert (need.replicas, need.gradient_sums, need.codecs) == (2 * layer, summed * of_others, 0)
+            assert need.returns == 2 * layer // 4
 
 
 def test_a_parameter_changed_by_hand_is_found_by_verification(pool2: ProcessPool) -> None:

@@ -99,7 +99,7 @@ class LayerExperts:
 
     def start_return(self, handle: ReturnHandle) -> None:
         """ACCUMULATING to RETURNING.  Does not block."""
-        self.replicas.make_encoders()  # in the current stream, which is the one that frees what they hold
+        self.replicas.prepare_return()  # in the current stream, which is the one that frees what is made here
         purpose = Purpose("expert_gradients", "return of expert gradients", self.replicas.layer)
         handle.operation, handle.collected = Reduce(self.replicas, purpose), None
         self.gradient_pipeline.start(handle.operation)
@@ -113,10 +113,7 @@ class LayerExperts:
             handle.collected = self.replicas.take_returned()
             if self.gradients is Gradients.UNDONE and (feedback := self.replicas.feedback) is not None:
                 # Of what was encoded and decoded after the drop.
-                notes = feedback.changes.notes
-                for changed in (*feedback.encoders.values(), *feedback.decoders.values()):
-                    if changed in notes:
-                        notes.pop(changed)()
+                feedback.changes.undo_of([*feedback.encoders.values(), *feedback.decoders.values()])
             self.returning, self.gradients = None, Gradients.EMPTY
         return handle.collected
 
@@ -128,7 +125,7 @@ class LayerExperts:
     def drop_gradients(self, *, is_undone: bool) -> None:
         """ACCUMULATING to EMPTY; RETURNING to DROPPED, or to UNDONE where `StepChanges.undo` was called."""
         if self.gradients in (Gradients.ACCUMULATING, Gradients.RETURNING):
-            self.replicas.clear_sums()
+            self.replicas.clear_sums(is_in_use=self.returning is not None)
             on_their_way = Gradients.UNDONE if is_undone else Gradients.DROPPED
             self.gradients = Gradients.EMPTY if self.returning is None else on_their_way
 
@@ -409,7 +406,8 @@ class _Prefetch(Function):
             return None, None, *gradients
         with profiler_range("prefetch_backward", ctx.layer.replicas.layer):
             returned = ctx.layer.finish_return(ctx.handle)
-            summed = ((own.float() + other).to(own.dtype) for own, other in zip(gradients, returned, strict=True))
+            ctx.handle.operation = ctx.handle.collected = None  # a graph may live on
+            summed = [other.add_(own).to(own.dtype) for own, other in zip(gradients, returned, strict=True)]
             return None, None, *summed
 
 

@@ -2,9 +2,10 @@
 """Working copies of a domain's experts for one layer, and their gradients until these return to the owners.
 
     weights  [M, e * n]  slot i = the experts of the domain rank with offset index i (own slot: a staging copy)
-    sums     [M, e * n]  fp32 partial gradients since the last return (own slot: what came back)
+    sums     M x [e * n] fp32 partial gradients since the last return (own slot: what came back)
 
-One tensor for each block of `experts.layout`.
+One tensor for each block of `experts.layout`.  Sums have memory from a step's first gradients until these were sent,
+those of the own slot during a return.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layout import ParameterSlice, lay_out, num_local_experts
 from ds_hybridep.experts.partitioned import gathered
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges
+from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges, residual_dtype
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import Mirror, PatchReplica, PatchSender, Replica
 from ds_hybridep.sync.stages import GatherStage
@@ -34,8 +35,7 @@ class Replicas:
         experts: the e experts owned by this rank, one module each; `is_grouped`: one, with parameters [e, *shape].
         partition: of the layer's expert-parallel group.
         changes: shared by all layers.
-        is_transient: weights have no memory until `TransientWeights` gives them some, and sums only while some wait to
-            return; weights must travel as they are.
+        is_transient: weights have no memory until `TransientWeights` gives them some, and must travel as they are.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class Replicas:
     ) -> None:
         self.layer, self.experts, self.is_grouped = layer, tuple(experts), is_grouped
         self.partition, self.stages, self.encoding = partition, stages, encoding
-        self._is_transient = is_transient
         self.num_local = num_local_experts(experts, is_grouped=is_grouped)
         self.blocks = lay_out(experts[0], is_grouped=is_grouped)
         trainable = [piece for block in self.blocks if block.is_trainable for piece in block.slices]
@@ -74,25 +73,15 @@ class Replicas:
             new(len(slots), self.num_local * block.num_elements, dtype=block.dtype, device=sample.device)
             for block in self.blocks
         ]
-        self.weight_parts = [self._trainable_parts(self.weights, slot) for slot in slots]
+        self.weight_parts = [self._trainable_parts(self.values(slot, trainable_only=True)) for slot in slots]
         self.weights_by_name = [self._by_name(self.values(slot, trainable_only=False)) for slot in slots]
-        # 3. Sums of gradients.
-        self.gradient_sums: list[Tensor | None] = []
-        self.sum_parts: list[list[Tensor]] = []
         if is_transient:
             for weights in self.weights:
                 weights.untyped_storage().resize_(0)  # views cannot be made without memory, but stay
-        else:
-            self._make_sums()
+        # 3. Sums of gradients, by slot, for each trainable block.
+        self._sums: dict[int, list[Tensor]] = {}
         # 4. What lossy codecs keep.
         self.feedback = _feedback_of(self, changes)
-
-    def _make_sums(self) -> None:
-        self.gradient_sums = [
-            torch.zeros(weights.shape, dtype=torch.float32, device=weights.device) if block.is_trainable else None
-            for block, weights in zip(self.blocks, self.weights, strict=True)
-        ]
-        self.sum_parts = [self._trainable_parts(self.gradient_sums, slot) for slot in range(len(self.domain_ranks))]
 
     def level_between(self, slot: int, other: int) -> int:
         """The slowest level between the ranks of two slots."""
@@ -103,17 +92,15 @@ class Replicas:
     # -- views ---------------------------------------------------------------------------------------------------
 
     def _part(self, tensor: Tensor, piece: ParameterSlice) -> Tensor:
-        """View [e, *shape] of one parameter of a slot's experts, in the slot's row of `weights` or `sums`."""
+        """View [e, *shape] of one parameter of a slot's experts, in a block of the slot's weights or sums."""
         start, stop = self.num_local * piece.start, self.num_local * piece.stop
         return tensor[start:stop].view(self.num_local, *piece.shape)
 
-    def _trainable_parts(self, tensors: Sequence[Tensor | None], slot: int) -> list[Tensor]:
-        return [
-            self._part(tensor[slot], piece)
-            for block, tensor in zip(self.blocks, tensors, strict=True)
-            if block.is_trainable and tensor is not None
-            for piece in block.slices
-        ]
+    def _trainable_parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of what `values` gives of trainable blocks, or something alike."""
+        blocks = [block for block in self.blocks if block.is_trainable]
+        pairs = zip(blocks, tensors, strict=True)
+        return [self._part(tensor, piece) for block, tensor in pairs for piece in block.slices]
 
     def _by_name(self, values: Sequence[Tensor], *, trainable_only: bool = False) -> list[dict[str, Tensor]]:
         """A slot's weights by parameter name for each of `experts`, in what `values` gives or something alike."""
@@ -135,8 +122,16 @@ class Replicas:
 
     def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
         """Partial gradients of a slot, fp32 [e * n] for each trainable block, and the type in which they travel."""
-        pairs = zip(self.blocks, self.gradient_sums, strict=True)
-        return [(sums[slot], block.dtype) for block, sums in pairs if sums is not None]
+        dtypes = [block.dtype for block in self.blocks if block.is_trainable]
+        return list(zip(self._sums[slot], dtypes, strict=True))
+
+    def sum_parts(self, slot: int) -> list[Tensor]:
+        return self._trainable_parts(self._sums[slot])
+
+    def drop_sums(self, slot: int) -> None:
+        for sums in self._sums.pop(slot):
+            if self.streams is not None:
+                self.streams.free_behind_side(sums)
 
     def loss_scale(self) -> float:
         return self.encoding.loss_scale()
@@ -220,16 +215,35 @@ class Replicas:
 
         gradients: in the order of `replica_slots`, then of `experts`, then `trainable_names`.
         """
-        if not self.gradient_sums:
-            self._make_sums()
         iterator = iter(gradients)
         for slot in self.replica_slots:
-            for part in self._by_module(self.sum_parts[slot]):
-                part.add_(next(iterator))
+            is_first = slot not in self._sums
+            if is_first:
+                self._make_sums(slot)
+            for part in self._by_module(self.sum_parts(slot)):
+                if is_first:
+                    part.copy_(next(iterator))
+                else:
+                    part.add_(next(iterator))
+
+    def _make_sums(self, slot: int) -> None:
+        """Memory for a slot's sums; what it holds is undefined."""
+        self._sums[slot] = [
+            torch.empty(self.num_local * block.num_elements, device=self.device)
+            for block in self.blocks
+            if block.is_trainable
+        ]
+
+    def prepare_return(self) -> None:
+        """Have what a return of gradients needs: sums for what comes back, and the senders."""
+        self._make_sums(self.own_slot)
+        for sums in self._sums[self.own_slot]:
+            sums.zero_()
+        self.make_encoders()
 
     def take_returned(self) -> list[Tensor]:
-        """What came back for the owned experts, fp32, by `experts` and `trainable_names`; clears all sums."""
-        returned = [part.clone() for part in self._by_module(self.sum_parts[self.own_slot])]
+        """What came back for the owned experts, fp32, by `experts` and `trainable_names`; there are no sums then."""
+        returned = self._by_module(self.sum_parts(self.own_slot))
         self.clear_sums()
         return returned
 
@@ -238,20 +252,19 @@ class Replicas:
             return list(parts)
         return [part[module_idx] for module_idx in range(len(self.experts)) for part in parts]
 
-    def clear_sums(self) -> None:
-        """Forget all partial gradients."""
-        if self._is_transient:
-            self.gradient_sums, self.sum_parts = [], []
-        for sums in self.gradient_sums:
-            if sums is not None:
-                sums.zero_()
+    def clear_sums(self, *, is_in_use: bool = False) -> None:
+        """Forget all partial gradients; is_in_use: a return that is under way goes on, with zeros."""
+        if not is_in_use:
+            self._sums = {}
+        for sums in (one for slot in self._sums.values() for one in slot):
+            sums.zero_()
 
     # -- memory --------------------------------------------------------------------------------------------------
 
     @property
     def num_bytes(self) -> int:
         weights = sum(tensor.untyped_storage().nbytes() for tensor in self.weights)
-        sums = sum(tensor.nbytes for tensor in self.gradient_sums if tensor is not None)
+        sums = sum(tensor.nbytes for slot in self._sums.values() for tensor in slot)
         return weights + sums + (self.feedback.num_bytes(self.weights) if self.feedback is not None else 0)
 
     def make_encoders(self) -> None:
@@ -263,8 +276,8 @@ class Replicas:
                         self.feedback.encoder(stage.level, slot)
 
     def release(self) -> None:
-        self.weights, self.gradient_sums, self.weight_parts, self.sum_parts, self.weights_by_name = [], [], [], [], []
-        self.feedback = None
+        self.weights, self.weight_parts, self.weights_by_name = [], [], []
+        self._sums, self.feedback = {}, None
 
     def expert_ids(self, slot: int) -> range:
         owner = self.partition.group_ranks.index(self.domain_ranks[slot])
@@ -277,7 +290,9 @@ def _feedback_of(replicas: Replicas, changes: StepChanges) -> Feedback | None:
     weights, gradients = replicas.encoding.weight_codecs, replicas.encoding.gradient_codecs
     if not replicas.parts or not any(weights[level] or gradients[level] for level in levels):
         return None
-    feedback = Feedback([replicas.parts] * len(replicas.domain_ranks), gradients, replicas.device, changes)
+    kept_in = residual_dtype(block.dtype for block in replicas.blocks if block.is_trainable)
+    parts = [replicas.parts] * len(replicas.domain_ranks)
+    feedback = Feedback(parts, gradients, replicas.device, changes, residuals=kept_in)
     for level in levels:
         codec = weights[level]
         if isinstance(codec, Patch):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, PacketOrder, Patch
-from ds_hybridep.sync.feedback import Feedback, GradientDecoder, StepChanges
+from ds_hybridep.sync.feedback import Feedback, GradientDecoder, StepChanges, residual_dtype
 from ds_hybridep.sync.flat import Span, parts_of, split
 from ds_hybridep.sync.messages import MessageLayout, PacketPart, load_states
 from ds_hybridep.sync.mirrors import Mirror, PatchReplica, PatchSender, Replica
@@ -33,17 +33,17 @@ class Buffer:
         self,
         codecs: Sequence[Codec | None],
         levels: Sequence[int],
-        device: torch.device,
+        like: Tensor,
         changes: StepChanges,
         *,
         gathers: bool,
     ) -> None:
         """Have `sums`, and where `gathers` `results`, which have the codec of the slowest level that has one."""
-        parts = [parts_of(slot) for slot in self.spans]
-        self.sums = Feedback(parts, codecs, device, changes, "gradient")
+        parts, residuals = [parts_of(slot) for slot in self.spans], residual_dtype([like.dtype])
+        self.sums = Feedback(parts, codecs, like.device, changes, "gradient", residuals)
         if gathers:
             slowest = next(codec for level in levels if (codec := codecs[level]) is not None)
-            self.results = SumFeedback(parts, (slowest,), device, changes, "gradient")
+            self.results = SumFeedback(parts, (slowest,), like.device, changes, "gradient", residuals)
 
     @property
     def feedbacks(self) -> dict[str, Feedback]:

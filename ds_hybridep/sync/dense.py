@@ -55,9 +55,6 @@ class FlatSlots:
         self.device = values[0].device
         self.streams: DeviceStreams | None = None  # the caller's stream goes on with the result
         self.feedback = feedback
-        self.sum_parts: list[list[Tensor]] = []
-        if feedback is not None and sums:
-            self.sum_parts = [split(total, parts) for total, parts in zip(sums, feedback.parts, strict=True)]
         self._values, self._sums = values, sums
         self._loss_scale = group.encoding.loss_scale
 
@@ -66,6 +63,13 @@ class FlatSlots:
 
     def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
         return [(self._sums[slot], self._values[slot].dtype)]
+
+    def sum_parts(self, slot: int) -> list[Tensor]:
+        assert self.feedback is not None, f"{self.layer}: nothing is encoded"
+        return split(self._sums[slot], self.feedback.parts[slot])
+
+    def drop_sums(self, slot: int) -> None:
+        """They are the caller's."""
 
     def loss_scale(self) -> float:
         return self._loss_scale()
@@ -187,7 +191,7 @@ class GroupSync:
             is_encoded = like.dtype != torch.float64 and any(codecs[level] for level in self._levels)
             buffer = self.memory.buffers[key] = Buffer(key, tuple(spans))
             if is_encoded:
-                buffer.encode(codecs, self._levels, like.device, self.memory.changes, gathers=operation == ALL_REDUCE)
+                buffer.encode(codecs, self._levels, like, self.memory.changes, gathers=operation == ALL_REDUCE)
                 self.memory.restore(buffer)
         return self.memory.buffers[key]
 

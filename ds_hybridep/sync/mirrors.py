@@ -75,9 +75,13 @@ class Mirror:
 
     def squared_distance(self, weights: Sequence[Tensor]) -> tuple[float, float]:
         """Sums over all elements of (weight - mirror)^2 and of weight^2."""
-        wide = [part.as_matrices(w).double() for part, w in zip(self.layout.parts, weights, strict=True)]
-        apart = sum(float((w - v).square().sum()) for w, v in zip(wide, self.values, strict=True))
-        return apart, sum(float(w.square().sum()) for w in wide)
+        apart = whole = 0.0
+        for part, weight, value in zip(self.layout.parts, weights, self.values, strict=True):
+            for one, other in zip(part.as_matrices(weight), value, strict=True):
+                wide = one.double()
+                whole += float(wide.square().sum())
+                apart += float((wide - other).square().sum())
+        return apart, whole
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": [v.clone() for v in self.values], "states": [state.state_dict() for state in self.states]}
