@@ -240,7 +240,7 @@ def memory_against_estimates(case: Case, codecs: Codecs) -> dict[str, int]:
         sizes = tuple(level["domain_size"] for level in block["levels"])
         return {
             "held": migration_of(engine).replica_bytes,
-            "live": live[sizes].between_steps,
+            "live": live[sizes].after_step,
             "alone": live[(1, 1)].total,
             "marked": int(f"* {list(sizes)}" in printed.getvalue()),
         }

@@ -87,6 +87,7 @@ class LayerExperts:
             return
         self._wait(self.weight_pipeline, self.shipment)
         self.shipment = None
+        self.replicas.unstage()
         if self.weights is Weights.SHIPPING:
             self.weights = Weights.FRESH
 
@@ -340,8 +341,13 @@ class MigrationManager:
 
     @property
     def replica_bytes(self) -> int:
-        """Bytes held now for replicas and their gradient sums on this rank."""
+        """Bytes held now for replicas and their gradient sums on this rank's device."""
         return sum(layer.replicas.num_bytes for layer in self.layers)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes held now in host memory, of what codecs keep."""
+        return sum(layer.replicas.num_host_bytes for layer in self.layers)
 
     def _ship(self, *, is_exact: bool) -> None:
         for layer in self.layers:
@@ -367,7 +373,7 @@ def _by_slot(replicas: Replicas, tensors: Iterator[Tensor]) -> list[list[dict[st
     """Weights by [slot][module]: own ones first in `tensors`, then the replicas' in slot order."""
     slots: list[list[dict[str, Tensor]]] = [[] for _ in replicas.domain_ranks]
     for slot in (replicas.own_slot, *replicas.replica_slots):
-        for held in replicas.weights_by_name[slot]:
+        for held in replicas.weights_by_name(slot):
             # A grouped module gets all its weights: called as it is, it would run ZeRO-3's hooks.
             weights = {} if slot == replicas.own_slot and not replicas.is_grouped else dict(held)
             weights.update({name: next(tensors) for name in replicas.trainable_names})

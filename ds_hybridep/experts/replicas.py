@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Working copies of a domain's experts for one layer, and their gradients until these return to the owners.
 
-    weights  [M, e * n]  slot i = the experts of the domain rank with offset index i (own slot: a staging copy)
-    sums     M x [e * n] fp32 partial gradients since the last return (own slot: what came back)
+    weights  M x [e * n]  slot i = the experts of the domain rank with offset index i
+    sums     M x [e * n]  fp32 partial gradients since the last return (own slot: what came back)
 
-One tensor for each block of `experts.layout`.  Sums have memory from a step's first gradients until these were sent,
-those of the own slot during a return.
+One tensor for each block of `experts.layout`.  The own slot has weights while they are sent as they are; those that
+left as patches stay.  Sums have memory from a step's first gradients until these were sent, those of the own slot
+during a return.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 
 from ds_hybridep.codecs import Patch
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.experts.layout import ParameterSlice, lay_out, num_local_experts
+from ds_hybridep.experts.layout import Block, ParameterSlice, lay_out, num_local_experts
 from ds_hybridep.experts.partitioned import gathered
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges, residual_dtype
+from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import Mirror, PatchReplica, PatchSender, Replica
 from ds_hybridep.sync.stages import GatherStage
@@ -67,14 +69,16 @@ class Replicas:
         self.device = sample.device
         streams = streams_of(sample.device)
         self.streams = streams if isinstance(streams, DeviceStreams) else None  # None: work runs where it is written
-        new = torch.empty if is_transient else torch.zeros
-        slots = range(len(self.domain_ranks))
-        self.weights = [
-            new(len(slots), self.num_local * block.num_elements, dtype=block.dtype, device=sample.device)
+        patches = any(isinstance(encoding.weight_codecs[stage.level], Patch) for stage in stages)
+        self._lasting: list[Tensor | None] = [
+            self._new_weights(block)
+            if is_transient or (block.is_trainable and patches and not encoding.is_on_host)
+            else None
             for block in self.blocks
         ]
-        self.weight_parts = [self._trainable_parts(self.values(slot, trainable_only=True)) for slot in slots]
-        self.weights_by_name = [self._by_name(self.values(slot, trainable_only=False)) for slot in slots]
+        self._own = list(self._lasting)
+        self._weights = {slot: [self._new_weights(block) for block in self.blocks] for slot in self.replica_slots}
+        self._views = {slot: self._by_name(self.values(slot, trainable_only=False)) for slot in self.replica_slots}
         if is_transient:
             for weights in self.weights:
                 weights.untyped_storage().resize_(0)  # views cannot be made without memory, but stay
@@ -82,6 +86,15 @@ class Replicas:
         self._sums: dict[int, list[Tensor]] = {}
         # 4. What lossy codecs keep.
         self.feedback = _feedback_of(self, changes)
+
+    def _new_weights(self, block: Block) -> Tensor:
+        return torch.zeros(self.num_local * block.num_elements, dtype=block.dtype, device=self.device)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """All that is held of weights, of all slots and blocks."""
+        own = [weights for weights in self._own if weights is not None]
+        return [*own, *(weights for slot in self._weights.values() for weights in slot)]
 
     def level_between(self, slot: int, other: int) -> int:
         """The slowest level between the ranks of two slots."""
@@ -116,9 +129,25 @@ class Replicas:
         ]
 
     def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
-        """Weights of a slot, [e * n] for each block."""
-        pairs = zip(self.blocks, self.weights, strict=True)
-        return [weights[slot] for block, weights in pairs if block.is_trainable or not trainable_only]
+        """Weights of a slot, [e * n] for each block; the own slot must have been staged."""
+        held: Sequence[Tensor | None] = self._own if slot == self.own_slot else self._weights[slot]
+        blocks = [block for block in self.blocks if block.is_trainable or not trainable_only]
+        values = [weights for weights, block in zip(held, self.blocks, strict=True) if block in blocks]
+        held_values = [weights for weights in values if weights is not None]
+        assert len(held_values) == len(blocks), f"{self.layer}: the own slot is not staged"
+        return held_values
+
+    def weight_parts(self, slot: int) -> list[Tensor]:
+        """Trainable weights of a slot, [e, *shape] in the order of `parts`."""
+        return self._trainable_parts(self.values(slot, trainable_only=True))
+
+    def weights_by_name(self, slot: int) -> list[dict[str, Tensor]]:
+        """Weights of a slot by parameter name for each of `experts`; the own ones are the parameters, if not away."""
+        if slot != self.own_slot:
+            return self._views[slot]
+        if not self.is_partitioned:
+            return [dict(expert.named_parameters()) for expert in self.experts]
+        return self._by_name(self.values(slot, trainable_only=False))
 
     def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
         """Partial gradients of a slot, fp32 [e * n] for each trainable block, and the type in which they travel."""
@@ -139,7 +168,7 @@ class Replicas:
     def trainable_weights(self, slots: Iterable[int]) -> list[Tensor]:
         """Trainable weights as they are held, by slot, `experts` and `trainable_names`."""
         return [
-            weights[name] for slot in slots for weights in self.weights_by_name[slot] for name in self.trainable_names
+            weights[name] for slot in slots for weights in self.weights_by_name(slot) for name in self.trainable_names
         ]
 
     # -- weights of the owned experts ----------------------------------------------------------------------------
@@ -154,16 +183,30 @@ class Replicas:
         named = [dict(expert.named_parameters()) for expert in self.experts]
         return [parameters[name] for parameters in named for name in self.trainable_names]
 
-    def load_own_weights(self, *, trainable_only: bool) -> None:
-        """Copy the owned experts' parameters into the own slot.
+    def stage(self, *, trainable_only: bool) -> None:
+        """Copy the owned experts' parameters into the own slot, until `unstage`.
 
         Under ZeRO-3 the ranks that share them must call together.
         """
-        self._load(self.weights_by_name[self.own_slot], trainable_only=trainable_only)
+        self.stage_empty(trainable_only=trainable_only)
+        values = self.values(self.own_slot, trainable_only=trainable_only)
+        self._load(self._by_name(values, trainable_only=trainable_only), trainable_only=trainable_only)
+
+    def stage_empty(self, *, trainable_only: bool) -> None:
+        """Have memory for the own slot."""
+        self._own = [
+            self._new_weights(block) if own is None and (block.is_trainable or not trainable_only) else own
+            for own, block in zip(self._own, self.blocks, strict=True)
+        ]
+
+    def unstage(self) -> None:
+        """The own slot was sent.  Under ZeRO-3 it is what is computed with, and stays."""
+        if not self.is_partitioned:
+            self._own = list(self._lasting)
 
     def own_weights(self) -> list[Tensor]:
         """The owned experts' trainable parameters as `values` has those of a slot; the own slot stays as it is."""
-        values = [torch.empty_like(sent) for sent in self.values(self.own_slot, trainable_only=True)]
+        values = [self._new_weights(block) for block in self.blocks if block.is_trainable]
         self._load(self._by_name(values, trainable_only=True), trainable_only=True)
         return values
 
@@ -182,19 +225,21 @@ class Replicas:
     def source_weights(self) -> list[Tensor]:
         """Owned trainable weights as exact as this rank has them, [e, *shape], in the order of `parts`.
 
-        The optimizer's fp32 masters where they are here; otherwise the staging copy.  Rounding noise of a bf16 weight
-        does not compress.
+        The optimizer's fp32 masters where they are here; otherwise the parameters, or under ZeRO-3 the own slot.
+        Rounding noise of a bf16 weight does not compress.
         """
-        staged = self.weight_parts[self.own_slot]
-        return [self._masters(part, view) for part, view in zip(self.parts, staged, strict=True)]
+        return [self._source(index, part) for index, part in enumerate(self.parts)]
 
-    def _masters(self, part: PacketPart, staged: Tensor) -> Tensor:
-        if staged.dtype == torch.float32:
-            return staged  # a master holds no more
+    def _source(self, index: int, part: PacketPart) -> Tensor:
         parameters = [dict(expert.named_parameters())[part.name] for expert in self.experts]
-        masters = [self.encoding.master_of(parameter) for parameter in parameters]
-        held = [master.detach().reshape(-1, *part.shape) for master in masters if master is not None]
-        return torch.cat(held) if len(held) == len(masters) else staged
+        held: list[Tensor] = list(parameters)
+        if parameters[0].dtype != torch.float32:  # otherwise a master holds no more
+            masters = [self.encoding.master_of(parameter) for parameter in parameters]
+            held = [master for master in masters if master is not None]
+        if len(held) < len(parameters) or (held[0] is parameters[0] and self.is_partitioned):
+            held = [self.weight_parts(self.own_slot)[index]] if self.is_partitioned else [*parameters]
+        shaped = [one.detach().reshape(-1, *part.shape) for one in held]
+        return shaped[0] if len(shaped) == 1 else torch.cat(shaped)
 
     def check_trainability(self) -> None:
         """Raise UnsupportedError where a parameter was unfrozen since the blocks were laid out."""
@@ -263,9 +308,25 @@ class Replicas:
 
     @property
     def num_bytes(self) -> int:
+        """On the device."""
         weights = sum(tensor.untyped_storage().nbytes() for tensor in self.weights)
         sums = sum(tensor.nbytes for slot in self._sums.values() for tensor in slot)
-        return weights + sums + (self.feedback.num_bytes(self.weights) if self.feedback is not None else 0)
+        return weights + sums + (self.feedback.num_bytes(self.weights)[0] if self.feedback is not None else 0)
+
+    @property
+    def num_host_bytes(self) -> int:
+        return 0 if self.feedback is None else self.feedback.num_bytes(self.weights)[1]
+
+    @property
+    def sends_own_slot(self) -> bool:
+        """True where a level takes weights of the own slot as they are, rather than encoded."""
+        feedback = self.feedback
+        return feedback is None or any(
+            stage.weights is not None and stage.weights.has_equal_lengths
+            if stage.level in feedback.patches
+            else stage.level not in feedback.mirror_names
+            for stage in self.stages
+        )
 
     def make_encoders(self) -> None:
         """Have the senders of all gradients that leave here; otherwise each is made when it is first asked for."""
@@ -276,7 +337,7 @@ class Replicas:
                         self.feedback.encoder(stage.level, slot)
 
     def release(self) -> None:
-        self.weights, self.weight_parts, self.weights_by_name = [], [], []
+        self._lasting, self._own, self._weights, self._views = [], [], {}, {}
         self._sums, self.feedback = {}, None
 
     def expert_ids(self, slot: int) -> range:
@@ -292,25 +353,32 @@ def _feedback_of(replicas: Replicas, changes: StepChanges) -> Feedback | None:
         return None
     kept_in = residual_dtype(block.dtype for block in replicas.blocks if block.is_trainable)
     parts = [replicas.parts] * len(replicas.domain_ranks)
-    feedback = Feedback(parts, gradients, replicas.device, changes, residuals=kept_in)
+    home = Home(replicas.device, replicas.encoding.is_on_host)
+    feedback = Feedback(parts, gradients, home, changes, residuals=kept_in)
     for level in levels:
         codec = weights[level]
         if isinstance(codec, Patch):
             known = next(iter(feedback.patches.values()), None)
-            feedback.patches[level] = known or PatchSender(
-                codec, replicas.values(replicas.own_slot, trainable_only=True)
-            )
+            feedback.patches[level] = known or PatchSender(codec, _sent(replicas, home), home=home)
         elif codec is not None:
             name = feedback.mirror_names[level] = codec.settings()
             if name not in feedback.mirrors:
-                feedback.mirrors[name] = Mirror(MessageLayout(codec, replicas.parts), replicas.device)
+                feedback.mirrors[name] = Mirror(MessageLayout(codec, replicas.parts), home)
     for slot in replicas.replica_slots:
         codec = weights[replicas.level_between(replicas.own_slot, slot)]
         if isinstance(codec, Patch):
             feedback.replicas[slot] = PatchReplica(codec, replicas.values(slot, trainable_only=True))
         elif codec is not None:
-            feedback.replicas[slot] = Replica(MessageLayout(codec, replicas.parts), replicas.weight_parts[slot])
+            feedback.replicas[slot] = Replica(MessageLayout(codec, replicas.parts), replicas.weight_parts(slot), home)
     return feedback
+
+
+def _sent(replicas: Replicas, home: Home) -> list[Tensor]:
+    """What patches say the change of: the own slot, or memory of the host."""
+    if not home.is_host:
+        return replicas.values(replicas.own_slot, trainable_only=True)
+    blocks = [block for block in replicas.blocks if block.is_trainable]
+    return [home.zeros(replicas.num_local * block.num_elements, dtype=block.dtype) for block in blocks]
 
 
 class WeightShipment(Gather):
@@ -329,23 +397,28 @@ class WeightShipment(Gather):
     def load(self) -> None:
         """Take the owned experts' weights as they are now, and encode them.  Comes before the first `advance`."""
         replicas, feedback = self._replicas, self._replicas.feedback
+        senders = [] if feedback is None else list(dict.fromkeys(feedback.patches.values()))  # one or none
+        is_sent = self._is_exact or replicas.sends_own_slot
         # In the current stream: under ZeRO-3 DeepSpeed gathers parameters for that.
-        patches = {} if feedback is None or self._is_exact else feedback.patches
-        weights = replicas.own_weights() if patches else []
-        if not patches:
-            replicas.load_own_weights(trainable_only=not self._is_exact)
-        if feedback is None or not (feedback.mirrors or patches):
+        if senders and not self._is_exact and not replicas.encoding.is_on_host:
+            weights = replicas.own_weights()  # encoding brings the own slot up to them
+        elif is_sent or senders or replicas.is_partitioned:
+            replicas.stage(trainable_only=not self._is_exact)
+            weights = replicas.values(replicas.own_slot, trainable_only=True)
+        if feedback is None or not (feedback.mirrors or senders):
             return
         streams = replicas.streams
         with nullcontext() if streams is None else streams.aside(), feedback.counters.timing("encode_s"):
             if self._is_exact:
                 for mirror in feedback.mirrors.values():
-                    mirror.assign(replicas.weight_parts[replicas.own_slot])
+                    mirror.assign(replicas.weight_parts(replicas.own_slot))
+                for sender in senders:
+                    sender.assign(weights)
                 return
-            for level, sender in patches.items():  # all are one
-                if not self._messages:
-                    messages = sender.encode(weights)  # brings the own slot up to them
-                self._messages[level] = messages
+            for sender in senders:
+                self._messages.update(dict.fromkeys(feedback.patches, sender.encode(weights)))
             sources = replicas.source_weights() if feedback.mirrors else []
             encoded = {name: [mirror.encode(sources)] for name, mirror in feedback.mirrors.items()}
             self._messages.update({level: encoded[name] for level, name in feedback.mirror_names.items()})
+        if not is_sent:
+            replicas.unstage()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ds_hybridep.codecs import Codec, PacketOrder, Patch
 from ds_hybridep.sync.counters import CodecCounters, CodecSums
+from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart, copy_to, load_states, squared_norm
 from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchSender, Replica
 
@@ -61,11 +62,11 @@ class ResidualEncoder:
     """
 
     def __init__(
-        self, layout: MessageLayout, device: torch.device, changes: StepChanges, dtype: torch.dtype = torch.float32
+        self, layout: MessageLayout, home: Home, changes: StepChanges, dtype: torch.dtype = torch.float32
     ) -> None:
-        self.layout = layout
-        self._applied = layout.new_values(device, dtype)  # residuals as of the last applied step
-        self.states = layout.new_states(device)
+        self.layout, self._home = layout, home
+        self._applied = layout.new_values(home, dtype)  # residuals as of the last applied step
+        self.states = layout.new_states(home.device)
         self._changes = changes
         # Those of the step under way, and codecs' states of before it; while `changes` has a note of this encoder.
         self._pending: list[Tensor] | None = None
@@ -76,16 +77,17 @@ class ResidualEncoder:
         if self not in self._changes:
             self._saved_states = [state.state_dict() for state in self.states]
             self._changes.note(self, self._undo, self._keep)
-        message, packets = self.layout.new_message(self.states[0].step, self._applied[0].device)
+        message, packets = self.layout.new_message(self.states[0].step, self._home.device)
         before, self._pending = self.residuals, []
         for part, gradient, residual, state, out in zip(
             self.layout.parts, gradients, before, self.states, packets, strict=True
         ):
             unscaled = part.as_matrices(gradient)
             unscaled = unscaled / scale if scale != 1.0 else unscaled
-            left = residual.to(torch.float32, copy=True)
+            left = self._home.fetch(residual).to(torch.float32)
+            left = left.clone() if left is residual else left
             self.layout.codec.encode_with_residual(unscaled, left, state, out=out)
-            self._pending.append(left.to(residual.dtype))
+            self._pending.append(self._home.keep(left.to(residual.dtype)))
         return message
 
     @property
@@ -100,16 +102,19 @@ class ResidualEncoder:
         self._pending = None
         load_states(self.states, self._saved_states)
 
-    def tensors(self) -> list[Tensor]:
-        pending = self._pending or []
-        return [*self._applied, *pending, *(t for state in self.states for t in state.tensors.values())]
+    @property
+    def values(self) -> list[Tensor]:
+        """All that is held of residuals."""
+        return [*self._applied, *(self._pending or ())]
 
     def squared_residual(self) -> float:
         """Sum of squares of what was not delivered yet."""
+        self._home.wait()
         return sum(squared_norm(residual) for residual in self.residuals)
 
     def state_dict(self) -> dict[str, Any]:
         """As of the last applied step; the tensors are those that are in use."""
+        self._home.wait()
         states = self._saved_states if self in self._changes else [state.state_dict() for state in self.states]
         return {"residuals": list(self._applied), "states": states}
 
@@ -161,12 +166,14 @@ class Encoding:
     """How weights and gradients travel; codecs by level index, None where they go as they are.
 
     master_of: the optimizer's fp32 copy of a parameter, flat or shaped; None where this rank does not hold all of it.
+    is_on_host: what codecs keep between steps lies in host memory.
     """
 
     weight_codecs: tuple[Codec | Patch | None, ...]
     gradient_codecs: tuple[Codec | None, ...]
     master_of: Callable[[nn.Parameter], Tensor | None] = field(default=no_master, compare=False)
     loss_scale: Callable[[], float] = field(default=no_scale, compare=False)
+    is_on_host: bool = False
 
 
 class Feedback:
@@ -183,7 +190,7 @@ class Feedback:
         self,
         parts: Sequence[tuple[PacketPart, ...]],
         gradient_codecs: Sequence[Codec | None],
-        device: torch.device,
+        home: Home,
         changes: StepChanges,
         kind: Literal["weight", "gradient"] = "weight",
         residuals: torch.dtype = torch.float32,
@@ -200,7 +207,7 @@ class Feedback:
         self.encoders: dict[tuple[int, int], ResidualEncoder] = {}  # by (level, slot)
         self.decoders: dict[tuple[int, int, int], GradientDecoder] = {}  # by (level, sender, slot)
         self.gradient_codecs = gradient_codecs  # by level
-        self.device = device
+        self.home = home
 
     @property
     def has_patches(self) -> bool:
@@ -225,7 +232,7 @@ class Feedback:
         codec = self.gradient_codecs[level]
         if (level, slot) not in self.encoders and codec is not None and self.parts[slot]:
             layout = MessageLayout(codec, self.parts[slot])
-            self.encoders[level, slot] = ResidualEncoder(layout, self.device, self.changes, self.residuals)
+            self.encoders[level, slot] = ResidualEncoder(layout, self.home, self.changes, self.residuals)
         return self.encoders.get((level, slot))
 
     def decoder(self, level: int, sender: int, slot: int) -> GradientDecoder | None:
@@ -274,10 +281,15 @@ class Feedback:
             squared_residual=sum(encoder.squared_residual() for encoder in self.encoders.values()),
         )
 
-    def num_bytes(self, weights: Sequence[Tensor]) -> int:
-        """Bytes held beside weights and gradient sums; replicas that are views of `weights` are not counted."""
+    def num_bytes(self, weights: Iterable[Tensor]) -> tuple[int, int]:
+        """Bytes on the device and in host memory, beside weights and gradient sums.
+
+        weights: those that are counted elsewhere; what is a view of them is not counted again.
+        """
         shared = {tensor.untyped_storage()._cdata for tensor in weights}  # by identity: some have no address
         senders: list[Mirror | ResidualEncoder] = [*self.mirrors.values(), *self.encoders.values()]
-        held = [tensor for sender in senders for tensor in sender.tensors()]
-        held += [value for replica in self.lossy_replicas.values() for value in replica.values]
-        return sum(tensor.nbytes for tensor in held if tensor.untyped_storage()._cdata not in shared)
+        kept = [value for one in (*senders, *self.lossy_replicas.values()) for value in one.values]
+        kept += [sent for sender in set(self.patches.values()) for sent in sender.sent]
+        at_home = sum(value.nbytes for value in kept if value.untyped_storage()._cdata not in shared)
+        states = sum(t.nbytes for sender in senders for state in sender.states for t in state.tensors.values())
+        return (states, at_home) if self.home.is_host else (states + at_home, 0)

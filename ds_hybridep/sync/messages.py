@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState
+from ds_hybridep.sync.home import Home
 
 ALIGNMENT_BYTES = 16
 BLOCK_ELEMENTS = 2**20  # that are looked at together where all would be too many
@@ -81,11 +82,9 @@ class MessageLayout:
     def new_states(self, device: torch.device) -> list[CodecState]:
         return [self.codec.new_state(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
 
-    def new_values(self, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    def new_values(self, home: Home, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Zeros, [e, rows, cols] for each part."""
-        return [
-            torch.zeros(part.num_experts, part.rows, part.cols, dtype=dtype, device=device) for part in self.parts
-        ]
+        return [home.zeros(part.num_experts, part.rows, part.cols, dtype=dtype) for part in self.parts]
 
     def _lay_out(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
         """Length of a message; packets of each part, bytes of one, and where they begin, aligned."""
