@@ -87,7 +87,7 @@ class LayerExperts:
             return
         self._wait(self.weight_pipeline, self.shipment)
         self.shipment = None
-        self.replicas.unstage()
+        self.replicas.own.unstage()
         if self.weights is Weights.SHIPPING:
             self.weights = Weights.FRESH
 
@@ -144,9 +144,9 @@ class LayerExperts:
 
     def _versions(self) -> list[tuple[int, int]]:
         """What torch changes with every write to an owned parameter, and with every replacement of its memory."""
-        if self.replicas.is_partitioned:
+        if self.replicas.own.is_partitioned:
             return []
-        return [(p._version, p.data_ptr()) for expert in self.replicas.experts for p in expert.parameters()]
+        return [(p._version, p.data_ptr()) for expert in self.replicas.own.experts for p in expert.parameters()]
 
     def release(self) -> None:
         """Any state to RELEASED: an earlier graph, which a layer may keep, would keep the memory."""
@@ -209,13 +209,13 @@ class MigrationManager:
         """
         layer = self.layers[position]
         replicas = layer.replicas
-        replicas.check_trainability()
+        replicas.own.check_trainability()
         if not is_in_backward():
             if layer.weights is Weights.STALE:
                 self.refresh(wait=False)
             layer.refuse_changed()
         self.progress()
-        own = replicas.owned_parameters()
+        own = replicas.own.parameters()
         if own and torch.is_grad_enabled():
             handle, aliases = self._take_prefetched(position)
             return _by_slot(replicas, iter(_Acquire.apply(self, layer, handle, *aliases)))
@@ -365,7 +365,7 @@ def is_in_backward() -> bool:
 
 def _held(replicas: Replicas, own: Sequence[Tensor]) -> list[Tensor]:
     """Trainable weights, own ones first: `own`, or under ZeRO-3 the copy of the last shipment; then the replicas'."""
-    given = replicas.trainable_weights([replicas.own_slot]) if replicas.is_partitioned else list(own)
+    given = replicas.trainable_weights([replicas.own_slot]) if replicas.own.is_partitioned else list(own)
     return given + replicas.trainable_weights(replicas.replica_slots)
 
 
@@ -382,12 +382,12 @@ def _by_slot(replicas: Replicas, tensors: Iterator[Tensor]) -> list[list[dict[st
 
 
 def _stand_in(replicas: Replicas) -> list[nn.Parameter]:
-    return stand_in(replicas.owned_parameters()) if replicas.is_partitioned else []
+    return stand_in(replicas.own.parameters()) if replicas.own.is_partitioned else []
 
 
 def _prefetch(layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
     handle, away = ReturnHandle(), _stand_in(layer.replicas)
-    aliases = _Prefetch.apply(layer, handle, *layer.replicas.owned_parameters())
+    aliases = _Prefetch.apply(layer, handle, *layer.replicas.own.parameters())
     if away:
         take_away(away)
     return handle, aliases

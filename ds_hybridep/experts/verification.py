@@ -78,17 +78,17 @@ class _Sums:
 
     def add_slot(self, replicas: Replicas, slot: int, *, frozen_only: bool) -> None:
         """Weights of a slot, and of the own one parameters, which ZeRO-3 gathers one by one."""
-        names = [piece.name for block in replicas.blocks for piece in block.slices]
+        names = [piece.name for block in replicas.layout.blocks for piece in block.slices]
         names = [name for name in names if not frozen_only or name not in replicas.trainable_names]
         is_own = slot == replicas.own_slot
         experts: list[dict[str, Any]] = (
-            [dict(expert.named_parameters()) for expert in replicas.experts]
+            [dict(expert.named_parameters()) for expert in replicas.own.experts]
             if is_own
             else replicas.weights_by_name(slot)
         )
         for weights in experts:
             for name in names:
-                with gathered([weights[name]]) if is_own and replicas.is_partitioned else nullcontext():
+                with gathered([weights[name]]) if is_own and replicas.own.is_partitioned else nullcontext():
                     self.add_all([weights[name].detach()])
 
 

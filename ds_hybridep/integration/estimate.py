@@ -179,7 +179,7 @@ def _memory_of_layer(
     codecs = held.num_bytes - replicas
     is_staged = held.sends_own_slot or is_partitioned
     if is_staged:
-        held.stage_empty(trainable_only=not is_partitioned)
+        held.own.make_room(trainable_only=not is_partitioned)
     staging = sum(weights.nbytes for weights in held.weights) - replicas
     encoders = held.feedback.encoders.values() if held.feedback is not None else ()
     slot_sums = sum(part.fp32_bytes for part in held.parts)

@@ -98,7 +98,7 @@ class Statistics:
         streams = replicas.streams
         # Behind the encoding of the next weights, which changes mirrors.
         with nullcontext() if streams is None else streams.aside():
-            sums = replicas.feedback.sums(replicas.source_weights())
+            sums = replicas.feedback.sums(replicas.own.sources())
         if streams is not None:
             streams.join()
         return sums
