@@ -179,8 +179,8 @@ def test_memory_is_that_of_a_few_layers_whatever_their_number(pool4: ProcessPool
         toy = ToyConfig(num_layers=num_layers, ffn=37)
         for found in pool4.run(peak_blocks, case=world4(2, 2, toy=toy, prefetch_depth=depth)):
             assert found["said"] == found["held"] == found["stats"] == 4 * (depth + 1)
-            # Gradient sums of as many layers wait to return.
-            assert 4 * (depth + 1) < found["alive"] <= 8 * (depth + 1)
+            # Gradient sums of as many layers wait to return, or are on their way as messages.
+            assert 4 * (depth + 1) < found["alive"] <= 12 * (depth + 1)
 
 
 def test_kinds_of_replicas_can_be_changed_by_hand(pool4: ProcessPool) -> None:
@@ -196,7 +196,7 @@ def test_estimates_are_of_as_many_layers(pool4: ProcessPool) -> None:
     layer = 4 * 2 * (2 * 16 * 32 + 32 + 16) * 4  # slots x experts of a rank x fp32
     for accumulation, summed in ((1, 2), (2, 4)):
         for need in pool4.run(estimated, case=world4(2, 2, accumulation=accumulation)):
-            of_others = 3 * layer // 4  # by then those of a rank's own experts are with their parameters
+            of_others = 3 * layer // 4  # those of the own experts are with their parameters
             assert (need.replicas, need.gradient_sums, need.codecs) == (2 * layer, summed * of_others, 0)
             assert need.returns == 2 * layer // 4
 

@@ -167,9 +167,12 @@ def _shell(parameters: Iterable[tuple[Sequence[int], torch.dtype, bool]]) -> nn.
 
 
 def _memory_of_layer(
-    experts: Sequence[nn.Module], partition: Partition, encoding: Encoding, *, is_partitioned: bool
+    experts: Sequence[nn.Module], partition: Partition, encoding: Encoding, *, keeps_own: bool
 ) -> _LayerNeeds:
-    """What each rank of the group needs for one layer, found by building its replicas without memory."""
+    """What each rank of the group needs for one layer, found by building its replicas without memory.
+
+    keeps_own: copies of the owned experts stay as long as those of others.
+    """
     if partition.domain_size == 1:
         return _LayerNeeds()
     rank = partition.group_ranks[0]
@@ -177,17 +180,16 @@ def _memory_of_layer(
     held.make_encoders()
     replicas = sum(weights.nbytes for weights in held.weights)
     codecs = held.num_bytes - replicas
-    is_staged = held.sends_own_slot or is_partitioned
-    if is_staged:
-        held.own.make_room(trainable_only=not is_partitioned)
+    if keeps_own or held.sends_own_slot:
+        held.own.make_room(trainable_only=not keeps_own)
     staging = sum(weights.nbytes for weights in held.weights) - replicas
     encoders = held.feedback.encoders.values() if held.feedback is not None else ()
     slot_sums = sum(part.fp32_bytes for part in held.parts)
     return _LayerNeeds(
-        replicas=replicas + (staging if is_partitioned else 0),
+        replicas=replicas + (staging if keeps_own else 0),
         codecs=codecs,
         host=held.num_host_bytes,
-        staging=0 if is_partitioned else staging,
+        staging=0 if keeps_own else staging,
         sums=slot_sums * len(held.replica_slots),
         own_sums=slot_sums,
         residuals=sum(residual.nbytes for encoder in encoders for residual in encoder.residuals),
@@ -212,7 +214,7 @@ def _most_at_once(
     return MemoryNeeds(
         replicas=most("replicas", of_all=not is_transient),
         codecs=most("codecs", of_all=True),
-        staging=0 if is_transient else most("staging", of_all=True),
+        staging=most("staging", of_all=True),
         gradient_sums=most("sums", of_all=accumulates),
         returns=most("own_sums") + residuals,
         host=most("host", of_all=True),
@@ -236,7 +238,7 @@ def _print_needs(
                 [expert] * num_local,
                 Partition.build(cluster, range(ep), sizes),
                 encoding,
-                is_partitioned=is_partitioned,
+                keeps_own=is_partitioned or config.replicas == "transient",
             )
             for expert, num_local, ep in layers
         ]
