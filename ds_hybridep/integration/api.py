@@ -105,7 +105,7 @@ def stats(engine: nn.Module) -> dict[str, Any]:
 
         "synchronised"   what codecs do for dense parameters, and for experts that several groups hold, by name
         "replica_bytes"  held now on the device for replicas, their gradients and what codecs keep of them
-        "host_bytes"     held now in host memory of what codecs keep, with "state": "host"
+        "host_bytes"     the same in host memory, where "state" is "host"
         "job"            counters of all ranks together as of the last report, as in `report_file`; None before the
                          first one and on ranks other than 0
         "planning"       the plan of a job that is planned while it runs, as in `report_file`; None elsewhere
