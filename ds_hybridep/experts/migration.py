@@ -274,6 +274,15 @@ class MigrationManager:
         for layer in self.layers:
             layer.finish_dropped()
         self.finish_shipments()
+        if self.is_stale and any(layer.replicas.sends_patches for layer in self.layers):
+            self.refresh()  # patches say how weights differ from what the other ranks have
+        for layer in self.layers:
+            layer.replicas.remember_sent()
+
+    def skip_step(self) -> None:
+        """The step that `before_step` announced did not change the weights."""
+        for layer in self.layers:
+            layer.replicas.forget_sent()
 
     def after_step(self, *, ships: bool) -> None:
         """The optimizer step was applied: ship the new weights in the background.
@@ -283,6 +292,7 @@ class MigrationManager:
         if ships:
             self._ship(is_exact=False)
         else:
+            self.skip_step()
             self.mark_weights_changed()
 
     def mark_weights_changed(self) -> None:

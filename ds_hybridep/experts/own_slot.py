@@ -13,12 +13,12 @@ from ds_hybridep.experts.partitioned import gathered
 
 
 class OwnSlot:
-    """The own slot of one layer.  It has memory between `stage` and `unstage`; some blocks' memory lasts.
+    """The own slot of one layer.  It has memory between `stage` or `adopt` and `unstage`.
 
     Args:
         experts: as in `SlotLayout`.
-        lasting: by block, whether its memory lasts.
         master_of: the optimizer's fp32 copy of a parameter; None where it is not here.
+        is_lasting: it has memory all the time.
     """
 
     def __init__(
@@ -26,13 +26,13 @@ class OwnSlot:
         layer: str,
         experts: Sequence[nn.Module],
         layout: SlotLayout,
-        lasting: Sequence[bool],
         master_of: Callable[[nn.Parameter], Tensor | None],
+        *,
+        is_lasting: bool,
     ) -> None:
         self.layer, self.experts, self._layout, self._master_of = layer, tuple(experts), layout, master_of
-        pairs = zip(layout.blocks, lasting, strict=True)
-        self._lasting = [layout.new(block) if lasts else None for block, lasts in pairs]
-        self._weights = list(self._lasting)
+        self._is_lasting = is_lasting
+        self._weights = [layout.new(block) if is_lasting else None for block in layout.blocks]
         self._trainable_names = tuple(piece.name for piece in layout.trainable)
 
     # -- parameters ----------------------------------------------------------------------------------------------
@@ -109,10 +109,16 @@ class OwnSlot:
             for held, block in zip(self._weights, self._layout.blocks, strict=True)
         ]
 
+    def adopt(self, values: Sequence[Tensor]) -> None:
+        """Have these as the slot, which are its values: `values` for trainable parameters."""
+        iterator = iter(values)
+        pairs = zip(self._layout.blocks, self._weights, strict=True)
+        self._weights = [next(iterator) if block.is_trainable else held for block, held in pairs]
+
     def unstage(self) -> None:
         """The slot was sent.  Under ZeRO-3 it stays."""
-        if not self.is_partitioned:
-            self._weights = list(self._lasting)
+        if not (self._is_lasting or self.is_partitioned):
+            self._weights = [None for _ in self._weights]
 
     def copy(self) -> list[Tensor]:
         """Trainable parameters as `values` has those of the slot, which stays as it is."""
@@ -134,4 +140,4 @@ class OwnSlot:
                 place.copy_(parameter.detach())
 
     def release(self) -> None:
-        self._lasting, self._weights = [], []
+        self._weights = []

@@ -4,9 +4,8 @@
     weights  M x [e * n]  slot i = the experts of the domain rank with offset index i
     sums     M x [e * n]  fp32 partial gradients since the last return (own slot: what came back)
 
-One tensor for each block of `experts.layout`.  The own slot has weights while they are sent as they are; those that
-left as patches stay.  Sums have memory from a step's first gradients until these were sent, those of the own slot
-during a return.
+One tensor for each block of `experts.layout`.  The own slot has weights while they are sent.  Sums have memory from a
+step's first gradients until these were sent, those of the own slot during a return.
 """
 
 from collections.abc import Iterable, Sequence
@@ -66,12 +65,7 @@ class Replicas:
         # 2. Weights, and views of them.
         streams = streams_of(self.device)
         self.streams = streams if isinstance(streams, DeviceStreams) else None  # None: work runs where it is written
-        patches = any(isinstance(encoding.weight_codecs[stage.level], Patch) for stage in stages)
-        lasting = [
-            is_transient or (block.is_trainable and patches and not encoding.is_on_host)
-            for block in self.layout.blocks
-        ]
-        self.own = OwnSlot(layer, experts, self.layout, lasting, encoding.master_of)
+        self.own = OwnSlot(layer, experts, self.layout, encoding.master_of, is_lasting=is_transient)
         self._weights = {slot: [*map(self.layout.new, self.layout.blocks)] for slot in self.replica_slots}
         self._views = {slot: self.layout.by_name(weights) for slot, weights in self._weights.items()}
         if is_transient:
@@ -167,6 +161,24 @@ class Replicas:
         for sums in (one for slot in self._sums.values() for one in slot):
             sums.zero_()
 
+    # -- what patches say the change of --------------------------------------------------------------------------
+
+    def remember_sent(self) -> None:
+        """Before the optimizer step, when parameters are what was sent last: keep that where patches need it."""
+        for sender in [] if self.feedback is None else self.feedback.patch_senders:
+            in_place = self.own.is_partitioned
+            sender.sent = self.own.values(trainable_only=True) if in_place else self.own.copy()
+
+    @property
+    def sends_patches(self) -> bool:
+        return self.feedback is not None and self.feedback.has_patches
+
+    def forget_sent(self) -> None:
+        for sender in [] if self.feedback is None else self.feedback.patch_senders:
+            for sent in sender.sent if self.streams is not None else ():
+                self.streams.free_behind_side(sent)
+            sender.sent = []
+
     # -- memory --------------------------------------------------------------------------------------------------
 
     @property
@@ -222,7 +234,7 @@ def _feedback_of(replicas: Replicas, changes: StepChanges) -> Feedback | None:
         codec = weights[level]
         if isinstance(codec, Patch):
             known = next(iter(feedback.patches.values()), None)
-            feedback.patches[level] = known or PatchSender(codec, _sent(replicas, home), home=home)
+            feedback.patches[level] = known or PatchSender(codec)
         elif codec is not None:
             name = feedback.mirror_names[level] = codec.settings()
             if name not in feedback.mirrors:
@@ -234,14 +246,6 @@ def _feedback_of(replicas: Replicas, changes: StepChanges) -> Feedback | None:
         elif codec is not None:
             feedback.replicas[slot] = Replica(MessageLayout(codec, replicas.parts), replicas.weight_parts(slot), home)
     return feedback
-
-
-def _sent(replicas: Replicas, home: Home) -> list[Tensor]:
-    """What patches say the change of: the own slot, or memory of the host."""
-    if not home.is_host:
-        return replicas.values(replicas.own_slot, trainable_only=True)
-    layout = replicas.layout
-    return [home.zeros(layout.num_local * block.num_elements, dtype=block.dtype) for block in layout.trainable_blocks]
 
 
 class WeightShipment(Gather):
@@ -260,14 +264,12 @@ class WeightShipment(Gather):
     def load(self) -> None:
         """Take the owned experts' weights as they are now, and encode them.  Comes before the first `advance`."""
         replicas, feedback = self._replicas, self._replicas.feedback
-        senders = [] if feedback is None else list(dict.fromkeys(feedback.patches.values()))  # one or none
+        senders = [] if feedback is None or self._is_exact else feedback.patch_senders
         is_sent = self._is_exact or replicas.sends_own_slot
         # In the current stream: under ZeRO-3 DeepSpeed gathers parameters for that.
-        if senders and not self._is_exact and not replicas.encoding.is_on_host:
-            weights = replicas.own.copy()  # encoding brings the own slot up to them
-        elif is_sent or senders or replicas.own.is_partitioned:
+        weights = replicas.own.copy() if senders else []
+        if not senders and (is_sent or replicas.own.is_partitioned):
             replicas.own.stage(trainable_only=not self._is_exact)
-            weights = replicas.values(replicas.own_slot, trainable_only=True)
         if feedback is None or not (feedback.mirrors or senders):
             return
         streams = replicas.streams
@@ -275,13 +277,14 @@ class WeightShipment(Gather):
             if self._is_exact:
                 for mirror in feedback.mirrors.values():
                     mirror.assign(replicas.weight_parts(replicas.own_slot))
-                for sender in senders:
-                    sender.assign(weights)
                 return
             for sender in senders:
+                assert sender.sent, f"{replicas.layer}: what was sent last was not remembered before the step"
                 self._messages.update(dict.fromkeys(feedback.patches, sender.encode(weights)))
+                replicas.own.adopt(sender.sent)
             sources = replicas.own.sources() if feedback.mirrors else []
             encoded = {name: [mirror.encode(sources)] for name, mirror in feedback.mirrors.items()}
             self._messages.update({level: encoded[name] for level, name in feedback.mirror_names.items()})
+        replicas.forget_sent()
         if not is_sent:
             replicas.own.unstage()

@@ -28,11 +28,12 @@ from ds_hybridep.sync.stages import gather_stages
 class MemoryNeeds:
     """Bytes on one rank beside what DeepSpeed holds; packets and other buffers of the moment are not counted.
 
-    replicas: weights of the domain's other experts, in the type they are trained in, and what patches sent last.
+    replicas: weights of the domain's other experts, in the type they are trained in.
     codecs: mirrors, replicas in fp32 beside others, residuals, and encoders' state.
     staging: copies of owned weights that travel as they are, from a step to the next forward.
     gradient_sums: the most that sums of replicas' gradients take in a step, fp32.
     returns: the most that gradients on their way take beside these, and residuals until the step is applied.
+    step: the same residuals, and what patches sent last, during the optimizer step.
     host: in host memory, with "state": "host".
     host_returns: likewise, from the return of gradients until the step is applied.
     """
@@ -42,6 +43,7 @@ class MemoryNeeds:
     staging: int = 0
     gradient_sums: int = 0
     returns: int = 0
+    step: int = 0
     host: int = 0
     host_returns: int = 0
 
@@ -53,13 +55,14 @@ class MemoryNeeds:
     @property
     def total(self) -> int:
         """The most in a step, on the device."""
-        return self.replicas + self.codecs + max(self.staging, self.gradient_sums + self.returns)
+        return self.replicas + self.codecs + max(self.staging, self.gradient_sums + self.returns, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LayerNeeds:
     """Bytes of one layer; those that are held between steps first.
 
+    sent: what patches sent last, during the optimizer step.
     own_sums: of the owned experts' gradients, while they return; residuals: those of a step, until it is applied.
     """
 
@@ -67,6 +70,7 @@ class _LayerNeeds:
     codecs: int = 0
     host: int = 0
     staging: int = 0
+    sent: int = 0
     sums: int = 0
     own_sums: int = 0
     residuals: int = 0
@@ -183,6 +187,7 @@ def _memory_of_layer(
     if keeps_own or held.sends_own_slot:
         held.own.make_room(trainable_only=not keeps_own)
     staging = sum(weights.nbytes for weights in held.weights) - replicas
+    own_bytes = sum(weights.nbytes for weights in held.values(held.replica_slots[0], trainable_only=True))
     encoders = held.feedback.encoders.values() if held.feedback is not None else ()
     slot_sums = sum(part.fp32_bytes for part in held.parts)
     return _LayerNeeds(
@@ -190,6 +195,7 @@ def _memory_of_layer(
         codecs=codecs,
         host=held.num_host_bytes,
         staging=0 if keeps_own else staging,
+        sent=0 if keeps_own or not held.sends_patches else own_bytes,
         sums=slot_sums * len(held.replica_slots),
         own_sums=slot_sums,
         residuals=sum(residual.nbytes for encoder in encoders for residual in encoder.residuals),
@@ -210,13 +216,14 @@ def _most_at_once(
         return max((sum(sizes) if of_all else sum(sizes[at : at + depth + 1]) for at in range(len(sizes))), default=0)
 
     # A layer whose gradients were sent has new residuals in the place of larger sums.
-    residuals = 0 if is_on_host else most("residuals", of_all=not accumulates)
+    in_flight, of_step = (0 if is_on_host else most("residuals", of_all=of_all) for of_all in (not accumulates, True))
     return MemoryNeeds(
         replicas=most("replicas", of_all=not is_transient),
         codecs=most("codecs", of_all=True),
         staging=most("staging", of_all=True),
         gradient_sums=most("sums", of_all=accumulates),
-        returns=most("own_sums") + residuals,
+        returns=most("own_sums") + in_flight,
+        step=of_step + most("sent", of_all=True),
         host=most("host", of_all=True),
         host_returns=most("residuals", of_all=True) if is_on_host else 0,
     )

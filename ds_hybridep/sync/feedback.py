@@ -215,6 +215,11 @@ class Feedback:
         return bool(self.patches)
 
     @property
+    def patch_senders(self) -> list[PatchSender]:
+        """One for all levels, or none."""
+        return list(dict.fromkeys(self.patches.values()))
+
+    @property
     def is_lossy_for_gradients(self) -> bool:
         return any(codec is not None for codec in self.gradient_codecs)
 
@@ -289,7 +294,8 @@ class Feedback:
         shared = {tensor.untyped_storage()._cdata for tensor in weights}  # by identity: some have no address
         senders: list[Mirror | ResidualEncoder] = [*self.mirrors.values(), *self.encoders.values()]
         kept = [value for one in (*senders, *self.lossy_replicas.values()) for value in one.values]
-        kept += [sent for sender in set(self.patches.values()) for sent in sender.sent]
+        sent = [tensor for sender in self.patch_senders for tensor in sender.sent]
+        states = sum(tensor.nbytes for tensor in sent if tensor.untyped_storage()._cdata not in shared)
         at_home = sum(value.nbytes for value in kept if value.untyped_storage()._cdata not in shared)
-        states = sum(t.nbytes for sender in senders for state in sender.states for t in state.tensors.values())
+        states += sum(t.nbytes for sender in senders for state in sender.states for t in state.tensors.values())
         return (states, at_home) if self.home.is_host else (states + at_home, 0)

@@ -4,8 +4,8 @@
 lossy codecs    the owner keeps a mirror of what its replicas hold, encodes weight - mirror and adds to the mirror
                 what it has encoded; a replica adds the same.  What a codec left out is still in weight - mirror
                 the next time.
-patches         the owner keeps the 16-bit values that it sent last, and sends how they have changed; a holder
-                changes its own likewise, and has the owner's values bit for bit.
+patches         the owner sends how its 16-bit values have changed since it sent them last; a holder changes its own
+                likewise, and has the owner's values bit for bit.
 """
 
 from collections.abc import Sequence
@@ -154,19 +154,13 @@ class Replica:
 class PatchSender:
     """The owner's side of patches.
 
-    sent: what holders have, one flat contiguous tensor for each message, at `home`; those that are not 16 bits wide
-        travel as they are.
+    sent: what holders have, one flat contiguous tensor for each message; those that are not 16 bits wide travel as
+        they are.
     """
 
-    def __init__(self, codec: Patch, sent: Sequence[Tensor], step: int = 0, home: Home | None = None) -> None:
+    def __init__(self, codec: Patch, sent: Sequence[Tensor] = (), step: int = 0) -> None:
         self._codec, self.sent = codec, list(sent)
-        self._step, self._home = step, home or Home(sent[0].device)
-
-    def assign(self, values: Sequence[Tensor]) -> None:
-        """Holders have got the values as they are."""
-        for sent, value in zip(self.sent, values, strict=True):
-            if sent is not value:
-                self._home.put(sent, value)
+        self._step = step
 
     def encode(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Messages that make holders' values equal to `values`, shaped as `sent`, which become these."""
@@ -174,13 +168,11 @@ class PatchSender:
         for value, sent in zip(values, self.sent, strict=True):
             if is_patched(sent):
                 room = torch.empty(self._codec.max_bytes(sent.numel()), dtype=torch.uint8, device=value.device)
-                work = self._home.fetch(sent)
-                num_bytes = self._codec.encode(value, work, room, self._step)
-                self._home.put(sent, work)
+                num_bytes = self._codec.encode(value, sent, room, self._step)
                 messages.append(room[:num_bytes].clone())  # the room is many times as large
             else:
-                self._home.put(sent, value)
-                messages.append(value)
+                sent.copy_(value)
+                messages.append(sent)
         self._step += 1
         return messages
 
