@@ -34,7 +34,7 @@ def collect(replicas: Replicas, transport: Transport) -> list[Tensor]:
     sizes = [torch.Size(shape).numel() for shape in shapes]
     kept = torch.zeros(len(replicas.domain_ranks), sum(sizes), device=replicas.device)
     for (_, slot), encoder in feedback.encoders.items():
-        kept[slot] += torch.cat([residual.reshape(-1) for residual in encoder.residuals])
+        kept[slot] += torch.cat([residual.reshape(-1) for residual in encoder.residuals]).to(kept.device)
     feedback.forget_gradients()
     total = kept[replicas.own_slot]
     if feedback.is_lossy_for_gradients:  # otherwise nobody has kept anything for others

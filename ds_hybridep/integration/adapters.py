@@ -188,7 +188,7 @@ def load(layers: Mapping[str, Any], folder: Path) -> None:
     """Read what `save` of all ranks wrote, with any number of experts on a rank."""
     found: dict[tuple[str, str, int], Tensor] = {}
     for path in sorted(folder.glob(FILES)):
-        for name, entry in torch.load(path, weights_only=True, map_location="cpu").items():
+        for name, entry in torch.load(path, weights_only=True, map_location="cpu", mmap=True).items():
             for key, values in entry["factors"].items():
                 found |= {(name, key, expert): value for expert, value in zip(entry["experts"], values, strict=True)}
     for name, layer in layers.items():

@@ -113,10 +113,10 @@ class CodecState:
         copies, which other ranks may hold now, and of all else where DeepSpeed synchronises.
         """
         dropped: list[Tensor] = []
-        for path in files:
+        rank, world_size = self._transport.rank, self._transport.world_size
+        for path in (one for one in files if codec_checkpoint.rank_of(one) % world_size == rank):
             saved = codec_checkpoint.read(path)
-            is_mine = codec_checkpoint.rank_of(path) % self._transport.world_size == self._transport.rank
-            for name, kept in saved.get("synchronised", {}).items() if is_mine and saved["step"] == step else ():
+            for name, kept in saved.get("synchronised", {}).items() if saved["step"] == step else ():
                 if name == DENSE and name in self._syncs:
                     self._syncs[name].memory.take_over(kept)
                 else:

@@ -95,6 +95,8 @@ class HybridRuntime:
     def abandon_step(self) -> None:
         """The optimizer failed in the step that `before_step` announced."""
         self._is_stepping = False
+        if self.migration is not None:
+            self.migration.skip_step()
 
     def after_step(self, *, was_applied: bool, ships: bool = True) -> dict[str, Any] | None:
         """Call right after the optimizer step.  Returns the job's record on rank 0 every `report_interval` steps.
@@ -113,6 +115,8 @@ class HybridRuntime:
                 self.migration.after_step(ships=ships)
         else:
             self._changes.undo()
+            if self.migration is not None:
+                self.migration.skip_step()
         self.statistics.num_steps += 1
         self.statistics.step_ends.append(time.monotonic())
         interval = self.config.report_interval
