@@ -47,7 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--tflops", type=float, default=DEFAULT_TFLOPS, help="peak of a GPU; default %(default)g")
     machine.add_argument("--mfu", type=float, default=DEFAULT_MFU, help="share of it reached; default %(default)g")
     machine.add_argument("--overlap", type=float, default=1.0, metavar="SHARE", help="hidden of what could be; all")
-    machine.add_argument("--memory", type=float, metavar="GB", help="of a GPU, without activations; not limited")
+    machine.add_argument("--memory", type=float, metavar="GB", help="of a GPU; plans must fit; not limited")
+    machine.add_argument(
+        "--host-rate", type=float, default=50.0, metavar="GB/S", help="of a GPU to the host's memory; default %(default)g"
+    )
     machine.add_argument(
         "--dense-sync",
         choices=("hierarchical", "deepspeed"),
@@ -124,7 +127,9 @@ def read_question(args: argparse.Namespace) -> Question:
     return Question(
         cluster=cluster,
         workload=workload,
-        rates=Rates(flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap),
+        rates=Rates(
+            flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap, host_bytes_per_s=args.host_rate * GIGA
+        ),
         sync=BY_DEEPSPEED if args.dense_sync == "deepspeed" else SyncModel(),
         groups=() if args.ep_size is None else (ExpertGroup(args.ep_size, args.strided),),
         codecs=read_codecs(args, workload),

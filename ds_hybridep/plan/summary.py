@@ -42,6 +42,8 @@ def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
     block: dict[str, Any] = {"levels": levels, "advanced": {"prefetch_depth": layout.prefetch_depth}}
     if layout.is_transient:
         block["replicas"] = "transient"
+    if layout.state == "host":
+        block["state"] = "host"
     if sum(count > 1 for count in layout.domain_counts) > 1:
         block["token_exchange"] = layout.exchange
     if question.sync.algorithm == "ring":

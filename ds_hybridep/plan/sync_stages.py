@@ -21,9 +21,9 @@ from functools import lru_cache
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.codec_costs import patch_cost
 from ds_hybridep.plan.costs import experts_per_rank
-from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout, SyncModel
+from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout, Rates, SyncModel
 from ds_hybridep.plan.slots import Shape, Slot, num_elements, shares_of
-from ds_hybridep.plan.workload import MASTER_BYTES, Workload
+from ds_hybridep.plan.workload import Workload
 
 NARROW_BYTES = 2  # of parameters that travel as patches wherever a level encodes them
 
@@ -172,15 +172,27 @@ def mean_bytes(codec: CodecCost, slots: Sequence[Slot], workload: Workload) -> f
 
 
 def sync_state_bytes(held: Held, workload: Workload) -> float:
-    """What codecs keep on a rank: residuals and their copies until the step, and own parameters as they were."""
+    """What codecs keep on a rank: residuals, new ones until the step is applied, and own parameters as they were."""
+    residuals, before = _kept_bytes(held, workload)
+    return 2 * residuals + before
+
+
+def sync_host_traffic_s(held: Held, workload: Workload, rates: Rates) -> float:
+    """Seconds in which that passes between host and device where it is kept there: all is read, and written."""
+    residuals, before = _kept_bytes(held, workload)
+    return 2 * (residuals + before) / rates.host_bytes_per_s
+
+
+def _kept_bytes(held: Held, workload: Workload) -> tuple[float, float]:
+    """Of residuals, which have the parameters' type, and of own parameters as they were."""
     is_partitioned = workload.zero_stage >= 1
-    slot_params = sum(map(math.prod, held.tensors)) / held.group_size
+    slot_bytes = sum(map(math.prod, held.tensors)) / held.group_size * workload.param_bytes
     encoding_levels = [level for level in held.levels if held.gradients[level] != IDENTITY]
     residuals = sum(held.messages_over(level) for level in encoding_levels)
     if encoding_levels and not is_partitioned:
         residuals += 1  # of the own slot's sum
-    before_bytes = workload.param_bytes if is_partitioned and gather_codec(held, workload)[1] else 0
-    return slot_params * (2 * MASTER_BYTES * residuals + before_bytes)
+    has_before = is_partitioned and gather_codec(held, workload)[1]
+    return slot_bytes * residuals, slot_bytes if has_before else 0.0
 
 
 def ring_bytes(
