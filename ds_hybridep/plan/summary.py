@@ -190,7 +190,7 @@ def _candidate_row(candidate: Candidate, mark: str) -> tuple[str, ...]:
 def _alternative_row(way: Alternative) -> tuple[str, ...]:
     step = "-" if way.step_s is None else f"{way.step_s:.4g}"
     memory = "" if way.memory_bytes is None else f"{way.memory_bytes / GIGA:.1f}"
-    crossing = "" if way.prediction is None else f"{way.prediction.level_bytes(0) / GIGA:.4g}"
+    crossing = "" if way.crossing_bytes is None else f"{way.crossing_bytes / GIGA:.4g}"
     return ("", way.name, step, crossing, memory, way.note)
 
 
