@@ -4,17 +4,17 @@
 What autograd keeps of one token in a layer, p bytes an element (fp32 4):
 
     two norms           2 x (4 + 2 p) hidden             the input in fp32, normalised, and the output
-    attention           p (query + key + value + out)    by a fused kernel, which keeps no scores; 4 B a head beside them
+    attention           p (query + key + value + out)    by a fused kernel, without scores; 4 B a head beside them
       norms inside      (4 + p) of what they see         queries and keys of Qwen3
     router              4 x experts                      probabilities
     each routed expert  p (2 hidden + 4 ffn)             its row, gate, up, silu(gate), their product, its output
     shared experts, dense layer    4 p ffn
 
-Without checkpointing that is kept of all layers.  With checkpointing a layer's input is kept of all, and the rest of the
-one that is at work.  In its backward the widest gradients come on top: 7 rows or 2 inner rows of each routed expert, and
-the gradients of its weights.  The loss, at another time than any layer, takes 12 B a logit: log-probabilities and two
-gradients in fp32.  Not counted: scores of an attention that is not fused, packets, and what the allocator loses, for
-which `memory` has an allowance.
+Without checkpointing that is kept of all layers.  With checkpointing a layer's input is kept of all, and the rest of
+the one that is at work.  In its backward the widest gradients come on top: 7 rows or 2 inner rows of each routed
+expert, and the gradients of its weights.  The loss, at another time than any layer, takes 12 B a logit:
+log-probabilities and two gradients in fp32; in pieces (`has_fused_loss`) it takes nothing to speak of.  Not counted: scores of an attention that is not fused, packets, and what
+the allocator loses, for which `memory` has an allowance.
 
 `tests/plan/test_activations.py` holds it against what PyTorch keeps.
 """
@@ -78,7 +78,8 @@ def activations_of(
         stored = share * (model.num_moe_layers * kept + num_dense * kept_dense)
         layer = gradients
     last_norm = tokens * _norm_bytes(workload) if has_loss else 0.0
-    loss = tokens * LOSS_BYTES_PER_LOGIT * widths.vocabulary if has_loss else 0.0
+    has_logits = has_loss and not workload.has_fused_loss
+    loss = tokens * LOSS_BYTES_PER_LOGIT * widths.vocabulary if has_logits else 0.0
     return Activations(in_flight * stored + last_norm, layer, loss)
 
 
@@ -90,7 +91,9 @@ def _norm_bytes(workload: Workload) -> float:
 def _attention_bytes(workload: Workload) -> float:
     """Of one token in a layer, both norms included."""
     widths, element = workload.model.widths, workload.param_bytes
-    kept = element * (widths.query + widths.key + widths.value + widths.attention_out) + MASTER_BYTES * widths.num_heads
+    kept = (
+        element * (widths.query + widths.key + widths.value + widths.attention_out) + MASTER_BYTES * widths.num_heads
+    )
     return 2 * _norm_bytes(workload) + kept + (MASTER_BYTES + element) * widths.attention_norms
 
 

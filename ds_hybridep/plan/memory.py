@@ -11,7 +11,7 @@ from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.sync_stages import dense_parameters, shared_experts, sync_state_bytes
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
 
-# What no tensor of the model takes: 1 GB for libraries and their buffers, 2 GB for two of DeepSpeed's buckets of 5e8 elements.
+# What no tensor of the model takes: 1 GB for libraries and their buffers, 2 GB for two of DeepSpeed's buckets.
 WORKSPACE_BYTES = 3e9
 FRAGMENTATION = 0.05  # of activations, which come and go
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline with a stage in each child of level 0: its schedule, its border and its memory.
 
-Every stage has a share of the layers, with expert and data parallelism inside.  For the same tokens in a step, S stages
-pass S x A micro-batches of each rank's tokens.  The schedule is 1F1B: a stage begins with some forwards, then takes a
-backward and a forward in turn.  Three stages, four micro-batches, forwards as numbers and backwards as letters:
+Every stage has a share of the layers, with expert and data parallelism inside.  For the same tokens in a step, S
+stages pass S x A micro-batches of each rank's tokens.  The schedule is 1F1B: a stage begins with some forwards, then
+takes a forward and a backward in turn.  Three stages, four micro-batches, forwards as numbers, backwards as letters:
 
-    stage 0    1 2 3 . . a 4 . b . c . d
+    stage 0    1 2 3 . . a 4 b . c . d
     stage 1    . 1 2 . a 3 b 4 c . d
     stage 2    . . 1 a 2 b 3 c 4 d
 

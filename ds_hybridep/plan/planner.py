@@ -127,33 +127,33 @@ def price_all(question: Question) -> Iterator[Candidate]:
                 layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=question.with_tokens(codecs))
                 candidate = _price(question, group, layout)
                 yield candidate
-                if candidate.lacking_bytes and (candidate.memory.copies_bytes > 0):
+                if candidate.lacking_bytes and candidate.memory.copies_bytes:
                     on_host = _price(question, group, replace(layout, state="host"))
-                    if on_host.memory.host_bytes:
+                    if on_host.memory.total_bytes < candidate.memory.total_bytes:
                         yield on_host
                 if candidate.lacking_bytes and layout.domain_size > 1:
-                    yield _price_transient(question, group, layout)
+                    yield _price(question, group, _transient(layout))
 
 
 def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
-    """The layout with the cheaper exchange and the greatest depth, which never takes longer than a smaller one."""
+    """The layout with the cheaper exchange and the greatest depth that fits: a smaller one is never faster."""
+    layout = _with_fitting_depth(question, layout)
     memory, lacking = question.memory(layout)
-    layout, prediction = question.with_best_exchange(replace(layout, prefetch_depth=max(question.depths)))
+    layout, prediction = question.with_best_exchange(layout)
     return Candidate(group=group, layout=layout, prediction=prediction, memory=memory, lacking_bytes=lacking)
 
 
-def _price_transient(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
-    """The layout with transient replicas of as many layers as fit; of the fewest where none fit."""
-    deepest_first = sorted(question.depths, reverse=True)
-    fitting = (depth for depth in deepest_first if not question.memory(_transient(layout, depth))[1])
-    depth = next(fitting, deepest_first[-1])
-    return _price(replace(question, depths=(depth,)), group, _transient(layout, depth))
+def _with_fitting_depth(question: Question, layout: Layout) -> Layout:
+    """The layout with the greatest depth that fits, or the least where none does."""
+    deepest_first = [replace(layout, prefetch_depth=depth) for depth in sorted(question.depths, reverse=True)]
+    fitting = (one for one in deepest_first if not question.memory(one)[1])
+    return next(fitting, deepest_first[-1])
 
 
-def _transient(layout: Layout, depth: int) -> Layout:
-    """Weights of experts travel exactly then."""
+def _transient(layout: Layout) -> Layout:
+    """Replicas of the layers in flight; weights of experts travel exactly then."""
     codecs = tuple(replace(of_level, weight=IDENTITY) for of_level in layout.codecs)
-    return replace(layout, is_transient=True, prefetch_depth=depth, codecs=codecs)
+    return replace(layout, is_transient=True, codecs=codecs)
 
 
 def _with_least_depth(question: Question, candidate: Candidate) -> Candidate:

@@ -97,9 +97,7 @@ def _inside(question: Question, group: ExpertGroup) -> _Inside:
     levels = question.cluster.levels[1:] or (replace(question.cluster.levels[0], size=1),)
     cluster = Cluster(levels)
     layout = without_domains(group.spans(question.cluster)[-len(levels) :])
-    return _Inside(
-        cluster, layout, predict(cluster, layout, question.workload, question.rates, question.sync)
-    )
+    return _Inside(cluster, layout, predict(cluster, layout, question.workload, question.rates, question.sync))
 
 
 def _pipeline(question: Question, inside: _Inside) -> Alternative:

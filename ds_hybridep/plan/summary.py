@@ -150,6 +150,8 @@ def _describe_question(question: Question) -> str:
     ]
     if workload.is_checkpointed:
         details.append("activation checkpointing")
+    if workload.has_fused_loss:
+        details.append("a fused loss")
     if workload.trainable_expert_params is not None:
         details.append(f"{workload.trainable_expert_params} trained parameters per expert")
     tokens = zip(question.token_codecs, question.cluster.levels, strict=False)

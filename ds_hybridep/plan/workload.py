@@ -110,6 +110,7 @@ class Workload:
     trainable_expert_params: of each expert; None: all. Adapters train few, and only those travel.
     trainable_expert_shapes, trainable_dense_shapes: of the tensors that these are; empty: one vector.
     learning_rate: of AdamW, by which patches of 16-bit weights are larger or smaller.
+    has_fused_loss: the loss is computed in pieces, so that logits of all tokens are never in memory.
     """
 
     model: MoEModel
@@ -126,6 +127,7 @@ class Workload:
     trainable_expert_shapes: tuple[Shape, ...] = ()
     trainable_dense_shapes: tuple[Shape, ...] = ()
     learning_rate: float = 1e-5
+    has_fused_loss: bool = False
 
     def __post_init__(self) -> None:
         for field, least in (("tokens_per_rank", 1), ("micro_steps", 1), ("param_bytes", 1), ("seq_len", 0)):
