@@ -21,6 +21,7 @@ from ds_hybridep.plan.rivals import break_even_tokens
 from ds_hybridep.plan.summary import describe, ds_config_block
 from ds_hybridep.plan.workload import Workload
 
+NUM_ON_RECORD = 4  # of the plans that lost
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 LOW_RANK = CodecCost("low_rank", 25.0, encode_bytes_per_s=2e11, decode_bytes_per_s=4e11)
 
@@ -60,14 +61,23 @@ CASES = {
     "qwen3-2x8-recommended": asked("Qwen3-30B-A3B", "--accumulation", "4", "--checkpointing", "--memory", "80"),
     "mixtral-2x8-recommended": asked("Mixtral-8x7B", "--accumulation", "4", "--checkpointing", "--memory", "80"),
     "mixtral-2x8": question_of("Mixtral-8x7B", workload={"is_checkpointed": True}),
-    "gpt-oss-2x4x4": question_of("gpt-oss-120b", (2, 4, 4), (1, 100, 1000), tokens=65536, memory_bytes=2e11),
+    "gpt-oss-2x4x4": question_of(
+        "gpt-oss-120b",
+        (2, 4, 4),
+        (1, 100, 1000),
+        tokens=65536,
+        memory_bytes=2e11,
+        workload={"is_checkpointed": True, "has_fused_loss": True},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_plans_are_those_on_record(name, request):
     """A change of the model that moves a plan shows here; `pytest --rewrite-golden` records the new ones."""
-    found = json.dumps(make_plan(CASES[name]).to_json(), indent=1) + "\n"
+    answer = make_plan(CASES[name]).to_json()
+    answer["others"] = answer["others"][:NUM_ON_RECORD]
+    found = json.dumps(answer, indent=1) + "\n"
     path = GOLDEN / f"plan-{name}.json"
     if request.config.getoption("--rewrite-golden"):
         path.write_text(found)
@@ -128,9 +138,9 @@ def test_many_tokens_move_experts_and_codecs_move_more_of_them():
 
 def test_data_parallel_over_the_slow_level_is_a_plan_with_codecs():
     """With groups inside each datacentre, gradients and parameters cross encoded."""
-    question = dataclasses.replace(CASES["qwen3-2x8-recommended"], groups=(ExpertGroup(8),))
+    question = CASES["qwen3-2x8-recommended"]
     plan = make_plan(question)
-    best = plan.best
+    best = next(one for one in plan.others if one.group == ExpertGroup(8))
     assert best.layout.domain_sizes == (1, 1)
     assert [codecs.label for codecs in best.layout.codecs] == ["recommended", "identity/identity"]
     sent = best.prediction.uplink_bytes[0]
@@ -240,7 +250,7 @@ def test_a_better_way_that_deepspeed_has_already_is_named():
         "Qwen3-30B-A3B",
         workload={"trainable_expert_params": 67584, "trainable_dense_params": 0},
         groups=(ExpertGroup(16),),
-        memory_bytes=1.1e10,  # not enough for replicas that stay
+        memory_bytes=3.85e10,  # not enough for replicas that stay
         tokens=2048,
     )
     assert make_plan(question).better.name.startswith("DeepSpeed, EP over 8 inside each dc")
