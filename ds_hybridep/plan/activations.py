@@ -12,7 +12,7 @@ What autograd keeps of one token in a layer, p bytes an element (fp32 4):
 
 Without checkpointing that is kept of all layers.  With checkpointing a layer's input is kept of all, and the rest of
 the one that is at work.  In its backward the widest gradients come on top: 7 rows or 2 inner rows of each routed
-expert, and the gradients of its weights.  The loss, at another time than any layer, takes 12 B a logit:
+expert, or where they are more those of all weights of experts.  The loss, at another time than any layer, takes 12 B a logit:
 log-probabilities and two gradients in fp32; in pieces (`has_fused_loss`) it takes nothing to speak of.
 
 Not counted: scores of an attention that is not fused, packets, and what the allocator loses, for which `memory` has an
@@ -71,7 +71,7 @@ def activations_of(
     kept_dense = tokens * (_attention_bytes(workload) + 4 * element * widths.dense_ffn)
     num_dense = widths.num_layers - model.num_moe_layers
     widest = max(ROWS_OF_GRADIENTS * model.hidden, INNER_ROWS_OF_GRADIENTS * widths.expert_ffn)
-    gradients = num_rows * element * widest + num_experts_held * workload.expert_travel_bytes
+    gradients = max(num_rows * element * widest, num_experts_held * workload.expert_travel_bytes)
     if workload.is_checkpointed:
         stored = share * widths.num_layers * tokens * element * model.hidden
         layer = max(kept + gradients, kept_dense if num_dense else 0.0)
