@@ -49,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--overlap", type=float, default=1.0, metavar="SHARE", help="hidden of what could be; all")
     machine.add_argument("--memory", type=float, metavar="GB", help="of a GPU; plans must fit; not limited")
     machine.add_argument(
+        "--host-memory",
+        type=float,
+        default=128.0,
+        metavar="GB",
+        help="of the host, for each GPU; default %(default)g",
+    )
+    machine.add_argument(
         "--host-rate",
         type=float,
         default=50.0,
@@ -140,6 +147,7 @@ def read_question(args: argparse.Namespace) -> Question:
         codecs=read_codecs(args, workload),
         token_codecs=(token, *[IDENTITY] * (len(cluster.levels) - 1)),
         memory_bytes=None if args.memory is None else args.memory * GIGA,
+        host_memory_bytes=None if args.memory is None else args.host_memory * GIGA,
     )
 
 
