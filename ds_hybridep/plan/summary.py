@@ -6,6 +6,7 @@ from typing import Any
 
 from ds_hybridep.plan.cluster import Level, known_or_assumed_bandwidths
 from ds_hybridep.plan.layout import IDENTITY
+from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.planner import EXACT, Candidate, Plan, codecs_label
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, break_even_tokens
@@ -123,10 +124,22 @@ def describe(question: Question, plan: Plan) -> str:
         _describe_question(question),
         _plan_table(plan),
         f"Seconds of {plan.best.label}: {', '.join(shown)}",
+        f"GB per GPU: {_describe_memory(plan.best.memory)}",
         "\n".join(verdict(question, plan)),
         *_break_even(question),
     ]
     return "\n\n".join(sections)
+
+
+def _describe_memory(memory: Memory) -> str:
+    parts = {
+        "DeepSpeed's state": memory.dense_bytes + memory.owned_expert_bytes,
+        "copies and what codecs keep": memory.copies_bytes,
+        "activations": memory.activation_bytes,
+        "allowance": memory.workspace_bytes,
+        "on the host": memory.host_bytes,
+    }
+    return ", ".join(f"{name} {num_bytes / GIGA:.1f}" for name, num_bytes in parts.items() if num_bytes)
 
 
 def _describe_question(question: Question) -> str:

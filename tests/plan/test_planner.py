@@ -20,6 +20,8 @@ from ds_hybridep.plan.question import Question, candidate_groups
 from ds_hybridep.plan.rivals import break_even_tokens
 from ds_hybridep.plan.summary import describe, ds_config_block
 from ds_hybridep.plan.workload import Workload
+from ds_hybridep.simulate.comparison import Conditions
+from ds_hybridep.simulate.simulator import simulate
 
 NUM_ON_RECORD = 4  # of the plans that lost
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -296,3 +298,50 @@ def test_a_slower_link_never_makes_the_best_plan_faster(gbps, factor, tokens):
     fast, slow = (question_of("Qwen3-30B-A3B", gbps=(rate, 800), tokens=tokens) for rate in (gbps, gbps * factor))
     # Within what counts as a tie.
     assert make_plan(slow).best.step_s >= make_plan(fast).best.step_s * (1 - TIE)
+
+
+# ---- on two datacentres of eight GPUs of 80 GB ----
+
+TRAINED = {
+    "qwen3": ("Qwen3-30B-A3B", ()),
+    "mixtral": ("Mixtral-8x7B", ()),
+    "qwen3-lora": ("Qwen3-30B-A3B", ("--lora-rank", "16")),
+    "gpt-oss-lora": ("gpt-oss-120b", ("--lora-rank", "16")),
+}
+MOST_S = {"qwen3": 4.2, "mixtral": 12.5}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_is_recommended_for_80_gb_fits_and_is_what_the_simulator_finds(name):
+    model, arguments = TRAINED[name]
+    question = asked(model, "--accumulation", "4", "--checkpointing", "--memory", "80", *arguments)
+    plan = make_plan(question)
+    best = plan.best
+    assert best.memory.total_bytes <= 80e9
+    assert best.memory.activation_bytes > 5e9
+    assert best.step_s <= MOST_S.get(name, 4.0)
+    for one in (best, next(one for one in plan.others if one.layout.state == "host")):
+        step = simulate(Conditions().scenario(question, one.layout))
+        assert step.step_s == pytest.approx(one.step_s, rel=0.05), one.label
+    for way in plan.alternatives:
+        assert way.memory_bytes is not None, way.name
+        assert (way.lacking_bytes > 0) == (way.memory_bytes > 80e9) == ("more memory than there is" in way.note)
+
+
+def test_another_program_that_does_not_fit_is_not_named_as_better():
+    """Local SGD is faster for Mixtral, but each datacentre would have to hold all of it."""
+    plan = make_plan(CASES["mixtral-2x8-recommended"])
+    local = plan.alternatives[-1]
+    assert local.step_s < plan.better_elsewhere.step_s < plan.best.step_s
+    assert local.lacking_bytes > 0
+
+
+def test_state_on_the_host_is_used_where_it_makes_room_and_where_the_host_has_it():
+    question = CASES["mixtral-2x8-recommended"]
+    best = make_plan(question).best
+    assert best.label == "[1,1] host state recommended|exact ep 8"
+    assert ds_config_block(question, make_plan(question))["hybridep"]["state"] == "host"
+    without = make_plan(dataclasses.replace(question, host_memory_bytes=best.memory.host_bytes - 1e9))
+    assert without.best.step_s > 5 * best.step_s
+    lost = next(one for one in without.others if one.label == best.label)
+    assert lost.lacking_bytes == pytest.approx(1e9)
