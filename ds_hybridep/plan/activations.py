@@ -12,8 +12,8 @@ What autograd keeps of one token in a layer, p bytes an element (fp32 4):
 
 Without checkpointing that is kept of all layers.  With checkpointing a layer's input is kept of all, and the rest of
 the one that is at work.  In its backward the widest gradients come on top: 7 rows or 2 inner rows of each routed
-expert, or where they are more those of all weights of experts.  The loss, at another time than any layer, takes 12 B a logit:
-log-probabilities and two gradients in fp32; in pieces (`has_fused_loss`) it takes nothing to speak of.
+expert, or where they are more those of all weights of experts.  The loss, at another time than any layer, takes 12 B a
+logit: log-probabilities and two gradients in fp32; in pieces (`has_fused_loss`) it takes nothing to speak of.
 
 Not counted: scores of an attention that is not fused, packets, and what the allocator loses, for which `memory` has an
 allowance.

@@ -134,18 +134,17 @@ def gradient_residuals(layout: Layout, workload: Workload) -> float:
 def host_traffic_s(layout: Layout, workload: Workload, rates: Rates, way: Way) -> float:
     """Seconds in which a layer's state passes between host and device, there and back; 0 where it is not there.
 
-    What was sent last is read and written, and so are residuals; gradient sums are written and read between two
-    micro-steps.  None of it is taken to be hidden.
+    What was sent last is read and written, and so are residuals, mirrors and fp32 copies of a lossy codec of weights.
+    None of it is taken to be hidden.
     """
     if layout.state == "device" or layout.domain_size == 1:
         return 0.0
     if way == "weights":
-        per_param = 2.0 * workload.param_bytes if has_patches(layout) else 0.0
+        per_param = workload.param_bytes * has_patches(layout) + MASTER_BYTES * lossy_weight_values(layout, workload)
     else:
-        sums = MASTER_BYTES * (layout.domain_size - 1)
-        per_param = 2.0 * gradient_residuals(layout, workload) + 2.0 * (workload.micro_steps - 1) * sums
+        per_param = gradient_residuals(layout, workload)
     num_params = experts_per_rank(layout, workload) * workload.expert_travel_params
-    return num_params * per_param / rates.host_bytes_per_s
+    return 2 * num_params * per_param / rates.host_bytes_per_s
 
 
 def _own_bytes(layout: Layout, workload: Workload) -> int:

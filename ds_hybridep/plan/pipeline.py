@@ -161,7 +161,7 @@ def _memory(cluster: Cluster, inside: Layout, workload: Workload, ahead: int) ->
                     model.expert_params, workload.expert_travel_params, workload, num_ranks // inside.group_size
                 ),
                 replica_bytes=0.0,
-                **working_bytes(activations.total_bytes),
+                **working_bytes(activations),
             )
         )
     return max(found, key=lambda memory: memory.total_bytes)

@@ -171,28 +171,33 @@ def mean_bytes(codec: CodecCost, slots: Sequence[Slot], workload: Workload) -> f
     return math.fsum(codec.message_bytes(slot, workload.param_bytes) for slot in slots) / len(slots)
 
 
-def sync_state_bytes(held: Held, workload: Workload) -> float:
-    """What codecs keep on a rank: residuals, new ones until the step is applied, and own parameters as they were."""
-    residuals, before = _kept_bytes(held, workload)
-    return 2 * residuals + before
+def sync_residual_bytes(held: Held, workload: Workload) -> float:
+    """What codecs keep of gradients on a rank: residuals, and new ones until the step is applied."""
+    return 2 * _residual_bytes(held, workload)
 
 
 def sync_host_traffic_s(held: Held, workload: Workload, rates: Rates) -> float:
-    """Seconds in which that passes between host and device where it is kept there: all is read, and written."""
-    residuals, before = _kept_bytes(held, workload)
-    return 2 * (residuals + before) / rates.host_bytes_per_s
+    """Seconds in which residuals pass between host and device where they are kept there: read, and written."""
+    return 2 * _residual_bytes(held, workload) / rates.host_bytes_per_s
 
 
-def _kept_bytes(held: Held, workload: Workload) -> tuple[float, float]:
-    """Of residuals, which have the parameters' type, and of own parameters as they were."""
-    is_partitioned = workload.zero_stage >= 1
-    slot_bytes = sum(map(math.prod, held.tensors)) / held.group_size * workload.param_bytes
+def before_step_bytes(held: Held, workload: Workload) -> float:
+    """Of own parameters as they were, from before the optimizer's step until the gather after it."""
+    is_kept = workload.zero_stage >= 1 and held.levels and gather_codec(held, workload)[1]
+    return _slot_bytes(held, workload) if is_kept else 0.0
+
+
+def _residual_bytes(held: Held, workload: Workload) -> float:
+    """They have the parameters' type."""
     encoding_levels = [level for level in held.levels if held.gradients[level] != IDENTITY]
     residuals = sum(held.messages_over(level) for level in encoding_levels)
-    if encoding_levels and not is_partitioned:
+    if encoding_levels and workload.zero_stage == 0:
         residuals += 1  # of the own slot's sum
-    has_before = is_partitioned and gather_codec(held, workload)[1]
-    return slot_bytes * residuals, slot_bytes if has_before else 0.0
+    return _slot_bytes(held, workload) * residuals
+
+
+def _slot_bytes(held: Held, workload: Workload) -> float:
+    return sum(map(math.prod, held.tensors)) / held.group_size * workload.param_bytes
 
 
 def ring_bytes(
