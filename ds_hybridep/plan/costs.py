@@ -125,6 +125,14 @@ def has_patches(layout: Layout) -> bool:
     return any(layout.codecs[level].weight.is_lossless_encoding for level in layout.gather_levels)
 
 
+def lossy_weight_values(layout: Layout, workload: Workload) -> int:
+    """fp32 numbers that lossy codecs of weights keep for each trained parameter that a rank owns."""
+    lossy = [level for level in layout.gather_levels if layout.codecs[level].weight.is_lossy]
+    mirrors = len({layout.codecs[level].weight.name for level in lossy})
+    is_narrow = workload.param_bytes < MASTER_BYTES
+    return mirrors + (sum(replicas_over(layout, level) for level in lossy) if is_narrow else 0)
+
+
 def gradient_residuals(layout: Layout, workload: Workload) -> float:
     """Bytes of residuals for each trained parameter that a rank owns; they have the parameter's type."""
     lossy = (level for level in layout.gather_levels if layout.codecs[level].gradient.is_lossy)

@@ -58,15 +58,15 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     model = workload.model
     world, group = cluster.num_ranks, layout.group_size
     owned = experts_per_rank(layout, workload)
+    all_owned = model.num_moe_layers * owned
     on_device, on_host = _replicas(layout, workload)
     held = [find(cluster, layout, workload) for find in (dense_parameters, shared_experts)]
     synced = math.fsum(sync_residual_bytes(one, workload) for one in held)
     is_on_host = layout.state == "host"
-    all_owned = model.num_moe_layers * owned
+    expert_bytes = state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group)
     return Memory(
         dense_bytes=state_bytes(model.dense_params, workload.dense_train_params, workload, world),
-        owned_expert_bytes=all_owned
-        * state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group),
+        owned_expert_bytes=all_owned * expert_bytes,
         replica_bytes=all_owned * on_device,
         sync_bytes=0.0 if is_on_host else synced,
         host_bytes=all_owned * on_host + (synced if is_on_host else 0.0),
@@ -118,97 +118,6 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
         return copies + trained * max(sums, staging), trained * (kept + residuals)
     staging = 0 if sent else staging  # what was sent last is what leaves
     return copies + trained * (kept + max(sums + residuals * renewed, staging)), 0.0
-
-
-def state_bytes(self) -> float:
-        """What stays from micro-step to micro-step."""
-        return self.dense_bytes + self.owned_expert_bytes + self.copies_bytes
-
-    @property
-    def total_bytes(self) -> float:
-        """What a GPU must have."""
-        return self.state_bytes + self.activation_bytes + self.workspace_bytes
-
-
-def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
-    """Bytes of parameters, gradients, optimizer state, copies, what codecs keep, activations and workspace.
-
-    Per trained parameter: its gradient (shared out from ZeRO-2 on), 8 B of moments and a 4 B master copy of smaller
-    types (shared out from ZeRO-1 on), over the ranks that hold it.  For copies see `_replicas`.
-    """
-    model = workload.model
-    world, group = cluster.num_ranks, layout.group_size
-    owned = experts_per_rank(layout, workload)
-    on_device, on_host = _replicas(layout, workload)
-    held = [find(cluster, layout, workload) for find in (dense_parameters, shared_experts)]
-    synced = math.fsum(sync_residual_bytes(one, workload) for one in held)
-    is_on_host = layout.state == "host"
-    all_owned = model.num_moe_layers * owned
-    return Memory(
-        dense_bytes=state_bytes(model.dense_params, workload.dense_train_params, workload, world),
-        owned_expert_bytes=all_owned
-        * state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group),
-        replica_bytes=all_owned * on_device,
-        sync_bytes=0.0 if is_on_host else synced,
-        host_bytes=all_owned * on_host + (synced if is_on_host else 0.0),
-        **working_bytes(
-            activations_of(workload, num_experts_held=owned * layout.domain_size, is_padded=layout.is_padded),
-            math.fsum(before_step_bytes(one, workload) for one in held),
-        ),
-    )
-
-
-def working_bytes(activations: Activations, in_step: float = 0.0) -> dict[str, float]:
-    """Fields of `Memory` for what comes and goes; in_step: beside the optimizer, when there are no activations."""
-    most = max(activations.total_bytes, in_step)
-    return {"activation_bytes": most, "workspace_bytes": WORKSPACE_BYTES + FRAGMENTATION * most}
-
-
-def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
-    """Bytes of working copies for one owned expert, (on the device, on the host).  Source: experts/replicas.py.
-
-    Per parameter of a domain of M ranks:
-
-        copies          M - 1 of the parameter's type; owned ones too where replicas are transient
-        sent last       one where weights leave as patches
-        residuals       one of the parameter's type for each message of gradients that loses something; until the step
-                        is applied new ones beside them, in the place of sums: of all layers with one micro-step
-        lossy weights   a 4 B mirror of the owned ones for each codec, 4 B copies of smaller types
-        sums            M - 1 of 4 B, of all layers, or with one micro-step of the layers in flight
-        what returned   4 B, of the layers in flight
-        staging         one, where owned weights leave as they are; not at the same time as sums
-
-    Layers in flight are `prefetch_depth` + 1; with transient replicas they alone have copies.  With state on the host
-    what was sent last, residuals, mirrors and 4 B copies are there.  Frozen parameters have copies only.
-    """
-    size, element = layout.domain_size, workload.param_bytes
-    if size == 1:
-        return 0.0, 0.0
-    layers, trained = workload.model.num_moe_layers, workload.expert_travel_params
-    window = min(layout.prefetch_depth + 1, layers) / layers
-    copies = element * workload.model.expert_params
-    copies *= size * window if layout.is_transient else size - 1
-    sent = element * has_patches(layout)
-    residuals = gradient_residuals(layout, workload)
-    summed, renewed = (1.0, window) if workload.micro_steps > 1 else (window, 1.0)
-    sums = MASTER_BYTES * ((size - 1) * summed + window)
-    kept = sent + residuals + MASTER_BYTES * lossy_weight_values(layout, workload)
-    sends_exactly = any(not layout.codecs[level].weight.is_lossy for level in layout.gather_levels)
-    staging = element * (sends_exactly and not layout.is_transient)
-    if layout.state == "host":
-        return copies + trained * max(sums, staging), trained * (kept + residuals)
-    staging = 0 if sent else staging  # what was sent last is what leaves
-    return copies + trained * (kept + max(sums + residuals * renewed, staging)), 0.0
-
-
-def lossy_weight_values(layout: Layout, workload: Workload) -> int:
-    """fp32 numbers that lossy codecs of weights keep for each trained parameter that a rank owns."""
-    codecs = layout.codecs
-    values = len({codecs[level].weight.name for level in layout.gather_levels if codecs[level].weight.is_lossy})
-    if workload.param_bytes < MASTER_BYTES:
-        lossy = (level for level in layout.gather_levels if codecs[level].weight.is_lossy)
-        values += sum(replicas_over(layout, level) for level in lossy)
-    return values
 
 
 def state_bytes(num_params: float, num_trained: float, workload: Workload, num_holders: int) -> float:

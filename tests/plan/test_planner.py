@@ -247,12 +247,12 @@ def test_alternatives_are_priced_and_named():
 
 
 def test_a_better_way_that_deepspeed_has_already_is_named():
-    """Adapters and few tokens: data parallel over the slow link beats any expert-parallel group over it."""
+    """Large adapters and no room for gradient sums: data parallel over the slow link beats a group over it."""
     question = question_of(
         "Qwen3-30B-A3B",
-        workload={"trainable_expert_params": 67584, "trainable_dense_params": 0},
+        workload={"trainable_expert_params": 675840, "trainable_dense_params": 0, "micro_steps": 4},
         groups=(ExpertGroup(16),),
-        memory_bytes=3.85e10,  # not enough for replicas that stay
+        memory_bytes=4.16e10,  # not enough for replicas that stay
         tokens=2048,
     )
     assert make_plan(question).better.name.startswith("DeepSpeed, EP over 8 inside each dc")
