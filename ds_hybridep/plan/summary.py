@@ -79,7 +79,7 @@ def verdict(question: Question, plan: Plan) -> list[str]:
         ratio = best.step_s / (elsewhere.step_s or best.step_s)
         lines.append(
             f"Do not use it where you can have this: {elsewhere.name}, {_seconds(elsewhere.step_s)}, "
-            f"{ratio:.1f} times as fast ({elsewhere.note})."
+            f"{ratio:.3g} times as fast ({elsewhere.note})."
         )
     return lines if better is not None else lines + _advice_on_groups(question, plan)
 
