@@ -30,9 +30,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm
 
+from ds_hybridep.experts import replicas
+from ds_hybridep.sync import buffers
+
 LAYOUTS = {"domain": (4, (2, 1)), "copies": (2, (1, 1))}  # EP size, domain sizes
 PHASES = {"scratch": (1e-3, 300), "tune": (1e-4, 150)}  # learning rate, steps
 EVALUATED = 40  # batches
+residual_dtype = replicas.residual_dtype
 T_95 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132, 6: 2.015, 7: 1.943, 8: 1.895, 10: 1.833}  # one-sided, by seeds
 
 
@@ -44,8 +48,11 @@ def engine_of(args: argparse.Namespace, seed: int, phase: str, codecs: dict[str,
     levels = [
         {"name": name, "size": 2, "domain_size": size} for name, size in zip(("dc", "gpu"), domain_sizes, strict=True)
     ]
+    kept_in = codecs.pop("residuals", None)  # no setting: for the comparison alone
+    for module in (replicas, buffers):
+        module.residual_dtype = residual_dtype if kept_in is None else lambda _: getattr(torch, kept_in)
     levels[0].update(codecs)
-    rate, steps = PHASES[phase]
+    rate, steps = PHASES[phase][0], args.steps or PHASES[phase][1]
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -107,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
                 engine = engine_of(args, seed, phase, codecs)
                 if phase == "tune":
                     start_from(engine, begin)
-                train(engine, train_text, seed, PHASES[phase][1], args)
+                train(engine, train_text, seed, args.steps or PHASES[phase][1], args)
                 losses[name] = evaluate(engine, valid_text, args)
                 digests[name] = sum(float(p.detach().double().sum()) for p in engine.module.parameters())
                 if phase == "scratch" and name == "exact":
@@ -116,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
             if dist.get_rank() == 0:
                 record = {
                     "params": {"layout": args.layout, "dtype": args.dtype, "hidden": args.hidden, "seed": seed,
-                               "phase": phase, "zero_stage": args.zero_stage, "steps": PHASES[phase][1]},
+                               "phase": phase, "zero_stage": args.zero_stage, "steps": args.steps or PHASES[phase][1]},
                     "losses": losses, "sums": digests, "versions": bench.versions(),
                 }  # fmt: skip
                 with args.out.open("a") as file:
@@ -126,18 +133,18 @@ def run(args: argparse.Namespace) -> None:
             dist.barrier()
 
 
-def report(path: Path) -> None:
-    """Mean gap and its one-sided upper 95% bound over the seeds."""
+def report(path: Path, base: str) -> None:
+    """Mean gap to the runs named `base`, and its one-sided upper 95% bound over the seeds."""
     gaps: dict[tuple[Any, ...], list[float]] = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
         about = record["params"]
         for name, loss in record["losses"].items():
             key = (about["layout"], about["dtype"], about["hidden"], about["phase"], name)
-            gaps.setdefault(key, []).append(loss / record["losses"]["exact"] - 1)
+            gaps.setdefault(key, []).append(loss / record["losses"][base] - 1)
     print("| layout | dtype | hidden | phase | codecs | seeds | mean gap | upper 95% bound |\n" + "|---" * 8 + "|")
     for key, found in gaps.items():
-        if key[-1] != "exact":
+        if key[-1] != base:
             mean, n = statistics.fmean(found), len(found)
             margin = T_95.get(n, 2.0) * statistics.stdev(found) / math.sqrt(n) if n > 1 else math.inf
             print(f"| {' | '.join(map(str, key))} | {n} | {mean:+.3%} | {mean + margin:+.3%} |")
@@ -149,7 +156,10 @@ def main() -> None:
     parser.add_argument("--phases", nargs="+", choices=tuple(PHASES), default=list(PHASES))
     parser.add_argument("--layout", choices=tuple(LAYOUTS), default="domain")
     parser.add_argument(
-        "--codecs", nargs="+", default=["recommended"], help="besides exact; settings of a level as JSON"
+        "--codecs",
+        nargs="+",
+        default=["recommended"],
+        help='besides exact; settings of a level as JSON, and "residuals": "float32" in the place of their own type',
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--zero-stage", type=int, default=1)
@@ -157,10 +167,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--capacity-factor", type=float, default=1.25)
     parser.add_argument("--out", type=Path, default=Path("losses.jsonl"))
+    parser.add_argument("--steps", type=int, help="of each phase; by default its own")
     parser.add_argument("--report", type=Path, help="print the table of these records")
+    parser.add_argument("--against", default="exact", help="in the table, the runs that others are compared with")
     args = parser.parse_args()
     if args.report is not None:
-        report(args.report)
+        report(args.report, args.against)
     else:
         run(args)
 

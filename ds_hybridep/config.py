@@ -145,6 +145,7 @@ class HybridEPConfig(Settings):
     levels: Annotated[tuple[LevelConfig, ...], Field(min_length=1), BeforeValidator(_tuple), _LEVELS] = ()
     enabled: Switch = True
     replicas: Literal["persistent", "transient"] = "persistent"
+    state: Literal["device", "host"] = "device"
     token_exchange: Literal["auto", "direct", "hierarchical", "deepspeed"] = "auto"
     dense_sync: Literal["deepspeed", "hierarchical"] | None = None
     auto_codecs: Annotated[tuple[GradientCodec, ...], BeforeValidator(_tuple), _CODECS] = ()

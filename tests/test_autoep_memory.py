@@ -33,14 +33,21 @@ def held_and_estimated(case: Case, codecs: dict[str, Any]) -> tuple[int, dict[st
     sizes = tuple(level["domain_size"] for level in block["levels"])
     needs = {
         "model": ds_hybridep.estimate_hybridep_mem_needs_all_live(
-            model_of(case, seed=1), block, 4, dtype=dtype, expert_parallel=config["expert_parallel"]
+            model_of(case, seed=1),
+            block,
+            4,
+            dtype=dtype,
+            expert_parallel=config["expert_parallel"],
+            zero_stage=case.zero_stage,
         ),
     }
     with engine_of(case, with_block=True, block=block) as engine:
-        needs["engine"] = ds_hybridep.estimate_hybridep_mem_needs_all_live(engine.module, block, 4)
+        needs["engine"] = ds_hybridep.estimate_hybridep_mem_needs_all_live(
+            engine.module, block, 4, zero_stage=case.zero_stage
+        )
         train(engine, case, 0, 1)
         held = ds_hybridep.stats(engine)["replica_bytes"]
-    return held, {name: need[sizes].total for name, need in needs.items()}
+    return held, {name: need[sizes].after_step for name, need in needs.items()}
 
 
 @pytest.mark.parametrize(

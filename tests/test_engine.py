@@ -476,11 +476,13 @@ def test_stats(pool4: ProcessPool) -> None:
     shipment = 2 * 2 * num_elements * 4  # layers x experts of a rank x fp32
     for rank, found in enumerate(pool4.run(stats_after_two_steps, case=case)):
         fresh, trained = found["fresh"], found["trained"]
-        keys = {"rank", "steps", "levels", "exposed_s", "layers", "synchronised", "replica_bytes", "job", "planning"}
+        keys = {"rank", "steps", "levels", "exposed_s", "layers", "synchronised", "job", "planning"}
+        keys |= {"replica_bytes", "host_bytes"}
         assert set(trained) == keys
         assert trained["synchronised"] == {}  # DeepSpeed does it
-        # A slot for each of two ranks in two layers: fp32 weights, and sums of their gradients.
-        assert fresh["replica_bytes"] == trained["replica_bytes"] == 2 * 2 * shipment
+        # A slot of another rank in two layers: fp32 weights; and the own one while it is sent.
+        assert (fresh["replica_bytes"], trained["replica_bytes"]) == (shipment, 2 * shipment)
+        assert trained["host_bytes"] == 0
         assert trained["planning"] is None  # nothing is "auto"
         assert (trained["rank"], fresh["steps"], trained["steps"]) == (rank, 0, 2)
         assert [level["name"] for level in trained["levels"]] == ["dc", "gpu"]

@@ -155,7 +155,7 @@ def held_and_estimated(case: Case) -> tuple[int, int]:
     with engine_of(case, BOTH, with_block=True) as engine:
         live = ds_hybridep.estimate_hybridep_mem_needs_all_live(engine.module, block, 4)
         train(engine, case, 0, 1)
-        return ds_hybridep.stats(engine)["replica_bytes"], live[sizes].total
+        return ds_hybridep.stats(engine)["replica_bytes"], live[sizes].after_step
 
 
 def errors_of_saves(case: Case, folder: str) -> list[str]:

@@ -88,7 +88,7 @@ def distance_of_mirrors(case: Case, codecs: Codecs) -> list[float]:
             migration_of(engine).finish_shipments()
             runtime_of(engine).verify()
             sums = [
-                m.squared_distance(r.source_weights())
+                m.squared_distance(r.own.sources())
                 for r in replicas_of(engine)
                 for m in r.feedback.mirrors.values()
             ]
@@ -240,7 +240,7 @@ def memory_against_estimates(case: Case, codecs: Codecs) -> dict[str, int]:
         sizes = tuple(level["domain_size"] for level in block["levels"])
         return {
             "held": migration_of(engine).replica_bytes,
-            "live": live[sizes].total,
+            "live": live[sizes].after_step,
             "alone": live[(1, 1)].total,
             "marked": int(f"* {list(sizes)}" in printed.getvalue()),
         }

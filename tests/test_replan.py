@@ -357,7 +357,7 @@ def wrap_and_replan(case: Case, folder: str) -> tuple[bool, int, list[bool]]:
         engine.save_checkpoint = save_checkpoint
         earlier = replicas_of(engine)[0]
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1,))))
-        freed = earlier.weights == [] and earlier.gradient_sums == []
+        freed = earlier.weights == [] and earlier.num_bytes == 0
         train(engine, case, 0, 1)
         engine.save_checkpoint(folder, tag="wrapped")
         ds_hybridep.detach(engine)

@@ -15,6 +15,7 @@ from ds_hybridep.kernels import Mode
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.layout import CodecCost, Rates
 from ds_hybridep.plan.packets import packets_of
+from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import Mirror, Replica
 from ds_hybridep.transport.streams import streams_of
@@ -54,7 +55,7 @@ def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkPr
     layout, device = MessageLayout(codec, parts), spec.sample.device
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(p.num_experts, *p.shape, generator=generator).to(device) for p in parts]
-    mirror, replica = Mirror(layout, device), Replica(layout, [torch.zeros_like(weight) for weight in weights])
+    mirror, replica = Mirror(layout, Home(device)), Replica(layout, [torch.zeros_like(weight) for weight in weights])
     probe.table([0.0])
     encode_s, decode_s, streams = [], [], streams_of(device)
     streams.synchronize()

@@ -148,8 +148,5 @@ def _restore_layer(replicas: Replicas, saved: Mapping[str, Any]) -> None:
         mirror.load_state_dict(saved["mirrors"][name])
     for record in saved["replicas"]:
         replica = feedback.lossy_replicas[record["slot"]]
-        for value, other in zip(replica.values, record["values"], strict=True):
-            value.copy_(other)
-        replica.order.expected = record["expected"]
-        replica.round()
+        replica.load(record["values"], record["expected"])
     feedback.load_gradient_state(saved)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ds_hybridep.experts.partitioned import full_shape
 
@@ -50,3 +50,48 @@ def lay_out(expert: nn.Module, *, is_grouped: bool = False) -> tuple[Block, ...]
 
 def num_local_experts(experts: Sequence[nn.Module], *, is_grouped: bool) -> int:
     return full_shape(next(experts[0].parameters()))[0] if is_grouped else len(experts)
+
+
+class SlotLayout:
+    """A slot of e experts of this kind, and views of tensors that are laid out like it.
+
+    experts: e modules; `is_grouped`: one, with parameters [e, *shape].
+    """
+
+    def __init__(self, experts: Sequence[nn.Module], device: torch.device, *, is_grouped: bool) -> None:
+        self.is_grouped, self.num_modules, self.device = is_grouped, len(experts), device
+        self.num_local = num_local_experts(experts, is_grouped=is_grouped)
+        self.blocks = lay_out(experts[0], is_grouped=is_grouped)
+        self.trainable_blocks = tuple(block for block in self.blocks if block.is_trainable)
+        self.trainable = tuple(piece for block in self.trainable_blocks for piece in block.slices)
+
+    def new(self, block: Block, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros [e * n] for a block, by default in its type."""
+        return torch.zeros(self.num_local * block.num_elements, dtype=dtype or block.dtype, device=self.device)
+
+    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Views [e, *shape] of trainable parameters, in tensors [e * n] for each trainable block."""
+        pairs = zip(self.trainable_blocks, tensors, strict=True)
+        return [self._part(tensor, piece) for block, tensor in pairs for piece in block.slices]
+
+    def by_module(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The same by module of `experts`, then parameter."""
+        if self.is_grouped:
+            return list(parts)
+        return [part[module_idx] for module_idx in range(self.num_modules) for part in parts]
+
+    def by_name(self, tensors: Sequence[Tensor], *, trainable_only: bool = False) -> list[dict[str, Tensor]]:
+        """Views by parameter name for each of `experts`, in tensors [e * n] for each block or trainable block."""
+        parts = {
+            piece.name: self._part(tensor, piece)
+            for block, tensor in zip(self.trainable_blocks if trainable_only else self.blocks, tensors, strict=True)
+            for piece in block.slices
+        }
+        return [
+            {name: part if self.is_grouped else part[module_idx] for name, part in parts.items()}
+            for module_idx in range(self.num_modules)
+        ]
+
+    def _part(self, tensor: Tensor, piece: ParameterSlice) -> Tensor:
+        start, stop = self.num_local * piece.start, self.num_local * piece.stop
+        return tensor[start:stop].view(self.num_local, *piece.shape)

@@ -87,6 +87,7 @@ class LayerExperts:
             return
         self._wait(self.weight_pipeline, self.shipment)
         self.shipment = None
+        self.replicas.own.unstage()
         if self.weights is Weights.SHIPPING:
             self.weights = Weights.FRESH
 
@@ -99,7 +100,7 @@ class LayerExperts:
 
     def start_return(self, handle: ReturnHandle) -> None:
         """ACCUMULATING to RETURNING.  Does not block."""
-        self.replicas.make_encoders()  # in the current stream, which is the one that frees what they hold
+        self.replicas.prepare_return()  # in the current stream, which is the one that frees what is made here
         purpose = Purpose("expert_gradients", "return of expert gradients", self.replicas.layer)
         handle.operation, handle.collected = Reduce(self.replicas, purpose), None
         self.gradient_pipeline.start(handle.operation)
@@ -113,10 +114,7 @@ class LayerExperts:
             handle.collected = self.replicas.take_returned()
             if self.gradients is Gradients.UNDONE and (feedback := self.replicas.feedback) is not None:
                 # Of what was encoded and decoded after the drop.
-                notes = feedback.changes.notes
-                for changed in (*feedback.encoders.values(), *feedback.decoders.values()):
-                    if changed in notes:
-                        notes.pop(changed)()
+                feedback.changes.undo_of([*feedback.encoders.values(), *feedback.decoders.values()])
             self.returning, self.gradients = None, Gradients.EMPTY
         return handle.collected
 
@@ -128,7 +126,7 @@ class LayerExperts:
     def drop_gradients(self, *, is_undone: bool) -> None:
         """ACCUMULATING to EMPTY; RETURNING to DROPPED, or to UNDONE where `StepChanges.undo` was called."""
         if self.gradients in (Gradients.ACCUMULATING, Gradients.RETURNING):
-            self.replicas.clear_sums()
+            self.replicas.clear_sums(is_in_use=self.returning is not None)
             on_their_way = Gradients.UNDONE if is_undone else Gradients.DROPPED
             self.gradients = Gradients.EMPTY if self.returning is None else on_their_way
 
@@ -146,9 +144,9 @@ class LayerExperts:
 
     def _versions(self) -> list[tuple[int, int]]:
         """What torch changes with every write to an owned parameter, and with every replacement of its memory."""
-        if self.replicas.is_partitioned:
+        if self.replicas.own.is_partitioned:
             return []
-        return [(p._version, p.data_ptr()) for expert in self.replicas.experts for p in expert.parameters()]
+        return [(p._version, p.data_ptr()) for expert in self.replicas.own.experts for p in expert.parameters()]
 
     def release(self) -> None:
         """Any state to RELEASED: an earlier graph, which a layer may keep, would keep the memory."""
@@ -211,13 +209,13 @@ class MigrationManager:
         """
         layer = self.layers[position]
         replicas = layer.replicas
-        replicas.check_trainability()
+        replicas.own.check_trainability()
         if not is_in_backward():
             if layer.weights is Weights.STALE:
                 self.refresh(wait=False)
             layer.refuse_changed()
         self.progress()
-        own = replicas.owned_parameters()
+        own = replicas.own.parameters()
         if own and torch.is_grad_enabled():
             handle, aliases = self._take_prefetched(position)
             return _by_slot(replicas, iter(_Acquire.apply(self, layer, handle, *aliases)))
@@ -343,8 +341,13 @@ class MigrationManager:
 
     @property
     def replica_bytes(self) -> int:
-        """Bytes held now for replicas and their gradient sums on this rank."""
+        """Bytes held now for replicas and their gradient sums on this rank's device."""
         return sum(layer.replicas.num_bytes for layer in self.layers)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes held now in host memory, of what codecs keep."""
+        return sum(layer.replicas.num_host_bytes for layer in self.layers)
 
     def _ship(self, *, is_exact: bool) -> None:
         for layer in self.layers:
@@ -362,7 +365,7 @@ def is_in_backward() -> bool:
 
 def _held(replicas: Replicas, own: Sequence[Tensor]) -> list[Tensor]:
     """Trainable weights, own ones first: `own`, or under ZeRO-3 the copy of the last shipment; then the replicas'."""
-    given = replicas.trainable_weights([replicas.own_slot]) if replicas.is_partitioned else list(own)
+    given = replicas.trainable_weights([replicas.own_slot]) if replicas.own.is_partitioned else list(own)
     return given + replicas.trainable_weights(replicas.replica_slots)
 
 
@@ -370,7 +373,7 @@ def _by_slot(replicas: Replicas, tensors: Iterator[Tensor]) -> list[list[dict[st
     """Weights by [slot][module]: own ones first in `tensors`, then the replicas' in slot order."""
     slots: list[list[dict[str, Tensor]]] = [[] for _ in replicas.domain_ranks]
     for slot in (replicas.own_slot, *replicas.replica_slots):
-        for held in replicas.weights_by_name[slot]:
+        for held in replicas.weights_by_name(slot):
             # A grouped module gets all its weights: called as it is, it would run ZeRO-3's hooks.
             weights = {} if slot == replicas.own_slot and not replicas.is_grouped else dict(held)
             weights.update({name: next(tensors) for name in replicas.trainable_names})
@@ -379,12 +382,12 @@ def _by_slot(replicas: Replicas, tensors: Iterator[Tensor]) -> list[list[dict[st
 
 
 def _stand_in(replicas: Replicas) -> list[nn.Parameter]:
-    return stand_in(replicas.owned_parameters()) if replicas.is_partitioned else []
+    return stand_in(replicas.own.parameters()) if replicas.own.is_partitioned else []
 
 
 def _prefetch(layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
     handle, away = ReturnHandle(), _stand_in(layer.replicas)
-    aliases = _Prefetch.apply(layer, handle, *layer.replicas.owned_parameters())
+    aliases = _Prefetch.apply(layer, handle, *layer.replicas.own.parameters())
     if away:
         take_away(away)
     return handle, aliases
@@ -409,7 +412,8 @@ class _Prefetch(Function):
             return None, None, *gradients
         with profiler_range("prefetch_backward", ctx.layer.replicas.layer):
             returned = ctx.layer.finish_return(ctx.handle)
-            summed = ((own.float() + other).to(own.dtype) for own, other in zip(gradients, returned, strict=True))
+            ctx.handle.operation = ctx.handle.collected = None  # a graph may live on
+            summed = [other.add_(own).to(own.dtype) for own, other in zip(gradients, returned, strict=True)]
             return None, None, *summed
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Working copies of a domain's experts for one layer, and their gradients until these return to the owners.
 
-    weights  [M, e * n]  slot i = the experts of the domain rank with offset index i (own slot: a staging copy)
-    sums     [M, e * n]  fp32 partial gradients since the last return (own slot: what came back)
+    weights  M x [e * n]  slot i = the experts of the domain rank with offset index i
+    sums     M x [e * n]  fp32 partial gradients since the last return (own slot: what came back)
 
-One tensor for each block of `experts.layout`.
+One tensor for each block of `experts.layout`.  The own slot has weights while they are sent as they are; those that
+left as patches stay.  Sums have memory from a step's first gradients until these were sent, those of the own slot
+during a return.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ds_hybridep.codecs import Patch
-from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.experts.layout import ParameterSlice, lay_out, num_local_experts
-from ds_hybridep.experts.partitioned import gathered
+from ds_hybridep.experts.layout import SlotLayout
+from ds_hybridep.experts.own_slot import OwnSlot
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges
+from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges, residual_dtype
+from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import Mirror, PatchReplica, PatchSender, Replica
 from ds_hybridep.sync.stages import GatherStage
@@ -34,8 +36,7 @@ class Replicas:
         experts: the e experts owned by this rank, one module each; `is_grouped`: one, with parameters [e, *shape].
         partition: of the layer's expert-parallel group.
         changes: shared by all layers.
-        is_transient: weights have no memory until `TransientWeights` gives them some, and sums only while some wait to
-            return; weights must travel as they are.
+        is_transient: weights have no memory until `TransientWeights` gives them some, and must travel as they are.
     """
 
     def __init__(
@@ -51,48 +52,40 @@ class Replicas:
         is_grouped: bool = False,
         is_transient: bool = False,
     ) -> None:
-        self.layer, self.experts, self.is_grouped = layer, tuple(experts), is_grouped
+        self.layer, self.is_grouped = layer, is_grouped
         self.partition, self.stages, self.encoding = partition, stages, encoding
-        self._is_transient = is_transient
-        self.num_local = num_local_experts(experts, is_grouped=is_grouped)
-        self.blocks = lay_out(experts[0], is_grouped=is_grouped)
-        trainable = [piece for block in self.blocks if block.is_trainable for piece in block.slices]
-        self.trainable_names = tuple(piece.name for piece in trainable)
-        self.parts = tuple(PacketPart(piece.name, piece.shape, self.num_local) for piece in trainable)
+        self.device = next(experts[0].parameters()).device
+        self.layout = SlotLayout(experts, self.device, is_grouped=is_grouped)
+        self.trainable_names = tuple(piece.name for piece in self.layout.trainable)
+        num_local = self.layout.num_local
+        self.parts = tuple(PacketPart(piece.name, piece.shape, num_local) for piece in self.layout.trainable)
         # 1. Slots.
         self.domain_ranks = partition.domain_ranks(rank)
         self.own_slot = partition.offset_index(rank)
         self.replica_slots = tuple(slot for slot in range(len(self.domain_ranks)) if slot != self.own_slot)
         # 2. Weights, and views of them.
-        sample = next(experts[0].parameters())
-        self.device = sample.device
-        streams = streams_of(sample.device)
+        streams = streams_of(self.device)
         self.streams = streams if isinstance(streams, DeviceStreams) else None  # None: work runs where it is written
-        new = torch.empty if is_transient else torch.zeros
-        slots = range(len(self.domain_ranks))
-        self.weights = [
-            new(len(slots), self.num_local * block.num_elements, dtype=block.dtype, device=sample.device)
-            for block in self.blocks
+        patches = any(isinstance(encoding.weight_codecs[stage.level], Patch) for stage in stages)
+        lasting = [
+            is_transient or (block.is_trainable and patches and not encoding.is_on_host)
+            for block in self.layout.blocks
         ]
-        self.weight_parts = [self._trainable_parts(self.weights, slot) for slot in slots]
-        self.weights_by_name = [self._by_name(self.values(slot, trainable_only=False)) for slot in slots]
-        # 3. Sums of gradients.
-        self.gradient_sums: list[Tensor | None] = []
-        self.sum_parts: list[list[Tensor]] = []
+        self.own = OwnSlot(layer, experts, self.layout, lasting, encoding.master_of)
+        self._weights = {slot: [*map(self.layout.new, self.layout.blocks)] for slot in self.replica_slots}
+        self._views = {slot: self.layout.by_name(weights) for slot, weights in self._weights.items()}
         if is_transient:
             for weights in self.weights:
                 weights.untyped_storage().resize_(0)  # views cannot be made without memory, but stay
-        else:
-            self._make_sums()
+        # 3. Sums of gradients, by slot, for each trainable block.
+        self._sums: dict[int, list[Tensor]] = {}
         # 4. What lossy codecs keep.
         self.feedback = _feedback_of(self, changes)
 
-    def _make_sums(self) -> None:
-        self.gradient_sums = [
-            torch.zeros(weights.shape, dtype=torch.float32, device=weights.device) if block.is_trainable else None
-            for block, weights in zip(self.blocks, self.weights, strict=True)
-        ]
-        self.sum_parts = [self._trainable_parts(self.gradient_sums, slot) for slot in range(len(self.domain_ranks))]
+    @property
+    def weights(self) -> list[Tensor]:
+        """All that is held of weights, of all slots and blocks."""
+        return [*self.own.held, *(weights for slot in self._weights.values() for weights in slot)]
 
     def level_between(self, slot: int, other: int) -> int:
         """The slowest level between the ranks of two slots."""
@@ -100,43 +93,35 @@ class Replicas:
         assert level is not None, f"{self.layer}: slots {slot} and {other} are of one rank"
         return level
 
-    # -- views ---------------------------------------------------------------------------------------------------
-
-    def _part(self, tensor: Tensor, piece: ParameterSlice) -> Tensor:
-        """View [e, *shape] of one parameter of a slot's experts, in the slot's row of `weights` or `sums`."""
-        start, stop = self.num_local * piece.start, self.num_local * piece.stop
-        return tensor[start:stop].view(self.num_local, *piece.shape)
-
-    def _trainable_parts(self, tensors: Sequence[Tensor | None], slot: int) -> list[Tensor]:
-        return [
-            self._part(tensor[slot], piece)
-            for block, tensor in zip(self.blocks, tensors, strict=True)
-            if block.is_trainable and tensor is not None
-            for piece in block.slices
-        ]
-
-    def _by_name(self, values: Sequence[Tensor], *, trainable_only: bool = False) -> list[dict[str, Tensor]]:
-        """A slot's weights by parameter name for each of `experts`, in what `values` gives or something alike."""
-        blocks = [block for block in self.blocks if block.is_trainable or not trainable_only]
-        parts = {
-            piece.name: self._part(tensor, piece)
-            for block, tensor in zip(blocks, values, strict=True)
-            for piece in block.slices
-        }
-        return [
-            {name: part if self.is_grouped else part[module_idx] for name, part in parts.items()}
-            for module_idx in range(len(self.experts))
-        ]
+    # -- what slots hold ----------------------------------------------------------------------------------------
 
     def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
-        """Weights of a slot, [e * n] for each block."""
-        pairs = zip(self.blocks, self.weights, strict=True)
-        return [weights[slot] for block, weights in pairs if block.is_trainable or not trainable_only]
+        """Weights of a slot, [e * n] for each block; the own slot must have been staged."""
+        if slot == self.own_slot:
+            return self.own.values(trainable_only=trainable_only)
+        pairs = zip(self.layout.blocks, self._weights[slot], strict=True)
+        return [weights for block, weights in pairs if block.is_trainable or not trainable_only]
+
+    def weight_parts(self, slot: int) -> list[Tensor]:
+        """Trainable weights of a slot, [e, *shape] in the order of `parts`."""
+        return self.layout.parts(self.values(slot, trainable_only=True))
+
+    def weights_by_name(self, slot: int) -> list[dict[str, Tensor]]:
+        """Weights of a slot by parameter name for each module of `experts`."""
+        return self.own.by_name() if slot == self.own_slot else self._views[slot]
 
     def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
         """Partial gradients of a slot, fp32 [e * n] for each trainable block, and the type in which they travel."""
-        pairs = zip(self.blocks, self.gradient_sums, strict=True)
-        return [(sums[slot], block.dtype) for block, sums in pairs if sums is not None]
+        dtypes = [block.dtype for block in self.layout.trainable_blocks]
+        return list(zip(self._sums[slot], dtypes, strict=True))
+
+    def sum_parts(self, slot: int) -> list[Tensor]:
+        return self.layout.parts(self._sums[slot])
+
+    def drop_sums(self, slot: int) -> None:
+        for sums in self._sums.pop(slot):
+            if self.streams is not None:
+                self.streams.free_behind_side(sums)
 
     def loss_scale(self) -> float:
         return self.encoding.loss_scale()
@@ -144,74 +129,8 @@ class Replicas:
     def trainable_weights(self, slots: Iterable[int]) -> list[Tensor]:
         """Trainable weights as they are held, by slot, `experts` and `trainable_names`."""
         return [
-            weights[name] for slot in slots for weights in self.weights_by_name[slot] for name in self.trainable_names
+            weights[name] for slot in slots for weights in self.weights_by_name(slot) for name in self.trainable_names
         ]
-
-    # -- weights of the owned experts ----------------------------------------------------------------------------
-
-    @property
-    def is_partitioned(self) -> bool:
-        """True where ZeRO-3 keeps a part of each owned expert here, and the own slot is what is computed with."""
-        return any(hasattr(parameter, "ds_id") for parameter in self.experts[0].parameters())
-
-    def owned_parameters(self) -> list[nn.Parameter]:
-        """The owned experts' trainable parameters, by `experts` and `trainable_names`; ZeRO-3 does not gather them."""
-        named = [dict(expert.named_parameters()) for expert in self.experts]
-        return [parameters[name] for parameters in named for name in self.trainable_names]
-
-    def load_own_weights(self, *, trainable_only: bool) -> None:
-        """Copy the owned experts' parameters into the own slot.
-
-        Under ZeRO-3 the ranks that share them must call together.
-        """
-        self._load(self.weights_by_name[self.own_slot], trainable_only=trainable_only)
-
-    def own_weights(self) -> list[Tensor]:
-        """The owned experts' trainable parameters as `values` has those of a slot; the own slot stays as it is."""
-        values = [torch.empty_like(sent) for sent in self.values(self.own_slot, trainable_only=True)]
-        self._load(self._by_name(values, trainable_only=True), trainable_only=True)
-        return values
-
-    def _load(self, places_of: Sequence[dict[str, Tensor]], *, trainable_only: bool) -> None:
-        """Reads parameters afresh: ZeRO re-points them."""
-        pairs = [
-            (places[name], parameter)
-            for expert, places in zip(self.experts, places_of, strict=True)
-            for name, parameter in expert.named_parameters()
-            if not trainable_only or name in self.trainable_names
-        ]
-        with gathered([parameter for _, parameter in pairs]) if self.is_partitioned else nullcontext():
-            for place, parameter in pairs:
-                place.copy_(parameter.detach())
-
-    def source_weights(self) -> list[Tensor]:
-        """Owned trainable weights as exact as this rank has them, [e, *shape], in the order of `parts`.
-
-        The optimizer's fp32 masters where they are here; otherwise the staging copy.  Rounding noise of a bf16 weight
-        does not compress.
-        """
-        staged = self.weight_parts[self.own_slot]
-        return [self._masters(part, view) for part, view in zip(self.parts, staged, strict=True)]
-
-    def _masters(self, part: PacketPart, staged: Tensor) -> Tensor:
-        if staged.dtype == torch.float32:
-            return staged  # a master holds no more
-        parameters = [dict(expert.named_parameters())[part.name] for expert in self.experts]
-        masters = [self.encoding.master_of(parameter) for parameter in parameters]
-        held = [master.detach().reshape(-1, *part.shape) for master in masters if master is not None]
-        return torch.cat(held) if len(held) == len(masters) else staged
-
-    def check_trainability(self) -> None:
-        """Raise UnsupportedError where a parameter was unfrozen since the blocks were laid out."""
-        if all(block.is_trainable for block in self.blocks):
-            return
-        for expert_idx, expert in enumerate(self.experts):
-            for name, parameter in expert.named_parameters():
-                if parameter.requires_grad and name not in self.trainable_names:
-                    raise UnsupportedError(
-                        f"{self.layer}: a frozen parameter of local expert {expert_idx} became trainable; "
-                        f"call ds_hybridep.detach(engine) before and ds_hybridep.attach(engine) after that"
-                    )
 
     # -- gradients of the replicas -------------------------------------------------------------------------------
 
@@ -220,39 +139,57 @@ class Replicas:
 
         gradients: in the order of `replica_slots`, then of `experts`, then `trainable_names`.
         """
-        if not self.gradient_sums:
-            self._make_sums()
         iterator = iter(gradients)
         for slot in self.replica_slots:
-            for part in self._by_module(self.sum_parts[slot]):
+            if slot not in self._sums:
+                self._make_sums(slot)
+            for part in self.layout.by_module(self.sum_parts(slot)):
                 part.add_(next(iterator))
 
+    def _make_sums(self, slot: int) -> None:
+        self._sums[slot] = [self.layout.new(block, torch.float32) for block in self.layout.trainable_blocks]
+
+    def prepare_return(self) -> None:
+        """Have what a return of gradients needs: sums for what comes back, and the senders."""
+        self._make_sums(self.own_slot)
+        self.make_encoders()
+
     def take_returned(self) -> list[Tensor]:
-        """What came back for the owned experts, fp32, by `experts` and `trainable_names`; clears all sums."""
-        returned = [part.clone() for part in self._by_module(self.sum_parts[self.own_slot])]
+        """What came back for the owned experts, fp32, by `experts` and `trainable_names`; there are no sums then."""
+        returned = self.layout.by_module(self.sum_parts(self.own_slot))
         self.clear_sums()
         return returned
 
-    def _by_module(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        if self.is_grouped:
-            return list(parts)
-        return [part[module_idx] for module_idx in range(len(self.experts)) for part in parts]
-
-    def clear_sums(self) -> None:
-        """Forget all partial gradients."""
-        if self._is_transient:
-            self.gradient_sums, self.sum_parts = [], []
-        for sums in self.gradient_sums:
-            if sums is not None:
-                sums.zero_()
+    def clear_sums(self, *, is_in_use: bool = False) -> None:
+        """Forget all partial gradients; is_in_use: a return that is under way goes on, with zeros."""
+        if not is_in_use:
+            self._sums = {}
+        for sums in (one for slot in self._sums.values() for one in slot):
+            sums.zero_()
 
     # -- memory --------------------------------------------------------------------------------------------------
 
     @property
     def num_bytes(self) -> int:
+        """On the device."""
         weights = sum(tensor.untyped_storage().nbytes() for tensor in self.weights)
-        sums = sum(tensor.nbytes for tensor in self.gradient_sums if tensor is not None)
-        return weights + sums + (self.feedback.num_bytes(self.weights) if self.feedback is not None else 0)
+        sums = sum(tensor.nbytes for slot in self._sums.values() for tensor in slot)
+        return weights + sums + (self.feedback.num_bytes(self.weights)[0] if self.feedback is not None else 0)
+
+    @property
+    def num_host_bytes(self) -> int:
+        return 0 if self.feedback is None else self.feedback.num_bytes(self.weights)[1]
+
+    @property
+    def sends_own_slot(self) -> bool:
+        """True where a level takes weights of the own slot as they are, rather than encoded."""
+        feedback = self.feedback
+        return feedback is None or any(
+            stage.weights is not None and stage.weights.has_equal_lengths
+            if stage.level in feedback.patches
+            else stage.level not in feedback.mirror_names
+            for stage in self.stages
+        )
 
     def make_encoders(self) -> None:
         """Have the senders of all gradients that leave here; otherwise each is made when it is first asked for."""
@@ -263,12 +200,12 @@ class Replicas:
                         self.feedback.encoder(stage.level, slot)
 
     def release(self) -> None:
-        self.weights, self.gradient_sums, self.weight_parts, self.sum_parts, self.weights_by_name = [], [], [], [], []
-        self.feedback = None
+        self.own.release()
+        self._weights, self._views, self._sums, self.feedback = {}, {}, {}, None
 
     def expert_ids(self, slot: int) -> range:
         owner = self.partition.group_ranks.index(self.domain_ranks[slot])
-        return range(owner * self.num_local, (owner + 1) * self.num_local)
+        return range(owner * self.layout.num_local, (owner + 1) * self.layout.num_local)
 
 
 def _feedback_of(replicas: Replicas, changes: StepChanges) -> Feedback | None:
@@ -277,25 +214,34 @@ def _feedback_of(replicas: Replicas, changes: StepChanges) -> Feedback | None:
     weights, gradients = replicas.encoding.weight_codecs, replicas.encoding.gradient_codecs
     if not replicas.parts or not any(weights[level] or gradients[level] for level in levels):
         return None
-    feedback = Feedback([replicas.parts] * len(replicas.domain_ranks), gradients, replicas.device, changes)
+    kept_in = residual_dtype(block.dtype for block in replicas.layout.trainable_blocks)
+    parts = [replicas.parts] * len(replicas.domain_ranks)
+    home = Home(replicas.device, replicas.encoding.is_on_host)
+    feedback = Feedback(parts, gradients, home, changes, residuals=kept_in)
     for level in levels:
         codec = weights[level]
         if isinstance(codec, Patch):
             known = next(iter(feedback.patches.values()), None)
-            feedback.patches[level] = known or PatchSender(
-                codec, replicas.values(replicas.own_slot, trainable_only=True)
-            )
+            feedback.patches[level] = known or PatchSender(codec, _sent(replicas, home), home=home)
         elif codec is not None:
             name = feedback.mirror_names[level] = codec.settings()
             if name not in feedback.mirrors:
-                feedback.mirrors[name] = Mirror(MessageLayout(codec, replicas.parts), replicas.device)
+                feedback.mirrors[name] = Mirror(MessageLayout(codec, replicas.parts), home)
     for slot in replicas.replica_slots:
         codec = weights[replicas.level_between(replicas.own_slot, slot)]
         if isinstance(codec, Patch):
             feedback.replicas[slot] = PatchReplica(codec, replicas.values(slot, trainable_only=True))
         elif codec is not None:
-            feedback.replicas[slot] = Replica(MessageLayout(codec, replicas.parts), replicas.weight_parts[slot])
+            feedback.replicas[slot] = Replica(MessageLayout(codec, replicas.parts), replicas.weight_parts(slot), home)
     return feedback
+
+
+def _sent(replicas: Replicas, home: Home) -> list[Tensor]:
+    """What patches say the change of: the own slot, or memory of the host."""
+    if not home.is_host:
+        return replicas.values(replicas.own_slot, trainable_only=True)
+    layout = replicas.layout
+    return [home.zeros(layout.num_local * block.num_elements, dtype=block.dtype) for block in layout.trainable_blocks]
 
 
 class WeightShipment(Gather):
@@ -314,23 +260,28 @@ class WeightShipment(Gather):
     def load(self) -> None:
         """Take the owned experts' weights as they are now, and encode them.  Comes before the first `advance`."""
         replicas, feedback = self._replicas, self._replicas.feedback
+        senders = [] if feedback is None else list(dict.fromkeys(feedback.patches.values()))  # one or none
+        is_sent = self._is_exact or replicas.sends_own_slot
         # In the current stream: under ZeRO-3 DeepSpeed gathers parameters for that.
-        patches = {} if feedback is None or self._is_exact else feedback.patches
-        weights = replicas.own_weights() if patches else []
-        if not patches:
-            replicas.load_own_weights(trainable_only=not self._is_exact)
-        if feedback is None or not (feedback.mirrors or patches):
+        if senders and not self._is_exact and not replicas.encoding.is_on_host:
+            weights = replicas.own.copy()  # encoding brings the own slot up to them
+        elif is_sent or senders or replicas.own.is_partitioned:
+            replicas.own.stage(trainable_only=not self._is_exact)
+            weights = replicas.values(replicas.own_slot, trainable_only=True)
+        if feedback is None or not (feedback.mirrors or senders):
             return
         streams = replicas.streams
         with nullcontext() if streams is None else streams.aside(), feedback.counters.timing("encode_s"):
             if self._is_exact:
                 for mirror in feedback.mirrors.values():
-                    mirror.assign(replicas.weight_parts[replicas.own_slot])
+                    mirror.assign(replicas.weight_parts(replicas.own_slot))
+                for sender in senders:
+                    sender.assign(weights)
                 return
-            for level, sender in patches.items():  # all are one
-                if not self._messages:
-                    messages = sender.encode(weights)  # brings the own slot up to them
-                self._messages[level] = messages
-            sources = replicas.source_weights() if feedback.mirrors else []
+            for sender in senders:
+                self._messages.update(dict.fromkeys(feedback.patches, sender.encode(weights)))
+            sources = replicas.own.sources() if feedback.mirrors else []
             encoded = {name: [mirror.encode(sources)] for name, mirror in feedback.mirrors.items()}
             self._messages.update({level: encoded[name] for level, name in feedback.mirror_names.items()})
+        if not is_sent:
+            replicas.own.unstage()

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proof, by checksums, that every replica holds its owner's weights."""
 
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ds_hybridep.errors import VerificationError
 from ds_hybridep.experts.migration import MigrationManager
+from ds_hybridep.experts.partitioned import gathered
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.transport.channels import Purpose, Transport
@@ -39,22 +44,52 @@ def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
     """[M + C, 2] int64 on the CPU: two sums over the bits of each slot, then of the mirror of each lossy codec.
 
     The own slot is taken from the parameters.  A replica that comes encoded is compared with its owner's mirror.
+    Everything is read where it lies, one parameter after the other.
     """
-    replicas.load_own_weights(trainable_only=False)
-    frozen = [
-        tensor for block, tensor in zip(replicas.blocks, replicas.weights, strict=True) if not block.is_trainable
-    ]
-    lossy = {} if replicas.feedback is None else replicas.feedback.lossy_replicas
-    mirrors = [] if replicas.feedback is None else list(replicas.feedback.mirrors.values())
-    held = [
-        [tensor[slot] for tensor in frozen] + lossy[slot].values
-        if slot in lossy
-        else [tensor[slot] for tensor in replicas.weights]
-        for slot in range(len(replicas.domain_ranks))
-    ]
-    held += [[tensor[replicas.own_slot] for tensor in frozen] + mirror.values for mirror in mirrors]
-    sums = [torch.stack([kernels.bit_sums(tensor.contiguous()) for tensor in tensors]).sum(0) for tensors in held]
-    return torch.stack(sums).cpu()
+    feedback = replicas.feedback
+    lossy = {} if feedback is None else feedback.lossy_replicas
+    rows = []
+    for slot in range(len(replicas.domain_ranks)):
+        encoded = lossy.get(slot)
+        sums = _Sums(kernels, replicas.device)
+        sums.add_slot(replicas, slot, frozen_only=encoded is not None)
+        if encoded is not None:
+            sums.add_all(map(encoded.home.fetch, encoded.values))
+        rows.append(sums.total)
+    for mirror in () if feedback is None else feedback.mirrors.values():
+        sums = _Sums(kernels, replicas.device)
+        sums.add_slot(replicas, replicas.own_slot, frozen_only=True)
+        sums.add_all(map(mirror.home.fetch, mirror.values))
+        rows.append(sums.total)
+    return torch.stack(rows).cpu()
+
+
+class _Sums:
+    """Two sums over the bits of tensors; they depend on the order."""
+
+    def __init__(self, kernels: Kernels, device: torch.device) -> None:
+        self._kernels, self._weight = kernels, 1
+        self.total = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def add_all(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self.total += self._kernels.bit_sums(tensor.contiguous()) * self._weight
+            self._weight += 2
+
+    def add_slot(self, replicas: Replicas, slot: int, *, frozen_only: bool) -> None:
+        """Weights of a slot, and of the own one parameters, which ZeRO-3 gathers one by one."""
+        names = [piece.name for block in replicas.layout.blocks for piece in block.slices]
+        names = [name for name in names if not frozen_only or name not in replicas.trainable_names]
+        is_own = slot == replicas.own_slot
+        experts: list[dict[str, Any]] = (
+            [dict(expert.named_parameters()) for expert in replicas.own.experts]
+            if is_own
+            else replicas.weights_by_name(slot)
+        )
+        for weights in experts:
+            for name in names:
+                with gathered([weights[name]]) if is_own and replicas.own.is_partitioned else nullcontext():
+                    self.add_all([weights[name].detach()])
 
 
 def _owners_row(replicas: Replicas, slot: int, holder: int) -> int:

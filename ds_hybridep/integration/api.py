@@ -104,7 +104,8 @@ def stats(engine: nn.Module) -> dict[str, Any]:
     Beside the counters:
 
         "synchronised"   what codecs do for dense parameters, and for experts that several groups hold, by name
-        "replica_bytes"  held now for replicas and their gradients
+        "replica_bytes"  held now on the device for replicas, their gradients and what codecs keep of them
+        "host_bytes"     held now in host memory of what codecs keep, with "state": "host"
         "job"            counters of all ranks together as of the last report, as in `report_file`; None before the
                          first one and on ranks other than 0
         "planning"       the plan of a job that is planned while it runs, as in `report_file`; None elsewhere
@@ -118,6 +119,7 @@ def stats(engine: nn.Module) -> dict[str, Any]:
         **record,
         "synchronised": {name: sync.memory.sums().record() for name, sync in runtime.syncs.items() if sync.is_encoded},
         "replica_bytes": 0 if runtime.migration is None else runtime.migration.replica_bytes,
+        "host_bytes": 0 if runtime.migration is None else runtime.migration.host_bytes,
         "job": attachment.last_report,
         "planning": None if planner is None else planner.record(runtime),
     }

@@ -194,6 +194,7 @@ def encoding_of(config: HybridEPConfig, *, is_dense: bool = False) -> Encoding:
     return Encoding(
         tuple(None if one == IDENTITY else make_weight_codec(one, kernels=kernels) for one in weights),
         tuple(None if one == IDENTITY else make_codec(one, kernels=kernels) for one in gradients),
+        is_on_host=config.state == "host",
     )
 
 

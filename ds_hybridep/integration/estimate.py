@@ -28,18 +28,48 @@ from ds_hybridep.sync.stages import gather_stages
 class MemoryNeeds:
     """Bytes on one rank beside what DeepSpeed holds; packets and other buffers of the moment are not counted.
 
-    replicas: weights of the domain's experts, in the type they are trained in.
-    gradient_sums: of those that are trained, fp32.
-    codecs: mirrors, replicas in fp32 beside others, residuals with their copy until the step, and encoders' state.
+    replicas: weights of the domain's other experts, in the type they are trained in, and what patches sent last.
+    codecs: mirrors, replicas in fp32 beside others, residuals, and encoders' state.
+    staging: copies of owned weights that travel as they are, from a step to the next forward.
+    gradient_sums: the most that sums of replicas' gradients take in a step, fp32.
+    returns: the most that gradients on their way take beside these, and residuals until the step is applied.
+    host: in host memory, with "state": "host".
+    host_returns: likewise, from the return of gradients until the step is applied.
     """
 
     replicas: int = 0
-    gradient_sums: int = 0
     codecs: int = 0
+    staging: int = 0
+    gradient_sums: int = 0
+    returns: int = 0
+    host: int = 0
+    host_returns: int = 0
+
+    @property
+    def after_step(self) -> int:
+        """While new weights travel, on the device."""
+        return self.replicas + self.codecs + self.staging
 
     @property
     def total(self) -> int:
-        return self.replicas + self.gradient_sums + self.codecs
+        """The most in a step, on the device."""
+        return self.replicas + self.codecs + max(self.staging, self.gradient_sums + self.returns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LayerNeeds:
+    """Bytes of one layer; those that are held between steps first.
+
+    own_sums: of the owned experts' gradients, while they return; residuals: those of a step, until it is applied.
+    """
+
+    replicas: int = 0
+    codecs: int = 0
+    host: int = 0
+    staging: int = 0
+    sums: int = 0
+    own_sums: int = 0
+    residuals: int = 0
 
 
 DomainSizes = tuple[int, ...]
@@ -54,11 +84,13 @@ def estimate_hybridep_mem_needs_all_live(
     dtype: torch.dtype | None = None,
     accumulation: int = 1,
     expert_parallel: Mapping[str, Any] | None = None,
+    zero_stage: int = 0,
 ) -> dict[DomainSizes, MemoryNeeds]:
     """Print what each rank needs for replicas of the model's experts, for all domain sizes.
 
-    Exact for what stays between steps; codecs that are "auto" count as exact.  Expert-parallel groups are taken to be
-    consecutive ranks.  Nothing of that size is allocated, and no process group is needed.
+    Exact for what stays between steps, and at most a few layers too much for the most in a step.  Codecs that are
+    "auto" count as exact.  Expert-parallel groups are taken to be consecutive ranks.  Nothing of that size is
+    allocated, and no process group is needed.
 
     Args:
         model: with `deepspeed.moe.layer.MoE` layers or those that AutoEP has made; with `expert_parallel` one of
@@ -66,8 +98,9 @@ def estimate_hybridep_mem_needs_all_live(
         block: content of the "hybridep" block; its domain sizes are marked with `*` where they are given.
         world_size: ranks of the job.
         dtype: in which DeepSpeed will train; by default parameters stay as they are.
-        accumulation: gradient_accumulation_steps, which matter where the block's replicas are transient.
+        accumulation: gradient_accumulation_steps; above 1, gradient sums of all layers wait for the last one.
         expert_parallel: content of the "expert_parallel" block, for a model that AutoEP has yet to change.
+        zero_stage: of DeepSpeed; with 3, copies of owned experts stay, for they are what is computed with.
 
     Returns:
         Needs by domain sizes, one for each level.
@@ -84,7 +117,7 @@ def estimate_hybridep_mem_needs_all_live(
             "the model has no deepspeed.moe.layer.MoE layer and none of AutoEP, so there are no replicas to estimate; "
             "for a Hugging Face model give expert_parallel, the content of that block of its ds_config"
         )
-    return _print_needs(layers, block, world_size, accumulation)
+    return _print_needs(layers, block, world_size, accumulation, is_partitioned=zero_stage == 3)
 
 
 def _layers_of(module: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
@@ -133,34 +166,64 @@ def _shell(parameters: Iterable[tuple[Sequence[int], torch.dtype, bool]]) -> nn.
     )
 
 
-def _memory_of_layer(experts: Sequence[nn.Module], partition: Partition, encoding: Encoding) -> MemoryNeeds:
-    """What each rank of the group needs for one layer, found by building its replicas without memory."""
+def _memory_of_layer(
+    experts: Sequence[nn.Module], partition: Partition, encoding: Encoding, *, keeps_own: bool
+) -> _LayerNeeds:
+    """What each rank of the group needs for one layer, found by building its replicas without memory.
+
+    keeps_own: copies of the owned experts stay as long as those of others.
+    """
     if partition.domain_size == 1:
-        return MemoryNeeds()
+        return _LayerNeeds()
     rank = partition.group_ranks[0]
     held = Replicas("", experts, partition, gather_stages(partition, rank), rank, encoding, StepChanges())
     held.make_encoders()
     replicas = sum(weights.nbytes for weights in held.weights)
-    sums = sum(sums.nbytes for sums in held.gradient_sums if sums is not None)
-    return MemoryNeeds(replicas=replicas, gradient_sums=sums, codecs=held.num_bytes - replicas - sums)
+    codecs = held.num_bytes - replicas
+    if keeps_own or held.sends_own_slot:
+        held.own.make_room(trainable_only=not keeps_own)
+    staging = sum(weights.nbytes for weights in held.weights) - replicas
+    encoders = held.feedback.encoders.values() if held.feedback is not None else ()
+    slot_sums = sum(part.fp32_bytes for part in held.parts)
+    return _LayerNeeds(
+        replicas=replicas + (staging if keeps_own else 0),
+        codecs=codecs,
+        host=held.num_host_bytes,
+        staging=0 if keeps_own else staging,
+        sums=slot_sums * len(held.replica_slots),
+        own_sums=slot_sums,
+        residuals=sum(residual.nbytes for encoder in encoders for residual in encoder.residuals),
+    )
 
 
-def _most_at_once(layers: Sequence[MemoryNeeds], num_held: int, *, accumulates: bool) -> MemoryNeeds:
-    """What replicas of these layers need: weights of so many neighbours, and all that codecs keep.
+def _most_at_once(
+    layers: Sequence[_LayerNeeds], depth: int, *, is_transient: bool, is_on_host: bool, accumulates: bool
+) -> MemoryNeeds:
+    """What replicas of these layers need, of which gradients of `depth` + 1 neighbours return at a time.
 
+    is_transient: weights of as many are held.
     accumulates: several micro-steps are added up, for which the gradient sums of all layers wait.
     """
-    windows = [layers[first : first + num_held] for first in range(len(layers))]
-    summed = [layers] if accumulates else windows
+
+    def most(name: str, *, of_all: bool = False) -> int:
+        sizes = [getattr(layer, name) for layer in layers]
+        return max((sum(sizes) if of_all else sum(sizes[at : at + depth + 1]) for at in range(len(sizes))), default=0)
+
+    # A layer whose gradients were sent has new residuals in the place of larger sums.
+    residuals = 0 if is_on_host else most("residuals", of_all=not accumulates)
     return MemoryNeeds(
-        replicas=max((sum(layer.replicas for layer in window) for window in windows), default=0),
-        gradient_sums=max((sum(layer.gradient_sums for layer in window) for window in summed), default=0),
-        codecs=sum(layer.codecs for layer in layers),
+        replicas=most("replicas", of_all=not is_transient),
+        codecs=most("codecs", of_all=True),
+        staging=most("staging", of_all=True),
+        gradient_sums=most("sums", of_all=accumulates),
+        returns=most("own_sums") + residuals,
+        host=most("host", of_all=True),
+        host_returns=most("residuals", of_all=True) if is_on_host else 0,
     )
 
 
 def _print_needs(
-    layers: Sequence[Layer], block: Mapping[str, Any], world_size: int, accumulation: int
+    layers: Sequence[Layer], block: Mapping[str, Any], world_size: int, accumulation: int, *, is_partitioned: bool
 ) -> dict[DomainSizes, MemoryNeeds]:
     itemsize = next(layers[0][0].parameters()).element_size()
     config = _exact_where_planned(parse_config(block, world_size=world_size).with_dtype(itemsize))
@@ -168,24 +231,38 @@ def _print_needs(
     alone = (1,) * len(cluster.levels)
     spans = [Partition.build(cluster, range(ep), alone).spans for _, _, ep in layers]
     common = [math.gcd(*level_spans) for level_spans in zip(*spans, strict=True)]
-    num_held = config.advanced.prefetch_depth + 1 if config.replicas == "transient" else len(layers)
     needs: dict[DomainSizes, MemoryNeeds] = {}
     for sizes in itertools.product(*(divisors(span) for span in common)):
         by_layer = [
-            _memory_of_layer([expert] * num_local, Partition.build(cluster, range(ep), sizes), encoding)
+            _memory_of_layer(
+                [expert] * num_local,
+                Partition.build(cluster, range(ep), sizes),
+                encoding,
+                keeps_own=is_partitioned or config.replicas == "transient",
+            )
             for expert, num_local, ep in layers
         ]
-        needs[sizes] = _most_at_once(by_layer, num_held, accumulates=accumulation > 1)
+        needs[sizes] = _most_at_once(
+            by_layer,
+            config.advanced.prefetch_depth,
+            is_transient=config.replicas == "transient",
+            is_on_host=encoding.is_on_host,
+            accumulates=accumulation > 1,
+        )
     print(
         f"Memory needed on each rank for replicas of experts, beside what DeepSpeed needs, in MiB:\n"
         f"{world_size} ranks, {len(layers)} MoE layers, {config.replicas} replicas\n"
-        f"  {'domain sizes':16} {'replicas':>10} {'gradient sums':>14} {'codecs':>10} {'all':>10}"
+        f"  {'domain sizes':16} {'replicas':>10} {'codecs':>10} {'gradient sums':>14} {'returns':>10} {'all':>10} "
+        f"{'host':>10}"
     )
     for sizes, need in needs.items():
-        columns = (need.replicas, need.gradient_sums, need.codecs, need.total)
+        host = need.host + need.host_returns
+        columns = (need.replicas, need.codecs, need.gradient_sums, need.returns, need.total, host)
         mib = [f"{num_bytes / 2**20:.1f}" for num_bytes in columns]
         mark = "*" if sizes == config.domain_sizes else " "
-        print(f"{mark} {list(sizes)!s:16} {mib[0]:>10} {mib[1]:>14} {mib[2]:>10} {mib[3]:>10}")
+        print(
+            f"{mark} {list(sizes)!s:16} {mib[0]:>10} {mib[1]:>10} {mib[2]:>14} {mib[3]:>10} {mib[4]:>10} {mib[5]:>10}"
+        )
     return needs
 
 

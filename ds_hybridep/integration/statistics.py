@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple, fields
 from typing import Any
 
@@ -94,9 +95,13 @@ class Statistics:
         replicas = layer.migration.layers[layer.position].replicas
         if replicas.feedback is None:
             return None
-        if replicas.streams is not None:
-            replicas.streams.join()  # the next weights may be encoded already, which changes mirrors
-        return replicas.feedback.sums(replicas.source_weights())
+        streams = replicas.streams
+        # Behind the encoding of the next weights, which changes mirrors.
+        with nullcontext() if streams is None else streams.aside():
+            sums = replicas.feedback.sums(replicas.own.sources())
+        if streams is not None:
+            streams.join()
+        return sums
 
     def gather_job(self) -> dict[str, Any] | None:
         """The whole job's counters on rank 0, None elsewhere; all ranks must call at the same step.

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, PacketOrder, Patch
-from ds_hybridep.sync.feedback import Feedback, GradientDecoder, StepChanges
+from ds_hybridep.sync.feedback import Feedback, GradientDecoder, StepChanges, residual_dtype
 from ds_hybridep.sync.flat import Span, parts_of, split
+from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart, load_states
 from ds_hybridep.sync.mirrors import Mirror, PatchReplica, PatchSender, Replica
 
@@ -33,17 +34,19 @@ class Buffer:
         self,
         codecs: Sequence[Codec | None],
         levels: Sequence[int],
-        device: torch.device,
+        like: Tensor,
+        is_on_host: bool,
         changes: StepChanges,
         *,
         gathers: bool,
     ) -> None:
         """Have `sums`, and where `gathers` `results`, which have the codec of the slowest level that has one."""
-        parts = [parts_of(slot) for slot in self.spans]
-        self.sums = Feedback(parts, codecs, device, changes, "gradient")
+        parts, residuals = [parts_of(slot) for slot in self.spans], residual_dtype([like.dtype])
+        home = Home(like.device, is_on_host)
+        self.sums = Feedback(parts, codecs, home, changes, "gradient", residuals)
         if gathers:
             slowest = next(codec for level in levels if (codec := codecs[level]) is not None)
-            self.results = SumFeedback(parts, (slowest,), device, changes, "gradient")
+            self.results = SumFeedback(parts, (slowest,), home, changes, "gradient", residuals)
 
     @property
     def feedbacks(self) -> dict[str, Feedback]:
@@ -119,7 +122,8 @@ class ParameterCodecs:
         if not is_narrow:
             used = {level: codec for level, codec in used.items() if isinstance(codec, Codec)}
             if lossy:
-                self.mirror = Mirror(MessageLayout(lossy[0], feedback.parts[own_slot]), feedback.device, values=())
+                layout = MessageLayout(lossy[0], feedback.parts[own_slot])
+                self.mirror = Mirror(layout, Home(feedback.home.device), values=())
         self._levels = tuple(used)
         self._own = own_slot
         self.num_gathers = 0

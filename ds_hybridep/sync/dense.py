@@ -27,6 +27,7 @@ from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.buffers import Buffer, HeldSum, ParameterCodecs
 from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges
 from ds_hybridep.sync.flat import Span, cut, even_bounds, hash_of, parts_of, split, whole
+from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.memory import ALL_REDUCE, CodecMemory
 from ds_hybridep.sync.mirrors import is_patched
 from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
@@ -55,9 +56,6 @@ class FlatSlots:
         self.device = values[0].device
         self.streams: DeviceStreams | None = None  # the caller's stream goes on with the result
         self.feedback = feedback
-        self.sum_parts: list[list[Tensor]] = []
-        if feedback is not None and sums:
-            self.sum_parts = [split(total, parts) for total, parts in zip(sums, feedback.parts, strict=True)]
         self._values, self._sums = values, sums
         self._loss_scale = group.encoding.loss_scale
 
@@ -66,6 +64,13 @@ class FlatSlots:
 
     def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
         return [(self._sums[slot], self._values[slot].dtype)]
+
+    def sum_parts(self, slot: int) -> list[Tensor]:
+        assert self.feedback is not None, f"{self.layer}: nothing is encoded"
+        return split(self._sums[slot], self.feedback.parts[slot])
+
+    def drop_sums(self, slot: int) -> None:
+        """They are the caller's."""
 
     def loss_scale(self) -> float:
         return self._loss_scale()
@@ -187,7 +192,9 @@ class GroupSync:
             is_encoded = like.dtype != torch.float64 and any(codecs[level] for level in self._levels)
             buffer = self.memory.buffers[key] = Buffer(key, tuple(spans))
             if is_encoded:
-                buffer.encode(codecs, self._levels, like.device, self.memory.changes, gathers=operation == ALL_REDUCE)
+                gathers = operation == ALL_REDUCE
+                is_on_host = self.encoding.is_on_host
+                buffer.encode(codecs, self._levels, like, is_on_host, self.memory.changes, gathers=gathers)
                 self.memory.restore(buffer)
         return self.memory.buffers[key]
 
@@ -297,7 +304,7 @@ class GroupSync:
         key = f"parameters {output.dtype} {hash_of(by_slot)}"
         if is_first := key not in self.memory.parameters:
             feedback = Feedback(
-                [parts_of(slot) for slot in by_slot], (None,) * len(codecs), output.device, self.memory.changes
+                [parts_of(slot) for slot in by_slot], (None,) * len(codecs), Home(output.device), self.memory.changes
             )
             self.memory.parameters[key] = ParameterCodecs(
                 feedback, codecs, self._levels, self.level_to, self.own_slot, output.dtype

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What encoding needs from step to step: mirrors of weights, residuals of gradients, and how to undo a step.
 
-Gradients travel as they are, plus what earlier packets of the same sender left out: its residual.
+Gradients travel as they are, plus what earlier packets of the same sender left out: its residual.  A step writes new
+residuals beside those of before: they take their place when it was applied, and are dropped when it was skipped.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from ds_hybridep.codecs import Codec, PacketOrder, Patch
 from ds_hybridep.sync.counters import CodecCounters, CodecSums
-from ds_hybridep.sync.messages import MessageLayout, PacketPart, copy_to, load_states
+from ds_hybridep.sync.home import Home
+from ds_hybridep.sync.messages import MessageLayout, PacketPart, copy_to, load_states, squared_norm
 from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchSender, Replica
 
 
@@ -21,74 +23,103 @@ class StepChanges:
     """What the optimizer step under way has changed, and how to undo it where the step is skipped."""
 
     def __init__(self) -> None:
-        self.notes: dict[Any, Callable[[], None]] = {}
+        self.notes: dict[Any, tuple[Callable[[], None], Callable[[], None]]] = {}
 
     def __contains__(self, changed: object) -> bool:
         return changed in self.notes
 
-    def note(self, changed: object, undo: Callable[[], None]) -> None:
-        """`changed` differs from now on; `undo` brings it back.  The first note of a step counts."""
-        self.notes.setdefault(changed, undo)
+    def note(self, changed: object, undo: Callable[[], None], keep: Callable[[], None] = lambda: None) -> None:
+        """`changed` differs from now on: `undo` brings it back, `keep` makes it last.  A step's first note counts."""
+        self.notes.setdefault(changed, (undo, keep))
 
     def keep(self) -> None:
         """The optimizer step was applied."""
+        for _, keep in self.notes.values():
+            keep()
         self.notes.clear()
 
     def undo(self) -> None:
         """The optimizer step was skipped, or its gradients were dropped."""
-        for undo in self.notes.values():
-            undo()
-        self.notes.clear()
+        self.undo_of(list(self.notes))
+
+    def undo_of(self, changed: Iterable[object]) -> None:
+        """Undo what was noted of these alone."""
+        for one in changed:
+            if one in self.notes:
+                undo, _ = self.notes.pop(one)
+                undo()
+
+
+def residual_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """In which residuals are kept: bf16 where all that was trained has 16 bits, otherwise fp32."""
+    return torch.bfloat16 if all(dtype.itemsize == 2 for dtype in dtypes) else torch.float32
 
 
 class ResidualEncoder:
-    """Sender of one slot's gradients over one level; adds to each gradient what earlier packets left out."""
+    """Sender of one slot's gradients over one level; adds to each gradient what earlier packets left out.
 
-    def __init__(self, layout: MessageLayout, device: torch.device, changes: StepChanges) -> None:
-        self.layout = layout
-        self.residuals = layout.new_values(device)
-        self.states = layout.new_states(device)
+    dtype: in which residuals are kept.
+    """
+
+    def __init__(
+        self, layout: MessageLayout, home: Home, changes: StepChanges, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.layout, self._home = layout, home
+        self._applied = layout.new_values(home, dtype)  # residuals as of the last applied step
+        self.states = layout.new_states(home.device)
         self._changes = changes
-        # As they were after the last applied step; in use while `changes` has a note of this encoder.
-        self._saved_residuals = layout.new_values(device)
+        # Those of the step under way, and codecs' states of before it; while `changes` has a note of this encoder.
+        self._pending: list[Tensor] | None = None
         self._saved_states: list[dict[str, Any]] = []
 
     def encode(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
         """The message of gradients ([e, *shape] fp32 for each part), divided by the loss scale; uint8."""
         if self not in self._changes:
-            copy_to(self._saved_residuals, self.residuals)
             self._saved_states = [state.state_dict() for state in self.states]
-            self._changes.note(self, self._go_back)
-        message, packets = self.layout.new_message(self.states[0].step, self.residuals[0].device)
+            self._changes.note(self, self._undo, self._keep)
+        message, packets = self.layout.new_message(self.states[0].step, self._home.device)
+        before, self._pending = self.residuals, []
         for part, gradient, residual, state, out in zip(
-            self.layout.parts, gradients, self.residuals, self.states, packets, strict=True
+            self.layout.parts, gradients, before, self.states, packets, strict=True
         ):
             unscaled = part.as_matrices(gradient)
             unscaled = unscaled / scale if scale != 1.0 else unscaled
-            self.layout.codec.encode_with_residual(unscaled, residual, state, out=out)
+            left = self._home.fetch(residual).to(torch.float32)
+            left = left.clone() if left is residual else left
+            self.layout.codec.encode_with_residual(unscaled, left, state, out=out)
+            self._pending.append(self._home.keep(left.to(residual.dtype)))
         return message
 
-    def _go_back(self) -> None:
-        self.load_state_dict({"residuals": self._saved_residuals, "states": self._saved_states})
+    @property
+    def residuals(self) -> list[Tensor]:
+        """What was not delivered yet, [e, rows, cols] for each part; gradients of the step under way count."""
+        return self._applied if self._pending is None else self._pending
 
-    def tensors(self) -> list[Tensor]:
-        return [*self.residuals, *self._saved_residuals, *(t for state in self.states for t in state.tensors.values())]
+    def _keep(self) -> None:
+        self._applied, self._pending, self._saved_states = self.residuals, None, []
+
+    def _undo(self) -> None:
+        self._pending = None
+        load_states(self.states, self._saved_states)
+
+    @property
+    def values(self) -> list[Tensor]:
+        """All that is held of residuals."""
+        return [*self._applied, *(self._pending or ())]
 
     def squared_residual(self) -> float:
         """Sum of squares of what was not delivered yet."""
-        return sum(float(residual.double().square().sum()) for residual in self.residuals)
+        self._home.wait()
+        return sum(squared_norm(residual) for residual in self.residuals)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the last applied step."""
-        is_provisional = self in self._changes
-        residuals = self._saved_residuals if is_provisional else self.residuals
-        return {
-            "residuals": [residual.clone() for residual in residuals],
-            "states": self._saved_states if is_provisional else [state.state_dict() for state in self.states],
-        }
+        """As of the last applied step; the tensors are those that are in use."""
+        self._home.wait()
+        states = self._saved_states if self in self._changes else [state.state_dict() for state in self.states]
+        return {"residuals": list(self._applied), "states": states}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        copy_to(self.residuals, saved["residuals"])
+        copy_to(self._applied, saved["residuals"])
         load_states(self.states, saved["states"])
 
 
@@ -135,12 +166,14 @@ class Encoding:
     """How weights and gradients travel; codecs by level index, None where they go as they are.
 
     master_of: the optimizer's fp32 copy of a parameter, flat or shaped; None where this rank does not hold all of it.
+    is_on_host: what codecs keep between steps lies in host memory.
     """
 
     weight_codecs: tuple[Codec | Patch | None, ...]
     gradient_codecs: tuple[Codec | None, ...]
     master_of: Callable[[nn.Parameter], Tensor | None] = field(default=no_master, compare=False)
     loss_scale: Callable[[], float] = field(default=no_scale, compare=False)
+    is_on_host: bool = False
 
 
 class Feedback:
@@ -150,17 +183,20 @@ class Feedback:
         parts: of each slot's messages.
         changes: shared by all sets.
         kind: what a gather of these slots brings, for the counters.
+        residuals: in which type they are kept.
     """
 
     def __init__(
         self,
         parts: Sequence[tuple[PacketPart, ...]],
         gradient_codecs: Sequence[Codec | None],
-        device: torch.device,
+        home: Home,
         changes: StepChanges,
         kind: Literal["weight", "gradient"] = "weight",
+        residuals: torch.dtype = torch.float32,
     ) -> None:
         self.parts = parts
+        self.residuals = residuals
         self.changes = changes
         self.kind = kind
         self.counters = CodecCounters()
@@ -171,7 +207,7 @@ class Feedback:
         self.encoders: dict[tuple[int, int], ResidualEncoder] = {}  # by (level, slot)
         self.decoders: dict[tuple[int, int, int], GradientDecoder] = {}  # by (level, sender, slot)
         self.gradient_codecs = gradient_codecs  # by level
-        self.device = device
+        self.home = home
 
     @property
     def has_patches(self) -> bool:
@@ -196,7 +232,7 @@ class Feedback:
         codec = self.gradient_codecs[level]
         if (level, slot) not in self.encoders and codec is not None and self.parts[slot]:
             layout = MessageLayout(codec, self.parts[slot])
-            self.encoders[level, slot] = ResidualEncoder(layout, self.device, self.changes)
+            self.encoders[level, slot] = ResidualEncoder(layout, self.home, self.changes, self.residuals)
         return self.encoders.get((level, slot))
 
     def decoder(self, level: int, sender: int, slot: int) -> GradientDecoder | None:
@@ -245,10 +281,15 @@ class Feedback:
             squared_residual=sum(encoder.squared_residual() for encoder in self.encoders.values()),
         )
 
-    def num_bytes(self, weights: Sequence[Tensor]) -> int:
-        """Bytes held beside weights and gradient sums; replicas that are views of `weights` are not counted."""
+    def num_bytes(self, weights: Iterable[Tensor]) -> tuple[int, int]:
+        """Bytes on the device and in host memory, beside weights and gradient sums.
+
+        weights: those that are counted elsewhere; what is a view of them is not counted again.
+        """
         shared = {tensor.untyped_storage()._cdata for tensor in weights}  # by identity: some have no address
         senders: list[Mirror | ResidualEncoder] = [*self.mirrors.values(), *self.encoders.values()]
-        held = [tensor for sender in senders for tensor in sender.tensors()]
-        held += [value for replica in self.lossy_replicas.values() for value in replica.values]
-        return sum(tensor.nbytes for tensor in held if tensor.untyped_storage()._cdata not in shared)
+        kept = [value for one in (*senders, *self.lossy_replicas.values()) for value in one.values]
+        kept += [sent for sender in set(self.patches.values()) for sent in sender.sent]
+        at_home = sum(value.nbytes for value in kept if value.untyped_storage()._cdata not in shared)
+        states = sum(t.nbytes for sender in senders for state in sender.states for t in state.tensors.values())
+        return (states, at_home) if self.home.is_host else (states + at_home, 0)

@@ -171,7 +171,7 @@ def undelivered(saved: Mapping[str, Any]) -> list[Kept]:
         scale = 1.0 if is_mean else 1.0 / saved["num_ranks"]
         for feedback in (buffer.get("sums"), buffer.get("results")):
             for encoder in feedback["encoders"] if feedback is not None else ():
-                flat = torch.cat([residual.reshape(-1) for residual in encoder["residuals"]]) * scale
+                flat = torch.cat([residual.reshape(-1).float() for residual in encoder["residuals"]]) * scale
                 position = 0
                 for name, start, num_elements in buffer["spans"][encoder["slot"]]:
                     values = flat[position : position + num_elements]

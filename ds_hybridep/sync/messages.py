@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, CodecState
+from ds_hybridep.sync.home import Home
 
 ALIGNMENT_BYTES = 16
+BLOCK_ELEMENTS = 2**20  # that are looked at together where all would be too many
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,9 @@ class MessageLayout:
     def new_states(self, device: torch.device) -> list[CodecState]:
         return [self.codec.new_state(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
 
-    def new_values(self, device: torch.device) -> list[Tensor]:
-        """Zeros, [e, rows, cols] fp32 for each part."""
-        return [torch.zeros(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
+    def new_values(self, home: Home, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """Zeros, [e, rows, cols] for each part."""
+        return [home.zeros(part.num_experts, part.rows, part.cols, dtype=dtype) for part in self.parts]
 
     def _lay_out(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
         """Length of a message; packets of each part, bytes of one, and where they begin, aligned."""
@@ -96,6 +98,12 @@ class MessageLayout:
                 start += math.ceil(part.num_experts * num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             found = self._places[id(codec)] = (start, places)
         return found
+
+
+def squared_norm(values: Tensor) -> float:
+    """Sum of squares in fp64, without a copy of all values."""
+    flat = values.reshape(-1)
+    return sum(float(block.double().square().sum()) for block in flat.split(BLOCK_ELEMENTS))
 
 
 def copy_to(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_hybridep.codecs import PacketOrder, Patch
 from ds_hybridep.errors import PacketError
+from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, copy_to, load_states
 
 
@@ -51,10 +52,10 @@ class Mirror:
     values: [e, rows, cols] fp32 for each part, by default new ones.
     """
 
-    def __init__(self, layout: MessageLayout, device: torch.device, values: Sequence[Tensor] | None = None) -> None:
-        self.layout = layout
-        self.values = layout.new_values(device) if values is None else list(values)
-        self.states = layout.new_states(device)
+    def __init__(self, layout: MessageLayout, home: Home, values: Sequence[Tensor] | None = None) -> None:
+        self.layout, self.home = layout, home
+        self.values = layout.new_values(home) if values is None else list(values)
+        self.states = layout.new_states(home.device)
 
     def assign(self, weights: Sequence[Tensor]) -> None:
         """Hold what was shipped exactly, [e, *shape] for each part."""
@@ -63,24 +64,29 @@ class Mirror:
 
     def encode(self, weights: Sequence[Tensor]) -> Tensor:
         """The message that brings every replica closer to `weights` ([e, *shape] for each part); uint8."""
-        message, packets = self.layout.new_message(self.states[0].step, self.values[0].device)
+        message, packets = self.layout.new_message(self.states[0].step, self.home.device)
         for part, weight, value, state, out in zip(
             self.layout.parts, weights, self.values, self.states, packets, strict=True
         ):
-            self.layout.codec.encode_update(part.as_matrices(weight), value, state, out=out)
+            work = self.home.fetch(value)
+            self.layout.codec.encode_update(part.as_matrices(weight), work, state, out=out)
+            self.home.put(value, work)
         return message
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.values, *(t for state in self.states for t in state.tensors.values())]
 
     def squared_distance(self, weights: Sequence[Tensor]) -> tuple[float, float]:
         """Sums over all elements of (weight - mirror)^2 and of weight^2."""
-        wide = [part.as_matrices(w).double() for part, w in zip(self.layout.parts, weights, strict=True)]
-        apart = sum(float((w - v).square().sum()) for w, v in zip(wide, self.values, strict=True))
-        return apart, sum(float(w.square().sum()) for w in wide)
+        apart = whole = 0.0
+        for part, weight, value in zip(self.layout.parts, weights, self.values, strict=True):
+            for one, other in zip(part.as_matrices(weight), value, strict=True):
+                wide = one.double()
+                whole += float(wide.square().sum())
+                apart += float((wide - self.home.fetch(other)).square().sum())
+        return apart, whole
 
     def state_dict(self) -> dict[str, Any]:
-        return {"values": [v.clone() for v in self.values], "states": [state.state_dict() for state in self.states]}
+        """As of now; the tensors are those that are in use."""
+        self.home.wait()
+        return {"values": list(self.values), "states": [state.state_dict() for state in self.states]}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         copy_to(self.values, saved["values"])
@@ -96,13 +102,14 @@ class Replica:
 
     varies = False
 
-    def __init__(self, layout: MessageLayout, weights: Sequence[Tensor]) -> None:
+    def __init__(self, layout: MessageLayout, weights: Sequence[Tensor], home: Home | None = None) -> None:
         self.layout = layout
         self._weights = list(weights)
+        self.home = home or Home(weights[0].device)
         self.values = [
             weight.view(part.num_experts, part.rows, part.cols)
             if weight.dtype == torch.float32
-            else torch.zeros(part.num_experts, part.rows, part.cols, device=weight.device)
+            else self.home.zeros(part.num_experts, part.rows, part.cols)
             for part, weight in zip(layout.parts, weights, strict=True)
         ]
         self.order = PacketOrder()  # its `expected` is the encoder step of the next message
@@ -125,13 +132,20 @@ class Replica:
     def apply(self, messages: Sequence[Tensor]) -> None:
         """Add what the message holds, unless it was applied before."""
         packets = self.layout.packets(messages[0], self.order.expected)
-        if self.order.accept(packets[0]):
-            for packet, value in zip(packets, self.values, strict=True):
-                self.layout.codec.decode_add(packet, value)
-        self.round()
+        if not self.order.accept(packets[0]):
+            return
+        for packet, value, weight in zip(packets, self.values, self._weights, strict=True):
+            is_shared = value.data_ptr() == weight.data_ptr()
+            work = value if is_shared else self.home.fetch(value)
+            self.layout.codec.decode_add(packet, work)
+            if not is_shared:
+                self.home.put(value, work)
+                weight.copy_(work.view(weight.shape))
 
-    def round(self) -> None:
-        """Bring the weights that are computed with up to the values."""
+    def load(self, values: Sequence[Tensor], expected: int) -> None:
+        """Become what a checkpoint says."""
+        copy_to(self.values, values)
+        self.order.expected = expected
         for value, weight in zip(self.values, self._weights, strict=True):
             if value.data_ptr() != weight.data_ptr():
                 weight.copy_(value.view(weight.shape))
@@ -140,25 +154,33 @@ class Replica:
 class PatchSender:
     """The owner's side of patches.
 
-    sent: what holders have, one flat contiguous tensor for each message; those that are not 16 bits wide travel as
-        they are.
+    sent: what holders have, one flat contiguous tensor for each message, at `home`; those that are not 16 bits wide
+        travel as they are.
     """
 
-    def __init__(self, codec: Patch, sent: Sequence[Tensor], step: int = 0) -> None:
-        self._codec, self._sent = codec, list(sent)
-        self._step = step
+    def __init__(self, codec: Patch, sent: Sequence[Tensor], step: int = 0, home: Home | None = None) -> None:
+        self._codec, self.sent = codec, list(sent)
+        self._step, self._home = step, home or Home(sent[0].device)
+
+    def assign(self, values: Sequence[Tensor]) -> None:
+        """Holders have got the values as they are."""
+        for sent, value in zip(self.sent, values, strict=True):
+            if sent is not value:
+                self._home.put(sent, value)
 
     def encode(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Messages that make holders' values equal to `values`, shaped as `sent`, which become these."""
         messages = []
-        for value, sent in zip(values, self._sent, strict=True):
+        for value, sent in zip(values, self.sent, strict=True):
             if is_patched(sent):
-                room = torch.empty(self._codec.max_bytes(sent.numel()), dtype=torch.uint8, device=sent.device)
-                num_bytes = self._codec.encode(value, sent, room, self._step)
+                room = torch.empty(self._codec.max_bytes(sent.numel()), dtype=torch.uint8, device=value.device)
+                work = self._home.fetch(sent)
+                num_bytes = self._codec.encode(value, work, room, self._step)
+                self._home.put(sent, work)
                 messages.append(room[:num_bytes].clone())  # the room is many times as large
             else:
-                sent.copy_(value)
-                messages.append(sent)
+                self._home.put(sent, value)
+                messages.append(value)
         self._step += 1
         return messages
 

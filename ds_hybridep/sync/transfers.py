@@ -35,7 +35,6 @@ class Slots(Protocol):
     device: torch.device
     streams: DeviceStreams | None  # None: work runs where it is written
     feedback: Feedback | None  # None: everything travels as it is
-    sum_parts: list[list[Tensor]]  # by slot, fp32 [e, *shape] for each part of a message
 
     def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
         """The slot's values as they are held, one contiguous tensor for each message."""
@@ -43,6 +42,14 @@ class Slots(Protocol):
 
     def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
         """The slot's sums, one contiguous tensor for each message, and the type in which they travel exactly."""
+        ...
+
+    def sum_parts(self, slot: int) -> list[Tensor]:
+        """The slot's sums, fp32 [e, *shape] for each part of a message."""
+        ...
+
+    def drop_sums(self, slot: int) -> None:
+        """The slot's sums are in a message: they are not needed any more."""
         ...
 
     def loss_scale(self) -> float:
@@ -223,11 +230,13 @@ class Reduce(StagedTransfer):
         feedback = self.slots.feedback
         encoder = None if feedback is None else feedback.encoder(level, slot)
         if feedback is None or encoder is None:
-            return [total.to(dtype) for total, dtype in self.slots.sums(slot)]
-        with self._timing("encode_s"):
-            message = encoder.encode(self.slots.sum_parts[slot], self._scale)
-        feedback.counters.count("gradient", message.nbytes, encoder.layout.fp32_bytes)
-        return [message]
+            messages = [total.to(dtype) for total, dtype in self.slots.sums(slot)]
+        else:
+            with self._timing("encode_s"):
+                messages = [encoder.encode(self.slots.sum_parts(slot), self._scale)]
+            feedback.counters.count("gradient", messages[0].nbytes, encoder.layout.fp32_bytes)
+        self.slots.drop_sums(slot)
+        return messages
 
     def _incoming(self, slot: int, level: int, sender: int) -> list[Tensor]:
         feedback = self.slots.feedback
@@ -240,7 +249,7 @@ class Reduce(StagedTransfer):
             return messages
         num_bytes = decoder.layout.num_bytes(decoder.order.expected)
         message = torch.empty(num_bytes, dtype=torch.uint8, device=self.slots.device)
-        self._arrivals.append(partial(decoder.add, message, self.slots.sum_parts[slot], self._scale))
+        self._arrivals.append(partial(decoder.add, message, self.slots.sum_parts(slot), self._scale))
         return [message]
 
     def _take_in(self) -> None:

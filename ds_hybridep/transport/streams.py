@@ -58,6 +58,11 @@ class DeviceStreams:
         """Work inside runs in the side stream, behind what the current stream was given so far."""
         return self.within(self._side, after=self.mark())
 
+    def free_behind_side(self, tensor: Tensor) -> None:
+        """Call before a tensor of another stream is freed, with which the side stream may be working."""
+        if tensor.is_cuda:
+            tensor.record_stream(self._side)
+
     def mark(self, *, is_awaited: bool = False) -> Mark:
         """The point that the current stream has come to; is_awaited: a thread sleeps until then instead of looking."""
         mark = self._api.Event(blocking=is_awaited)

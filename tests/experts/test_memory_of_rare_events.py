@@ -46,7 +46,6 @@ def test_verification_makes_no_copies_of_the_weights() -> None:
         stages = gather_stages(partition, 0)
         replicas = Replicas("layer", experts, partition, stages, 0, Encoding((None,), (None,)), StepChanges())
         kernels = load_kernels("reference")
-        replicas.load_own_weights(trainable_only=False)
         kernels.bit_sums(torch.zeros(4 * 2**20))
 
         def run():

@@ -128,6 +128,13 @@ class StreamChecker(TorchDispatchMode):
             if memory is not None:
                 merge(memory.let_go, self.cuda.thread_clock())
 
+    def wait_before_reuse(self, tensor: Tensor, stream: str) -> None:
+        """Memory of a tensor that is freed is used again only behind what `stream` was given so far."""
+        with self._lock:
+            memory = self.memory.get(tensor.untyped_storage()._cdata)
+            if memory is not None:
+                merge(memory.let_go, self.cuda.clocks[stream])
+
     def by_host(self, name: str, tensor: Tensor, *, is_write: bool) -> None:
         """This thread, or the network on its behalf, uses host memory."""
         with self._lock:
@@ -265,6 +272,10 @@ class FakeStreams(DeviceStreams):
     def __init__(self, cuda: FakeCuda, checker: StreamChecker | None) -> None:
         super().__init__(torch.device("cpu"), cuda)
         self._checker = checker
+
+    def free_behind_side(self, tensor: Tensor) -> None:
+        if self._checker is not None:
+            self._checker.wait_before_reuse(tensor, "side")
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         with torch.utils._python_dispatch._disable_current_modes():

@@ -116,10 +116,13 @@ def test_migration_of_a_layer_stays_on_the_device(weights_codec: str, gradient_c
         for is_exact in (True, False, False):
             shipment = WeightShipment(replicas, is_exact=is_exact)
             shipment.load()
+            replicas.add_gradients(map(torch.empty_like, replicas.trainable_weights(replicas.replica_slots)))
+            replicas.prepare_return()
             for transfer in (shipment, Reduce(replicas, Purpose("expert_gradients", "return"))):
                 while not transfer.is_complete:
                     transfer.advance()
-            replicas.add_gradients(map(torch.empty_like, replicas.trainable_weights(replicas.replica_slots)))
+            replicas.take_returned()
+            replicas.own.unstage()
             changes.undo()
     assert all(sent == received for sent, received in channel.num_bytes)
 

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What replicas and codecs hold, step by step, beside the estimator; and the same on the host, bit for bit."""
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+import torch
+from parity import Case, levels_of
+from process_pool import ProcessPool
+from test_engine import _batch, engine_of, train
+from test_lossy import LOW_RANK, block_with, migration_of, replicas_of, runtime_of
+from toy_model import ToyConfig
+
+import ds_hybridep
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+PATCHES = [("patch", "int4")]
+DELTAS = [(LOW_RANK, LOW_RANK)]
+EXACT = [("identity", "identity")]
+
+
+def world2(**options: Any) -> Case:
+    return Case(
+        levels=levels_of((2,), (2,)), **{"toy": ToyConfig(ep_size=2, num_layers=5), "dtype": "bf16", **options}
+    )
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+def bytes_of_steps(case: Case, codecs: Any, state: str) -> dict[str, Any]:
+    """Counted bytes when gradients move, and after the step; and what the estimator says."""
+    block, held = block_with(case, codecs, state=state), []
+    with engine_of(case, with_block=True, hybridep=block) as engine:
+        with contextlib.redirect_stdout(io.StringIO()):
+            needs = ds_hybridep.estimate_hybridep_mem_needs_all_live(
+                engine.module, block, case.world_size, accumulation=case.accumulation, zero_stage=case.zero_stage
+            )
+        migration = migration_of(engine)
+        progress = migration.progress
+
+        def sample() -> None:
+            held.append(migration.replica_bytes)
+            progress()
+
+        train(engine, case, 0, 1)
+        after_step = migration.replica_bytes
+        migration.progress = sample  # called in every acquire, forward and backward
+        train(engine, case, 1, 2)
+        del migration.progress
+        stats = ds_hybridep.stats(engine)
+        return {
+            "need": needs[tuple(level["domain_size"] for level in block["levels"])],
+            "after": (after_step, stats["replica_bytes"]),
+            "host": stats["host_bytes"],
+            "most": max(held),
+            "replicated": sum(part.fp32_bytes // 4 for one in replicas_of(engine) for part in one.parts),
+        }
+
+
+def train_with_a_skipped_step(case: Case, codecs: Any, state: str) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses, parameters and residuals, and bytes in host memory."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, codecs, state=state)) as engine:
+        losses = train(engine, case, 0, 2)
+        engine.backward(engine(*_batch(case, 7)))
+        runtime_of(engine).before_step()
+        runtime_of(engine).after_step(was_applied=False)
+        engine.zero_grad()
+        losses += train(engine, case, 2, 2)
+        runtime_of(engine).verify()
+        encoders = [one for r in replicas_of(engine) for one in r.feedback.encoders.values()]
+        tensors = [*engine.module.parameters(), *(r for one in encoders for r in one.residuals)]
+        return losses, [t.detach().clone() for t in tensors], ds_hybridep.stats(engine)["host_bytes"]
+
+
+def same_on_the_host(case: Case, codecs: Any) -> tuple[bool, bool, int, int]:
+    losses, tensors, none = train_with_a_skipped_step(case, codecs, "device")
+    losses_too, tensors_too, held = train_with_a_skipped_step(case, codecs, "host")
+    return losses == losses_too, all(map(torch.equal, tensors, tensors_too)), none, held
+
+
+# -- the tests --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["device", "host"])
+@pytest.mark.parametrize(
+    ("codecs", "accumulation"),
+    [
+        (PATCHES, 2),
+        pytest.param(PATCHES, 1, marks=pytest.mark.slow),
+        pytest.param(DELTAS, 2, marks=pytest.mark.slow),
+        pytest.param(DELTAS, 1, marks=pytest.mark.slow),
+        pytest.param(EXACT, 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_bytes_of_a_step_are_those_of_the_estimator(
+    pool2: ProcessPool, codecs: Any, accumulation: int, state: str
+) -> None:
+    case = world2(accumulation=accumulation)
+    for found in pool2.run(bytes_of_steps, case=case, codecs=codecs, state=state):
+        need = found["need"]
+        assert found["after"] == (need.after_step, need.after_step)
+        assert found["host"] == need.host
+        assert found["most"] <= need.total
+        if accumulation > 1:  # in the last micro-step all sums are there
+            assert found["most"] >= need.replicas + need.codecs + need.gradient_sums
+        if (codecs, state) == (PATCHES, "device"):
+            per_parameter = (need.replicas + need.codecs + need.gradient_sums) / found["replicated"]
+            assert per_parameter == (10 if accumulation > 1 else pytest.approx(6 + 4 * 3 / 5))
+
+
+@pytest.mark.parametrize(
+    "codecs", [PATCHES, pytest.param(DELTAS, marks=pytest.mark.slow), pytest.param(EXACT, marks=pytest.mark.slow)]
+)
+def test_state_on_the_host_changes_no_bit(pool2: ProcessPool, codecs: Any) -> None:
+    codecs = [("identity", "int2")] if codecs is EXACT else codecs
+    for same_losses, same_bits, none, held in pool2.run(same_on_the_host, case=world2(), codecs=codecs):
+        assert same_losses
+        assert same_bits
+        assert none == 0 < held
