@@ -92,9 +92,10 @@ def rows() -> Iterator[tuple[str, ...]]:
                 for way in ways
                 if way.step_s is not None and way.step_s < best.step_s * 0.99
             ]
+            ratio = f"{min(fitting) / best.step_s:.3g}" if fitting else "does not fit"
             yield (
                 model, training, f"2 x {setting.gpus}, ZeRO-{setting.zero_stage}", str(gbps),
-                best.label.replace("|", " / "), f"{best.step_s:.3g}", f"{min(fitting) / best.step_s:.3g}" if fitting else "does not fit",
+                best.label.replace("|", " / "), f"{best.step_s:.3g}", ratio,
                 ", ".join(faster), f"{best.memory.total_bytes / 1e9:.0f}",
             )  # fmt: skip
 
