@@ -148,7 +148,9 @@ def host_traffic_s(layout: Layout, workload: Workload, rates: Rates, way: Way) -
     if layout.state == "device" or layout.domain_size == 1:
         return 0.0
     if way == "weights":
-        per_param = workload.param_bytes * has_patches(layout) + MASTER_BYTES * lossy_weight_values(layout, workload)
+        per_param: float = workload.param_bytes * has_patches(layout) + MASTER_BYTES * lossy_weight_values(
+            layout, workload
+        )
     else:
         per_param = gradient_residuals(layout, workload)
     num_params = experts_per_rank(layout, workload) * workload.expert_travel_params
