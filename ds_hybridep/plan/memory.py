@@ -105,8 +105,8 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
         return 0.0, 0.0
     layers, trained = workload.model.num_moe_layers, workload.expert_travel_params
     window = min(layout.prefetch_depth + 1, layers) / layers
-    copies = element * workload.model.expert_params
-    copies *= size * window if layout.is_transient else size - 1
+    num_copies = size * window if layout.is_transient else size - 1
+    copies = num_copies * element * workload.model.expert_params
     sent = element * has_patches(layout)
     residuals = gradient_residuals(layout, workload)
     summed, renewed = (1.0, window) if workload.micro_steps > 1 else (window, 1.0)
