@@ -30,9 +30,10 @@ PAGE = """\
 # Is it for you?
 
 What `ds_hybridep plan` says about two datacentres of GPUs with 80 GB, an uplink of 1, 10 or 100 Gbit/s for each
-datacentre, 10 ms one way, NVLink inside. {settings}. GPUs reach 396 TFLOPS. Every number is predicted, activations are
-among what must fit, and nothing here was measured on GPUs. Numbers of GPUs are the fewest of 8, 16, 32 ... in each
-datacentre that any plan fits.
+datacentre, 10 ms one way, NVLink inside. 8192 tokens per GPU and micro-step, 4 micro-steps, checkpointed activations,
+bf16, a learning rate of 1e-5; GPUs reach 396 TFLOPS. Every number is predicted, activations are among what must fit,
+and nothing here was measured on GPUs. Numbers of GPUs are the fewest of 8, 16, 32 ... in each datacentre that any plan
+fits.
 
 - **Plan**: domain sizes over the slow and the fast level, `ep` the ranks that share the experts, `recommended` where
   codecs are used, `host state` where residuals lie in the host's memory ([planning.md](planning.md)).
@@ -110,10 +111,7 @@ def main() -> None:
     )  # fmt: skip
     lines = [header, ("---",) * len(header), *rows()]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    settings = (
-        "8192 tokens per GPU and micro-step, 4 micro-steps, checkpointed activations, bf16, a learning rate of 1e-5"
-    )
-    args.page.write_text(PAGE.format(settings=settings, table=table))
+    args.page.write_text(PAGE.format(table=table))
 
 
 if __name__ == "__main__":
