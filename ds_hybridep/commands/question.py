@@ -47,7 +47,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--tflops", type=float, default=DEFAULT_TFLOPS, help="peak of a GPU; default %(default)g")
     machine.add_argument("--mfu", type=float, default=DEFAULT_MFU, help="share of it reached; default %(default)g")
     machine.add_argument("--overlap", type=float, default=1.0, metavar="SHARE", help="hidden of what could be; all")
-    machine.add_argument("--memory", type=float, metavar="GB", help="of a GPU, without activations; not limited")
+    machine.add_argument("--memory", type=float, metavar="GB", help="of a GPU; plans must fit; not limited")
+    machine.add_argument(
+        "--host-memory",
+        type=float,
+        default=128.0,
+        metavar="GB",
+        help="of the host, for each GPU; default %(default)g",
+    )
+    machine.add_argument(
+        "--host-rate",
+        type=float,
+        default=50.0,
+        metavar="GB/S",
+        help="of a GPU to the host's memory; default %(default)g",
+    )
     machine.add_argument(
         "--dense-sync",
         choices=("hierarchical", "deepspeed"),
@@ -97,6 +111,7 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
         help="of AdamW, on which the size of patches depends; default %(default)g",
     )
     model.add_argument("--checkpointing", action="store_true", help="activations are recomputed in the backward")
+    model.add_argument("--fused-loss", action="store_true", help="logits of all tokens are never in memory at once")
     model.add_argument("--capacity-factor", type=float, default=1.0, help="of DeepSpeed's gate, for comparison")
     model.add_argument("--lora-rank", type=_positive, metavar="R", help="only adapters of this rank are trained")
     model.add_argument("--ep-size", type=_positive, metavar="N", help="ranks that share the experts; searched")
@@ -124,12 +139,15 @@ def read_question(args: argparse.Namespace) -> Question:
     return Question(
         cluster=cluster,
         workload=workload,
-        rates=Rates(flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap),
+        rates=Rates(
+            flops_per_s=args.tflops * args.mfu * TERA, overlap=args.overlap, host_bytes_per_s=args.host_rate * GIGA
+        ),
         sync=BY_DEEPSPEED if args.dense_sync == "deepspeed" else SyncModel(),
         groups=() if args.ep_size is None else (ExpertGroup(args.ep_size, args.strided),),
         codecs=read_codecs(args, workload),
         token_codecs=(token, *[IDENTITY] * (len(cluster.levels) - 1)),
         memory_bytes=None if args.memory is None else args.memory * GIGA,
+        host_memory_bytes=None if args.memory is None else args.host_memory * GIGA,
     )
 
 
@@ -185,6 +203,7 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
         param_bytes=DTYPE_BYTES[dtype],
         zero_stage=args.zero_stage,
         is_checkpointed=args.checkpointing,
+        has_fused_loss=args.fused_loss,
         seq_len=args.seq_len,
         capacity_factor=args.capacity_factor,
         trainable_expert_params=sum(map(math.prod, of_expert)) if of_expert else None,

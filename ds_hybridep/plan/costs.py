@@ -12,7 +12,7 @@ from ds_hybridep.plan.packets import Part
 from ds_hybridep.plan.replica_pool import num_gathers
 from ds_hybridep.plan.slots import part_of
 from ds_hybridep.plan.token_route import expected_rows
-from ds_hybridep.plan.workload import Workload
+from ds_hybridep.plan.workload import MASTER_BYTES, Workload
 
 Way = Literal["weights", "gradients"]  # to the replicas, and back
 
@@ -118,6 +118,43 @@ def decode_s(layout: Layout, workload: Workload, way: Way) -> float:
         else:
             total += gradient_messages(layout, level) * own_bytes / codecs[level].gradient.decode_bytes_per_s
     return total
+
+
+def has_patches(layout: Layout) -> bool:
+    """True where owners keep what they sent last."""
+    return any(layout.codecs[level].weight.is_lossless_encoding for level in layout.gather_levels)
+
+
+def lossy_weight_values(layout: Layout, workload: Workload) -> int:
+    """fp32 numbers that lossy codecs of weights keep for each trained parameter that a rank owns."""
+    lossy = [level for level in layout.gather_levels if layout.codecs[level].weight.is_lossy]
+    mirrors = len({layout.codecs[level].weight.name for level in lossy})
+    is_narrow = workload.param_bytes < MASTER_BYTES
+    return mirrors + (sum(replicas_over(layout, level) for level in lossy) if is_narrow else 0)
+
+
+def gradient_residuals(layout: Layout, workload: Workload) -> float:
+    """Bytes of residuals for each trained parameter that a rank owns; they have the parameter's type."""
+    lossy = (level for level in layout.gather_levels if layout.codecs[level].gradient.is_lossy)
+    return workload.param_bytes * sum(gradient_messages(layout, level) for level in lossy)
+
+
+def host_traffic_s(layout: Layout, workload: Workload, rates: Rates, way: Way) -> float:
+    """Seconds in which a layer's state passes between host and device, there and back; 0 where it is not there.
+
+    What was sent last is read and written, and so are residuals, mirrors and fp32 copies of a lossy codec of weights.
+    None of it is taken to be hidden.
+    """
+    if layout.state == "device" or layout.domain_size == 1:
+        return 0.0
+    if way == "weights":
+        per_param: float = workload.param_bytes * has_patches(layout) + MASTER_BYTES * lossy_weight_values(
+            layout, workload
+        )
+    else:
+        per_param = gradient_residuals(layout, workload)
+    num_params = experts_per_rank(layout, workload) * workload.expert_travel_params
+    return 2 * num_params * per_param / rates.host_bytes_per_s
 
 
 def _own_bytes(layout: Layout, workload: Workload) -> int:

@@ -88,6 +88,7 @@ class Rates:
     packet_s: host time of one packet of a layer, there and back each.
     overlap: share of what could be hidden that is; 0: every packet is waited for by itself.
     wire_factor: bytes on the wire for each byte handed over (headers).
+    host_bytes_per_s: between a GPU and the host's memory, where state is kept there.
     """
 
     flops_per_s: float
@@ -101,9 +102,10 @@ class Rates:
     step_s: float = 0.0
     overlap: float = 1.0
     wire_factor: float = 1.0
+    host_bytes_per_s: float = 50e9
 
     def __post_init__(self) -> None:
-        for item in ("flops_per_s", "expert_flops_per_s", "memory_bytes_per_s"):
+        for item in ("flops_per_s", "expert_flops_per_s", "memory_bytes_per_s", "host_bytes_per_s"):
             value = getattr(self, item)
             if value is not None and not value > 0:
                 raise PlanError(f"{item} is {value}, but must be > 0")
@@ -169,6 +171,7 @@ class Layout:
     prefetch_depth: layers between the start of a gradient's return and the wait for it.
     is_padded: DeepSpeed's own layer in place of ours: padded all-to-alls, no domains.
     is_transient: replicas of `prefetch_depth` + 1 layers at a time, gathered around their use, frozen parameters too.
+    state: where codecs keep residuals and what was sent last.
     """
 
     spans: tuple[int, ...]
@@ -178,6 +181,7 @@ class Layout:
     exchange: TokenExchange = "direct"
     is_padded: bool = False
     is_transient: bool = False
+    state: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
         if not len(self.spans) == len(self.domain_sizes) == len(self.codecs):

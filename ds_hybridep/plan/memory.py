@@ -1,27 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a layout on one rank."""
+"""Memory of a layout on one rank: state, activations, and an allowance."""
 
 import math
 from dataclasses import dataclass
 
+from ds_hybridep.plan.activations import Activations, activations_of
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.costs import experts_per_rank, gradient_messages, replicas_over
+from ds_hybridep.plan.costs import experts_per_rank, gradient_residuals, has_patches, lossy_weight_values
 from ds_hybridep.plan.layout import Layout
-from ds_hybridep.plan.sync_stages import dense_parameters, shared_experts, sync_state_bytes
+from ds_hybridep.plan.sync_stages import before_step_bytes, dense_parameters, shared_experts, sync_residual_bytes
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
+
+# What no tensor of the model takes: 1 GB for libraries and their buffers, 2 GB for two of DeepSpeed's buckets.
+WORKSPACE_BYTES = 3e9
+FRAGMENTATION = 0.05  # of activations, which come and go
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one rank, without activations.
+    """Bytes on one rank, at the most in a step.
 
     sync_bytes: what codecs keep of dense parameters, and of experts that several groups hold.
+    activation_bytes: or what the optimizer's step needs in their place, where that is more.
+    host_bytes: of the host's memory; not in the sums.
     """
 
     dense_bytes: float
     owned_expert_bytes: float
     replica_bytes: float
     sync_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    workspace_bytes: float = 0.0
+    host_bytes: float = 0.0
 
     @property
     def copies_bytes(self) -> float:
@@ -29,57 +39,88 @@ class Memory:
         return self.replica_bytes + self.sync_bytes
 
     @property
+    def state_bytes(self) -> float:
+        """What stays from micro-step to micro-step."""
+        return self.dense_bytes + self.owned_expert_bytes + self.copies_bytes
+
+    @property
     def total_bytes(self) -> float:
-        return self.dense_bytes + self.owned_expert_bytes + self.replica_bytes + self.sync_bytes
+        """What a GPU must have."""
+        return self.state_bytes + self.activation_bytes + self.workspace_bytes
 
 
 def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
-    """Bytes of parameters, gradients, optimizer state, replicas and mirrors on one rank.
+    """Bytes of parameters, gradients, optimizer state, copies, what codecs keep, activations and workspace.
 
     Per trained parameter: its gradient (shared out from ZeRO-2 on), 8 B of moments and a 4 B master copy of smaller
-    types (shared out from ZeRO-1 on), over the ranks that hold it. Per parameter of each working copy, the owned among
-    them: its type, and a 4 B gradient sum where it is trained. A lossy weight codec adds 4 B copies of smaller types
-    and a 4 B mirror of owned weights; a lossy gradient codec two times 4 B for each message that leaves. Transient
-    replicas: weights of `prefetch_depth` + 1 layers, and gradient sums of as many, or of all under accumulation.
+    types (shared out from ZeRO-1 on), over the ranks that hold it.  For copies see `_replicas`.
     """
     model = workload.model
     world, group = cluster.num_ranks, layout.group_size
-    layers = model.num_moe_layers
-    owned = layers * experts_per_rank(layout, workload)
-    held = min(layout.prefetch_depth + 1, layers) / layers if layout.is_transient else 1.0
-    summed = held if workload.micro_steps == 1 else 1.0
-    frozen_params, trained_params = model.expert_params - workload.expert_travel_params, workload.expert_travel_params
-    per_expert = 0.0
-    if layout.domain_size > 1:
-        copy_bytes = held * workload.param_bytes * (frozen_params + trained_params)
-        per_expert = layout.domain_size * (copy_bytes + summed * MASTER_BYTES * trained_params)
-        per_expert += trained_params * MASTER_BYTES * _codec_values(layout, workload)
-        if any(layout.codecs[level].weight.is_lossless_encoding for level in layout.gather_levels):
-            per_expert += trained_params * workload.param_bytes
+    owned = experts_per_rank(layout, workload)
+    all_owned = model.num_moe_layers * owned
+    on_device, on_host = _replicas(layout, workload)
+    held = [find(cluster, layout, workload) for find in (dense_parameters, shared_experts)]
+    synced = math.fsum(sync_residual_bytes(one, workload) for one in held)
+    is_on_host = layout.state == "host"
+    expert_bytes = state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group)
     return Memory(
-        dense_bytes=_state_bytes(model.dense_params, workload.dense_train_params, workload, world),
-        owned_expert_bytes=owned
-        * _state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group),
-        replica_bytes=owned * per_expert,
-        sync_bytes=math.fsum(
-            sync_state_bytes(find(cluster, layout, workload), workload) for find in (dense_parameters, shared_experts)
+        dense_bytes=state_bytes(model.dense_params, workload.dense_train_params, workload, world),
+        owned_expert_bytes=all_owned * expert_bytes,
+        replica_bytes=all_owned * on_device,
+        sync_bytes=0.0 if is_on_host else synced,
+        host_bytes=all_owned * on_host + (synced if is_on_host else 0.0),
+        **working_bytes(
+            activations_of(workload, num_experts_held=owned * layout.domain_size, is_padded=layout.is_padded),
+            math.fsum(before_step_bytes(one, workload) for one in held),
         ),
     )
 
 
-def _codec_values(layout: Layout, workload: Workload) -> int:
-    """fp32 numbers that lossy codecs keep for each trained parameter that a rank owns."""
-    codecs = layout.codecs
-    values = len({codecs[level].weight.name for level in layout.gather_levels if codecs[level].weight.is_lossy})
-    for level in layout.gather_levels:
-        if codecs[level].weight.is_lossy and workload.param_bytes < MASTER_BYTES:
-            values += replicas_over(layout, level)
-        if codecs[level].gradient.is_lossy:
-            values += 2 * gradient_messages(layout, level)
-    return values
+def working_bytes(activations: Activations, in_step: float = 0.0) -> dict[str, float]:
+    """Fields of `Memory` for what comes and goes; in_step: beside the optimizer, when there are no activations."""
+    most = max(activations.total_bytes, in_step)
+    return {"activation_bytes": most, "workspace_bytes": WORKSPACE_BYTES + FRAGMENTATION * most}
 
 
-def _state_bytes(num_params: float, num_trained: float, workload: Workload, num_holders: int) -> float:
+def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
+    """Bytes of working copies for one owned expert, (on the device, on the host).  Source: experts/replicas.py.
+
+    Per parameter of a domain of M ranks:
+
+        copies          M - 1 of the parameter's type; owned ones too where replicas are transient
+        sent last       one where weights leave as patches
+        residuals       one of the parameter's type for each message of gradients that loses something; until the step
+                        is applied new ones beside them, in the place of sums: of all layers with one micro-step
+        lossy weights   a 4 B mirror of the owned ones for each codec, 4 B copies of smaller types
+        sums            M - 1 of 4 B, of all layers, or with one micro-step of the layers in flight
+        what returned   4 B, of the layers in flight
+        staging         one, where owned weights leave as they are; not at the same time as sums
+
+    Layers in flight are `prefetch_depth` + 1; with transient replicas they alone have copies.  With state on the host
+    what was sent last, residuals, mirrors and 4 B copies are there.  Frozen parameters have copies only.
+    """
+    size, element = layout.domain_size, workload.param_bytes
+    if size == 1:
+        return 0.0, 0.0
+    layers, trained = workload.model.num_moe_layers, workload.expert_travel_params
+    window = min(layout.prefetch_depth + 1, layers) / layers
+    num_copies = size * window if layout.is_transient else size - 1
+    copies = num_copies * element * workload.model.expert_params
+    sent = element * has_patches(layout)
+    residuals = gradient_residuals(layout, workload)
+    summed, renewed = (1.0, window) if workload.micro_steps > 1 else (window, 1.0)
+    sums = MASTER_BYTES * ((size - 1) * summed + window)
+    kept = sent + residuals + MASTER_BYTES * lossy_weight_values(layout, workload)
+    sends_exactly = any(not layout.codecs[level].weight.is_lossy for level in layout.gather_levels)
+    staging = element * (sends_exactly and not layout.is_transient)
+    if layout.state == "host":
+        return copies + trained * max(sums, staging), trained * (kept + residuals)
+    staging = 0 if sent else staging  # what was sent last is what leaves
+    return copies + trained * (kept + max(sums + residuals * renewed, staging)), 0.0
+
+
+def state_bytes(num_params: float, num_trained: float, workload: Workload, num_holders: int) -> float:
     """Bytes of parameters of which some are trained, held alike by `num_holders` ranks."""
     master_bytes = MASTER_BYTES if workload.param_bytes < MASTER_BYTES else 0
     optimizer = num_trained * (ADAM_BYTES + master_bytes) / (num_holders if workload.zero_stage >= 1 else 1)

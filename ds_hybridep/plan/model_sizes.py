@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.slots import Shape
-from ds_hybridep.plan.workload import MoEModel
+from ds_hybridep.plan.workload import MoEModel, Widths
 
 # Keys of Hugging Face's config.json: the first one that is there counts.
 NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -98,6 +98,14 @@ def _from_hugging_face(content: Mapping[str, Any], name: str) -> MoEModel:
         expert_shapes=expert_shapes,
         dense_shapes=dense_shapes,
         stacks_experts=True,  # as AutoEP has them
+        known_widths=Widths(
+            num_layers=layers,
+            **_attention_widths(content, hidden, name),
+            expert_ffn=expert_ffn,
+            shared_ffn=shared_ffn,
+            dense_ffn=dense_ffn if len(moe_layers) < layers else 0,
+            vocabulary=vocabulary,
+        ),
     )
 
 
@@ -141,6 +149,25 @@ def _attention(content: Mapping[str, Any], hidden: int, name: str) -> tuple[tupl
     projections = (width, hidden), (kv_width, hidden), (kv_width, hidden), (hidden, width)
     biases = tuple((rows,) for rows, _ in projections) if content.get("attention_bias") else ()
     return (*projections, *biases), width
+
+
+def _attention_widths(content: Mapping[str, Any], hidden: int, name: str) -> dict[str, int]:
+    """Elements of a token in one layer's attention; see `Widths`."""
+    heads = _integer(content, "num_attention_heads", name)
+    if "kv_lora_rank" in content:
+        size = _integer(content, "qk_nope_head_dim", name) + _integer(content, "qk_rope_head_dim", name)
+        width = key = heads * size
+        value = out = heads * _integer(content, "v_head_dim", name)
+        norms = int(content.get("q_lora_rank") or 0) + _integer(content, "kv_lora_rank", name)
+    else:
+        head_size = _integer(content, "head_dim", name, hidden // heads)
+        key = value = _integer(content, "num_key_value_heads", name, heads) * head_size
+        width = out = heads * head_size
+        # Qwen3 normalises queries and keys.
+        norms = width + key if str(content.get("model_type", "")).startswith("qwen3") else 0
+    return {
+        "query": width, "key": key, "value": value, "attention_out": out, "num_heads": heads, "attention_norms": norms,
+    }  # fmt: skip
 
 
 def _first(content: Mapping[str, Any], keys: tuple[str, ...], name: str) -> int:

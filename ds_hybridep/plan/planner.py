@@ -41,6 +41,8 @@ class Candidate:
         text = "[" + ",".join(map(str, self.layout.domain_sizes)) + "]"
         if self.layout.is_transient:
             text += " transient"
+        if self.layout.state == "host":
+            text += " host state"
         names = [codecs_label(codecs) for codecs in self.layout.codecs]
         if any(name != EXACT for name in names):
             text += f" {'|'.join(names)}"
@@ -64,8 +66,8 @@ class Plan:
 
     @property
     def better_elsewhere(self) -> Alternative | None:
-        """The fastest way of another program that beats the best layout by more than a tie."""
-        return self._fastest(way for way in self.alternatives if not way.is_provided)
+        """The fastest way of another program that fits and beats the best layout by more than a tie."""
+        return self._fastest(way for way in self.alternatives if not way.is_provided and not way.lacking_bytes)
 
     def _fastest(self, ways: Iterable[Alternative]) -> Alternative | None:
         times = [(way.step_s, index, way) for index, way in enumerate(ways) if way.step_s is not None]
@@ -95,9 +97,11 @@ def make_plan(question: Question) -> Plan:
     if not fitting:
         least = min(candidates, key=lambda one: one.lacking_bytes)
         raise PlanError(
-            f"no plan fits: the smallest, {least.label}, needs {least.memory.total_bytes / 1e9:.1f} GB of parameters, "
-            f"gradients and optimizer state on each rank, {least.lacking_bytes / 1e9:.1f} GB more than there are; use "
-            f"more ranks, a higher ZeRO stage or adapters"
+            f"no plan fits: the smallest, {least.label}, needs {least.memory.total_bytes / 1e9:.1f} GB on each rank "
+            f"({least.memory.state_bytes / 1e9:.1f} GB of parameters, gradients and optimizer state, "
+            f"{least.memory.activation_bytes / 1e9:.1f} GB of activations, the rest an allowance), "
+            f"{least.lacking_bytes / 1e9:.1f} GB more than there are; use more ranks, fewer tokens, activation "
+            f"checkpointing, a higher ZeRO stage or adapters"
         )
     best = _simplest_of_the_fastest(fitting)
     others = [replace(one, reason=_why_lost(one, best)) for one in candidates if one is not best]
@@ -111,7 +115,10 @@ def make_plan(question: Question) -> Plan:
 
 
 def price_all(question: Question) -> Iterator[Candidate]:
-    """Every layout that the question allows, priced; where one does not fit, its transient form follows."""
+    """Every layout that the question allows, priced; where one does not fit, others that need less follow.
+
+    These keep their state on the host, or have transient replicas.
+    """
     for group in question.expert_groups:
         spans = group.spans(question.cluster)
         for domain_sizes in itertools.product(*map(divisors, spans)):
@@ -120,29 +127,33 @@ def price_all(question: Question) -> Iterator[Candidate]:
                 layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=question.with_tokens(codecs))
                 candidate = _price(question, group, layout)
                 yield candidate
+                if candidate.lacking_bytes and candidate.memory.copies_bytes:
+                    on_host = _price(question, group, replace(layout, state="host"))
+                    if on_host.memory.total_bytes < candidate.memory.total_bytes:
+                        yield on_host
                 if candidate.lacking_bytes and layout.domain_size > 1:
-                    yield _price_transient(question, group, layout)
+                    yield _price(question, group, _transient(layout))
 
 
 def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
-    """The layout with the cheaper exchange and the greatest depth, which never takes longer than a smaller one."""
+    """The layout with the cheaper exchange and the greatest depth that fits: a smaller one is never faster."""
+    layout = _with_fitting_depth(question, layout)
     memory, lacking = question.memory(layout)
-    layout, prediction = question.with_best_exchange(replace(layout, prefetch_depth=max(question.depths)))
+    layout, prediction = question.with_best_exchange(layout)
     return Candidate(group=group, layout=layout, prediction=prediction, memory=memory, lacking_bytes=lacking)
 
 
-def _price_transient(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
-    """The layout with transient replicas of as many layers as fit; of the fewest where none fit."""
-    deepest_first = sorted(question.depths, reverse=True)
-    fitting = (depth for depth in deepest_first if not question.memory(_transient(layout, depth))[1])
-    depth = next(fitting, deepest_first[-1])
-    return _price(replace(question, depths=(depth,)), group, _transient(layout, depth))
+def _with_fitting_depth(question: Question, layout: Layout) -> Layout:
+    """The layout with the greatest depth that fits, or the least where none does."""
+    deepest_first = [replace(layout, prefetch_depth=depth) for depth in sorted(question.depths, reverse=True)]
+    fitting = (one for one in deepest_first if not question.memory(one)[1])
+    return next(fitting, deepest_first[-1])
 
 
-def _transient(layout: Layout, depth: int) -> Layout:
-    """Weights of experts travel exactly then."""
+def _transient(layout: Layout) -> Layout:
+    """Replicas of the layers in flight; weights of experts travel exactly then."""
     codecs = tuple(replace(of_level, weight=IDENTITY) for of_level in layout.codecs)
-    return replace(layout, is_transient=True, prefetch_depth=depth, codecs=codecs)
+    return replace(layout, is_transient=True, codecs=codecs)
 
 
 def _with_least_depth(question: Question, candidate: Candidate) -> Candidate:
@@ -202,6 +213,7 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     layout = candidate.layout
     return {
         **({"replicas": "transient"} if layout.is_transient else {}),
+        **({"state": "host", "host_bytes": rounded(candidate.memory.host_bytes)} if layout.state == "host" else {}),
         "ep_size": candidate.group.ep_size,
         "strided": candidate.group.is_strided,
         "domain_sizes": list(layout.domain_sizes),
@@ -216,6 +228,7 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
         "terms_s": _rounded_values(candidate.prediction.terms.as_dict()),
         "uplink_bytes": [_rounded_values(dict(kinds)) for kinds in candidate.prediction.uplink_bytes],
         "memory_bytes": rounded(candidate.memory.total_bytes),
+        "activation_bytes": rounded(candidate.memory.activation_bytes),
         "lacking_bytes": rounded(candidate.lacking_bytes),
         "reason": candidate.reason,
     }

@@ -40,7 +40,8 @@ class Question:
     codecs: tuple[LevelCodecs, ...] = (LevelCodecs(),)
     token_codecs: tuple[CodecCost, ...] = ()
     depths: tuple[int, ...] = DEFAULT_DEPTHS
-    memory_bytes: float | None = None  # of one rank, without activations; None: not limited
+    memory_bytes: float | None = None  # of one GPU; None: not limited
+    host_memory_bytes: float | None = None  # of the host, for each GPU; likewise
 
     def codecs_over(self, level: int, domain_size: int) -> tuple[LevelCodecs, ...]:
         """Sets that make a difference at a level: sums by DeepSpeed have none."""
@@ -75,7 +76,12 @@ class Question:
     def memory(self, layout: Layout) -> tuple[Memory, float]:
         """What a layout needs, and the bytes that it lacks."""
         memory = memory_of(self.cluster, layout, self.workload)
-        return memory, 0.0 if self.memory_bytes is None else max(memory.total_bytes - self.memory_bytes, 0.0)
+        return memory, self.lacking_bytes(memory)
+
+    def lacking_bytes(self, memory: Memory) -> float:
+        """Bytes that a GPU lacks, and its share of the host; 0 where memory is not limited."""
+        pairs = (memory.total_bytes, self.memory_bytes), (memory.host_bytes, self.host_memory_bytes)
+        return sum(max(needed - limit, 0.0) for needed, limit in pairs if limit is not None)
 
 
 def candidate_groups(cluster: Cluster, num_experts: int) -> tuple[ExpertGroup, ...]:

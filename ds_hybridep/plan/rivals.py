@@ -3,9 +3,10 @@
 
 from dataclasses import dataclass, replace
 
-from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths
-from ds_hybridep.plan.costs import ranks_below
+from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs, Rates
+from ds_hybridep.plan.memory import Memory, memory_of
+from ds_hybridep.plan.pipeline import pipelines
 from ds_hybridep.plan.question import Question, largest_group
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 
@@ -21,7 +22,8 @@ class Alternative:
     prediction: StepPrediction | None = None
     layout: Layout | None = None
     memory_bytes: float | None = None
-    lacking_bytes: float = 0.0  # beyond what there is; 0 also where it was not checked
+    lacking_bytes: float = 0.0  # beyond what there is
+    crossing_bytes: float | None = None  # over one uplink of level 0 in one direction; None: not known
     note: str = ""
 
     @property
@@ -53,7 +55,8 @@ def alternatives(question: Question) -> list[Alternative]:
         exact, _ = question.with_best_exchange(parallel)
         result.append(_provided(question, f"DeepSpeed, {name}", replace(parallel, is_padded=True)))
         result.append(_provided(question, f"{name}, exact", exact))
-    return [*result, _pipeline(question, inside), _local_sgd(question, inside)]
+    alone = _inside(question, inside)
+    return [*result, _pipeline(question, alone), _local_sgd(question, inside, alone)]
 
 
 def without_domains(spans: tuple[int, ...]) -> Layout:
@@ -71,6 +74,7 @@ def _provided(question: Question, name: str, layout: Layout) -> Alternative:
         layout=layout,
         memory_bytes=memory.total_bytes,
         lacking_bytes=lacking,
+        crossing_bytes=prediction.level_bytes(0),
         note=lacking_note(lacking) if lacking else "",
     )
 
@@ -80,48 +84,58 @@ def lacking_note(num_bytes: float) -> str:
     return f"needs {num_bytes / 1e9:.1f} GB more memory than there is"
 
 
-def _inside_prediction(question: Question, inside: ExpertGroup) -> StepPrediction:
-    """A step of one child of level 0 by itself, with all layers and de-duplicated exchange."""
+@dataclass(frozen=True)
+class _Inside:
+    """One child of level 0 by itself, with all layers, the de-duplicated exchange and exact sums by level."""
+
+    cluster: Cluster
+    layout: Layout
+    prediction: StepPrediction
+
+
+def _inside(question: Question, group: ExpertGroup) -> _Inside:
     levels = question.cluster.levels[1:] or (replace(question.cluster.levels[0], size=1),)
-    layout = without_domains(inside.spans(question.cluster)[-len(levels) :])
-    return predict(Cluster(levels), layout, question.workload, question.rates, question.sync)
+    cluster = Cluster(levels)
+    layout = without_domains(group.spans(question.cluster)[-len(levels) :])
+    return _Inside(cluster, layout, predict(cluster, layout, question.workload, question.rates, question.sync))
 
 
-def _pipeline(question: Question, inside: ExpertGroup) -> Alternative:
-    """Stages across level 0, each with a share of the layers and EP inside; the same tokens per step.
-
-    n stages pass n A micro-batches of each rank's tokens: as much computation as before, times 1 + (n - 1) / (n A). A
-    border is crossed by one row per token in each direction, hidden behind computation.
-    """
-    name = "pipeline stages across, EP inside"
+def _pipeline(question: Question, inside: _Inside) -> Alternative:
+    """Stages across level 0, each with a share of the layers and EP inside: the fastest that fits, if one does."""
+    name = f"pipeline stages across each {question.cluster.levels[0].name}, EP inside"
     stages, workload = question.cluster.sizes[0], question.workload
     if workload.model.num_moe_layers < stages:
         return Alternative(name=name, step_s=None, note=f"fewer than {stages} layers")
-    prediction = _inside_prediction(question, inside)
-    terms = prediction.terms
-    sync_s = terms.dense_sync_s + terms.expert_sync_s
-    num_batches = stages * workload.micro_steps
-    busy_s = (prediction.step_s - sync_s) * (1.0 + (stages - 1) / num_batches)
-    # A middle stage sends activations on and gradients back over the same uplink.
-    rows = num_batches * workload.tokens_per_rank * (1 if stages == 2 else 2)
-    num_bytes = rows * ranks_below(question.cluster)[0] * workload.row_bytes * question.rates.wire_factor
-    border_s = num_bytes / known_or_assumed_bandwidths(question.cluster)[0]
-    latency_s = 2 * (stages - 1) * (question.cluster.levels[0].link.latency_s or 0.0)
-    return Alternative(
-        name=name,
-        step_s=max(busy_s, border_s) + latency_s + sync_s / stages,
-        note="not provided here; bubble included, memory not checked",
+    found = pipelines(question.cluster, inside.layout, workload, question.rates, inside.prediction)
+    best = min(found, key=lambda one: (question.lacking_bytes(one.memory) > 0, one.step_s, one.ahead))
+    shape = f"{stages * workload.micro_steps} micro-batches, bubble {best.bubble_s:.3g} s"
+    return _elsewhere(question, name, best.step_s, best.memory, shape, best.border_bytes)
+
+
+def _local_sgd(question: Question, group: ExpertGroup, inside: _Inside) -> Alternative:
+    """Each child of level 0 trains by itself; parameters are averaged every `LOCAL_STEPS` steps."""
+    terms = question.predict(without_domains(group.spans(question.cluster))).terms
+    return _elsewhere(
+        question,
+        f"local SGD, averaged every {LOCAL_STEPS} steps",
+        inside.prediction.step_s + (terms.dense_sync_s + terms.expert_sync_s) / LOCAL_STEPS,
+        memory_of(inside.cluster, inside.layout, question.workload),
+        "not the same training: loss may differ",
     )
 
 
-def _local_sgd(question: Question, inside: ExpertGroup) -> Alternative:
-    """Each child of level 0 trains by itself; parameters are averaged every `LOCAL_STEPS` steps."""
-    prediction = _inside_prediction(question, inside)
-    terms = question.predict(without_domains(inside.spans(question.cluster))).terms
+def _elsewhere(
+    question: Question, name: str, step_s: float, memory: Memory, note: str, crossing_bytes: float | None = None
+) -> Alternative:
+    """A way that this program does not provide."""
+    lacking = question.lacking_bytes(memory)
     return Alternative(
-        name=f"local SGD, averaged every {LOCAL_STEPS} steps",
-        step_s=prediction.step_s + (terms.dense_sync_s + terms.expert_sync_s) / LOCAL_STEPS,
-        note="not provided here; not the same training: loss may differ",
+        name=name,
+        step_s=step_s,
+        memory_bytes=memory.total_bytes,
+        lacking_bytes=lacking,
+        crossing_bytes=crossing_bytes,
+        note=f"{lacking_note(lacking) + '; ' if lacking else ''}not provided here; {note}",
     )
 
 

@@ -27,6 +27,7 @@ from ds_hybridep.plan.costs import (
     encode_s,
     experts_per_rank,
     experts_s,
+    host_traffic_s,
     packet_bytes,
     ranks_below,
     row_counts,
@@ -35,7 +36,14 @@ from ds_hybridep.plan.costs import (
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
 from ds_hybridep.plan.replica_pool import ReplicaPool
 from ds_hybridep.plan.stream_clock import MessageRound, StepClock
-from ds_hybridep.plan.sync_stages import Held, dense_parameters, ring_bytes, shared_experts, sync_stages
+from ds_hybridep.plan.sync_stages import (
+    Held,
+    dense_parameters,
+    ring_bytes,
+    shared_experts,
+    sync_host_traffic_s,
+    sync_stages,
+)
 from ds_hybridep.plan.workload import COUNT_BYTES, Workload
 
 Kind = Literal["tokens", "expert_weights", "expert_gradients", "dense_sync", "expert_sync"]
@@ -54,7 +62,7 @@ class StepTerms:
 
     dense_s: float = _term("computation outside the experts")
     experts_s: float = _term("expert computation")
-    codec_s: float = _term("encoding and decoding")
+    codec_s: float = _term("encoding, decoding and state on the host")
     tokens_s: float = _term("token exchange")
     expert_weights_s: float = _term("waiting for expert weights")
     expert_gradients_s: float = _term("waiting for expert gradients")
@@ -252,7 +260,8 @@ class _Step:
             self._take_gradients(waiting.popleft())
 
     def _send(self, way: Way, packet: int, level_bytes: tuple[float, ...]) -> None:
-        self.clock.spend(encode_s(self.layout, self.workload, way), "codec_s")
+        state_s = host_traffic_s(self.layout, self.workload, self.rates, way)
+        self.clock.spend(encode_s(self.layout, self.workload, way) + state_s, "codec_s")
         self.clock.spend(self.rates.packet_s, "host_s")
         self.clock.send_packet(packet, level_bytes)
 
@@ -305,6 +314,8 @@ class _Step:
     def _by_level(self, held: Held, term: str) -> tuple[float, ...]:
         """Stages one after the other, each over one level."""
         totals, below = [0.0] * len(self.bandwidths), ranks_below(self.cluster)
+        if self.layout.state == "host":
+            self.clock.spend(sync_host_traffic_s(held, self.workload, self.rates), "codec_s")
         for stage in sync_stages(held, self.workload):
             num_bytes = self.sync.factor * stage.rank_bytes * below[stage.level]
             totals[stage.level] += stage.times * num_bytes

@@ -6,6 +6,7 @@ from typing import Any
 
 from ds_hybridep.plan.cluster import Level, known_or_assumed_bandwidths
 from ds_hybridep.plan.layout import IDENTITY
+from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.planner import EXACT, Candidate, Plan, codecs_label
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, break_even_tokens
@@ -42,6 +43,8 @@ def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
     block: dict[str, Any] = {"levels": levels, "advanced": {"prefetch_depth": layout.prefetch_depth}}
     if layout.is_transient:
         block["replicas"] = "transient"
+    if layout.state == "host":
+        block["state"] = "host"
     if sum(count > 1 for count in layout.domain_counts) > 1:
         block["token_exchange"] = layout.exchange
     if question.sync.algorithm == "ring":
@@ -76,7 +79,7 @@ def verdict(question: Question, plan: Plan) -> list[str]:
         ratio = best.step_s / (elsewhere.step_s or best.step_s)
         lines.append(
             f"Do not use it where you can have this: {elsewhere.name}, {_seconds(elsewhere.step_s)}, "
-            f"{ratio:.1f} times as fast ({elsewhere.note})."
+            f"{ratio:.3g} times as fast ({elsewhere.note})."
         )
     return lines if better is not None else lines + _advice_on_groups(question, plan)
 
@@ -121,10 +124,22 @@ def describe(question: Question, plan: Plan) -> str:
         _describe_question(question),
         _plan_table(plan),
         f"Seconds of {plan.best.label}: {', '.join(shown)}",
+        f"GB per GPU: {_describe_memory(plan.best.memory)}",
         "\n".join(verdict(question, plan)),
         *_break_even(question),
     ]
     return "\n\n".join(sections)
+
+
+def _describe_memory(memory: Memory) -> str:
+    parts = {
+        "DeepSpeed's state": memory.dense_bytes + memory.owned_expert_bytes,
+        "copies and what codecs keep": memory.copies_bytes,
+        "activations": memory.activation_bytes,
+        "allowance": memory.workspace_bytes,
+        "on the host": memory.host_bytes,
+    }
+    return ", ".join(f"{name} {num_bytes / GIGA:.1f}" for name, num_bytes in parts.items() if num_bytes)
 
 
 def _describe_question(question: Question) -> str:
@@ -148,6 +163,8 @@ def _describe_question(question: Question) -> str:
     ]
     if workload.is_checkpointed:
         details.append("activation checkpointing")
+    if workload.has_fused_loss:
+        details.append("a fused loss")
     if workload.trainable_expert_params is not None:
         details.append(f"{workload.trainable_expert_params} trained parameters per expert")
     tokens = zip(question.token_codecs, question.cluster.levels, strict=False)
@@ -188,7 +205,7 @@ def _candidate_row(candidate: Candidate, mark: str) -> tuple[str, ...]:
 def _alternative_row(way: Alternative) -> tuple[str, ...]:
     step = "-" if way.step_s is None else f"{way.step_s:.4g}"
     memory = "" if way.memory_bytes is None else f"{way.memory_bytes / GIGA:.1f}"
-    crossing = "" if way.prediction is None else f"{way.prediction.level_bytes(0) / GIGA:.4g}"
+    crossing = "" if way.crossing_bytes is None else f"{way.crossing_bytes / GIGA:.4g}"
     return ("", way.name, step, crossing, memory, way.note)
 
 

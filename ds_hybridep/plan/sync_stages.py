@@ -21,9 +21,9 @@ from functools import lru_cache
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.codec_costs import patch_cost
 from ds_hybridep.plan.costs import experts_per_rank
-from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout, SyncModel
+from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout, Rates, SyncModel
 from ds_hybridep.plan.slots import Shape, Slot, num_elements, shares_of
-from ds_hybridep.plan.workload import MASTER_BYTES, Workload
+from ds_hybridep.plan.workload import Workload
 
 NARROW_BYTES = 2  # of parameters that travel as patches wherever a level encodes them
 
@@ -171,16 +171,33 @@ def mean_bytes(codec: CodecCost, slots: Sequence[Slot], workload: Workload) -> f
     return math.fsum(codec.message_bytes(slot, workload.param_bytes) for slot in slots) / len(slots)
 
 
-def sync_state_bytes(held: Held, workload: Workload) -> float:
-    """What codecs keep on a rank: residuals and their copies until the step, and own parameters as they were."""
-    is_partitioned = workload.zero_stage >= 1
-    slot_params = sum(map(math.prod, held.tensors)) / held.group_size
+def sync_residual_bytes(held: Held, workload: Workload) -> float:
+    """What codecs keep of gradients on a rank: residuals, and new ones until the step is applied."""
+    return 2 * _residual_bytes(held, workload)
+
+
+def sync_host_traffic_s(held: Held, workload: Workload, rates: Rates) -> float:
+    """Seconds in which residuals pass between host and device where they are kept there: read, and written."""
+    return 2 * _residual_bytes(held, workload) / rates.host_bytes_per_s
+
+
+def before_step_bytes(held: Held, workload: Workload) -> float:
+    """Of own parameters as they were, from before the optimizer's step until the gather after it."""
+    is_kept = workload.zero_stage >= 1 and held.levels and gather_codec(held, workload)[1]
+    return _slot_bytes(held, workload) if is_kept else 0.0
+
+
+def _residual_bytes(held: Held, workload: Workload) -> float:
+    """They have the parameters' type."""
     encoding_levels = [level for level in held.levels if held.gradients[level] != IDENTITY]
     residuals = sum(held.messages_over(level) for level in encoding_levels)
-    if encoding_levels and not is_partitioned:
+    if encoding_levels and workload.zero_stage == 0:
         residuals += 1  # of the own slot's sum
-    before_bytes = workload.param_bytes if is_partitioned and gather_codec(held, workload)[1] else 0
-    return slot_params * (2 * MASTER_BYTES * residuals + before_bytes)
+    return _slot_bytes(held, workload) * residuals
+
+
+def _slot_bytes(held: Held, workload: Workload) -> float:
+    return sum(map(math.prod, held.tensors)) / held.group_size * workload.param_bytes
 
 
 def ring_bytes(

@@ -16,6 +16,31 @@ MIN_CAPACITY = 4  # deepspeed.moe.layer.MoE's default
 
 
 @dataclass(frozen=True, kw_only=True)
+class Widths:
+    """Elements that one token has in the tensors of a layer, by which activations are estimated.
+
+    num_layers: with those that have no routed experts.
+    query, key, value, attention_out: of attention, over all heads; heads share keys and values where they do.
+    num_heads: of queries.
+    attention_norms: of what is normalised inside attention.
+    expert_ffn, shared_ffn, dense_ffn: inner width of an expert, of all shared ones, of a layer without experts.
+    vocabulary: logits; 0: no head.
+    """
+
+    num_layers: int
+    query: int
+    key: int
+    value: int
+    attention_out: int
+    num_heads: int
+    expert_ffn: int
+    attention_norms: int = 0
+    shared_ffn: int = 0
+    dense_ffn: int = 0
+    vocabulary: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoEModel:
     """Sizes of a model.
 
@@ -25,6 +50,7 @@ class MoEModel:
     attention_width: heads x head size, summed over layers; what attention scores cost on top of the projections.
     expert_shapes, dense_shapes: of the tensors that these parameters are, in the model's order; empty: one vector.
     stacks_experts: the same tensor of all experts of a rank is one parameter.
+    known_widths: None: `widths` are guessed from the rest.
     """
 
     name: str
@@ -39,6 +65,7 @@ class MoEModel:
     expert_shapes: tuple[Shape, ...] = ()
     dense_shapes: tuple[Shape, ...] = ()
     stacks_experts: bool = False
+    known_widths: Widths | None = None
 
     def __post_init__(self) -> None:
         for field in ("hidden", "num_experts", "top_k", "num_moe_layers", "expert_params"):
@@ -50,6 +77,20 @@ class MoEModel:
             )
         _check_shapes("expert_shapes", self.expert_shapes, self.expert_params)
         _check_shapes("dense_shapes", self.dense_shapes, self.dense_params)
+
+    @property
+    def widths(self) -> Widths:
+        """Those that are known; else attention as wide as it computes, experts of three matrices and no head."""
+        width = self.attention_width // self.num_moe_layers or self.hidden
+        return self.known_widths or Widths(
+            num_layers=self.num_moe_layers,
+            query=width,
+            key=width,
+            value=width,
+            attention_out=width,
+            num_heads=0,
+            expert_ffn=-(-self.expert_params // (3 * self.hidden)),
+        )
 
     @property
     def num_params(self) -> int:
@@ -69,6 +110,7 @@ class Workload:
     trainable_expert_params: of each expert; None: all. Adapters train few, and only those travel.
     trainable_expert_shapes, trainable_dense_shapes: of the tensors that these are; empty: one vector.
     learning_rate: of AdamW, by which patches of 16-bit weights are larger or smaller.
+    has_fused_loss: the loss is computed in pieces, so that logits of all tokens are never in memory.
     """
 
     model: MoEModel
@@ -85,6 +127,7 @@ class Workload:
     trainable_expert_shapes: tuple[Shape, ...] = ()
     trainable_dense_shapes: tuple[Shape, ...] = ()
     learning_rate: float = 1e-5
+    has_fused_loss: bool = False
 
     def __post_init__(self) -> None:
         for field, least in (("tokens_per_rank", 1), ("micro_steps", 1), ("param_bytes", 1), ("seq_len", 0)):

@@ -18,8 +18,10 @@ from functools import partial
 
 import numpy as np
 
+from ds_hybridep.plan.costs import Way, host_traffic_s
 from ds_hybridep.plan.replica_pool import ReplicaPool
 from ds_hybridep.plan.stream_model import OPTIMIZER_TRAFFIC_BYTES
+from ds_hybridep.plan.sync_stages import dense_parameters, shared_experts, sync_host_traffic_s
 from ds_hybridep.simulate.classes import RankClasses
 from ds_hybridep.simulate.events import Instruction, Operation, Post, Run, Wait
 from ds_hybridep.simulate.flows import Floats
@@ -77,7 +79,18 @@ class _Times:
 
     def encode_weights_s(self) -> float:
         codecs = {self.layout.codecs[level].weight for level in self.layout.gather_levels}
-        return sum(self.own_bytes / codec.encode_bytes_per_s for codec in codecs)
+        return sum(self.own_bytes / codec.encode_bytes_per_s for codec in codecs) + self.state_s("weights")
+
+    def state_s(self, way: Way) -> float:
+        """Of a layer's state on the host, on its way there and back."""
+        return host_traffic_s(self.layout, self.workload, self.rates, way)
+
+    def synced_state_s(self, kind: str) -> float:
+        """The same of what codecs keep of parameters that several ranks hold, once in a step."""
+        if self.layout.state == "device":
+            return 0.0
+        find = dense_parameters if kind == "dense_sync" else shared_experts
+        return sync_host_traffic_s(find(self.cluster, self.layout, self.workload), self.workload, self.rates)
 
     def decode_weights_s(self) -> float:
         """Every replica once, by the codec of the slowest level between it and its owner."""
@@ -206,7 +219,8 @@ class _Builder:
         return self._post(weights, "expert_weights", f"weights {layer}", channel="weights")
 
     def _return_gradients(self, layer: int, gradients: StagedTransfer) -> list[int]:
-        self._run("codec_s", f"encode gradients {layer}", self.times.code_gradients_s("encode_bytes_per_s"))
+        seconds = self.times.code_gradients_s("encode_bytes_per_s") + self.times.state_s("gradients")
+        self._run("codec_s", f"encode gradients {layer}", seconds)
         self._run("host_s", f"packet {layer}", self.rates.packet_s, is_computing=False)
         return self._post(gradients, "expert_gradients", f"gradients {layer}", channel="gradients")
 
@@ -225,6 +239,8 @@ class _Builder:
     def _synchronise(self, *, is_last: bool) -> None:
         for kind, moves in self.traffic.synchronisation(is_last=is_last):
             name = kind.replace("_", " ")
+            if is_last and moves:
+                self._run("codec_s", f"state of {name}", self.times.synced_state_s(kind))
             for move in moves:
                 self._run("codec_s", f"encode {name}", move.encode_s)
                 posted = self._post(StagedTransfer(((move.traffic,),)), kind, name, channel="sync")

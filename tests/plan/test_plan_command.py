@@ -76,7 +76,8 @@ def test_few_experts_on_many_ranks_are_explained(capsys):
 
 
 def test_do_not_use_it_where_deepspeed_is_faster(capsys):
-    code, out, _ = run(capsys, *EXACT, "--lora-rank", "8", "--ep-size", "16", "--tokens", "8192", "--memory", "13")
+    adapters = ("--lora-rank", "64", "--ep-size", "16", "--tokens", "1024", "--accumulation", "4")
+    code, out, _ = run(capsys, *EXACT, *adapters, "--memory", "29")
     assert code == 0
     assert "Do not use it: DeepSpeed, EP over 8 inside each dc, data parallel across takes" in out
     assert "For ds_config.json" not in out

@@ -383,40 +383,89 @@ def test_host_costs_are_counted_per_call():
     assert predict(FASTEST, padded, toy(), per_all_to_all).terms.host_s == pytest.approx(4 * 4)
 
 
+EXACT, LOSSY = CodecCost("identity", is_lossy=False), CodecCost("lossy", 4.0)
+CHANGES = CodecCost("patch", 4.0, is_lossy=False)
+
+
+def memory_on(domain_sizes, weight, gradient, state="device", **settings):
+    """Of a toy on 2 x 2 ranks, with codecs over the slow level."""
+    codecs = (LevelCodecs(weight, gradient, dense_weight=weight, dense_gradient=gradient), LevelCodecs())
+    layout = Layout(spans=(2, 2), domain_sizes=domain_sizes, codecs=codecs, state=state)
+    return memory_of(cluster_of(2, 2), layout, toy(param_bytes=2, zero_stage=1, **settings))
+
+
 def test_memory_per_rank():
-    exact, lossy = CodecCost("identity", is_lossy=False), CodecCost("lossy", 4.0)
-    workload = toy(param_bytes=2, zero_stage=1)
     owned = 4 * 2 * TOY.expert_params
-
-    def memory(domain_sizes, codec):
-        codecs = (LevelCodecs(codec, codec), LevelCodecs())
-        return memory_of(cluster_of(2, 2), Layout(spans=(2, 2), domain_sizes=domain_sizes, codecs=codecs), workload)
-
-    plain = memory((1, 1), exact)
+    in_flight = 3 / 4  # layers
+    plain = memory_on((1, 1), EXACT, EXACT)
     assert plain.replica_bytes == 0
     assert plain.owned_expert_bytes == owned * (2 + 2 + 12)
     assert plain.dense_bytes == TOY.dense_params * (2 + 2 + 12 / 4)
-    assert memory((2, 1), exact).replica_bytes == 2 * owned * (2 + 4)
-    mirror, residual = 4, 4 + 4
-    # Replicas, the owner's slot and sums of both; what came encoded is fp32 beside the bf16 replica.
-    assert memory((2, 1), lossy).replica_bytes == owned * (2 * (2 + 4) + 4 + mirror + residual)
+    # A copy; sums of it, and what came back for the owned one, of layers in flight.
+    assert memory_on((2, 1), EXACT, EXACT).replica_bytes == owned * (2 + (4 + 4) * in_flight)
+    # What came encoded is fp32 beside the 16-bit copy, and owned weights have a mirror; residuals are there twice.
+    assert memory_on((2, 1), LOSSY, LOSSY).replica_bytes == owned * (2 + 4 + 4 + 2 + 2 + (4 + 4) * in_flight)
+    assert plain.total_bytes == plain.state_bytes + plain.activation_bytes + plain.workspace_bytes
+
+
+def test_a_replicated_parameter_takes_ten_bytes_under_patches_and_error_feedback():
+    """Copy 2, last sent 2, sum 4, residual 2; beside that buffers of the layers in flight."""
+    owned, in_flight = 4 * 2 * TOY.expert_params, 3 / 4
+    many, one = (memory_on((2, 1), CHANGES, LOSSY, micro_steps=steps) for steps in (4, 1))
+    assert many.replica_bytes == owned * (2 + 2 + 4 + 2 + (4 + 2) * in_flight)
+    # With one micro-step there are sums of the layers in flight, and new residuals of all.
+    assert one.replica_bytes == owned * (2 + 2 + 4 * in_flight + 2 + 2 + 4 * in_flight)
+    assert many.host_bytes == 0
+
+
+def test_state_on_the_host_leaves_copies_and_sums_on_the_device():
+    owned, in_flight = 4 * 2 * TOY.expert_params, 3 / 4
+    here, there = (memory_on((2, 1), CHANGES, LOSSY, state, micro_steps=4) for state in ("device", "host"))
+    assert there.replica_bytes == owned * (2 + 4 + 4 * in_flight)
+    assert there.host_bytes == owned * (2 + 2 + 2) + here.sync_bytes
+    assert there.sync_bytes == 0
+    # Of a quarter of the dense parameters: a residual and a new one for a message.
+    assert here.sync_bytes == TOY.dense_params / 4 * (2 + 2)
+
+
+def test_own_parameters_as_they_were_are_kept_in_the_place_of_activations():
+    model = dataclasses.replace(TOY, dense_params=10**7)
+    few, many = (memory_on((1, 1), CHANGES, LOSSY, model=model, tokens_per_rank=count) for count in (10, 10_000))
+    assert few.activation_bytes == 10**7 / 4 * 2
+    assert many.activation_bytes > 2 * few.activation_bytes
+
+
+def test_state_on_the_host_takes_the_time_of_its_way():
+    """Per owned parameter: last sent and residual there and back."""
+    codecs = (LevelCodecs(CHANGES, LOSSY), LevelCodecs())
+    here = Layout(spans=(2, 2), domain_sizes=(2, 1), codecs=codecs)
+    rates = Rates(flops_per_s=FAST, host_bytes_per_s=1e3)
+    workload = toy(param_bytes=2, micro_steps=3)
+    seconds = [
+        predict(FASTEST, layout, workload, rates).terms.codec_s
+        for layout in (here, dataclasses.replace(here, state="host"))
+    ]
+    owned = 4 * 2 * TOY.expert_params
+    assert seconds[1] - seconds[0] == pytest.approx(owned * (2 * 2 + 2 * 2) / 1e3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("codecs", [("int8", "int8"), ("int8", "identity"), ("identity", "int8")])
-@pytest.mark.parametrize("where", [(0,), (1,), (0, 1)])
-def test_memory_of_working_copies_is_what_the_estimator_builds(dtype, codecs, where, capsys):
+@pytest.mark.parametrize("codecs", [("int8", "int8"), ("int8", "identity"), ("patch", "int8")])
+@pytest.mark.parametrize("state", ["device", "host"])
+@pytest.mark.parametrize(("where", "accumulation"), [((0,), 1), ((1,), 4), ((0, 1), 4)])
+def test_memory_of_working_copies_is_what_the_estimator_builds(dtype, codecs, where, accumulation, state, capsys):
     levels = [{"name": "dc", "size": 2}, {"name": "gpu", "size": 4}]
     for level in where:
         levels[level] |= {"weight_codec": codecs[0], "gradient_codec": codecs[1]}
     expert = estimate._shell([(shape, dtype, True) for shape in ((16, 8), (8, 16))])
-    needs = estimate._print_needs([(expert, 2, 8)] * 3, {"levels": levels}, 8, 1)
+    block = {"levels": levels, "state": state}
+    needs = estimate._print_needs([(expert, 2, 8)] * 4, block, 8, accumulation, is_partitioned=False)
     names = [codecs if level in where else ("identity", "identity") for level in (0, 1)]
-    pairs = [LevelCodecs(*(CodecCost(name, is_lossy=name != "identity") for name in one)) for one in names]
-    model = dataclasses.replace(TOY, num_experts=16, num_moe_layers=3, expert_params=2 * 8 * 16)
-    workload = toy(model=model, param_bytes=dtype.itemsize)
+    pairs = [LevelCodecs(*(CodecCost(name, is_lossy=name == "int8") for name in one)) for one in names]
+    model = dataclasses.replace(TOY, num_experts=16, num_moe_layers=4, expert_params=2 * 8 * 16)
+    workload = toy(model=model, param_bytes=dtype.itemsize, micro_steps=accumulation)
     for sizes, need in needs.items():
-        layout = Layout(spans=(2, 4), domain_sizes=sizes, codecs=tuple(pairs))
+        layout = Layout(spans=(2, 4), domain_sizes=sizes, codecs=tuple(pairs), state=state)
         assert memory_of(cluster_of(2, 4), layout, workload).replica_bytes == need.total, sizes
 
 

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A page that says for well-known models and links what the planner would do, and what beats it.
+
+    python benchmarks/is_it_for_you.py docs/is-it-for-you.md
+
+Nothing is measured: every number is the planner's.  It takes about a minute.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_hybridep.commands.question import add_arguments, read_question
+from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.planner import Plan, make_plan
+
+MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss-120b", "DeepSeek-V3")
+TRAININGS = {"full": (), "LoRA, rank 16": ("--lora-rank", "16")}
+GBPS = (1, 10, 100)
+GPUS = (8, 16, 32, 64, 128, 256, 512)  # of each datacentre; the fewest that something fits
+ZERO_STAGES = (1, 2)
+COMMON = (
+    "--delay", "10ms", "--lan", "3200gbps", "--tokens", "8192", "--accumulation", "4", "--checkpointing",
+    "--learning-rate", "1e-5", "--memory", "80",
+)  # fmt: skip
+
+PAGE = """\
+# Is it for you?
+
+What `ds_hybridep plan` says about two datacentres of GPUs with 80 GB, an uplink of 1, 10 or 100 Gbit/s for each
+datacentre, 10 ms one way, NVLink inside. 8192 tokens per GPU and micro-step, 4 micro-steps, checkpointed activations,
+bf16, a learning rate of 1e-5; GPUs reach 396 TFLOPS. Every number is predicted, activations are among what must fit,
+and nothing here was measured on GPUs. Numbers of GPUs are the fewest of 8, 16, 32 ... in each datacentre that any plan
+fits.
+
+- **Plan**: domain sizes over the slow and the fast level, `ep` the ranks that share the experts, `recommended` where
+  codecs are used, `host state` where residuals lie in the host's memory ([planning.md](planning.md)).
+- **Over DeepSpeed**: how many times as fast as the faster of what DeepSpeed does, as far as it fits: expert
+  parallelism over everything, or inside each datacentre with data parallelism across.
+- **What beats it**: pipeline stages across datacentres, or local SGD, where they fit and are faster; neither is
+  provided here, and local SGD is not the same training. Empty: nothing that was priced.
+
+{table}
+
+Made by `python benchmarks/is_it_for_you.py docs/is-it-for-you.md`.
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is asked of the planner; gpus: of each datacentre."""
+
+    model: str
+    training: str
+    gpus: int
+    zero_stage: int
+
+    def plan(self, gbps: int) -> Plan:
+        """Raises PlanError where nothing fits."""
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        arguments = ["--model", self.model, "--dcs", f"2x{self.gpus}", "--wan", f"{gbps}gbps"]
+        arguments += ["--zero-stage", str(self.zero_stage), *TRAININGS[self.training], *COMMON]
+        return make_plan(read_question(parser.parse_args(arguments)))
+
+
+def smallest(model: str, training: str) -> Setting:
+    """The first number of GPUs and ZeRO stage that some plan fits."""
+    for gpus, zero_stage in itertools.product(GPUS, ZERO_STAGES):
+        setting = Setting(model, training, gpus, zero_stage)
+        try:
+            setting.plan(GBPS[1])
+        except PlanError:
+            continue
+        return setting
+    raise PlanError(f"{model}, {training}: nothing fits 2 x {GPUS[-1]} GPUs")
+
+
+def rows() -> Iterator[tuple[str, ...]]:
+    """Cells of the table, line by line."""
+    for model, training in itertools.product(MODELS, TRAININGS):
+        setting = smallest(model, training)
+        for gbps in GBPS:
+            plan = setting.plan(gbps)
+            best = plan.best
+            theirs = [way.step_s for way in plan.alternatives if way.is_by_deepspeed and not way.lacking_bytes]
+            fitting = [seconds for seconds in theirs if seconds is not None]
+            ways = [way for way in plan.alternatives if not way.is_provided and not way.lacking_bytes]
+            faster = [
+                f"{way.name.split(',')[0].removesuffix(' across each dc')} {best.step_s / way.step_s:.2f}"
+                for way in ways
+                if way.step_s is not None and way.step_s < best.step_s * 0.99
+            ]
+            ratio = f"{min(fitting) / best.step_s:.3g}" if fitting else "does not fit"
+            yield (
+                model, training, f"2 x {setting.gpus}, ZeRO-{setting.zero_stage}", str(gbps),
+                best.label.replace("|", " / "), f"{best.step_s:.3g}", ratio,
+                ", ".join(faster), f"{best.memory.total_bytes / 1e9:.0f}",
+            )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    args = parser.parse_args()
+    header = (
+        "model", "training", "GPUs", "Gbit/s", "plan", "s/step", "over DeepSpeed", "what beats it, times as fast",
+        "GB/GPU",
+    )  # fmt: skip
+    lines = [header, ("---",) * len(header), *rows()]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    args.page.write_text(PAGE.format(table=table))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline with a stage in each child of level 0: its schedule, its border and its memory.
+
+Every stage has a share of the layers, with expert and data parallelism inside.  For the same tokens in a step, S
+stages pass S x A micro-batches of each rank's tokens.  The schedule is 1F1B: a stage begins with some forwards, then
+takes a forward and a backward in turn.  Three stages, four micro-batches, forwards as numbers, backwards as letters:
+
+    stage 0    1 2 3 . . a 4 b . c . d
+    stage 1    . 1 2 . a 3 b 4 c . d
+    stage 2    . . 1 a 2 b 3 c 4 d
+
+Over a slow border a stage idles unless it begins with more forwards than that, whose activations it must keep.  Up to
+three times as many are tried.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ds_hybridep.plan.activations import activations_of
+from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths, latencies_of
+from ds_hybridep.plan.costs import experts_per_rank, ranks_below
+from ds_hybridep.plan.layout import Layout, Rates
+from ds_hybridep.plan.memory import Memory, state_bytes, working_bytes
+from ds_hybridep.plan.stream_model import StepPrediction
+from ds_hybridep.plan.workload import Workload
+
+MOST_AHEAD = 3  # times the forwards that 1F1B begins with
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A step of it.
+
+    bubble_s: in which the first stage idles; border_bytes: over one uplink in one direction; memory: of the stage that
+    needs most; ahead: times the forwards that 1F1B begins with.
+    """
+
+    step_s: float
+    bubble_s: float
+    border_bytes: float
+    memory: Memory
+    ahead: int
+
+
+def pipelines(
+    cluster: Cluster, inside: Layout, workload: Workload, rates: Rates, whole: StepPrediction
+) -> Iterator[Pipeline]:
+    """The pipeline by how far it runs ahead.
+
+    inside: layout of one child of level 0; whole: its step with all layers, by itself.
+    """
+    num_stages, layers = cluster.sizes[0], workload.model.num_moe_layers
+    num_batches = num_stages * workload.micro_steps
+    share = -(-layers // num_stages) / layers
+    forward_s, backward_s = (share * seconds for seconds in _passes_s(whole, workload, rates))
+    terms = whole.terms
+    end_s = share * (terms.dense_sync_s + terms.expert_sync_s + terms.optimizer_s) + rates.step_s
+    border_bytes = ranks_below(cluster)[0] * workload.tokens_per_rank * workload.row_bytes  # of a micro-batch
+    bandwidth = known_or_assumed_bandwidths(cluster)[0] / rates.wire_factor
+    schedule = _Schedule(
+        num_stages, num_batches, forward_s, backward_s, border_bytes / bandwidth, latencies_of(cluster)[0]
+    )
+    # A stage in the middle sends activations on and gradients back over the same uplink.
+    sent = num_batches * border_bytes * min(num_stages - 1, 2)
+    for ahead in range(1, MOST_AHEAD + 1):
+        busy_s = schedule.run(ahead)
+        yield Pipeline(
+            step_s=busy_s + end_s,
+            bubble_s=busy_s - num_batches * (forward_s + backward_s),
+            border_bytes=sent,
+            memory=_memory(cluster, inside, workload, ahead),
+            ahead=ahead,
+        )
+
+
+def _passes_s(whole: StepPrediction, workload: Workload, rates: Rates) -> tuple[float, float]:
+    """Forward and backward of one micro-batch through all layers; what is recomputed belongs to the backward."""
+    terms, forwards = whole.terms, 2 if workload.is_checkpointed else 1
+    computing = (terms.dense_s + terms.experts_s + terms.host_s - rates.step_s) / workload.micro_steps
+    tokens = terms.tokens_s / workload.micro_steps
+    # A backward computes twice what a forward does, and exchanges as many rows.
+    forward_s = computing / (forwards + 2) + tokens / (forwards + 1)
+    return forward_s, computing + tokens - forward_s
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    num_stages: int
+    num_batches: int
+    forward_s: float
+    backward_s: float
+    transfer_s: float
+    latency_s: float
+
+    def run(self, ahead: int) -> float:
+        """Seconds until the first stage has done its last backward."""
+        clocks, links = [0.0] * self.num_stages, [0.0] * self.num_stages  # a link is a stage's uplink
+        programs = [self._program(stage, ahead) for stage in range(self.num_stages)]
+        at = [0] * self.num_stages
+        arrived: dict[tuple[int, bool, int], float] = {}  # (stage, is_backward, batch) -> when its input is there
+        for batch in range(self.num_batches):
+            arrived[0, False, batch] = 0.0
+        runnable = [0]
+        while runnable:
+            stage = runnable.pop()
+            while at[stage] < len(programs[stage]):
+                is_backward, batch = programs[stage][at[stage]]
+                begin_s = arrived.get((stage, is_backward, batch))
+                if begin_s is None:
+                    break
+                clocks[stage] = max(clocks[stage], begin_s) + (self.backward_s if is_backward else self.forward_s)
+                at[stage] += 1
+                if stage == self.num_stages - 1 and not is_backward:
+                    arrived[stage, True, batch] = clocks[stage]
+                    continue
+                neighbour = stage + (-1 if is_backward else 1)
+                if neighbour >= 0:
+                    links[stage] = max(links[stage], clocks[stage]) + self.transfer_s
+                    arrived[neighbour, is_backward, batch] = links[stage] + self.latency_s
+                    runnable.append(neighbour)
+        return clocks[0]
+
+    def _program(self, stage: int, ahead: int) -> list[tuple[bool, int]]:
+        """(is_backward, batch) in the order in which a stage takes them."""
+        first = min(forwards_ahead(self.num_stages, stage, ahead), self.num_batches)
+        program = [(False, batch) for batch in range(first)]
+        for batch in range(self.num_batches):
+            if first + batch < self.num_batches:
+                program.append((False, first + batch))
+            program.append((True, batch))
+        return program
+
+
+def forwards_ahead(num_stages: int, stage: int, ahead: int) -> int:
+    """With which a stage begins before it takes turns."""
+    return ahead * (num_stages - 1 - stage)
+
+
+def _memory(cluster: Cluster, inside: Layout, workload: Workload, ahead: int) -> Memory:
+    """Of the stage that needs most: the first one, which runs ahead, or the last one, which has the loss."""
+    model, num_stages = workload.model, cluster.sizes[0]
+    num_ranks = ranks_below(cluster)[0]
+    share = math.ceil(model.num_moe_layers / num_stages) / model.num_moe_layers
+    owned = experts_per_rank(inside, workload)
+    experts = model.num_moe_layers * share * owned
+    table = min(model.widths.vocabulary * model.hidden, model.dense_params // 2)  # the embedding, or the head
+    dense = share * (model.dense_params - 2 * table) + (2 * table if num_stages == 1 else table)
+    trained = workload.dense_train_params * dense / model.dense_params
+    found = []
+    for stage in {0, num_stages - 1}:
+        in_flight = min(forwards_ahead(num_stages, stage, ahead) + 1, num_stages * workload.micro_steps)
+        activations = activations_of(
+            workload, num_experts_held=owned, share=share, in_flight=in_flight, has_loss=stage == num_stages - 1
+        )
+        found.append(
+            Memory(
+                dense_bytes=state_bytes(dense, trained, workload, num_ranks),
+                owned_expert_bytes=experts
+                * state_bytes(
+                    model.expert_params, workload.expert_travel_params, workload, num_ranks // inside.group_size
+                ),
+                replica_bytes=0.0,
+                **working_bytes(activations),
+            )
+        )
+    return max(found, key=lambda memory: memory.total_bytes)

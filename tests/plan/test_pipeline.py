@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline's schedule against what can be said of it beforehand, and its memory."""
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_stream_model import TOY, toy
+
+from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.layout import Rates
+from ds_hybridep.plan.pipeline import _Schedule, forwards_ahead, pipelines
+from ds_hybridep.plan.rivals import without_domains
+from ds_hybridep.plan.stream_model import predict
+
+seconds = st.floats(0.01, 2.0)
+
+
+def step_by_step(one, ahead):
+    """The same schedule, slow and obvious: whoever can begin first does so, until all is done."""
+    stages, batches = range(one.num_stages), range(one.num_batches)
+    programs = {}
+    for stage in stages:
+        first = min(ahead * (one.num_stages - 1 - stage), one.num_batches)
+        later = itertools.zip_longest(range(first, one.num_batches), batches)
+        turns = [("F", batch) for batch in range(first)]
+        turns += [turn for pair in later for turn in zip("FB", pair, strict=True) if turn[1] is not None]
+        programs[stage] = turns
+    clock, uplink = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
+    there = {("F", 0, batch): 0.0 for batch in batches}
+    while any(programs.values()):
+        ready = [
+            (max(clock[stage], there[kind, stage, batch]), stage, kind, batch)
+            for stage, ((kind, batch), *_) in ((stage, turns) for stage, turns in programs.items() if turns)
+            if (kind, stage, batch) in there
+        ]
+        begin_s, stage, kind, batch = min(ready)
+        programs[stage].pop(0)
+        clock[stage] = begin_s + (one.forward_s if kind == "F" else one.backward_s)
+        if kind == "F" and stage == one.num_stages - 1:
+            there["B", stage, batch] = clock[stage]
+        elif kind == "F" or stage > 0:
+            uplink[stage] = max(uplink[stage], clock[stage]) + one.transfer_s
+            there[kind, stage + (1 if kind == "F" else -1), batch] = uplink[stage] + one.latency_s
+    return clock[0]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 5), st.integers(1, 9), seconds, seconds, seconds, seconds, st.integers(1, 3))
+def test_the_schedule_is_the_one_worked_out_step_by_step(stages, batches, forward, backward, transfer, latency, ahead):
+    schedule = _Schedule(stages, batches, forward, backward, transfer, latency)
+    assert schedule.run(ahead) == pytest.approx(step_by_step(schedule, ahead))
+
+
+def test_over_an_idle_border_the_bubble_is_one_batch_for_each_further_stage():
+    for stages, batches in itertools.product((1, 2, 4), (4, 7)):
+        schedule = _Schedule(stages, batches, 1.0, 2.0, 0.0, 0.0)
+        assert schedule.run(1) == pytest.approx((batches + stages - 1) * 3.0)
+
+
+def test_running_ahead_hides_the_way_over_a_slow_border():
+    schedule = _Schedule(2, 20, 1.0, 2.0, 0.5, 1.0)
+    assert schedule.run(1) > schedule.run(2) >= 20 * 3.0
+    # A border that is slower than the stages sets the pace.
+    assert _Schedule(2, 20, 1.0, 2.0, 5.0, 0.0).run(3) >= 20 * 5.0
+
+
+def test_bytes_and_memory_of_a_pipeline():
+    workload = toy(param_bytes=2, zero_stage=1, micro_steps=2, is_checkpointed=True)
+    cluster = Cluster((Level("dc", 2, Link(1e6, 0.01)), Level("gpu", 2, Link(1e9, 0.0))))
+    rates, inside = Rates(flops_per_s=1e9), without_domains((2,))
+    whole = predict(Cluster(cluster.levels[1:]), inside, workload, rates)
+    one, two, three = found = list(pipelines(cluster, inside, workload, rates, whole))
+    assert [way.ahead for way in found] == [1, 2, 3]
+    # Four micro-batches of two ranks cross each uplink once.
+    assert one.border_bytes == 4 * 2 * workload.tokens_per_rank * workload.row_bytes
+    # Half of the layers, with all experts of these shared out over two ranks that no other ranks hold.
+    experts = TOY.num_moe_layers / 2 * TOY.num_experts / 2
+    assert one.memory.owned_expert_bytes == experts * TOY.expert_params * (2 + 2 + 12)
+    assert one.memory.dense_bytes == TOY.dense_params / 2 * (2 + 2 + 12 / 2)
+    stored = TOY.num_moe_layers / 2 * workload.tokens_per_rank * workload.row_bytes
+    assert three.memory.activation_bytes - two.memory.activation_bytes == pytest.approx(stored)
+    assert forwards_ahead(2, 1, 3) == 0
+    assert one.step_s >= whole.step_s
+    fewer = dataclasses.replace(workload, micro_steps=1)
+    assert next(pipelines(cluster, inside, fewer, rates, whole)).border_bytes == one.border_bytes / 2
