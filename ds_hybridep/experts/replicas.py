@@ -52,6 +52,7 @@ class Replicas:
         is_transient: bool = False,
     ) -> None:
         self.layer, self.experts, self.is_grouped = layer, tuple(experts), is_grouped
+        self.lane = 0  # from `MigrationManager`
         self.partition, self.stages, self.encoding = partition, stages, encoding
         self._is_transient = is_transient
         self.num_local = num_local_experts(experts, is_grouped=is_grouped)
