@@ -48,8 +48,8 @@ def wrap_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         with _agreeing_on_nothing(layer.gate):
             routed = layer.gate(x, used_token, True, False)
         layer.l_aux, capacity, _, topk_idx, _, topk_weights, layer.exp_counts = routed
-        # Each of plain EP's exchanges carries C rows for each expert; without dropping, as many as the fullest rank has,
-        # which is at least this rank's own.
+        # Each of plain EP's exchanges carries C rows for each expert; without dropping, C is that of the fullest rank,
+        # and at least this rank's own.
         hybrid.count_plain_ep(capacity * hybrid.num_local)
         output = hybrid.forward(x, topk_idx.t().contiguous(), topk_weights.t().float().contiguous())
         return output.reshape(hidden_states.shape)

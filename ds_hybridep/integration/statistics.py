@@ -102,9 +102,9 @@ class Statistics:
     def gather_job(self) -> dict[str, Any] | None:
         """The whole job's counters on rank 0, None elsewhere; all ranks must call at the same step.
 
-        Bytes are sums over ranks, exposed seconds and waits means over ranks, "step_s" is rank 0's median, imbalance is max over
-        mean of the rows that a rank's experts computed, per layer; "codecs" of a layer is `CodecSums.record` of the
-        sums over ranks.
+        Bytes are sums over ranks, exposed seconds and waits means over ranks, "step_s" is rank 0's median, imbalance
+        is max over mean of the rows that a rank's experts computed, per layer; "codecs" of a layer is
+        `CodecSums.record` of the sums over ranks.
         """
         transport = self._transport
         local = self._counts()

@@ -334,7 +334,7 @@ class GroupSync:
             assert stage.gradients is not None, f"{self.name}: level {stage.level} has no channel"
             found = {peer.rank: torch.empty_like(total) for peer in stage.peers}
             sends = [(rank, total) for rank in found]
-            purpose = Purpose("dense", "agreement on numbers", self.name)
+            purpose = Purpose("control", "agreement on numbers", self.name)
             begin_ns = time.perf_counter_ns()
             transfer = stage.gradients.start(sends, list(found.items()), purpose, lane=lane)
             transfer.wait()

@@ -340,6 +340,7 @@ class Channel:
         """Let the threads end and drop the connections.  Waits for nothing."""
         if (line := self._departing or self._under_way) is not None:
             line.end()
+        self._standing.close()
         self._group = self._nccl = None
 
 

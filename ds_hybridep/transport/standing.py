@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Receives that stand ready before anybody asks for their message.
 
-Gloo sends a message once it has heard that its receiver waits for it.  Where both ends begin at the same time, a message
-so takes two delays of the link.  Messages that come again in every step have a *lane*: the receive of the next one is
-posted, into memory of its own, as soon as the last one has arrived.
+Gloo sends a message once it has heard that its receiver waits for it.  Where both ends begin at the same time, a
+message so takes two delays of the link.  Messages that come again in every step have a *lane*: the receive of the next
+one is posted, into memory of its own, as soon as the last one has arrived.
 
     lane 1   posted | arrived, copied, posted again .......... | asked for: has arrived already
 
@@ -53,7 +53,8 @@ class StandingReceives:
     """
 
     def __init__(self, post: Callable[[int, Tensor, int], Any], room: Room) -> None:
-        self._post, self._room = post, room
+        self._post: Callable[[int, Tensor, int], Any] | None = post
+        self._room = room
         self._waiting: dict[tuple[int, int], deque[tuple[Any, Tensor]]] = defaultdict(deque)  # by rank and tag
         self._lock = threading.Lock()  # messages match by order: none may be posted between a look and a post
 
@@ -65,6 +66,8 @@ class StandingReceives:
         with self._lock:
             waiting = self._waiting[rank, tag]
             if not waiting:
+                if self._post is None:
+                    raise RuntimeError("the channel was closed")
                 return self._post(rank, tensor, tag), None
             work, place = waiting.popleft()
         if place.numel() < tensor.nbytes:
@@ -75,8 +78,8 @@ class StandingReceives:
         """Be ready for the same messages again: (rank, tensor that was filled, tag, memory that it came in)."""
         with self._lock:
             keys = {(rank, tag) for rank, _, tag, _ in arrived}
-            if any(self._waiting[key] for key in keys):
-                return  # a transfer that was started meanwhile has received without them
+            if self._post is None or any(self._waiting[key] for key in keys):
+                return  # or a transfer that was started meanwhile has received without them
             new_bytes = sum(tensor.nbytes for _, tensor, _, place in arrived if place is None)
             if new_bytes and not self._room.take(new_bytes):
                 return
@@ -86,6 +89,13 @@ class StandingReceives:
                     self._waiting[rank, tag].append((self._post(rank, mine, tag), mine))
                 except RuntimeError:  # a rank has gone; who needs it will say so
                     return
+
+
+    def close(self) -> None:
+        """Expect nothing more."""
+        with self._lock:
+            self._waiting.clear()
+            self._post = None
 
 
 def copy_bytes(place: Tensor, tensor: Tensor) -> None:
