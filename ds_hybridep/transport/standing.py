@@ -90,7 +90,6 @@ class StandingReceives:
                 except RuntimeError:  # a rank has gone; who needs it will say so
                     return
 
-
     def close(self) -> None:
         """Expect nothing more."""
         with self._lock:
