@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Chrome/Perfetto trace of some steps, with the background transfers of weights and gradients, and waits for links, as rows of their own.
+"""A Chrome/Perfetto trace of some steps, with rows for background transfers and for waits in a row.
 
 torch.profiler sees what threads do, not what is on the wire; the transport records when each background transfer
 started and ended.  A marker that was stamped with both clocks puts both on one time axis.
