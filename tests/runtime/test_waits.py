@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often a step waits for a long link: messages that come in any order, numbers that travel together, and counts."""
+"""How often a step waits for a long link: messages in any order, numbers that travel together, and counts."""
 
 import time
 from dataclasses import replace
