@@ -45,7 +45,7 @@ def arguments_of(kind: str, num_layers: int) -> argparse.Namespace:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Train every plan; rank 0 writes the records of the job as one JSON line each."""
+    """Train every plan; rank 0 writes one JSON line for each."""
     import deepspeed
     import torch
     from e2e_worker import build, finish_transfers, plans_of, plans_of_hf, train, train_lm
@@ -54,9 +54,10 @@ def work(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
+    # All ranks begin with the same seed.  A broadcast of each parameter would take longer than what is measured.
+    deepspeed.DeepSpeedEngine._broadcast_model = lambda self: None
     sizes = tuple(int(size) for size in DCS.split("x"))
     corpus, _ = train_lm.read_corpus()
-    records = []
     for kind in args.kinds:
         settings = arguments_of(kind, args.layers[0])
         for accumulation in args.accumulations:
@@ -76,10 +77,11 @@ def work(args: argparse.Namespace) -> None:
                 waits = {at: (n - before[at]) / num_steps for at, n in waits_of(run, ds_hybridep).items()}
                 finish_transfers(run)
                 params = {"kind": kind, "plan": name, "layers": settings.layers, "accumulation": accumulation}
-                records.append({"params": params, "step_s": seconds, "waits": waits, "loss": run.loss})
+                record = {"params": params, "step_s": seconds, "waits": waits, "loss": run.loss}
+                if torch.distributed.get_rank() == 0:
+                    with args.worker.open("a") as file:
+                        file.write(json.dumps(record) + "\n")
                 run.engine.destroy()
-    if torch.distributed.get_rank() == 0:
-        args.worker.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def waits_of(run: Any, ds_hybridep: Any) -> dict[str, int]:
@@ -110,7 +112,8 @@ def measure(args: argparse.Namespace, delay: str, num_layers: int) -> list[dict[
         result = run_ranks(network, command, log_dir=Path(scratch) / "logs", timeout_s=args.job_limit_s)
         if not result.is_success:
             print(f"{delay}, {num_layers} layers: {result.failure}\n{result.tail_of_log(0, 40)}", file=sys.stderr)
-            return []
+            if not records.exists():
+                return []
         about = {"case": "latency", "delay": delay, "dcs": DCS, "rate": RATE, "loss": args.loss, "jitter": args.jitter}
         about["versions"] = bench.versions()
         return [{**about, **json.loads(line)} for line in records.read_text().splitlines()]
