@@ -99,6 +99,7 @@ class DenseSync:
         self._is_stepping = False
         self._gathers: list[tuple[GroupSync, Callable[[], None]]] = []  # started in a step, with what waits for each
         self._agreements = Agreements()
+        self._is_in_norm = False
         for name, sync in syncs.items():
             is_dense = name == DENSE
             original = (
@@ -259,8 +260,8 @@ class DenseSync:
     # -- norms and overflow -----------------------------------------------------------------------------------------
 
     def _agree(self, sync: GroupSync, tensor: Tensor, is_max: bool) -> None:
-        if sync.name != DENSE and self._agreements.is_under_way:
-            tensor.mul_(len(sync.ranks))  # a mean of norms that all ranks have from the sum before
+        if sync.name != DENSE and self._is_in_norm:
+            tensor.mul_(len(sync.ranks))  # a mean over copies of experts: all have the same from the sum before
         else:
             self._agreements.ask(sync, tensor, is_max)
 
@@ -274,8 +275,12 @@ class DenseSync:
 
     def _global_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._optimizer.cpu_offload and not self._agreements.is_under_way:
-            self._agreements.prepare(partial(original, *args, **kwargs))
-        return original(*args, **kwargs)
+            self._agreements.prepare(partial(self._global_norm, original, *args, **kwargs))
+        self._is_in_norm = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._is_in_norm = False
 
     # -- what flat buffers consist of -------------------------------------------------------------------------------
 
