@@ -7,11 +7,10 @@ ranks on one channel match in the order in which they were started, so ranks onl
 
 import atexit
 import contextlib
-import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.groups import connect_gloo, first_line
+from ds_hybridep.transport.line import Line
 from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
 from ds_hybridep.transport.staging import Part, Staging
 from ds_hybridep.transport.standing import Room, StandingReceives, copy_bytes, tag_of
@@ -138,7 +138,7 @@ class Transfer:
             self._finished.set()
 
     def tag_of(self, tensor: Tensor) -> int:
-        return tag_of(self.lane, tensor.nbytes if self.is_sized else 0)
+        return tag_of(self.lane, tensor.nbytes if self.is_sized else 0) if self.lane else 0
 
     def fail(self, error: RuntimeError) -> None:
         if self._failure is None:
@@ -172,11 +172,11 @@ class Channel:
         self._index_of_rank = {rank: index for index, rank in enumerate(self.ranks)}
         self._group: Any = connect_gloo(name, self.ranks, transport)
         self._nccl: NcclGroup | None = None  # from `prepare`
-        self._standing = StandingReceives(self._receive, transport.room)
+        self._standing: StandingReceives | None = None  # of messages in lanes
         self._failure: str | None = None  # after which nothing is sent any more: messages match by their order
         # Made when they are needed: they refer to the channel, which otherwise is freed with its last user.
-        self._under_way: _Line | None = None
-        self._departing: _Line | None = None
+        self._under_way: Line[Transfer] | None = None
+        self._departing: Line[Transfer] | None = None
 
     @property
     def has_equal_lengths(self) -> bool:
@@ -257,6 +257,8 @@ class Channel:
                 if (tag := transfer.tag_of(tensor)) == 0:
                     transfer.works.append(group.recv([tensor], self._index_of_rank[rank], 0))
                     continue
+                if self._standing is None:
+                    self._standing = StandingReceives(self._receive, self.transport.room)
                 work, place = self._standing.receive(rank, tensor, tag)
                 transfer.works.append(work)
                 transfer.arriving.append((rank, tensor, tag, place))
@@ -272,7 +274,8 @@ class Channel:
 
     def stand(self, transfer: Transfer) -> None:
         """Be ready for what comes next in a transfer's lane, where the level is not the fastest."""
-        if transfer.arriving and (self.level == 0 or self.level + 1 < len(self.transport.cluster.levels)):
+        is_fastest = 0 < self.level == len(self.transport.cluster.levels) - 1
+        if transfer.arriving and self._standing is not None and not is_fastest:
             torch._C._autograd._enable_record_function(False)
             try:
                 self._standing.stand(transfer.arriving)
@@ -292,7 +295,7 @@ class Channel:
         self._post(transfer, (), staging.receives)
         if self.is_background:
             if self._departing is None:
-                self._departing = _Line(f"hybridep-{self.name}-departures", self._depart)
+                self._departing = Line(f"hybridep-{self.name}-departures", self._depart)
             return
         # The caller waits for a foreground transfer right away, and the peers do the same first.
         with self.transport.exposed(transfer.purpose):
@@ -304,7 +307,7 @@ class Channel:
             # A script may end with its last step, while its weights still travel.  A thread that came back from gloo
             # while the interpreter ends would abort the process.
             atexit.register(self._end_threads)
-            self._under_way = _Line(f"hybridep-{self.name}", self._finish)
+            self._under_way = Line(f"hybridep-{self.name}", self._finish)
         (self._departing or self._under_way).put(transfer)
 
     def _depart(self, transfer: Transfer | None) -> None:
@@ -340,30 +343,9 @@ class Channel:
         """Let the threads end and drop the connections.  Waits for nothing."""
         if (line := self._departing or self._under_way) is not None:
             line.end()
-        self._standing.close()
+        if self._standing is not None:
+            self._standing.close()
         self._group = self._nccl = None
-
-
-class _Line:
-    """A thread that takes one transfer after the other, and None when no more will come."""
-
-    def __init__(self, name: str, take: Callable[[Transfer | None], None]) -> None:
-        self._take = take
-        self._waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
-
-    def put(self, transfer: Transfer) -> None:
-        self._waiting.put(transfer)
-
-    def end(self) -> None:
-        """Stop behind what was put."""
-        self._waiting.put(None)
-
-    def _run(self) -> None:
-        while (transfer := self._waiting.get()) is not None:
-            self._take(transfer)
-        self._take(None)
 
 
 class Transport:
