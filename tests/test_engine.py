@@ -488,7 +488,7 @@ def test_stats(pool4: ProcessPool) -> None:
         assert [level["name"] for level in trained["levels"]] == ["dc", "gpu"]
         slow, fast = trained["levels"]
         for level in trained["levels"]:
-            assert set(level) == {"name", "sent_bytes", "received_bytes", "sent_messages", "plain_ep_bytes"}
+            assert set(level) == {"name", "sent_bytes", "received_bytes", "sent_messages", "plain_ep_bytes", "waits"}
             for counter in COUNTERS:
                 assert set(level[counter]) == {"tokens", "expert_weights", "expert_gradients", "dense", "control"}
             assert level["plain_ep_bytes"] > 0

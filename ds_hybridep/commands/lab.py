@@ -10,7 +10,7 @@ from ds_hybridep.errors import ConfigError, LabError
 from ds_hybridep.lab.launcher import LabResult, ended_by_signals, format_result, log_folder, run_on_loopback, run_ranks
 from ds_hybridep.lab.modelled import modelled_wan
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
-from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate, parse_schedule
+from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate, parse_schedule, parse_share
 from ds_hybridep.lab.unprivileged import become_root
 
 EXIT_FAILED = 1
@@ -21,7 +21,7 @@ DESCRIPTION = """\
 Runs a training script, unchanged, with one rank per emulated host. Hosts of one datacentre are joined by a fast
 link, datacentres by slow ones: every datacentre's uplink has the rate of --wan in each direction, and --delay passes
 on the way from one datacentre to another, so a round trip takes twice that. Needs Linux with iproute2. Who is not root
-works in a user namespace where the system permits it. A delay needs root, and a C compiler once.
+works in a user namespace where the system permits it. A delay, jitter or loss needs root, and a C compiler once.
 """
 EXAMPLE = """\
 example:
@@ -42,6 +42,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--dcs", required=True, metavar="DCxHOSTS", help="datacentres x hosts in each, such as 2x2")
     parser.add_argument("--wan", required=True, metavar="RATE", help="of each datacentre's uplink, such as 200mbit")
     parser.add_argument("--delay", default="0", metavar="TIME", help="one way between datacentres, such as 10ms")
+    parser.add_argument("--jitter", default="0", metavar="TIME", help="the most that it takes longer, such as 5ms")
+    parser.add_argument("--loss", default="0", metavar="SHARE", help="of frames between datacentres, such as 1%%")
     parser.add_argument("--lan", metavar="RATE", help="of each host's link; not limited by default")
     parser.add_argument("--lan-delay", default="0", metavar="TIME", help="one way between hosts of a datacentre")
     parser.add_argument(
@@ -72,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         wan_delay_s=parse_duration(args.delay, "--delay"),
         lan_bits_per_s=None if args.lan is None else parse_rate(args.lan, "--lan"),
         lan_delay_s=parse_duration(args.lan_delay, "--lan-delay"),
+        wan_jitter_s=parse_duration(args.jitter, "--jitter"),
+        wan_loss=parse_share(args.loss, "--loss"),
     )
     schedule = parse_schedule(args.schedule, topology)
     timeout_s = parse_duration(f"{args.timeout}s" if args.timeout.strip().isdecimal() else args.timeout, "--timeout")
@@ -92,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             )
             if args.run_record is not None and result.is_success:
                 print(modelled_wan(json.loads(args.run_record.read_text()), topology, links))
-        elif reason := why_not_permitted(with_delay=bool(links.wan_delay_s or links.lan_delay_s)):
+        elif reason := why_not_permitted(with_delay=bool(links.needs_delay_line or links.lan_delay_s)):
             raise LabError(f"{reason}\n{INSTEAD}")
         else:
             with EmulatedNetwork(topology, links) as network:

@@ -48,6 +48,8 @@ def format_run_record(record: Mapping[str, Any]) -> str:
         if seconds is not None
     ]
     sections = [header, aligned(rows), f"time a rank waited for them, mean per step: {', '.join(waits)}"]
+    if in_a_row := [f"{level['name']} {level['waits'] / steps:.1f}" for level in levels if "waits" in level]:
+        sections.append(f"waits in a row over each level, mean per step: {', '.join(in_a_row)}")
     rows = codec_rows(record)
     return "\n\n".join(sections + ([CODEC_TITLE, aligned(rows)] if len(rows) > 1 else []))
 

@@ -188,7 +188,9 @@ class MigrationManager:
     ) -> None:
         self._transport = transport
         self.layers = list(layers)
-        self._depth = prefetch_depth
+        for position, layer in enumerate(layers):
+            layer.replicas.lane = position + 1
+        self._return_depth = prefetch_depth
         self._is_boundary = is_boundary
         self._pipelines = list(
             dict.fromkeys(pipeline for one in layers for pipeline in (one.weight_pipeline, one.gradient_pipeline))
@@ -244,7 +246,7 @@ class MigrationManager:
         layer = self.layers[position]
         if is_in_backward():
             return _prefetch(layer)
-        for later in self.layers[position + 1 : position + 1 + self._depth]:
+        for later in self.layers[position + 1 : position + 1 + self._return_depth]:
             if later.prefetched is None and later.replicas.trainable_names:
                 later.prefetched = _prefetch(later)
         prefetched, layer.prefetched = layer.prefetched, None

@@ -170,7 +170,12 @@ class Attachment:
         finally:
             if self._dense is not None:
                 self._dense.after_step()
+        # Dense parameters and experts travel together; experts that several groups hold must be here to leave.
+        if self._dense is not None:
+            self._dense.finish_gathers(of_experts_only=True)
         report = self.runtime.after_step(was_applied=self.engine._step_applied, ships=chosen is None)
+        if self._dense is not None:
+            self._dense.finish_gathers(of_experts_only=False)
         if self.planner is not None:
             self.planner.after_step()
         if report is not None:

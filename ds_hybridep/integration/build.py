@@ -98,10 +98,11 @@ class Builder:
         }
         migration: MigrationManager | None = None
         if experts:
-            manager = TransientMigration if self._config.replicas == "transient" else MigrationManager
-            migration = manager(
-                self._transport, list(experts.values()), self._config.advanced.prefetch_depth, self._is_boundary
-            )
+            is_transient = self._config.replicas == "transient"
+            manager = TransientMigration if is_transient else MigrationManager
+            # Replicas that stay have room for all gradients: they are awaited together, when all have left.
+            depth = self._config.advanced.prefetch_depth if is_transient else len(experts)
+            migration = manager(self._transport, list(experts.values()), depth, self._is_boundary)
         positions = {name: position for position, name in enumerate(experts)}
         built = {
             layer.spec.name: self._layer_of(layer, route, migration, positions.get(layer.spec.name, -1))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's classic MoE layers: what the runtime must know of one, and its forward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.moe.sharded_moe import MOELayer
@@ -44,10 +45,23 @@ def wrap_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(layer, *inputs, **kwargs)
         hidden_states, used_token = inputs
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        layer.l_aux, capacity, _, topk_idx, _, topk_weights, layer.exp_counts = layer.gate(x, used_token, True, False)
-        # Each of plain EP's exchanges carries C rows for each expert.
+        with _agreeing_on_nothing(layer.gate):
+            routed = layer.gate(x, used_token, True, False)
+        layer.l_aux, capacity, _, topk_idx, _, topk_weights, layer.exp_counts = routed
+        # Each of plain EP's exchanges carries C rows for each expert; without dropping, C is that of the fullest rank,
+        # and at least this rank's own.
         hybrid.count_plain_ep(capacity * hybrid.num_local)
         output = hybrid.forward(x, topk_idx.t().contiguous(), topk_weights.t().float().contiguous())
         return output.reshape(hidden_states.shape)
 
     return forward
+
+
+@contextmanager
+def _agreeing_on_nothing(gate: Any) -> Iterator[None]:
+    """Without dropping, the gate asks all ranks for the largest capacity, to pad to it.  Here nobody pads."""
+    group, gate.ep_group = gate.ep_group, None
+    try:
+        yield
+    finally:
+        gate.ep_group = group

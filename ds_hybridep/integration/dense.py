@@ -19,6 +19,7 @@ from torch import Tensor
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import PlanError
 from ds_hybridep.experts.layer_spec import LayerSpec
+from ds_hybridep.integration.agreements import Agreements
 from ds_hybridep.integration.patches import ENGINE, ZERO_OPTIMIZER, Patches
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.dense import GroupSync
@@ -95,12 +96,21 @@ class DenseSync:
         self._bucket: tuple[Tensor, list[Span]] | None = None  # what `average_tensor` works on
         self._call = _Call()
         self._before: dict[int, Tensor] = {}  # own slices as they were before this step, by address of their group
+        self._is_stepping = False
+        self._gathers: list[tuple[GroupSync, Callable[[], None]]] = []  # started in a step, with what waits for each
+        self._agreements = Agreements()
+        self._is_in_norm = False
         for name, sync in syncs.items():
             is_dense = name == DENSE
             original = (
                 engine.seq_data_parallel_group if is_dense else _expert_data_parallel_group(name.removeprefix(EXPERTS))
             )
-            group = StandInGroup(original, partial(self._all_reduce, sync), partial(self._all_gather, sync))
+            group = StandInGroup(
+                original,
+                partial(self._all_reduce, sync),
+                partial(self._all_gather, sync),
+                partial(self._agree, sync),
+            )
             self._stand_ins[original], self._syncs[group] = group, sync
             patches.keep("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", group.unregister)
             sync.memory.is_prescaled = not engine.postscale_gradients()
@@ -125,6 +135,8 @@ class DenseSync:
             ("average_tensor", self._average_tensor),
             ("independent_gradient_partition_epilogue", self._end_of_backward),
             ("allreduce_and_copy_with_multiple_ranks", self._sum_for_owners_only),
+            ("has_overflow", self._has_overflow),
+            ("scaled_global_norm", self._global_norm),
         ):
             if hasattr(optimizer, name):
                 self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, replacement)
@@ -138,13 +150,23 @@ class DenseSync:
 
     def before_step(self) -> None:
         """Remember what all ranks hold of this rank's partitions: the optimizer is about to change them."""
+        self._is_stepping, self._gathers = True, []
         for flat, partitions, group in self._partitioned():
             if group in self._syncs and self._syncs[group].encodes_parameters:
                 self._before[flat.data_ptr()] = partitions[group.rank()].detach().reshape(-1).clone()
 
     def after_step(self) -> None:
         """Outside a step nobody knows what other ranks hold: parameters are gathered as they are."""
+        self._is_stepping = False
         self._before.clear()
+        self._agreements.forget()
+
+    def finish_gathers(self, *, of_experts_only: bool) -> None:
+        """Wait for parameters that were gathered in the step; meanwhile others may have left."""
+        for sync, finish in self._gathers:
+            if sync.name != DENSE or not of_experts_only:
+                finish()
+        self._gathers = [(sync, finish) for sync, finish in self._gathers if of_experts_only and sync.name == DENSE]
 
     def _partitioned(self) -> Iterator[tuple[Tensor, Sequence[Tensor], Any]]:
         """Flat parameters, their partitions by rank, and the group that shares them."""
@@ -210,7 +232,11 @@ class DenseSync:
     def _all_gather(self, sync: GroupSync, output: Tensor, own: Tensor) -> None:
         before = self._before.pop(output.data_ptr(), None)
         spans = self._layout_of(output) if before is not None else ()
-        sync.all_gather(output, own, before, spans)
+        finish = sync.start_all_gather(output, own, before, spans)
+        if self._is_stepping:
+            self._gathers.append((sync, finish))
+        else:
+            finish()
 
     def _end_of_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Under ZeRO 2, before the last buckets of a backward are summed.
@@ -230,6 +256,31 @@ class DenseSync:
                         parameter.grad = torch.zeros_like(parameter)
                         optimizer.process_gradients(parameter, group_idx)
         return original(*args, **kwargs)
+
+    # -- norms and overflow -----------------------------------------------------------------------------------------
+
+    def _agree(self, sync: GroupSync, tensor: Tensor, is_max: bool) -> None:
+        if sync.name != DENSE and self._is_in_norm:
+            tensor.mul_(len(sync.ranks))  # a mean over copies of experts: all have the same from the sum before
+        else:
+            self._agreements.ask(sync, tensor, is_max)
+
+    def _has_overflow(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The norm is asked for next."""
+        if not self._optimizer.cpu_offload:
+            asks_norm = getattr(self._optimizer, "compute_grad_norm", True)
+            others = (self._optimizer.scaled_global_norm,) if asks_norm else ()
+            self._agreements.prepare(partial(original, *args, **kwargs), *others)
+        return original(*args, **kwargs)
+
+    def _global_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._optimizer.cpu_offload and not self._agreements.is_under_way:
+            self._agreements.prepare(partial(self._global_norm, original, *args, **kwargs))
+        self._is_in_norm = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._is_in_norm = False
 
     # -- what flat buffers consist of -------------------------------------------------------------------------------
 

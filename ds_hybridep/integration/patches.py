@@ -68,6 +68,8 @@ TABLE = (
         ZERO_OPTIMIZER, "allreduce_and_copy_with_multiple_ranks", "a sum goes to its owner only",
         parameters=("process_group", "bucket_ranks"),
     ),  # fmt: skip
+    Patch(ZERO_OPTIMIZER, "has_overflow", "the flag and the norm travel together"),
+    Patch(ZERO_OPTIMIZER, "scaled_global_norm", "norms of all parameter groups travel together"),
     Patch(MODULE, "zero_grad", "the model's own zero_grad forgets sums of replicas too", "last detach"),
     Patch(MODULE, "forward_pre_hook", "notices gradients set to None; counts tokens for plans", is_method=False),
     Patch(MODULE, "load_state_dict_post_hook", "weights that were loaded are shipped", is_method=False),

@@ -69,6 +69,7 @@ class Statistics:
                         for name, counts in counters.items()
                     },
                     "plain_ep_bytes": plain_ep_bytes,
+                    "waits": traffic.waits.get(index, 0),
                 }
                 for index, (level, plain_ep_bytes) in enumerate(levels)
             ],
@@ -100,16 +101,16 @@ class Statistics:
     def gather_job(self) -> dict[str, Any] | None:
         """The whole job's counters on rank 0, None elsewhere; all ranks must call at the same step.
 
-        Bytes are sums over ranks, exposed seconds means over ranks, "step_s" is rank 0's median, imbalance is max over
-        mean of the rows that a rank's experts computed, per layer; "codecs" of a layer is `CodecSums.record` of the
-        sums over ranks.
+        Bytes are sums over ranks, exposed seconds and waits means over ranks, "step_s" is rank 0's median, imbalance
+        is max over mean of the rows that a rank's experts computed, per layer; "codecs" of a layer is
+        `CodecSums.record` of the sums over ranks.
         """
         transport = self._transport
         local = self._counts()
         codecs = [astuple(self._codec_sums(layer) or CodecSums()) for layer, _, _ in self._layers]
         numbers: list[float] = []  # in the order in which `_job_record` reads them
         for level in local["levels"]:
-            numbers += [*level["sent_bytes"].values(), level["plain_ep_bytes"]]
+            numbers += [*level["sent_bytes"].values(), level["plain_ep_bytes"], level["waits"]]
         numbers += [*local["exposed_s"].values(), *(layer["rows_computed"] for layer in local["layers"])]
         own = torch.tensor([*numbers, *itertools.chain(*codecs)], dtype=torch.float64)
         if transport.world_size == 1:
@@ -131,7 +132,10 @@ class Statistics:
         levels: list[dict[str, Any]] = []
         for level in self._transport.cluster.levels:
             sent_bytes = {kind: int(next(totals)) for kind in KINDS}
-            levels.append({"name": level.name, "sent_bytes": sent_bytes, "plain_ep_bytes": int(next(totals))})
+            plain_ep_bytes, waits = int(next(totals)), next(totals) / len(tables)
+            levels.append(
+                {"name": level.name, "sent_bytes": sent_bytes, "plain_ep_bytes": plain_ep_bytes, "waits": waits}
+            )
         exposed_s = {kind: next(totals) / len(tables) for kind in EXPOSED_KINDS}
         imbalance = (rows.max(0).values / rows.mean(0).clamp_min(1e-30)).tolist()
         codecs = sums.sum(0).view(num_layers, NUM_CODEC_SUMS).tolist()

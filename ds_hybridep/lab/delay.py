@@ -21,6 +21,7 @@ COMPILE_FLAGS = ("-O2", "-std=c11", "-Wall", "-Wextra", "-Werror")
 COMPILE_TIMEOUT_S = 60.0
 READY = b"ready\n"
 NS_PER_S = 1e9
+PPM = 1e6
 
 
 class LineEnd(NamedTuple):
@@ -72,13 +73,24 @@ class DelayLine:
     """A running cable between two new TAP devices; the devices exist as long as it runs.
 
     From the constructor until `stop`, every frame that leaves by device a arrives at device b `a_to_b_s` later, and
-    the other way round after `b_to_a_s`. It ends by itself when the process that made it ends.
+    the other way round after `b_to_a_s`. From a to b, a frame takes up to `jitter_s` more, evenly distributed but in
+    order, and the share `loss` of frames is lost. It ends by itself when the process that made it ends.
     """
 
-    def __init__(self, program: Path, a: LineEnd, b: LineEnd, *, a_to_b_s: float, b_to_a_s: float) -> None:
-        delays_ns = [str(round(delay_s * NS_PER_S)) for delay_s in (a_to_b_s, b_to_a_s)]
+    def __init__(
+        self,
+        program: Path,
+        a: LineEnd,
+        b: LineEnd,
+        *,
+        a_to_b_s: float,
+        b_to_a_s: float,
+        jitter_s: float = 0.0,
+        loss: float = 0.0,
+    ) -> None:
+        times_ns = [str(round(time_s * NS_PER_S)) for time_s in (a_to_b_s, b_to_a_s, jitter_s)]
         self._process = subprocess.Popen(
-            [str(program), str(os.getpid()), *a, *b, *delays_ns],
+            [str(program), str(os.getpid()), *a, *b, *times_ns, str(round(loss * PPM))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

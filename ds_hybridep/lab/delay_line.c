@@ -2,11 +2,12 @@
 //
 // A cable with a delay: joins two TAP devices, each in a network namespace of its own.
 //
-//     delay_line OWNER_PID  NETNS_A DEVICE_A  NETNS_B DEVICE_B  DELAY_AB_NS DELAY_BA_NS
+//     delay_line OWNER_PID  NETNS_A DEVICE_A  NETNS_B DEVICE_B  DELAY_AB_NS DELAY_BA_NS  JITTER_AB_NS LOSS_AB_PPM
 //
 // Creates both devices, prints "ready", and from then on hands every frame that leaves by device A to device B
-// DELAY_AB_NS nanoseconds after it was read, and the other way round. The delay of a direction is fixed, so frames
-// stay in order and a first-in first-out queue is ordered by time. What the sender's kernel put together for later
+// DELAY_AB_NS nanoseconds after it was read, and the other way round. From A to B up to JITTER_AB_NS more pass, evenly
+// distributed, and LOSS_AB_PPM of a million frames are lost. A frame never overtakes another, so a first-in first-out
+// queue is ordered by time. What the sender's kernel put together for later
 // segmentation (up to 64 KB, described by a virtio_net_hdr in front of the frame) passes as one piece: without that,
 // a system call for each 1.5 KB frame would be the bottleneck.
 //
@@ -48,6 +49,10 @@ struct direction {
     int from_fd;
     int to_fd;
     int64_t delay_ns;
+    int64_t jitter_ns;
+    int64_t loss_ppm;
+    uint64_t random;  // state of the generator
+    int64_t last_due_ns;
     struct frame* head;  // due first
     struct frame* tail;
     int64_t queued_bytes;
@@ -89,6 +94,14 @@ static void deliver(const struct direction* way, const unsigned char* bytes, siz
     }
 }
 
+// The next number of a fixed sequence (xorshift64*), evenly from 0 to `bound` - 1.
+static int64_t draw(struct direction* way, int64_t bound) {
+    way->random ^= way->random >> 12;
+    way->random ^= way->random << 25;
+    way->random ^= way->random >> 27;
+    return (int64_t)((way->random * 0x2545f4914f6cdd1dULL >> 11) % (uint64_t)bound);
+}
+
 static void receive(struct direction* way) {
     static unsigned char buffer[kMaxFrameBytes];
     for (int i = 0; i < kFramesPerTurn; ++i) {
@@ -97,7 +110,8 @@ static void receive(struct direction* way) {
             if (errno == EAGAIN || errno == EINTR) return;
             fail("cannot read from", "a TAP device");  // it was deleted
         }
-        if (way->delay_ns == 0) {
+        if (way->loss_ppm != 0 && draw(way, 1000000) < way->loss_ppm) continue;
+        if (way->delay_ns == 0 && way->jitter_ns == 0) {
             deliver(way, buffer, (size_t)num_bytes);
             continue;
         }
@@ -110,6 +124,9 @@ static void receive(struct direction* way) {
         if (frame == NULL) fail("no memory for", "a frame");
         frame->next = NULL;
         frame->due_ns = now_ns() + way->delay_ns;
+        if (way->jitter_ns != 0) frame->due_ns += draw(way, way->jitter_ns);
+        if (frame->due_ns < way->last_due_ns) frame->due_ns = way->last_due_ns;
+        way->last_due_ns = frame->due_ns;
         frame->num_bytes = (size_t)num_bytes;
         memcpy(frame->bytes, buffer, (size_t)num_bytes);
         if (way->head == NULL) {
@@ -153,8 +170,9 @@ static int64_t parse_number(const char* text) {
 }
 
 int main(int argc, char** argv) {
-    if (argc != 8) {
-        fprintf(stderr, "usage: %s OWNER_PID NETNS_A DEVICE_A NETNS_B DEVICE_B DELAY_AB_NS DELAY_BA_NS\n", argv[0]);
+    if (argc != 10) {
+        fprintf(stderr, "usage: %s OWNER_PID NETNS_A DEVICE_A NETNS_B DEVICE_B", argv[0]);
+        fprintf(stderr, " DELAY_AB_NS DELAY_BA_NS JITTER_AB_NS LOSS_AB_PPM\n");
         return 2;
     }
     // 1. Be told when the owner ends. A process that is gone already shows as another parent.
@@ -166,7 +184,8 @@ int main(int argc, char** argv) {
     int fd_a = open_tap(argv[2], argv[3]);
     int fd_b = open_tap(argv[4], argv[5]);
     struct direction ways[2] = {
-        {.from_fd = fd_a, .to_fd = fd_b, .delay_ns = parse_number(argv[6])},
+        {.from_fd = fd_a, .to_fd = fd_b, .delay_ns = parse_number(argv[6]), .jitter_ns = parse_number(argv[8]),
+         .loss_ppm = parse_number(argv[9]), .random = 0x9e3779b97f4a7c15ULL},
         {.from_fd = fd_b, .to_fd = fd_a, .delay_ns = parse_number(argv[7])},
     };
     run_before_others();

@@ -11,6 +11,8 @@ and come back to the core; those that enter it still take the veth pair. So a fr
     2. held back for the one-way delay, which is the only one on its way,
     3. shaped when it enters DC 1 (queue and rate of 1's uplink).
 
+Jitter and loss are those of the delay line too.
+
 Every switch knows by a static table which port leads to which host: no frame is flooded, none is lost while a switch
 learns, and what is counted on an uplink was meant to cross it. Nothing is made in the namespace of the caller.
 """
@@ -188,14 +190,14 @@ class EmulatedNetwork:
     @property
     def _out_device(self) -> str:
         """Port of a datacentre's switch by which frames leave it."""
-        return "outward" if self.links.wan_delay_s else "uplink"
+        return "outward" if self.links.needs_delay_line else "uplink"
 
     def _uplink_shapers(self, dc: int) -> tuple[tuple[str, str], tuple[str, str]]:
         """(namespace, device) whose queue shapes what leaves `dc`, and the same for what enters it."""
         return (self._switch(dc), self._out_device), (self._core, f"dc{dc}")
 
     def _create(self) -> None:
-        if self.links.wan_delay_s or self.links.lan_delay_s:
+        if self.links.needs_delay_line or self.links.lan_delay_s:
             if reason := why_no_delay():
                 raise LabError(f"no delay line: {reason}")
         # 1. Switches, then cables; the core first since datacentres plug into it.
@@ -247,9 +249,14 @@ class EmulatedNetwork:
         run_ip(switch, f"link add name uplink type veth peer name dc{dc} netns {self._core}")
         self._plug(switch, ["uplink"])
         self._plug(self._core, [f"dc{dc}"])
-        if self.links.wan_delay_s:
+        if self.links.needs_delay_line:
             ends = LineEnd(switch, "outward"), LineEnd(self._core, f"from{dc}")
-            self._add_delay_line(*ends, a_to_b_s=self.links.wan_delay_s)
+            self._add_delay_line(
+                *ends,
+                a_to_b_s=self.links.wan_delay_s,
+                jitter_s=self.links.wan_jitter_s,
+                loss=self.links.wan_loss,
+            )
             for end in ends:
                 self._plug(end.namespace, [end.device])
 
@@ -286,8 +293,11 @@ class EmulatedNetwork:
             for namespace, device in ((host, HOST_DEVICE), (switch, f"host{rank}")):
                 _shape(namespace, device, self.links.lan_bits_per_s, self._round_trip_s, is_new=True)
 
-    def _add_delay_line(self, a: LineEnd, b: LineEnd, *, a_to_b_s: float) -> None:
-        self._delay_lines.append(DelayLine(build_delay_line(), a, b, a_to_b_s=a_to_b_s, b_to_a_s=0.0))
+    def _add_delay_line(
+        self, a: LineEnd, b: LineEnd, *, a_to_b_s: float, jitter_s: float = 0.0, loss: float = 0.0
+    ) -> None:
+        line = DelayLine(build_delay_line(), a, b, a_to_b_s=a_to_b_s, b_to_a_s=0.0, jitter_s=jitter_s, loss=loss)
+        self._delay_lines.append(line)
         for end in (a, b):
             # The TAP's own queue only bridges the microseconds until the delay line reads it.
             run_ip(end.namespace, f"link set dev {end.device} txqueuelen 5000")
@@ -320,7 +330,9 @@ class EmulatedNetwork:
         rates = [rate for rate in (*self._wan_rates, self.links.lan_bits_per_s) if rate is not None]
         num_bytes = segment_batch_bytes(min(rates, default=None))
         for rank in range(self.topology.num_ranks):
-            run_ip(self.namespace_of(rank), f"link set dev {HOST_DEVICE} gso_max_size {num_bytes}")
+            # Frames are lost one by one: a piece of many segments would be lost as a whole.
+            segments = "gso_max_segs 1" if self.links.wan_loss else ""
+            run_ip(self.namespace_of(rank), f"link set dev {HOST_DEVICE} gso_max_size {num_bytes} {segments}")
 
     def _set_uplink_ports(self, dc: int | None, *, state: int) -> None:
         for each in self._dcs(dc):

@@ -12,6 +12,7 @@ MAX_HOSTS_PER_DC = 200
 MIN_BITS_PER_S = 64e3  # below it a single frame takes 0.2 s and TCP never leaves its first retransmissions
 MAX_BITS_PER_S = 100e9
 MAX_DELAY_S = 5.0
+MAX_LOSS = 0.5
 
 # On the wire, of one full TCP segment: what the application gets, and what the shaper counts.
 SEGMENT_PAYLOAD_BYTES = 1448  # 1500 - 20 (IP) - 20 (TCP) - 12 (TCP timestamps)
@@ -90,19 +91,34 @@ class LinkSpec:
     wan_delay_s: one way from any datacentre to any other; a round trip takes twice as long.
     lan_bits_per_s: of the link of one host to its datacentre's switch. None: not limited.
     lan_delay_s: one way from a host to any other of its datacentre; also part of every way to other datacentres.
+    wan_jitter_s: the most that a frame takes longer from one datacentre to another; frames stay in order.
+    wan_loss: share of the frames between datacentres that are lost.
     """
 
     wan_bits_per_s: float | None = None
     wan_delay_s: float = 0.0
     lan_bits_per_s: float | None = None
     lan_delay_s: float = 0.0
+    wan_jitter_s: float = 0.0
+    wan_loss: float = 0.0
 
     def __post_init__(self) -> None:
         for argument, rate in (("--wan", self.wan_bits_per_s), ("--lan", self.lan_bits_per_s)):
             check_rate(rate, argument)
-        for argument, delay_s in (("--delay", self.wan_delay_s), ("--lan-delay", self.lan_delay_s)):
+        for argument, delay_s in (
+            ("--delay", self.wan_delay_s),
+            ("--lan-delay", self.lan_delay_s),
+            ("--jitter", self.wan_jitter_s),
+        ):
             if not 0.0 <= delay_s <= MAX_DELAY_S:
                 raise ConfigError(f"{argument}: got {delay_s} s, wanted 0 to {MAX_DELAY_S:g} s, one way")
+        if not 0.0 <= self.wan_loss <= MAX_LOSS:
+            raise ConfigError(f"--loss: got {self.wan_loss:.0%}, wanted 0% to {MAX_LOSS:.0%} of the frames")
+
+    @property
+    def needs_delay_line(self) -> bool:
+        """True where frames between datacentres are held back or lost."""
+        return bool(self.wan_delay_s or self.wan_jitter_s or self.wan_loss)
 
 
 @dataclass(frozen=True)
@@ -156,6 +172,14 @@ def parse_duration(text: str, argument: str) -> float:
     if number is None or unit not in SECONDS_PER_UNIT:
         raise ConfigError(f"{argument}: got '{text}', wanted a number and us, ms, s or min, as in 10ms")
     return number * SECONDS_PER_UNIT[unit]
+
+
+def parse_share(text: str, argument: str) -> float:
+    """The share that "1%" or "0.01" describes. Raises ConfigError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text)
+    if match is None:
+        raise ConfigError(f"{argument}: got '{text}', wanted a share of the frames, as in 1% or 0.01")
+    return float(match[1]) / (100.0 if match[2] else 1.0)
 
 
 def parse_schedule(text: str, topology: Topology, argument: str = "--schedule") -> tuple[ScheduleEvent, ...]:

@@ -17,7 +17,8 @@ Over the slow link each DC sends half of the vector for a sum, and half for a ga
 half is encoded: sums with error feedback, parameters as their change since the step before.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,8 +51,10 @@ class FlatSlots:
         values: Sequence[Tensor],
         feedback: Feedback | None = None,
         sums: Sequence[Tensor] = (),
+        *,
+        lane: int,
     ) -> None:
-        self.layer = group.name
+        self.layer, self.lane = group.name, lane
         self.stages, self.own_slot = group.stages, group.own_slot
         self.device = values[0].device
         self.streams: DeviceStreams | None = None  # the caller's stream goes on with the result
@@ -115,6 +118,7 @@ class GroupSync:
         self._waiting: dict[Span, Tensor] = {}  # sums of micro-steps before the last that this rank carries on
         self.waiting_names: set[str] = set()  # of whose gradients some wait, on whatever rank
         self._pipeline = StagePipeline(transport)
+        self._lanes: dict[str, int] = {}  # by what travels there; all ranks come to have the same
         self._purposes = [
             Purpose("dense", what, name)
             for what in ("sum of gradients", "gather of summed gradients", "gather of parameters")
@@ -203,7 +207,7 @@ class GroupSync:
     ) -> tuple[FlatSlots, Sequence[Tensor]]:
         """The sums by slot, of which the own one is complete."""
         sums = [value.float() if is_patched(value) else value for value in values]
-        slots = FlatSlots(self, values, buffer.sums, sums)
+        slots = FlatSlots(self, values, buffer.sums, sums, lane=self._lane(buffer.key))
         if is_last:
             self.memory.add_kept(buffer, sums, self.encoding.loss_scale())
         inner, outer = self._split_stages(buffer)
@@ -263,12 +267,20 @@ class GroupSync:
     def all_gather(
         self, output: Tensor, own: Tensor, before: Tensor | None = None, spans: Sequence[Span] = ()
     ) -> None:
+        """`start_all_gather`, and wait for the end."""
+        self.start_all_gather(output, own, before, spans)()
+
+    def start_all_gather(
+        self, output: Tensor, own: Tensor, before: Tensor | None = None, spans: Sequence[Span] = ()
+    ) -> Callable[[], None]:
         """Fill a contiguous `output` with the equally large tensors `own` of all ranks, in the group's order.
 
         Args:
             before: what the other ranks hold in the place of `own`, bit for bit; None where that is not known, and
                 everything goes as it is.  It is changed.
             spans: the tensors that `output` consists of; without them codecs see a vector.
+
+        Returns what waits for the end; until then both tensors must stay untouched.
 
         The first gather brings everything as it is: from then on all ranks hold the same.  Where a codec is lossy,
         `own` and its place in `output` become what the other ranks get.
@@ -282,14 +294,22 @@ class GroupSync:
         if is_apart:
             place.copy_(own.detach().view(-1))
         codecs, is_first = (None, True) if before is None else self._parameter_codecs(output, spans, rows.shape[1])
-        if codecs is None or before is None or is_first:
-            self._run(Gather(FlatSlots(self, values), self._purposes[2], {}, is_exact=False))
-            return
-        messages = codecs.prepare(values, before)
-        self._run(Gather(FlatSlots(self, values, codecs.feedback), self._purposes[2], messages, is_exact=False))
-        codecs.feedback.patches, codecs.feedback.replicas = {}, {}  # they refer to the buffer, which is the caller's
-        if is_apart:
-            own.detach().view(-1).copy_(place)
+        messages: dict[int, list[Tensor]] = {}
+        feedback, kind = None, "as it is"
+        if codecs is not None and before is not None and not is_first:
+            messages, feedback, kind = codecs.prepare(values, before), codecs.feedback, "encoded"
+        lane = self._lane(f"gather {kind} {output.dtype} {output.numel()} {hash_of([tuple(spans)])}")
+        gather = Gather(FlatSlots(self, values, feedback, lane=lane), self._purposes[2], messages, is_exact=False)
+        self._pipeline.start(gather)
+
+        def finish() -> None:
+            self._pipeline.wait(gather)
+            if feedback is not None:
+                feedback.patches, feedback.replicas = {}, {}  # they refer to the buffer, which is the caller's
+                if is_apart:
+                    own.detach().view(-1).copy_(place)
+
+        return finish
 
     def _parameter_codecs(
         self, output: Tensor, spans: Sequence[Span], num_elements: int
@@ -311,6 +331,28 @@ class GroupSync:
             )
             is_first = not self.memory.restore_parameters(key, self.memory.parameters[key])
         return self.memory.parameters[key], is_first
+
+    # -- numbers ----------------------------------------------------------------------------------------------------
+
+    def reduce_numbers(self, numbers: Tensor, is_max: Tensor) -> Tensor:
+        """Sums over the ranks, and maxima where `is_max`, of a few numbers, [n] float64, in one message per level."""
+        total, lane = numbers, self._lane(f"{numbers.numel()} numbers")
+        for stage in self.stages[::-1]:
+            assert stage.gradients is not None, f"{self.name}: level {stage.level} has no channel"
+            found = {peer.rank: torch.empty_like(total) for peer in stage.peers}
+            sends = [(rank, total) for rank in found]
+            purpose = Purpose("control", "agreement on numbers", self.name)
+            begin_ns = time.perf_counter_ns()
+            transfer = stage.gradients.start(sends, list(found.items()), purpose, lane=lane)
+            transfer.wait()
+            self.transport.count_waits([transfer], begin_ns)
+            found[self.transport.rank] = total
+            table = torch.stack([found[rank] for rank in sorted(found)])  # in one order on all ranks
+            total = torch.where(is_max, table.max(0).values, table.sum(0))
+        return total
+
+    def _lane(self, key: str) -> int:
+        return self._lanes.setdefault(key, len(self._lanes) + 1)
 
     def _run(self, transfer: StagedTransfer) -> None:
         self._pipeline.start(transfer)

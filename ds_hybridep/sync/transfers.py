@@ -5,6 +5,7 @@ Both go in stages, one per level, over slots (see `sync.stages`).  What a slot's
 said by codecs; `sync.feedback` keeps what they need from step to step.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ class Slots(Protocol):
     """What a group of ranks holds in common on this rank: one slot for each owner."""
 
     layer: str
+    lane: int  # of its transfers as trained; see `transport.standing`
     stages: tuple[GatherStage, ...]
     own_slot: int
     device: torch.device
@@ -69,6 +71,7 @@ class StagedTransfer(ABC):
         self.stages = tuple(stages)
         self.stages_started = 0
         self.is_complete = False
+        self.crossed: list[Transfer] = []  # by stages that have ended
         self._transfer: Transfer | None = None
         self._completed: Mark = None
 
@@ -81,6 +84,7 @@ class StagedTransfer(ABC):
         with _NOTHING if streams is None else streams.aside():
             if self._transfer is not None:
                 self._transfer.wait()
+                self.crossed.append(self._transfer)
                 self._take_in()
             if self.stages_started == len(self.stages):
                 self._transfer = None
@@ -145,7 +149,10 @@ class Gather(StagedTransfer):
                 receives += [(peer.rank, tensor) for tensor in self._incoming(slot, stage)]
         feedback = self.slots.feedback
         self._counts_at_arrival = feedback is not None and feedback.has_patches and not self._is_exact
-        return stage.weights.start(sends, receives, self.purpose, counts_receives=not self._counts_at_arrival)
+        return stage.weights.start(
+            sends, receives, self.purpose, counts_receives=not self._counts_at_arrival,
+            lane=0 if self._is_exact else self.slots.lane, is_sized=not self._counts_at_arrival,
+        )  # fmt: skip
 
     def _outgoing(self, slot: int, stage: GatherStage) -> Sequence[Tensor]:
         feedback, messages = self.slots.feedback, None
@@ -224,7 +231,7 @@ class Reduce(StagedTransfer):
             for slot in peer.sends:
                 receives += [(peer.rank, message) for message in self._incoming(slot, stage.level, peer.rank)]
         self._sent = [message for _, message in sends]
-        return stage.gradients.start(sends, receives, self.purpose)
+        return stage.gradients.start(sends, receives, self.purpose, lane=self.slots.lane)
 
     def _outgoing(self, slot: int, level: int) -> list[Tensor]:
         feedback = self.slots.feedback
@@ -293,12 +300,14 @@ class StagePipeline:
         Raises:
             CommunicationError: nothing finished within the time limit, or a transfer failed.
         """
+        begin_ns = time.perf_counter_ns()
         with self._transport.exposed(transfer.purpose):
             while True:
                 seen = self._transport.num_finished
                 self.progress()
                 if transfer.is_complete:
                     transfer.join()
+                    self._transport.count_waits(transfer.crossed, begin_ns)
                     return
                 if not self._transport.wait_for_more_than(seen):
                     raise CommunicationError(transfer.describe_stall(self._transport.timeout_s))

@@ -7,23 +7,25 @@ ranks on one channel match in the order in which they were started, so ranks onl
 
 import atexit
 import contextlib
-import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.groups import connect_gloo, first_line
+from ds_hybridep.transport.line import Line
 from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
 from ds_hybridep.transport.staging import Part, Staging
+from ds_hybridep.transport.standing import Room, StandingReceives, copy_bytes, tag_of
 from ds_hybridep.transport.streams import DeviceStreams, streams_of
 
 _NO_RANGE = contextlib.nullcontext()
@@ -33,12 +35,13 @@ KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
 
 @dataclass
 class Traffic:
-    """What this rank moved: bytes and messages per (level index, kind), and the seconds it waited per kind."""
+    """What this rank moved: bytes and messages per (level index, kind), and how often and how long it waited."""
 
     sent_bytes: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     received_bytes: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     sent_messages: dict[tuple[int, str], int] = field(default_factory=lambda: defaultdict(int))
     exposed_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    waits: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # in a row, by level; see `count_waits`
 
 
 @dataclass(frozen=True)
@@ -53,19 +56,37 @@ class Purpose:
         return f"{self.operation} of {self.layer}" if self.layer else self.operation
 
 
+@dataclass(frozen=True)
+class Wait:
+    """One of the waits in a row over a level; for traces."""
+
+    level: int
+    purpose: Purpose
+    begin_ns: int
+    end_ns: int
+
+
 class Transfer:
     """A started batch of sends and receives.  Only background transfers have an end."""
 
-    def __init__(self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part]) -> None:
+    def __init__(
+        self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part], lane: int = 0
+    ) -> None:
         self.channel = channel
         self.purpose = purpose
+        self.lane = lane
+        self.is_sized = True  # as for `Channel.start`
         self.start_ns = time.perf_counter_ns()
         self.end_ns = self.start_ns
         self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
         self.works: list[Any] = []  # of gloo and NCCL: `wait(timeout)` raises RuntimeError where one failed
         self.device_side: Staging | NcclBatch | None = None  # of tensors on a device
+        self.arriving: list[tuple[int, Tensor, int, Tensor | None]] = []  # in a lane; see `StandingReceives.stand`
         self._destinations = [rank for rank, _ in sends]
         self._sources = [rank for rank, _ in receives]
+        transport = channel.transport
+        levels = {transport.level_to(rank) for rank in (*self._destinations, *self._sources)}
+        self.waits_before = {level: transport.traffic.waits[level] for level in levels}
         # Foreground transfers finish in `wait` or not at all; the event is for the thread of a background channel.
         self._finished = threading.Event() if channel.is_background else None
         self._failure: str | None = None
@@ -82,9 +103,11 @@ class Transfer:
         """
         transport = self.channel.transport
         if self._finished is None:
+            begin_ns = time.perf_counter_ns()
             if self.works:
                 with transport.exposed(self.purpose):
                     self.finish()
+            transport.count_waits([self], begin_ns)
         elif not self._finished.is_set():
             with transport.exposed(self.purpose):
                 if not self._finished.wait(transport.timeout_s):
@@ -101,14 +124,21 @@ class Transfer:
         try:
             for work in self.works:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            for _, tensor, _, place in self.arriving:
+                if place is not None:
+                    copy_bytes(place, tensor)
+            self.channel.stand(self)
         except RuntimeError as error:
             self.fail(error)
-        self.works = []
+        self.works, self.arriving = [], []
         if self.device_side is not None:
             self.device_side.release_sends()
         if self._finished is not None:
             self.end_ns = time.perf_counter_ns()
             self._finished.set()
+
+    def tag_of(self, tensor: Tensor) -> int:
+        return tag_of(self.lane, tensor.nbytes if self.is_sized else 0) if self.lane else 0
 
     def fail(self, error: RuntimeError) -> None:
         if self._failure is None:
@@ -142,10 +172,11 @@ class Channel:
         self._index_of_rank = {rank: index for index, rank in enumerate(self.ranks)}
         self._group: Any = connect_gloo(name, self.ranks, transport)
         self._nccl: NcclGroup | None = None  # from `prepare`
+        self._standing: StandingReceives | None = None  # of messages in lanes
         self._failure: str | None = None  # after which nothing is sent any more: messages match by their order
         # Made when they are needed: they refer to the channel, which otherwise is freed with its last user.
-        self._under_way: _Line | None = None
-        self._departing: _Line | None = None
+        self._under_way: Line[Transfer] | None = None
+        self._departing: Line[Transfer] | None = None
 
     @property
     def has_equal_lengths(self) -> bool:
@@ -167,7 +198,14 @@ class Channel:
             self._nccl = NcclGroup(self.name, self.ranks, self.transport, streams)
 
     def start(
-        self, sends: Sequence[Part], receives: Sequence[Part], purpose: Purpose, *, counts_receives: bool = True
+        self,
+        sends: Sequence[Part],
+        receives: Sequence[Part],
+        purpose: Purpose,
+        *,
+        counts_receives: bool = True,
+        lane: int = 0,
+        is_sized: bool = True,
     ) -> Transfer:
         """Start sending and receiving; the tensors must stay untouched until the transfer has finished.
 
@@ -178,11 +216,14 @@ class Channel:
             receives: (global rank, contiguous tensor to fill); see `has_equal_lengths` for shorter messages.
             purpose: kind, operation and layer, for counters and errors.
             counts_receives: False if messages may be shorter; the caller then counts them with `count_received`.
+            lane: equal at both ends and for the like transfer of every step; see `transport.standing`.  0 for none.
+            is_sized: False if messages of a lane may be shorter than the room for them, which is always the same.
         """
         assert self._group is not None, f"channel {self.name} was closed"
         sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
         receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
-        transfer = Transfer(self, purpose, sends, receives)
+        transfer = Transfer(self, purpose, sends, receives, lane)
+        transfer.is_sized = is_sized
         streams = _streams_on((sends or receives)[0][1].device) if sends or receives else None
         try:
             if streams is None:
@@ -213,11 +254,33 @@ class Channel:
         try:
             # Receives first: a posted receive lets the peer's data flow at once.
             for rank, tensor in receives:
-                transfer.works.append(group.recv([tensor], self._index_of_rank[rank], 0))
+                if (tag := transfer.tag_of(tensor)) == 0:
+                    transfer.works.append(group.recv([tensor], self._index_of_rank[rank], 0))
+                    continue
+                if self._standing is None:
+                    self._standing = StandingReceives(self._receive, self.transport.room)
+                work, place = self._standing.receive(rank, tensor, tag)
+                transfer.works.append(work)
+                transfer.arriving.append((rank, tensor, tag, place))
             for rank, tensor in sends:
-                transfer.works.append(group.send([tensor], self._index_of_rank[rank], 0))
+                transfer.works.append(group.send([tensor], self._index_of_rank[rank], transfer.tag_of(tensor)))
         finally:
             torch._C._autograd._enable_record_function(True)
+
+    def _receive(self, rank: int, tensor: Tensor, tag: int) -> Any:
+        if (group := self._group) is None:
+            raise RuntimeError("the channel was closed")
+        return group.recv([tensor], self._index_of_rank[rank], tag)
+
+    def stand(self, transfer: Transfer) -> None:
+        """Be ready for what comes next in a transfer's lane, where the level is not the fastest."""
+        is_fastest = 0 < self.level == len(self.transport.cluster.levels) - 1
+        if transfer.arriving and self._standing is not None and not is_fastest:
+            torch._C._autograd._enable_record_function(False)
+            try:
+                self._standing.stand(transfer.arriving)
+            finally:
+                torch._C._autograd._enable_record_function(True)
 
     def _start_on_device(
         self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
@@ -232,7 +295,7 @@ class Channel:
         self._post(transfer, (), staging.receives)
         if self.is_background:
             if self._departing is None:
-                self._departing = _Line(f"hybridep-{self.name}-departures", self._depart)
+                self._departing = Line(f"hybridep-{self.name}-departures", self._depart)
             return
         # The caller waits for a foreground transfer right away, and the peers do the same first.
         with self.transport.exposed(transfer.purpose):
@@ -244,7 +307,7 @@ class Channel:
             # A script may end with its last step, while its weights still travel.  A thread that came back from gloo
             # while the interpreter ends would abort the process.
             atexit.register(self._end_threads)
-            self._under_way = _Line(f"hybridep-{self.name}", self._finish)
+            self._under_way = Line(f"hybridep-{self.name}", self._finish)
         (self._departing or self._under_way).put(transfer)
 
     def _depart(self, transfer: Transfer | None) -> None:
@@ -280,29 +343,9 @@ class Channel:
         """Let the threads end and drop the connections.  Waits for nothing."""
         if (line := self._departing or self._under_way) is not None:
             line.end()
+        if self._standing is not None:
+            self._standing.close()
         self._group = self._nccl = None
-
-
-class _Line:
-    """A thread that takes one transfer after the other, and None when no more will come."""
-
-    def __init__(self, name: str, take: Callable[[Transfer | None], None]) -> None:
-        self._take = take
-        self._waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
-
-    def put(self, transfer: Transfer) -> None:
-        self._waiting.put(transfer)
-
-    def end(self) -> None:
-        """Stop behind what was put."""
-        self._waiting.put(None)
-
-    def _run(self) -> None:
-        while (transfer := self._waiting.get()) is not None:
-            self._take(transfer)
-        self._take(None)
 
 
 class Transport:
@@ -324,6 +367,8 @@ class Transport:
         self.world_size = dist.get_world_size()
         self.traffic = Traffic()
         self.records: list[Transfer] | None = None  # finished background transfers, while a trace is taken
+        self.wait_records: list[Wait] = []  # likewise
+        self.room = Room()
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.num_finished = 0  # background transfers that have ended
         self._level_of_rank = [cluster.level_between(self.rank, rank) for rank in range(self.world_size)]
@@ -345,6 +390,20 @@ class Transport:
 
     def count_received(self, rank: int, num_bytes: int, kind: str) -> None:
         self.traffic.received_bytes[self.level_to(rank), kind] += num_bytes
+
+    def count_waits(self, transfers: Sequence[Transfer], begin_ns: int) -> None:
+        """The caller has waited for transfers since `begin_ns`: count it over each level that they crossed.
+
+        Of what was started before an earlier wait over the level ended, no delay is left: it counts once for all that
+        travelled together.
+        """
+        waits = self.traffic.waits
+        for transfer in transfers:
+            for level, before in transfer.waits_before.items():
+                if waits[level] == before:
+                    waits[level] = before + 1
+                    if self.records is not None:
+                        self.wait_records.append(Wait(level, transfer.purpose, begin_ns, time.perf_counter_ns()))
 
     def note_finished(self, transfer: Transfer) -> None:
         records = self.records  # the main thread may end a trace at any time

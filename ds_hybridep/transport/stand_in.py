@@ -20,7 +20,7 @@ _FORWARDED = (
 
 
 class StandInGroup(_ProcessGroup):  # type: ignore[misc]
-    """As `group`, but a sum of at least one element per rank, and a gather into one tensor, go another way.
+    """As `group`, but sums, maxima of a few numbers, and a gather into one tensor, go another way.
 
     The other collectives are the very methods of `group`.  Inherited ones would reach torch through the layer that
     looks for overrides in Python, which keeps the interpreter's lock while it enters gloo; gloo's own thread may hold
@@ -28,8 +28,9 @@ class StandInGroup(_ProcessGroup):  # type: ignore[misc]
 
     Args:
         group: over gloo, or on GPUs over NCCL.
-        all_reduce: replaces a contiguous tensor by its sum over the ranks.
+        all_reduce: replaces a contiguous tensor of at least one element per rank by its sum over the ranks.
         all_gather: (output, own) fills `output` with the tensors `own` of all ranks, in rank order.
+        agree: (tensor, is_max) replaces fewer numbers than there are ranks by their sums or maxima.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class StandInGroup(_ProcessGroup):  # type: ignore[misc]
         group: Any,
         all_reduce: Callable[[Tensor], None],
         all_gather: Callable[[Tensor, Tensor], None],
+        agree: Callable[[Tensor, bool], None],
     ) -> None:
         super().__init__(group.rank(), group.size())
         for device_type, name in _backends_of(group).items():
@@ -47,6 +49,7 @@ class StandInGroup(_ProcessGroup):  # type: ignore[misc]
         self.__dict__.update({name: getattr(group, name) for name in _FORWARDED if hasattr(group, name)})
         self._all_reduce = all_reduce
         self._all_gather = all_gather
+        self._agree = agree
         for table in _tables():
             table[self] = table[group]
 
@@ -56,10 +59,18 @@ class StandInGroup(_ProcessGroup):  # type: ignore[misc]
             table.pop(self, None)
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
-        # Scalars (norms, overflow flags) are a matter of latency: they keep the way they had.
-        if options.reduceOp != dist.ReduceOp.SUM or len(tensors) != 1 or tensors[0].numel() < self.size():
+        operation = options.reduceOp
+        is_max = operation == dist.ReduceOp.MAX
+        if len(tensors) != 1 or not (is_max or operation == dist.ReduceOp.SUM):
             return self._original.allreduce(tensors, options)
-        self._all_reduce(tensors[0])
+        if tensors[0].numel() < self.size():
+            if tensors[0].dtype == torch.int64:  # may hold more than a double
+                return self._original.allreduce(tensors, options)
+            self._agree(tensors[0], is_max)
+        elif is_max:
+            return self._original.allreduce(tensors, options)
+        else:
+            self._all_reduce(tensors[0])
         return _finished_work(tensors)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Chrome/Perfetto trace of some steps, with the background transfers of weights and gradients as rows of their own.
+"""A Chrome/Perfetto trace of some steps, with rows for background transfers and for waits in a row.
 
 torch.profiler sees what threads do, not what is on the wire; the transport records when each background transfer
 started and ended.  A marker that was stamped with both clocks puts both on one time axis.
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch.profiler import profile
 
-from ds_hybridep.transport.channels import Transfer, Transport
+from ds_hybridep.transport.channels import Transfer, Transport, Wait
 
 CLOCK_MARK = "hybridep::clock"
 TRANSFER_CATEGORY = "hybridep_transfer"
+WAIT_CATEGORY = "hybridep_wait"
 _NS_PER_US = 1e3
 
 
@@ -27,27 +28,44 @@ def record_trace(transport: Transport, path: str | Path) -> Iterator[None]:
     """Profile the body and write `path` (Chrome trace JSON) when it ends; this rank only."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    transport.records = []
+    transport.records, transport.wait_records = [], []
     try:
         with profile() as profiler:
             marked_ns = time.perf_counter_ns()
             with torch.profiler.record_function(CLOCK_MARK):
                 pass
             yield
-        records = transport.records
+        records, waits = transport.records, transport.wait_records
     finally:
-        transport.records = None
+        transport.records, transport.wait_records = None, []
     profiler.export_chrome_trace(str(path))
     trace = json.loads(path.read_text())
-    trace["traceEvents"] += _transfer_events(trace["traceEvents"], records, marked_ns, transport)
+    mark_us = next(float(event["ts"]) for event in trace["traceEvents"] if event.get("name") == CLOCK_MARK)
+    offset_us = mark_us - marked_ns / _NS_PER_US
+    trace["traceEvents"] += _transfer_events(records, offset_us, transport)
+    trace["traceEvents"] += _wait_events(waits, offset_us, transport)
     path.write_text(json.dumps(trace))
 
 
-def _transfer_events(
-    events: Sequence[dict[str, Any]], transfers: Sequence[Transfer], marked_ns: int, transport: Transport
-) -> list[dict[str, Any]]:
+def _wait_events(waits: Sequence[Wait], offset_us: float, transport: Transport) -> list[dict[str, Any]]:
+    """Complete events of the waits in a row, one row per level."""
+    return [
+        {
+            "ph": "X",
+            "cat": WAIT_CATEGORY,
+            "name": str(wait.purpose),
+            "pid": "hybridep waits in a row",
+            "tid": f"over {transport.cluster.levels[wait.level].name}",
+            "ts": wait.begin_ns / _NS_PER_US + offset_us,
+            "dur": (wait.end_ns - wait.begin_ns) / _NS_PER_US,
+            "args": {"kind": wait.purpose.kind, "layer": wait.purpose.layer},
+        }
+        for wait in waits
+    ]
+
+
+def _transfer_events(transfers: Sequence[Transfer], offset_us: float, transport: Transport) -> list[dict[str, Any]]:
     """Complete events of finished transfers, one row per level and kind, in the trace's microseconds."""
-    mark_us = next(float(event["ts"]) for event in events if event.get("name") == CLOCK_MARK)
     return [
         {
             "ph": "X",
@@ -55,7 +73,7 @@ def _transfer_events(
             "name": str(transfer.purpose),
             "pid": "hybridep transfers",
             "tid": f"{transfer.purpose.kind} over {transport.cluster.levels[transfer.channel.level].name}",
-            "ts": mark_us + (transfer.start_ns - marked_ns) / _NS_PER_US,
+            "ts": transfer.start_ns / _NS_PER_US + offset_us,
             "dur": (transfer.end_ns - transfer.start_ns) / _NS_PER_US,
             "args": {"kind": transfer.purpose.kind, "layer": transfer.purpose.layer, "bytes": transfer.num_bytes},
         }

@@ -185,6 +185,50 @@ def test_a_round_trip_is_twice_the_delay(permitted, delay_ms):
         assert min(round_trips_ms(net, 0, 1)) < 0.1 * delay_ms  # inside a DC there is none
 
 
+DATAGRAM_SENDER = """
+import socket, sys, time
+out = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for number in range(int(sys.argv[2])):
+    out.sendto(f"{number} {time.monotonic_ns()}".encode(), (sys.argv[1], 7777))
+    time.sleep(0.0005)
+"""
+DATAGRAM_RECEIVER = """
+import socket, time
+into = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+into.bind(("0.0.0.0", 7777))
+print("ready", flush=True)
+into.settimeout(5)
+try:
+    while True:
+        number, sent_ns = into.recv(100).split()
+        print(int(number), time.monotonic_ns() - int(sent_ns), flush=True)
+        into.settimeout(1)
+except TimeoutError:
+    pass
+"""
+
+
+@pytest.mark.dist
+def test_frames_are_lost_and_jitter_but_stay_in_order(permitted):
+    count, loss = 1500, 0.05
+    links = LinkSpec(wan_bits_per_s=1e9, wan_delay_s=0.010, wan_jitter_s=0.005, wan_loss=loss)
+    with EmulatedNetwork(Topology(2, 1), links) as net:
+        python = [sys.executable, "-IS", "-c"]
+        with subprocess.Popen(
+            net.command_on(1, [*python, DATAGRAM_RECEIVER]), stdout=subprocess.PIPE, text=True
+        ) as receiver:
+            assert receiver.stdout.readline() == "ready\n"
+            sender = [*python, DATAGRAM_SENDER, net.topology.address_of(1), str(count)]
+            subprocess.run(net.command_on(0, sender), check=True, timeout=30)
+            arrived = [tuple(map(int, line.split())) for line in receiver.stdout]
+    numbers, times_ms = zip(*((number, time_ns / 1e6) for number, time_ns in arrived), strict=True)
+    assert list(numbers) == sorted(numbers)
+    assert 0.5 * loss < 1 - len(numbers) / count < 2 * loss  # 4 standard deviations and more
+    assert min(times_ms) >= 10
+    # Frames 0.5 ms apart wait for each other: most take close to the longest time.
+    assert 13 < statistics.median(times_ms) < 20
+
+
 @pytest.mark.dist
 def test_lan_rate_and_delay_hold_inside_a_dc(permitted):
     links = LinkSpec(wan_bits_per_s=1e9, lan_bits_per_s=100e6, lan_delay_s=0.005)

@@ -16,6 +16,7 @@ from ds_hybridep.lab.topology import (
     parse_duration,
     parse_rate,
     parse_schedule,
+    parse_share,
     queue_bytes,
     segment_batch_bytes,
 )
@@ -173,3 +174,13 @@ def test_a_record_of_no_steps_cannot_be_charged():
     record = {"steps": 0, "levels": [{"sent_bytes": {"tokens": 1}}]}
     with pytest.raises(LabError, match="covers no step"):
         modelled_wan(record, TWO_BY_TWO, LinkSpec())
+
+
+def test_shares_are_read_with_and_without_percent():
+    assert [parse_share(text, "--loss") for text in ("1%", "0.01", "0", ".1 %")] == pytest.approx(
+        [0.01, 0.01, 0, 0.001]
+    )
+    with pytest.raises(ConfigError, match="--loss: got 'much'"):
+        parse_share("much", "--loss")
+    with pytest.raises(ConfigError, match="--loss: got 60%"):
+        LinkSpec(wan_loss=0.6)

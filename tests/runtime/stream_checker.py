@@ -351,7 +351,7 @@ def fake_device(cuda: FakeCuda, checker: StreamChecker | None = None) -> Iterato
     with (
         mock.patch.object(channels, "_streams_on", return_value=streams),
         mock.patch.object(expert_gather, "streams_of", return_value=streams),
-        mock.patch.object(channels._Line, "put", told.wrap(channels._Line.put, told.put)),
+        mock.patch.object(channels.Line, "put", told.wrap(channels.Line.put, told.put)),
         mock.patch.object(channels.Channel, "_depart", told.wrap(channels.Channel._depart, told.take)),
         mock.patch.object(channels.Channel, "_finish", told.wrap(channels.Channel._finish, told.take)),
         mock.patch.object(channels.Channel, "_post", told.wrap(channels.Channel._post, told.post)),

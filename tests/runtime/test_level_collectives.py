@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from process_pool import ProcessPool
 from torch import Tensor
 from torch import distributed as dist
 
+from ds_hybridep.integration.agreements import Agreements
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Encoding, StepChanges
@@ -169,7 +171,8 @@ def beside_torch(sizes: tuple[int, ...], num_elements: int) -> dict[str, Any]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     collectives = open_collectives(sizes)
     transport = collectives.transport
-    group = StandInGroup(dist.group.WORLD, collectives.all_reduce, collectives.all_gather)
+    agree = partial(Agreements().ask, collectives)
+    group = StandInGroup(dist.group.WORLD, collectives.all_reduce, collectives.all_gather, agree)
     totals = []
     for _ in range(2):
         ours = torch.sin(torch.arange(num_elements) * (rank + 1.0))
@@ -180,12 +183,12 @@ def beside_torch(sizes: tuple[int, ...], num_elements: int) -> dict[str, Any]:
     counted = dict(transport.traffic.sent_bytes)
     largest, flag = torch.tensor([float(rank)] * world_size), torch.tensor([1.0])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    dist.all_reduce(flag, group=group)  # too small to be worth the levels
+    dist.all_reduce(flag, group=group)  # of fewer numbers than ranks
     dist.broadcast(flag, 1, group=group)
     for _ in range(300):
         dist.all_reduce(flag / world_size, group=group)
     forwarded = {name: getattr(getattr(group, name), "__self__", None) for name in collectives_of(group)}
-    is_left_alone = dict(transport.traffic.sent_bytes) == counted
+    is_left_alone = all(transport.traffic.sent_bytes[key] == num for key, num in counted.items())
     gathered = torch.empty(world_size * num_elements)
     dist.all_gather_into_tensor(gathered, totals[0] * rank, group=group)
     found = {

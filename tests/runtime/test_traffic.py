@@ -244,7 +244,7 @@ TOY_EXPERT_BYTES = 4 * (TOY.hidden * TOY.ffn + TOY.ffn + TOY.ffn * TOY.hidden + 
 TOY_ROW_BYTES = 4 * TOY.hidden
 TOY_CAPACITY = 8  # 4 sequences of 8 tokens, 2 of 8 experts each, capacity factor 1
 # float64: kinds and plain EP of two levels, waits, rows and ten numbers on codecs of two layers.
-REPORT_BYTES = 8 * (2 * (5 + 1) + 4 + 2 * (1 + 10))
+REPORT_BYTES = 8 * (2 * (5 + 2) + 4 + 2 * (1 + 10))
 
 
 def train_engine(case: Case, report_file: str | None, report_interval: int = 1) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms and overflow flags of a step in one message per level.
+
+DeepSpeed asks for them one by one: a maximum to learn whether gradients overflowed, then a sum for each group of
+parameters.  None of the questions depends on an answer.  So what asks runs twice: the first time what it asks for is
+noted, then all is exchanged together, and the second time it gets the results.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.sync.dense import GroupSync
+
+
+class Agreements:
+    """Of one optimizer; all its ranks ask the same, in the same order."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[GroupSync, Tensor, bool]] | None = None
+        self._results: deque[Tensor] = deque()
+
+    @property
+    def is_under_way(self) -> bool:
+        """True while questions are noted, or results wait to be asked for."""
+        return self._noted is not None or bool(self._results)
+
+    def ask(self, sync: GroupSync, tensor: Tensor, is_max: bool) -> None:
+        """Replace a few numbers by their sums or maxima; while questions are noted, leave them as they are."""
+        if self._noted is not None:
+            self._noted.append((sync, tensor.detach().clone(), is_max))
+        elif self._results:
+            tensor.copy_(self._results.popleft().view_as(tensor))
+        else:
+            (result,) = _exchange([(sync, tensor, is_max)])
+            tensor.copy_(result.view_as(tensor))
+
+    def prepare(self, *askers: Callable[[], Any]) -> None:
+        """Have the results of what the askers are going to ask for, one after the other."""
+        self._noted = []
+        try:
+            for ask in askers:
+                ask()
+            noted = self._noted
+        finally:
+            self._noted = None
+        self._results = deque(_exchange(noted))
+
+    def forget(self) -> None:
+        """Drop results that nobody has asked for: after an overflow norms are of no use."""
+        self._results.clear()
+
+
+def _exchange(noted: list[tuple[GroupSync, Tensor, bool]]) -> list[Tensor]:
+    """Results in the order of the questions; those of one group travel together."""
+    results: list[Tensor | None] = [None] * len(noted)
+    for group in dict.fromkeys(sync for sync, _, _ in noted):
+        places = [at for at, (sync, _, _) in enumerate(noted) if sync is group]
+        tensors = [noted[at][1].detach().reshape(-1).to("cpu", torch.float64) for at in places]
+        sizes = [tensor.numel() for tensor in tensors]
+        is_max = [torch.full((size,), noted[at][2]) for at, size in zip(places, sizes, strict=True)]
+        found = group.reduce_numbers(torch.cat(tensors), torch.cat(is_max)).split(sizes)
+        for at, numbers in zip(places, found, strict=True):
+            results[at] = numbers
+    return [numbers for numbers in results if numbers is not None]

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often a step waits for a long link: messages in any order, numbers that travel together, and counts."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from parity import Case, levels_of
+from process_pool import ProcessPool
+from torch import distributed as dist
+from toy_model import ToyConfig
+
+import ds_hybridep
+from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.transport.standing import NUM_LANES, tag_of
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+LIMIT_S = 10.0
+
+
+@given(st.sets(st.tuples(st.integers(1, NUM_LANES - 1), st.integers(0, 2**19)), min_size=1, max_size=50))
+def test_tags_are_distinct_and_fit_into_31_bits(messages: set[tuple[int, int]]) -> None:
+    tags = {tag_of(*message) for message in messages}
+    assert len(tags) == len(messages)
+    assert all(0 < tag < 2**31 for tag in tags)
+    assert tag_of(0, 5) == tag_of(NUM_LANES, 5) == 0  # no lane
+
+
+def exchange_in_lanes(num_rounds: int) -> dict[str, Any]:
+    """Both ranks send in two lanes, one of them in another order, with two sizes in turn."""
+    from moe_refs import open_transport
+
+    from ds_hybridep.transport.channels import Purpose
+
+    rank, wrong, ready = dist.get_rank(), [], []
+    transport = open_transport(Cluster((Level("dc", 2), Level("gpu", 1))), timeout_s=LIMIT_S)
+    channel = transport.channel("lanes", (0, 1), background=True)
+    for step in range(num_rounds):
+        size = 5 + 3 * (step % 2)
+        started = []
+        for lane in (1, 2) if rank == 0 else (2, 1):
+            arriving = torch.empty(size)
+            value = float(100 * lane + 10 * step + rank)
+            sends, receives = [(1 - rank, torch.full((size,), value))], [(1 - rank, arriving)]
+            started.append((channel.start(sends, receives, Purpose("dense", "test"), lane=lane), arriving, lane))
+        for transfer, arriving, lane in started:
+            transfer.wait()
+            if not bool((arriving == 100 * lane + 10 * step + 1 - rank).all()):
+                wrong.append((step, lane, arriving.tolist()))
+        ready.append(sum(map(len, channel._standing._waiting.values())))
+    transport.close()
+    return {"wrong": wrong, "ready": ready}
+
+
+def test_messages_of_lanes_match_in_any_order_and_are_expected_from_the_second_on(pool2: ProcessPool) -> None:
+    for result in pool2.run(exchange_in_lanes, num_rounds=6):
+        assert result["wrong"] == []
+        assert result["ready"] == [2, 4, 4, 4, 4, 4]  # one for each lane and size
+
+
+def agree_on_numbers() -> list[list[float]]:
+    from moe_refs import open_transport
+
+    from ds_hybridep.sync.dense import GroupSync
+    from ds_hybridep.sync.feedback import Encoding, StepChanges
+
+    transport = open_transport(Cluster((Level("dc", 2), Level("gpu", 2))), timeout_s=LIMIT_S)
+    nothing = Encoding((None, None), (None, None))
+    group = GroupSync(transport, range(4), "numbers", nothing, StepChanges(), torch.device("cpu"))
+    rank, is_max = dist.get_rank(), torch.tensor([False, True, False])
+    found = [
+        group.reduce_numbers(torch.tensor([rank + step, rank * step, 0.1 * rank], dtype=torch.float64), is_max)
+        for step in range(3)
+    ]
+    waits = dict(transport.traffic.waits)
+    transport.close()
+    return [*(numbers.tolist() for numbers in found), [waits[0], waits[1]]]
+
+
+def test_sums_and_maxima_of_numbers_are_equal_on_all_ranks_for_one_wait_per_level(pool4: ProcessPool) -> None:
+    results = pool4.run(agree_on_numbers)
+    assert all(result == results[0] for result in results)
+    for step, (total, largest, tenths) in enumerate(results[0][:3]):
+        assert (total, largest, tenths) == (6 + 4 * step, 3 * step, pytest.approx(0.6))
+    assert results[0][3] == [3, 3]
+
+
+def waits_of_steps(cases: list[Case]) -> list[float]:
+    """Waits in a row over the slow level, per step in the middle of a training."""
+    from moe_refs import toy_engine, train_step
+
+    found = []
+    for case in cases:
+        with toy_engine(case) as engine:
+            counts = []
+            for step in range(4):
+                train_step(engine, case, step)
+                counts.append(ds_hybridep.stats(engine)["levels"][0]["waits"])
+            found.append((counts[3] - counts[1]) / 2)
+            time.sleep(0.01)
+    return found
+
+
+def test_a_step_waits_as_often_with_many_layers_as_with_few(pool4: ProcessPool) -> None:
+    few = Case(levels=levels_of((2, 2), (2, 1)), toy=ToyConfig(num_layers=2), zero_stage=1)
+    many = replace(few, toy=ToyConfig(num_layers=5))
+    cases = [
+        few,
+        many,
+        replace(many, toy=replace(many.toy, drop_tokens=False)),  # the gate asks nobody for its capacity
+        replace(many, accumulation=2, gradient_clipping=0.5),
+        replace(many, zero_stage=2),
+        replace(many, zero_stage=0),
+    ]
+    # Gradients of experts; those of all else; norms; and new weights, all together.  ZeRO 0 gathers sums, and has no
+    # norm to agree on.
+    assert pool4.run(waits_of_steps, cases=cases) == [[4, 4, 4, 4, 4, 4]] * 4
