@@ -49,6 +49,20 @@ def certain_cause_of(view: View) -> str:
     return _told(view) or _silent(view)
 
 
+def is_firsthand(view: View) -> bool:
+    """False where ranks are silent that others are connected with, and may know more of."""
+    silent = _silent_ranks(view)
+    return not silent or any(rank in view.direct for rank in silent)
+
+
+def _silent_ranks(view: View) -> set[int]:
+    return {
+        rank
+        for rank, entry in view.others.items()
+        if (entry.age_s is None or entry.age_s > SILENT_S) and not _has_left(view, rank)
+    }
+
+
 def _told(view: View) -> str:
     facts = [fact for fact in view.facts if fact.kind != "left" and fact.rank != view.rank]
     if not facts:
@@ -71,11 +85,7 @@ def _last_seen(view: View, rank: int) -> str:
 
 
 def _silent(view: View) -> str:
-    silent = {
-        rank
-        for rank, entry in view.others.items()
-        if (entry.age_s is None or entry.age_s > SILENT_S) and not _has_left(view, rank)
-    }
+    silent = _silent_ranks(view)
     if not silent:
         return ""
     level, ranks, whole = _widest(view, silent)
@@ -186,9 +196,10 @@ def report(view: View, cause: str, status: int) -> str:
     """The message of a rank that ends: the cause first, then where everybody is and what to do."""
     lines = [f"hybridep: {cause}", f"  this is rank {view.rank}, in {view.own}; it ends with exit status {status}"]
     by_position: dict[str, list[int]] = {}
+    ends = {fact.rank: fact.kind for fact in view.facts if fact.kind != "verdict"}
     for rank, entry in sorted(view.others.items()):
-        if _has_left(view, rank):
-            said = "has left"
+        if rank in ends:
+            said = "has left" if ends[rank] == "left" else f"has ended, was last seen in {entry.position}"
         elif entry.age_s is None:
             said = "never heard of"
         else:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from ds_hybridep.errors import AgreementError, CommunicationError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.agreement import agree
-from ds_hybridep.transport.diagnosis import Direct, Entry, View, cause_of, certain_cause_of, report
+from ds_hybridep.transport.diagnosis import Direct, Entry, View, cause_of, certain_cause_of, is_firsthand, report
 from ds_hybridep.transport.heartbeats import Beat, Fact, Mesh, peers_of
 from ds_hybridep.transport.position import MAX_TEXT, MainThread, Position
 
@@ -294,7 +294,9 @@ class Health:
         if not self._main_failed and (is_over or is_told):
             self._end(cause_of(self.view()))
         elif not self._main_failed and position.waits and position.for_s > self.timeout_s + GRACE_S:
-            self._end(cause_of(self.view()))
+            view = self.view()
+            if is_firsthand(view) or position.for_s > self.timeout_s + 2 * GRACE_S:
+                self._end(cause_of(view))
 
     def view(self) -> View:
         now = time.monotonic()
