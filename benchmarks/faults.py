@@ -206,10 +206,16 @@ def _watch(ranks: Ranks, network: EmulatedNetwork, case: Case, folder: Path, lim
 
 
 def first_error(log: Path) -> str:
+    """The first line that says what is wrong; of a traceback its last."""
+    found = ""
     for line in log.read_text(errors="replace").splitlines():
-        if ERROR.match(line):
+        if not found and (match := ERROR.match(line)):
+            found = line
+            if match[2] != "Traceback":
+                return found
+        elif found and re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception|Exit): ", line):
             return line
-    return ""
+    return found
 
 
 def _run(job: tuple[Case, Path, float]) -> dict[str, Any]:

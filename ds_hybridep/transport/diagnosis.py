@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.transport.heartbeats import FACTS, SILENT_S, Fact
+from ds_hybridep.transport.heartbeats import FACTS, Fact
 from ds_hybridep.transport.position import Position
+
+SILENT_S = 5.0  # a rank that was not heard of for so long is silent
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def cause_of(view: View) -> str:
     return _told(view) or _silent(view) or _broken_link(view) or _elsewhere(view) or _in_collectives(view)
 
 
-def certain_cause_of(view: View) -> str:
+def known_cause_of(view: View) -> str:
     """The same where another rank has told it, or where ranks are silent; else empty."""
     return _told(view) or _silent(view)
 

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from ds_hybridep.errors import AgreementError, CommunicationError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.agreement import agree
-from ds_hybridep.transport.diagnosis import Direct, Entry, View, cause_of, certain_cause_of, is_firsthand, report
+from ds_hybridep.transport.diagnosis import Direct, Entry, View, cause_of, is_firsthand, known_cause_of, report
 from ds_hybridep.transport.heartbeats import Beat, Fact, Mesh, peers_of
 from ds_hybridep.transport.position import MAX_TEXT, MainThread, Position
 
@@ -96,7 +97,8 @@ class Health:
         self._count = 0
         self._cause = ""
         self._leaves = False
-        self._main_failed = False
+        self._asked: tuple[float, bool] | None = None  # when an exception asked for its cause; True: it passed a limit
+        self._answered = threading.Event()
         self._lock = threading.Lock()  # of facts
         self._pid = os.getpid()
         self._wake, self._woken = socket.socketpair()
@@ -187,7 +189,7 @@ class Health:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(EXIT_STATUS)
-        if self._main_failed:
+        if self._answered.is_set():
             time.sleep(1.0)  # meanwhile the others are told
         else:
             self.leave()
@@ -208,17 +210,26 @@ class Health:
             self._take_signals()
             now = time.monotonic()
             if now - looked >= LOOK_S or self._facts:
-                self._position, looked = self._main.look(), now
+                self._position, looked = self._look(), now
             if now - beaten >= BEAT_S or self._has_news():
                 self._beat(now)
                 beaten = now
-            if not self._cause:
+            if not self._cause and not self._answered.is_set():
                 self._judge(now)
         if self._pid == os.getpid():
             self._tell(Fact(self.rank, "left", ""))
             self._beat(time.monotonic())
             self._mesh.poll(0.0)
             self._mesh.close()
+
+    def _look(self) -> Position:
+        before = self._position
+        if self._answered.is_set():  # the main thread stands in `_on_exception`, or behind it
+            return before
+        if self._asked is None:
+            return self._main.look()
+        what = before.what if before.waits else "an error of communication"
+        return replace(before, what=what, waits=True, for_s=0.0)
 
     def _hear(self, beat: Beat) -> None:
         now = time.monotonic()
@@ -270,7 +281,8 @@ class Health:
 
     def _beat(self, now: float) -> None:
         self._count += 1
-        alert = self._position.waits and self._position.for_s > max(2.0, ALERT_SHARE * self.timeout_s)
+        waits_long = self._position.waits and self._position.for_s > max(2.0, ALERT_SHARE * self.timeout_s)
+        alert = waits_long or self._asked is not None
         for link in self._mesh.links.values():
             others: tuple[tuple[int, float, int, Position], ...] = ()
             if alert or link.alert or self._facts:
@@ -288,15 +300,18 @@ class Health:
         told = [fact for fact in self._facts if fact.kind != "left" and fact.rank != self.rank]
         position = self._position
         is_over = any(fact.kind == "verdict" for fact in told)
-        is_told = bool(told) and (
-            (position.waits and position.for_s >= LOOK_S) or now - self._fact_at > self.timeout_s
-        )
-        if not self._main_failed and (is_over or is_told):
+        waits = self._asked is not None or (position.waits and position.for_s >= LOOK_S)
+        if is_over or (told and (waits or now - self._fact_at > self.timeout_s)):
             self._end(cause_of(self.view()))
-        elif not self._main_failed and position.waits and position.for_s > self.timeout_s + GRACE_S:
+            return
+        over_s = position.for_s - self.timeout_s - GRACE_S if position.waits else -1.0
+        if self._asked is not None:
+            over_s = now - self._asked[0] - WORD_S
+        if over_s > 0:
             view = self.view()
-            if is_firsthand(view) or position.for_s > self.timeout_s + 2 * GRACE_S:
-                self._end(cause_of(view))
+            if is_firsthand(view) or over_s > GRACE_S:
+                is_late = self._asked is None or self._asked[1]
+                self._end(cause_of(view) if is_late else known_cause_of(view))
 
     def view(self) -> View:
         now = time.monotonic()
@@ -328,7 +343,12 @@ class Health:
             os.write(2, report(self.view(), cause, EXIT_STATUS).encode(errors="replace"))
 
     def _end(self, cause: str) -> None:
-        """End this rank."""
+        """End this rank, or let its exception do so; without a cause that exception is one."""
+        if self._asked is not None:
+            if cause:
+                self._decide(cause)
+            self._answered.set()
+            return
         self._decide(cause)
         self._beat(time.monotonic())
         with contextlib.suppress(RuntimeError, ValueError, OSError):
@@ -360,16 +380,10 @@ class Health:
             self._hook(kind, error, trace)
             return
         if not self._cause and _follows_from_others(error):
-            deadline = time.monotonic() + WORD_S
-            while not self._cause and time.monotonic() < deadline and not certain_cause_of(self.view()):
-                time.sleep(0.05)
-            cause = certain_cause_of(self.view()) or (
-                cause_of(self.view()) if isinstance(error, CommunicationError) else ""
-            )
-            self._main_failed = True
-            if cause and not self._cause:
-                self._decide(cause)
-        self._main_failed = True
+            self._asked = time.monotonic(), isinstance(error, CommunicationError)
+            self._nudge()
+            self._answered.wait(WORD_S + 2 * GRACE_S)
+        self._answered.set()
         if not self._cause:
             said = str(error).strip().splitlines()
             text = f"{kind.__name__}: {said[0] if said else ''}"[: 2 * MAX_TEXT]

@@ -28,7 +28,7 @@ NEARBY = 8  # in levels of up to so many children, everybody is connected with e
 BRIDGES = 4  # ranks of a domain that are connected with other domains
 MAX_LINE = 1 << 18  # bytes of one message
 DIAL_S = 1.0  # between attempts to reach a peer that is silent
-SILENT_S = 3.0  # after which a peer is dialled anew
+REDIAL_S = 3.0  # of silence, after which a peer is dialled anew
 MAX_BACKLOG = 1 << 16  # bytes not sent yet; beats are left out above
 FACTS = ("failed", "gone", "verdict", "signal", "left")  # the most telling first
 
@@ -271,7 +271,7 @@ class Mesh:
                     link.answer = "nothing"
                     self._drop_dialled(link)
                 continue
-            is_silent = link.socket is None or now - (link.heard_at or link.dialled_at) > SILENT_S
+            is_silent = link.socket is None or now - (link.heard_at or link.dialled_at) > REDIAL_S
             if link.rank in self.gone or not is_silent or now - link.dialled_at < DIAL_S:
                 continue
             if not link.dials and link.heard_at is None:

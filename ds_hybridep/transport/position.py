@@ -132,7 +132,7 @@ def _collective_of(frames: list[FrameType]) -> str | None:
             break
     if operation:
         return purpose or f"{operation} at {_describe(caller)}"
-    if caller is frames[0] and ".wait(" in linecache.getline(caller.f_code.co_filename, caller.f_lineno):
+    if caller is frames[0] and ".wait(" in linecache.getline(caller.f_code.co_filename, caller.f_lineno or 0):
         return f"wait at {_describe(caller)}"  # a handle of an asynchronous collective
     return None
 
