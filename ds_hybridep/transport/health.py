@@ -41,6 +41,7 @@ EXIT_STATUS = 75  # of a rank that ends because of another one: EX_TEMPFAIL of s
 LOOK_S = 0.5  # between looks at the main thread
 BEAT_S = 1.0  # between messages to each peer
 GRACE_S = 2.0  # beyond timeout_s, so that a wait with a limit of its own says what it has to say
+LINK_S = 5.0  # how long the start waits for the first message of all peers
 WORD_S = 3.0  # how long an exception waits for news of what it follows from
 END_S = 3.0  # what the main thread gets for an end in good order
 OWN_END_S = 8.0  # the same after an exception of its own
@@ -99,6 +100,7 @@ class Health:
         self._leaves = False
         self._asked: tuple[float, bool] | None = None  # when an exception asked for its cause; True: it passed a limit
         self._answered = threading.Event()
+        self._linked = threading.Event()  # every peer was heard
         self._lock = threading.Lock()  # of facts
         self._pid = os.getpid()
         self._wake, self._woken = socket.socketpair()
@@ -138,6 +140,8 @@ class Health:
         os.register_at_fork(after_in_child=self._in_child)
         self._watch_sigterm()
         self._thread.start()
+        self._linked.wait(LINK_S)  # a rank that dies from now on is missed by those that have heard of it
+        self._linked.set()
 
     def leave(self) -> None:
         """Tell the others that this rank ends or detaches in good order, and end."""
@@ -203,15 +207,17 @@ class Health:
     def _run(self) -> None:
         looked = beaten = float("-inf")
         while not self._leaves:
-            beats = self._mesh.poll(0.1 if self._facts else LOOK_S)
+            beats = self._mesh.poll(LOOK_S if self._linked.is_set() and not self._facts else 0.1)
             for beat in beats:
                 self._hear(beat)
+            if beats and not self._linked.is_set():
+                self._check_links()
             self._look_for_gone()
             self._take_signals()
             now = time.monotonic()
             if now - looked >= LOOK_S or self._facts:
                 self._position, looked = self._look(), now
-            if now - beaten >= BEAT_S or self._has_news():
+            if now - beaten >= (BEAT_S if self._linked.is_set() else 0.1) or self._has_news():
                 self._beat(now)
                 beaten = now
             if not self._cause and not self._answered.is_set():
@@ -260,6 +266,10 @@ class Health:
         return any(
             link.socket is not None and not link.told.issuperset(self._facts) for link in self._mesh.links.values()
         )
+
+    def _check_links(self) -> None:
+        if all(link.heard_at is not None for link in self._mesh.links.values()):
+            self._linked.set()
 
     def _look_for_gone(self) -> None:
         """A connection that was closed without a word, and nobody takes a new one."""

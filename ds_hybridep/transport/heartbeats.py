@@ -274,7 +274,7 @@ class Mesh:
             is_silent = link.socket is None or now - (link.heard_at or link.dialled_at) > REDIAL_S
             if link.rank in self.gone or not is_silent or now - link.dialled_at < DIAL_S:
                 continue
-            if not link.dials and link.heard_at is None:
+            if not link.dials and link.heard_at is None and link.closed_at is None:
                 continue  # it has not come yet
             link.dialled_at = now
             family = socket.AF_INET6 if ":" in link.address[0] else socket.AF_INET
