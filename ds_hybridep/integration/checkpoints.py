@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.utils import log_dist
 
 from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.integration import whole_checkpoints
 from ds_hybridep.integration.autoep import adapted_layers
 from ds_hybridep.transport.agreement import agree, announcing_failure
 
@@ -26,16 +27,22 @@ def save(
     """In the place of `engine.save_checkpoint`."""
     engine, planner = attachment.engine, attachment.planner
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-    folder = Path(save_dir) / tag
-    # First: DeepSpeed's own last acts are a barrier and the file that names the newest checkpoint.
+    folder, transport = Path(save_dir) / tag, attachment.runtime.transport
+    if transport.rank == 0:
+        whole_checkpoints.begin(folder)
+    agree({"saves": tag}, transport.timeout_s)
+    # First: DeepSpeed's own last acts are the file that names the newest checkpoint and a barrier.
     attachment.runtime.codecs.save(folder, engine.global_steps)
     if adapted := adapted_layers(attachment.layers):
         from ds_hybridep.integration import adapters
 
         adapters.save(adapted, folder)
-    if planner is not None and attachment.runtime.transport.rank == 0:
+    if planner is not None and transport.rank == 0:
         write_json(folder / PLAN_FILE, planner.record(attachment.runtime))
-    return original(save_dir, tag, *args, **kwargs)
+    saved = original(save_dir, tag, *args, **kwargs)
+    if transport.rank == 0:
+        whole_checkpoints.end(folder)
+    return saved
 
 
 def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -44,6 +51,7 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
     with announcing_failure():
         call = inspect.signature(original).bind(*args, **kwargs)
         call.apply_defaults()
+        _choose(call, engine)
         loaded = _load_weights(attachment, original, call)
     # Here all ranks hear of one that failed, whatever each has to load next.
     agree({"is a checkpoint found": loaded[0] is not None}, attachment.runtime.config.timeout_s)
@@ -61,6 +69,17 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
             log_dist(f"hybridep: {lost}", ranks=[0])
     attachment.ship_partitioned()
     return loaded
+
+
+def _choose(call: inspect.BoundArguments, engine: Any) -> None:
+    """Have the newest whole checkpoint loaded where none is named."""
+    folder, tag = Path(call.arguments["load_dir"]), call.arguments["tag"]
+    if tag is not None:
+        whole_checkpoints.check(folder / str(tag))
+    elif not engine.load_universal_checkpoint():
+        call.arguments["tag"], skipped = whole_checkpoints.newest(folder)
+        for one in skipped:
+            log_dist(f"hybridep: checkpoint {folder / one} is incomplete (its saving was interrupted): skipped", [0])
 
 
 def _load_weights(attachment: "Attachment", original: Callable[..., Any], call: inspect.BoundArguments) -> Any:

@@ -158,7 +158,9 @@ def test_damaged_messages_are_dropped_or_harmless(beat, data):
     assert found is None or (0 <= found.rank < 8 and all(0 <= other[0] < 8 for other in found.others))
 
 
-@pytest.mark.parametrize("line", [b"", b"[]", b"{}", b"[" * 100_000, b"[1,2]", b'[9,0,[0,"","",0,0],0,[],[]]', b"null"])
+@pytest.mark.parametrize(
+    "line", [b"", b"[]", b"{}", b"[" * 100_000, b"[1,2]", b'[9,0,[0,"","",0,0],0,[],[]]', b"null"]
+)
 def test_lines_that_no_rank_sends_are_dropped(line):
     assert parse_beat(line, 8) is None
 
