@@ -28,7 +28,9 @@ def save(
     engine, planner = attachment.engine, attachment.planner
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     folder, transport = Path(save_dir) / tag, attachment.runtime.transport
-    if transport.rank == 0:
+    # Engines that write in the background say nowhere when they have.
+    marks = transport.rank == 0 and not engine.checkpoint_engine.is_decoupled()
+    if marks:
         whole_checkpoints.begin(folder)
     agree({"saves": tag}, transport.timeout_s)
     # First: DeepSpeed's own last acts are the file that names the newest checkpoint and a barrier.
@@ -40,7 +42,7 @@ def save(
     if planner is not None and transport.rank == 0:
         write_json(folder / PLAN_FILE, planner.record(attachment.runtime))
     saved = original(save_dir, tag, *args, **kwargs)
-    if transport.rank == 0:
+    if marks:
         whole_checkpoints.end(folder)
     return saved
 
@@ -51,8 +53,7 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
     with announcing_failure():
         call = inspect.signature(original).bind(*args, **kwargs)
         call.apply_defaults()
-        _choose(call, engine)
-        loaded = _load_weights(attachment, original, call)
+        loaded = _load_weights(attachment, original, call) if _choose(call, engine) else (None, None)
     # Here all ranks hear of one that failed, whatever each has to load next.
     agree({"is a checkpoint found": loaded[0] is not None}, attachment.runtime.config.timeout_s)
     if loaded[0] is None or not call.arguments["load_optimizer_states"] or call.arguments["load_module_only"]:
@@ -71,8 +72,8 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
     return loaded
 
 
-def _choose(call: inspect.BoundArguments, engine: Any) -> None:
-    """Have the newest whole checkpoint loaded where none is named."""
+def _choose(call: inspect.BoundArguments, engine: Any) -> bool:
+    """Have the newest whole checkpoint loaded where none is named; False where only incomplete ones are there."""
     folder, tag = Path(call.arguments["load_dir"]), call.arguments["tag"]
     if tag is not None:
         whole_checkpoints.check(folder / str(tag))
@@ -80,6 +81,8 @@ def _choose(call: inspect.BoundArguments, engine: Any) -> None:
         call.arguments["tag"], skipped = whole_checkpoints.newest(folder)
         for one in skipped:
             log_dist(f"hybridep: checkpoint {folder / one} is incomplete (its saving was interrupted): skipped", [0])
+        return call.arguments["tag"] is not None or not skipped
+    return True
 
 
 def _load_weights(attachment: "Attachment", original: Callable[..., Any], call: inspect.BoundArguments) -> Any:

@@ -243,8 +243,8 @@ TOY = ToyConfig()
 TOY_EXPERT_BYTES = 4 * (TOY.hidden * TOY.ffn + TOY.ffn + TOY.ffn * TOY.hidden + TOY.hidden)
 TOY_ROW_BYTES = 4 * TOY.hidden
 TOY_CAPACITY = 8  # 4 sequences of 8 tokens, 2 of 8 experts each, capacity factor 1
-# float64: kinds and plain EP of two levels, waits, rows and ten numbers on codecs of two layers.
-REPORT_BYTES = 8 * (2 * (5 + 1) + 4 + 2 * (1 + 10))
+# float64: kinds and plain EP of two levels, waits; of two layers rows, ten numbers on codecs and rows of 8 experts.
+REPORT_BYTES = 8 * (2 * (5 + 1) + 4 + 2 * (1 + 10 + 8))
 
 
 def train_engine(case: Case, report_file: str | None, report_interval: int = 1) -> dict[str, Any]:
