@@ -202,9 +202,13 @@ def main(orders: Orders) -> None:
         dist.all_reduce(total)
         losses[step] = total.item()
         if rank == 0:
-            Path(orders.folder, "losses.json").write_text(json.dumps(losses))
+            partial = Path(orders.folder, "losses.partial")
+            partial.write_text(json.dumps(losses))
+            partial.replace(Path(orders.folder, "losses.json"))
         if orders.phase in ("save", "load") or (orders.step_s and (step + 1) % SAVE_EVERY == 0):
-            engine.save_checkpoint(checkpoints, client_state={"step": step + 1})
+            # In a soak a few folders are written again and again.
+            tag = f"turn{step // SAVE_EVERY % 3}" if orders.step_s else None
+            engine.save_checkpoint(checkpoints, tag, client_state={"step": step + 1})
         if orders.phase == "load" and step >= FAULT_STEP:
             engine.load_checkpoint(checkpoints)
     engine.destroy()

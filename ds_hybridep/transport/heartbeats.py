@@ -166,6 +166,7 @@ class Mesh:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._strangers: dict[Socket, tuple[bytes, float]] = {}
         self.links: dict[int, Link] = {}
+        self.sent_bytes = 0
         self.gone: set[int] = set()  # peers that have left or died: not dialled any more
 
     @property
@@ -345,7 +346,9 @@ class Mesh:
             return
         try:
             while link.outbox:
-                link.outbox = link.outbox[link.socket.send(link.outbox) :]
+                num_bytes = link.socket.send(link.outbox)
+                link.outbox = link.outbox[num_bytes:]
+                self.sent_bytes += num_bytes
         except BlockingIOError:
             pass
         except OSError:

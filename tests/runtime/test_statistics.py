@@ -63,4 +63,4 @@ def test_monitor_gets_bytes_waits_and_imbalance_at_the_sample_count() -> None:
     assert events["HybridEP/expert_load/blocks.0.moe"] == (2.5, 640)
     assert events["HybridEP/slowest/rank"] == (3, 640)
     assert events["HybridEP/slowest/others_waited_s"] == (0.06, 640)
-    assert len(events) == 2 * 5 + 4 + 1
+    assert len(events) == 2 * 5 + 4 + 2 + 3
