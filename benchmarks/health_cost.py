@@ -27,6 +27,16 @@ DEPTH = 40  # frames, as in a model's forward
 CLUSTER = Cluster((Level("dc", 2), Level("gpu", 2)))
 
 
+class Owner:
+    """Stands in for an attached engine."""
+
+    def num_steps(self) -> int:
+        return 1
+
+    def last_transfer(self) -> str:
+        return ""
+
+
 def compute(until: float, depth: int = DEPTH) -> int:
     if depth:
         return compute(until, depth - 1)
@@ -50,12 +60,13 @@ def run(rank: int, port: int, blocks: int, block_s: float) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    owner = Owner()
     counts: dict[str, list[int]] = {"with": [], "without": []}
     cpu_s, num_bytes, watched_s = 0.0, 0, 0.0
     for _ in range(blocks):
         for name in ("without", "with"):
             if name == "with":
-                health.start(CLUSTER, 600.0, lambda: 1, lambda: "")
+                health.start(CLUSTER, 600.0, owner)
             dist.barrier()
             before_s, sent = thread_s("hybridep-health"), _sent()
             # One rank at a time computes, so that ranks do not share cores; the others wait as in a step.
@@ -66,7 +77,7 @@ def run(rank: int, port: int, blocks: int, block_s: float) -> None:
                 watched_s += block_s
             dist.barrier()
             if name == "with":
-                health.stop()
+                health.stop(owner)
     if rank == 0:
         ratios = [a / b for a, b in zip(counts["with"], counts["without"], strict=True)]
         record: dict[str, Any] = {

@@ -51,17 +51,19 @@ class Attachment:
         self._optimizer: Any = None
         build = prepare(config)
         # Before memory is taken: a rank that is killed for it is missed at once.
-        health.start(config.cluster(), config.timeout_s, self._steps, self._last_transfer)
+        health.start(config.cluster(), config.timeout_s, self)
         try:
             self.runtime = _build_together(build, config.timeout_s)
         except BaseException:
-            health.stop()
+            health.stop(self)
             raise
 
-    def _steps(self) -> int:
+    def num_steps(self) -> int:
+        """Optimizer steps so far."""
         return int(getattr(self.engine, "global_steps", 0))
 
-    def _last_transfer(self) -> str:
+    def last_transfer(self) -> str:
+        """What this rank has started to move last."""
         runtime = getattr(self, "runtime", None)
         return str(runtime.transport.last_transfer or "none") if runtime is not None else ""
 
@@ -120,7 +122,7 @@ class Attachment:
         if self.planner is not None:
             self.planner.close()
         self.runtime.close()
-        health.stop()
+        health.stop(self)
 
     def switch(self, config: HybridEPConfig, reason: str) -> None:
         """Go on with other settings; all ranks must call, between two optimizer steps.

@@ -43,12 +43,14 @@ class View:
 
 def cause_of(view: View) -> str:
     """What is wrong, in one line; it begins with the rank, the domain or the link that is to blame."""
-    return _told(view) or _silent(view) or _broken_link(view) or _elsewhere(view) or _in_collectives(view)
+    return (
+        _told(view) or _silent(view) or _broken_link(view) or _elsewhere(view) or _left(view) or _in_collectives(view)
+    )
 
 
 def known_cause_of(view: View) -> str:
     """The same where another rank has told it, or where ranks are silent; else empty."""
-    return _told(view) or _silent(view)
+    return _told(view) or _silent(view) or _left(view)
 
 
 def is_firsthand(view: View) -> bool:
@@ -167,11 +169,15 @@ def _elsewhere(view: View) -> str:
         slowest = max(away, key=lambda rank: ranks[rank].for_s)
         also = f"; not in a collective either: ranks {sorted(set(away) - {slowest})}" if len(away) > 1 else ""
         return f"rank {slowest} does not come to the collective that others wait in: it is in {ranks[slowest]}{also}"
-    left = sorted(fact.rank for fact in view.facts if fact.kind == "left")
-    if left:
-        who = f"rank {left[0]} has" if len(left) == 1 else f"ranks {left} have"
-        return f"{who} ended or detached, and others wait in a collective"
     return ""
+
+
+def _left(view: View) -> str:
+    left = sorted(fact.rank for fact in view.facts if fact.kind == "left")
+    if not left:
+        return ""
+    who = f"rank {left[0]} has" if len(left) == 1 else f"ranks {left} have"
+    return f"{who} ended or detached (the script returned, or called exit), while others wait in a collective"
 
 
 def _in_collectives(view: View) -> str:

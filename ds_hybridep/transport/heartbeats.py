@@ -13,12 +13,15 @@ While ranks wait for long they also pass on what they have heard of others.
 import contextlib
 import errno
 import json
+import os
 import selectors
 import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import psutil
 
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.position import MAX_TEXT, Position
@@ -186,12 +189,14 @@ class Mesh:
         """What has come within `timeout_s`; keeps connections up."""
         beats: list[Beat] = []
         for key, events in self._selector.select(timeout_s):
+            if not isinstance(key.fileobj, Socket):
+                continue
             if key.fileobj is self._listener:
                 self._accept()
             elif isinstance(key.data, Link):
-                self._serve(key.data, key.fileobj, events, beats)  # type: ignore[arg-type]
+                self._serve(key.data, key.fileobj, events, beats)
             elif key.fileobj in self._strangers:
-                self._welcome(key.fileobj)  # type: ignore[arg-type]
+                self._welcome(key.fileobj)
         self._dial(time.monotonic())
         return beats
 
@@ -368,3 +373,19 @@ class Mesh:
             self._selector.unregister(link.dialled)
             link.dialled.close()
         link.dialled = None
+
+
+def own_host() -> str:
+    """The address by which other ranks reach this one."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        device = os.environ.get(name, "").split(",")[0].lstrip("^=")
+        for one in psutil.net_if_addrs().get(device, ()):
+            if one.family == socket.AF_INET:
+                return str(one.address)
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with Socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"

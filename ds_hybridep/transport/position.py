@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
+import torch
+
 PHASES = {  # by functions of DeepSpeed's engine
     "__init__": "start",
     "forward": "forward",
@@ -39,6 +41,7 @@ _WRAPPERS = {"log_wrapper", "wrapper", "func_wrapper", "wait", "finish", "expose
 _STDLIB = sysconfig.get_path("stdlib")
 _MAX_FRAMES = 200
 MAX_TEXT = 240
+DEVICE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,15 @@ class MainThread:
             self._held = frame
         frames = list(_outwards(frame))
         phase, what, waits = _phase_of(frames), "", True
-        collective = _collective_of(frames)
-        if collective is None:
-            what, waits = _place_of(frames), False
-        else:
+        for_s = now - self._since if self._held else 0.0
+        if (collective := _collective_of(frames)) is not None:
             what = collective
-        return Position(self._step(), phase, what[:MAX_TEXT], waits, now - self._since if self._held else 0.0)
+        elif for_s > DEVICE_S and phase in ("forward", "backward", "step") and torch.cuda.is_initialized():
+            # A call that takes so long waits for the device, which waits in a collective of its own.
+            what = f"the device at {_place_of(frames)}"
+        else:
+            what, waits = _place_of(frames), False
+        return Position(self._step(), phase, what[:MAX_TEXT], waits, for_s)
 
     def _frame(self) -> FrameType | None:
         """The innermost frame of the thread, or of the one of autograd that runs a device's backward for it."""

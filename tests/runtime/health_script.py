@@ -26,6 +26,14 @@ LIMIT_S = 25.0
 TIMEOUT_S = 2.0
 
 
+class Owner:
+    def num_steps(self):
+        return 7
+
+    def last_transfer(self):
+        return "rows of layer 0"
+
+
 def load_next_sample():
     time.sleep(1000)
 
@@ -33,7 +41,7 @@ def load_next_sample():
 def train(rank, port, fault, folder):
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo")
-    health.start(Cluster((Level("dc", 2), Level("gpu", 2))), TIMEOUT_S, lambda: 7, lambda: "rows of layer 0")
+    health.start(Cluster((Level("dc", 2), Level("gpu", 2))), TIMEOUT_S, Owner())
     value = torch.zeros(4)
     for _ in range(3):
         dist.all_reduce(value)
@@ -46,7 +54,7 @@ def train(rank, port, fault, folder):
         elif fault == "hang":
             load_next_sample()
     dist.all_reduce(value)
-    health.stop()
+    health.stop(health._owners[0])
 
 
 def main(fault, folder):

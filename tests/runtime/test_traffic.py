@@ -213,7 +213,7 @@ def test_a_token_that_needs_several_experts_of_a_domain_is_sent_once(pool4: Proc
     )
     assert 4 * num_remote * row_bytes <= sent_bytes < 4 * pairs * row_bytes
     # Metadata apart (a count to each of four peers; ids and gates there, gate gradients back), it is that bound.
-    assert sent_bytes == num_remote * (4 * row_bytes + 12 * case.top_k) + 4 * 8
+    assert sent_bytes == num_remote * (4 * row_bytes + 12 * case.top_k) + 4 * 16
 
 
 def verify_once(case: MoeCase) -> list[dict[str, int]]:
