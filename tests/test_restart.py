@@ -3,7 +3,9 @@
 
 import json
 import os
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,9 +45,17 @@ def losses_of(folder: Path, launcher: str, **fault: str) -> tuple[dict[int, floa
         **os.environ, **fault, "SAVE_INTERVAL": "2", "PAUSE_S": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
         "SCRIPT": str(ROOT / "tests" / "restart_script.py"),
     }  # fmt: skip
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
-    said = run.stdout + run.stderr
-    assert run.returncode == 0, said[-4000:]
+    with (folder / "said").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            status = process.wait(200)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    said = (folder / "said").read_text()
+    assert status == 0, said[-4000:]
     return dict(json.loads(result.read_text())["losses"]), said
 
 

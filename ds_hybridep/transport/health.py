@@ -37,6 +37,7 @@ from ds_hybridep.transport.endings import (
     follows_from_others,
 )
 from ds_hybridep.transport.heartbeats import Beat, Fact, Mesh, own_host, peers_of
+from ds_hybridep.transport.job import job_store
 from ds_hybridep.transport.position import MAX_TEXT, MainThread, Position
 
 LOOK_S = 0.5  # between looks at the main thread
@@ -330,7 +331,7 @@ class Health:
 
 def _exchange(mesh: Mesh, cluster: Cluster, generation: int, timeout_s: float) -> dict[int, tuple[str, int]]:
     """Addresses of the peers, through the job's store."""
-    store = dist.distributed_c10d._get_default_store()
+    store = job_store()
     path = f"ds_hybridep/{generation}/health"
     store.set(f"{path}/{mesh.rank}", json.dumps(mesh.address))
     addresses = {}

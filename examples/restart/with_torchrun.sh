@@ -7,6 +7,8 @@
 # A rank that cannot go on because another one is lost ends with exit status 75, its first line names the other one,
 # and torchrun starts all ranks anew, on all nodes.
 set -eu
+# A fresh store for each attempt: from an old one gloo may read addresses of ranks that are gone, and wait for them.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 checkpoints=$1 nproc=$2
 shift 2
 here=$(dirname "$0")
