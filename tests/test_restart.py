@@ -52,6 +52,9 @@ def losses_of(folder: Path, launcher: str, **fault: str) -> tuple[dict[int, floa
         except subprocess.TimeoutExpired:
             status = None
         finally:
+            process.terminate()  # launchers then end their ranks, which are in sessions of their own
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(40)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     said = (folder / "said").read_text()
