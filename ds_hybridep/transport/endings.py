@@ -47,7 +47,7 @@ class Endings:
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
             if before == -1:
-                signal.signal(signal.SIGTERM, _by_wakeup)
+                signal.signal(signal.SIGTERM, self._on_sigterm)
                 self._hears_sigterm = True
             else:
                 signal.set_wakeup_fd(before)
@@ -59,11 +59,16 @@ class Endings:
         if self._hears_sigterm:
             with contextlib.suppress(ValueError):  # not in the main thread
                 signal.set_wakeup_fd(-1)
-                if signal.getsignal(signal.SIGTERM) is _by_wakeup:
+                if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._hears_sigterm = False
         self._wake.close()
         self.woken.close()
+
+    def _on_sigterm(self, number: int, _frame: object) -> None:
+        """The signal stands in `woken` by now, unless other code has taken the wakeup descriptor."""
+        with contextlib.suppress(OSError):
+            self._wake.send(bytes([number]))
 
     def nudge(self) -> None:
         """Make `woken` readable."""
@@ -94,10 +99,6 @@ class Endings:
     def _exit(self) -> None:
         if self._pid == os.getpid():
             self._on_exit()
-
-
-def _by_wakeup(_number: int, _frame: object) -> None:
-    """The thread that reads `woken` does it; the main thread may not come here."""
 
 
 def exit_now(status: int) -> None:

@@ -382,10 +382,14 @@ def own_host() -> str:
         for one in psutil.net_if_addrs().get(device, ()):
             if one.family == socket.AF_INET:
                 return str(one.address)
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    master, host = os.environ.get("MASTER_ADDR", "127.0.0.1"), "127.0.0.1"
     with contextlib.suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with Socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    return "127.0.0.1"
+            host = str(probe.getsockname()[0])
+    is_alone = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE")) in (None, os.environ.get("WORLD_SIZE"))
+    if host.startswith("127.") and not is_alone:  # the name of this host, which is for itself a loopback address
+        found = [one.address for device in psutil.net_if_addrs().values() for one in device]
+        host = next((one for one in found if one.count(".") == 3 and not one.startswith("127.")), host)
+    return host
