@@ -3,6 +3,7 @@
 
 import inspect
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,7 +81,8 @@ def _choose(call: inspect.BoundArguments, engine: Any) -> bool:
     elif not engine.load_universal_checkpoint():
         call.arguments["tag"], skipped = whole_checkpoints.newest(folder)
         for one in skipped:
-            log_dist(f"hybridep: checkpoint {folder / one} is incomplete (its saving was interrupted): skipped", [0])
+            said = f"hybridep: checkpoint {folder / one} is incomplete (its saving was interrupted): skipped"
+            log_dist(said, [0], logging.WARNING)
         return call.arguments["tag"] is not None or not skipped
     return True
 
