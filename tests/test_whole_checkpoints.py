@@ -3,11 +3,39 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from deepspeed import comm as dist
+from parity import Case
+from process_pool import ProcessPool
+from test_engine import engine_of, error_of, train, world2
 
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.integration import whole_checkpoints as whole
+
+
+def load_after_interrupted_saves(case: Case, folder: str) -> list[Any]:
+    """What is loaded after two saves without a mark, with one on the second, and with both; an error by name."""
+    found: list[Any] = []
+    with engine_of(case, with_block=True) as engine:
+        for step in range(2):
+            train(engine, case, step, 1)
+            engine.save_checkpoint(folder)
+        for marked in ((), (2,), (1, 2)):
+            for step in marked:
+                Path(folder, f"global_step{step}", whole.MARK).touch()
+            dist.barrier()
+            loaded, _ = engine.load_checkpoint(folder)
+            found.append(None if loaded is None else Path(loaded).parent.name)
+        found.append(error_of(engine.load_checkpoint, folder, "global_step2")[0])
+    return found
+
+
+@pytest.mark.dist
+def test_an_engine_loads_the_newest_whole_checkpoint(pool2: ProcessPool, tmp_path: Path) -> None:
+    wanted = ["global_step2", "global_step1", None, "ConfigError"]
+    assert pool2.run(load_after_interrupted_saves, case=world2(), folder=str(tmp_path)) == [wanted] * 2
 
 
 def saved(folder: Path, tag: str, at: float, *, is_whole: bool = True) -> None:

@@ -2,8 +2,8 @@
 """Which checkpoints are whole.
 
 DeepSpeed's rank 0 writes the file `latest` when it has written its own part, maybe before other ranks have written
-theirs, and not in one piece.  So a folder holds the file MARK from before the first rank writes until all have written:
-a checkpoint whose saving was interrupted keeps it, and is skipped when the newest one is asked for.
+theirs, and not in one piece.  So a folder holds the file MARK from before the first rank writes until all have
+written: a checkpoint whose saving was interrupted keeps it, and is skipped when the newest one is asked for.
 """
 
 from pathlib import Path
