@@ -49,6 +49,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eval-interval", type=int, default=50, help="0: only at the end")
     parser.add_argument("--eval-batches", type=int, default=2, help="batches per rank in one evaluation")
     parser.add_argument("--save", type=Path, help="folder for a checkpoint at the end")
+    parser.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints; 0: only at the end")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --save, if any")
     parser.add_argument("--load", type=Path, help="folder of a checkpoint to go on from")
     parser.add_argument("--json-file", type=Path, help="where rank 0 writes the final record")
     args = deepspeed.add_config_arguments(parser).parse_args()
@@ -210,9 +212,10 @@ def main() -> None:
     model = ByteModel(args)
     engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
     first_step = 0
-    if args.load:
-        _, client_state = engine.load_checkpoint(str(args.load))
-        first_step = client_state["step"]
+    if args.load or (args.resume and args.save and args.save.is_dir()):
+        loaded, client_state = engine.load_checkpoint(str(args.load or args.save))
+        first_step = client_state["step"] if loaded is not None else 0
+        say(f"goes on from step {first_step}")
     train, valid = read_corpus()
     bytes_per_step = engine.train_batch_size() * args.seq_len
     say(
@@ -238,6 +241,8 @@ def main() -> None:
                 f"step {done:>5}/{args.steps}  loss {losses[-1][1]:.4f}  {bytes_per_step / recent_s:>9,.0f} tokens/s  "
                 f"ETA {recent_s * (args.steps - done):.0f} s"
             )
+        if args.save and args.save_interval and done % args.save_interval == 0:
+            engine.save_checkpoint(str(args.save), client_state={"step": done})
         if args.eval_interval and done % args.eval_interval == 0 and done < args.steps:
             say(f"step {done:>5}/{args.steps}  validation loss {evaluate(engine, valid, args):.4f}")
 

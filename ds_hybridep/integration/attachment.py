@@ -20,6 +20,7 @@ from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LA
 from ds_hybridep.integration.runtime import HybridRuntime
 from ds_hybridep.integration.statistics import monitor_events, summarize
 from ds_hybridep.integration.supported import check_optimizer
+from ds_hybridep.transport import health
 from ds_hybridep.transport.agreement import announcing_failure, together
 
 _attached: list["Attachment"] = []
@@ -48,7 +49,23 @@ class Attachment:
         self._patches, self._plan_patches = Patches(), Patches()
         self._dense: DenseSync | None = None
         self._optimizer: Any = None
-        self.runtime = _build_together(prepare(config), config.timeout_s)
+        build = prepare(config)
+        # Before memory is taken: a rank that is killed for it is missed at once.
+        health.start(config.cluster(), config.timeout_s, self)
+        try:
+            self.runtime = _build_together(build, config.timeout_s)
+        except BaseException:
+            health.stop(self)
+            raise
+
+    def num_steps(self) -> int:
+        """Optimizer steps so far."""
+        return int(getattr(self.engine, "global_steps", 0))
+
+    def last_transfer(self) -> str:
+        """What this rank has started to move last."""
+        runtime = getattr(self, "runtime", None)
+        return str(runtime.transport.last_transfer or "none") if runtime is not None else ""
 
     # -- begin and end ----------------------------------------------------------------------------------------------
 
@@ -105,6 +122,7 @@ class Attachment:
         if self.planner is not None:
             self.planner.close()
         self.runtime.close()
+        health.stop(self)
 
     def switch(self, config: HybridEPConfig, reason: str) -> None:
         """Go on with other settings; all ranks must call, between two optimizer steps.

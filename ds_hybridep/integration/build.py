@@ -152,6 +152,7 @@ class Builder:
             expert_to_slot=expert_to_slot(experts, spec.num_experts, spec.sample.device),
             num_slots=partition.domain_size,
             kernels=self._kernels,
+            domain_experts=tuple(experts),
             migration=migration if position >= 0 else None,
             position=position,
             call=spec.call,

@@ -3,6 +3,7 @@
 
 import inspect
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.utils import log_dist
 
 from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.integration import whole_checkpoints
 from ds_hybridep.integration.autoep import adapted_layers
 from ds_hybridep.transport.agreement import agree, announcing_failure
 
@@ -26,16 +28,24 @@ def save(
     """In the place of `engine.save_checkpoint`."""
     engine, planner = attachment.engine, attachment.planner
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-    folder = Path(save_dir) / tag
-    # First: DeepSpeed's own last acts are a barrier and the file that names the newest checkpoint.
+    folder, transport = Path(save_dir) / tag, attachment.runtime.transport
+    # Engines that write in the background say nowhere when they have.
+    marks = transport.rank == 0 and not engine.checkpoint_engine.is_decoupled()
+    if marks:
+        whole_checkpoints.begin(folder)
+    agree({"saves": tag}, transport.timeout_s)
+    # First: DeepSpeed's own last acts are the file that names the newest checkpoint and a barrier.
     attachment.runtime.codecs.save(folder, engine.global_steps)
     if adapted := adapted_layers(attachment.layers):
         from ds_hybridep.integration import adapters
 
         adapters.save(adapted, folder)
-    if planner is not None and attachment.runtime.transport.rank == 0:
+    if planner is not None and transport.rank == 0:
         write_json(folder / PLAN_FILE, planner.record(attachment.runtime))
-    return original(save_dir, tag, *args, **kwargs)
+    saved = original(save_dir, tag, *args, **kwargs)
+    if marks:
+        whole_checkpoints.end(folder)
+    return saved
 
 
 def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +54,7 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
     with announcing_failure():
         call = inspect.signature(original).bind(*args, **kwargs)
         call.apply_defaults()
-        loaded = _load_weights(attachment, original, call)
+        loaded = _load_weights(attachment, original, call) if _choose(call, engine) else (None, None)
     # Here all ranks hear of one that failed, whatever each has to load next.
     agree({"is a checkpoint found": loaded[0] is not None}, attachment.runtime.config.timeout_s)
     if loaded[0] is None or not call.arguments["load_optimizer_states"] or call.arguments["load_module_only"]:
@@ -61,6 +71,20 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
             log_dist(f"hybridep: {lost}", ranks=[0])
     attachment.ship_partitioned()
     return loaded
+
+
+def _choose(call: inspect.BoundArguments, engine: Any) -> bool:
+    """Have the newest whole checkpoint loaded where none is named; False where only incomplete ones are there."""
+    folder, tag = Path(call.arguments["load_dir"]), call.arguments["tag"]
+    if tag is not None:
+        whole_checkpoints.check(folder / str(tag))
+    elif not engine.load_universal_checkpoint():
+        call.arguments["tag"], skipped = whole_checkpoints.newest(folder)
+        for one in skipped:
+            said = f"hybridep: checkpoint {folder / one} is incomplete (its saving was interrupted): skipped"
+            log_dist(said, [0], logging.WARNING)
+        return call.arguments["tag"] is not None or not skipped
+    return True
 
 
 def _load_weights(attachment: "Attachment", original: Callable[..., Any], call: inspect.BoundArguments) -> Any:

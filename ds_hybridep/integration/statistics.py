@@ -37,6 +37,7 @@ class Statistics:
         self._layers = list(layers)
         self._counts_dense = counts_dense
         self.num_steps = 0
+        self._reported: tuple[int, Tensor] = 0, torch.zeros(())  # steps and seconds waited by rank, of the last report
         self.step_ends: deque[float] = deque(maxlen=NUM_TIMED_STEPS + 1)
 
     def step_s(self) -> float | None:
@@ -101,9 +102,10 @@ class Statistics:
     def gather_job(self) -> dict[str, Any] | None:
         """The whole job's counters on rank 0, None elsewhere; all ranks must call at the same step.
 
-        Bytes are sums over ranks, exposed seconds and waits means over ranks, "step_s" is rank 0's median, imbalance
-        is max over mean of the rows that a rank's experts computed, per layer; "codecs" of a layer is
-        `CodecSums.record` of the sums over ranks.
+        Bytes are sums over ranks, exposed seconds and waits means over ranks, "step_s" is rank 0's median, "codecs" of
+        a layer is `CodecSums.record` of the sums over ranks.  Of the rows of a layer, "imbalance" is max over mean of
+        ranks that computed them, "expert_load" of experts that they were meant for.  "slowest" is the rank that has
+        waited least for others since the last report, with its seconds per step and those of the others in the mean.
         """
         transport = self._transport
         local = self._counts()
@@ -112,7 +114,8 @@ class Statistics:
         for level in local["levels"]:
             numbers += [*level["sent_bytes"].values(), level["plain_ep_bytes"], level["waits"]]
         numbers += [*local["exposed_s"].values(), *(layer["rows_computed"] for layer in local["layers"])]
-        own = torch.tensor([*numbers, *itertools.chain(*codecs)], dtype=torch.float64)
+        loads = [layer.stats.expert_rows[expert] for layer, num in self._num_experts() for expert in range(num)]
+        own = torch.tensor([*numbers, *itertools.chain(*codecs), *loads], dtype=torch.float64)
         if transport.world_size == 1:
             return self._job_record([own])
         channel = transport.channel("report", range(transport.world_size))
@@ -124,10 +127,26 @@ class Statistics:
         channel.start([], [(rank, tables[rank]) for rank in range(1, transport.world_size)], purpose).wait()
         return self._job_record(tables)
 
+    def _num_experts(self) -> list[tuple[HybridMoE, int]]:
+        return [(layer, len(layer.expert_to_slot)) for layer, _, _ in self._layers]
+
+    def _slowest(self, waited_s: Tensor) -> dict[str, Any]:
+        """waited_s: [ranks], since attach."""
+        steps, before_s = self._reported
+        self._reported = self.num_steps, waited_s
+        per_step_s = (waited_s - before_s) / max(self.num_steps - steps, 1)
+        rank = int(per_step_s.argmin())
+        others_s = (per_step_s.sum() - per_step_s[rank]) / max(len(per_step_s) - 1, 1)
+        return {"rank": rank, "waited_s": float(per_step_s[rank]), "others_waited_s": float(others_s)}
+
     def _job_record(self, tables: Sequence[Tensor]) -> dict[str, Any]:
         stacked, num_layers = torch.stack(list(tables)), len(self._layers)
-        num_others = stacked.shape[1] - num_layers * (1 + NUM_CODEC_SUMS)
-        others, rows, sums = stacked.split([num_others, num_layers, num_layers * NUM_CODEC_SUMS], dim=1)
+        num_experts = [num for _, num in self._num_experts()]
+        num_others = stacked.shape[1] - num_layers * (1 + NUM_CODEC_SUMS) - sum(num_experts)
+        others, rows, sums, loads = stacked.split(
+            [num_others, num_layers, num_layers * NUM_CODEC_SUMS, sum(num_experts)], dim=1
+        )
+        slowest = self._slowest(others[:, -len(EXPOSED_KINDS) :].sum(1))
         totals = iter(others.sum(0).tolist())
         levels: list[dict[str, Any]] = []
         for level in self._transport.cluster.levels:
@@ -138,17 +157,19 @@ class Statistics:
             )
         exposed_s = {kind: next(totals) / len(tables) for kind in EXPOSED_KINDS}
         imbalance = (rows.max(0).values / rows.mean(0).clamp_min(1e-30)).tolist()
+        load = [float(one.max() / one.mean().clamp_min(1e-30)) for one in loads.sum(0).split(num_experts)]
         codecs = sums.sum(0).view(num_layers, NUM_CODEC_SUMS).tolist()
         layers = []
-        for (layer, _, _), value, own in zip(self._layers, imbalance, codecs, strict=True):
+        for (layer, _, _), value, most, own in zip(self._layers, imbalance, load, codecs, strict=True):
             encoded = CodecSums(*own).record(len(tables)) if any(own) else {}
-            layers.append({"name": layer.name, "imbalance": value, "codecs": encoded})
+            layers.append({"name": layer.name, "imbalance": value, "expert_load": most, "codecs": encoded})
         record: dict[str, Any] = {
             "steps": self.num_steps,
             "world_size": len(tables),
             "step_s": self.step_s(),
             "levels": levels,
             "exposed_s": exposed_s,
+            "slowest": slowest,
             "layers": layers,
         }
         if not self._counts_dense:
@@ -205,5 +226,7 @@ def monitor_events(record: Mapping[str, Any], num_samples: int) -> list[tuple[st
         for kind, sent in level["sent_bytes"].items()
     }
     values |= {f"exposed_s/{kind}": value for kind, value in record["exposed_s"].items()}
-    values |= {f"imbalance/{layer['name']}": layer["imbalance"] for layer in record["layers"]}
+    for name in ("imbalance", "expert_load"):
+        values |= {f"{name}/{layer['name']}": layer.get(name) for layer in record["layers"]}
+    values |= {f"slowest/{name}": value for name, value in record.get("slowest", {}).items()}
     return [(f"HybridEP/{tag}", value, num_samples) for tag, value in values.items() if value is not None]

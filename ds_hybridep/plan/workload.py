@@ -11,7 +11,7 @@ DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "fl
 MASTER_BYTES = 4  # the gate's weights, gradient sums, and ZeRO's copy of a 2-byte parameter are fp32
 ADAM_BYTES = 8  # two fp32 moments for each trained parameter
 INDEX_BYTES = 4  # an expert id beside a row
-COUNT_BYTES = 8  # a row count, one for each destination of an exchange
+COUNT_BYTES = 16  # the header of a first message, one for each destination of an exchange
 MIN_CAPACITY = 4  # deepspeed.moe.layer.MoE's default
 
 

@@ -8,15 +8,15 @@ said by codecs; `sync.feedback` keeps what they need from step to step.
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from ds_hybridep.errors import CommunicationError
+from ds_hybridep.errors import CommunicationError, PacketError
 from ds_hybridep.sync.feedback import Feedback
 from ds_hybridep.sync.mirrors import HeldSlot
 from ds_hybridep.sync.stages import GatherStage
@@ -187,8 +187,9 @@ class Gather(StagedTransfer):
                 if replica is not None and self._is_exact:
                     replica.assign()
                 elif replica is not None and arrived:
-                    self._arrived[slot] = arrived = replica.cut(arrived)
-                    replica.apply(arrived)
+                    with _naming(sender, self.purpose):
+                        self._arrived[slot] = arrived = replica.cut(arrived)
+                        replica.apply(arrived)
                 elif replica is not None:
                     replica.pass_over()
                 if self._counts_at_arrival:
@@ -199,6 +200,15 @@ class Gather(StagedTransfer):
         assert (channel := self.stages[self.stages_started - 1].weights) is not None
         for tensor in arrived:
             channel.transport.count_received(sender, tensor.nbytes, self.purpose.kind)
+
+
+@contextmanager
+def _naming(sender: int, purpose: Purpose) -> Iterator[None]:
+    """A packet that cannot be applied ends the job: say whose it was."""
+    try:
+        yield
+    except PacketError as error:
+        raise CommunicationError(f"{purpose} from rank {sender}: {error}") from error
 
 
 def _needs_equal_lengths(stage: GatherStage) -> bool:
@@ -217,7 +227,7 @@ class Reduce(StagedTransfer):
 
     def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[GatherStage] | None = None) -> None:
         super().__init__(slots, purpose, (slots.stages if stages is None else stages)[::-1])
-        self._arrivals: list[Callable[[], Any]] = []  # what adds each message received to its sum
+        self._arrivals: list[tuple[int, Callable[[], Any]]] = []  # sender; adds what it sent to the sum
         self._sent: list[Tensor] = []  # keeps messages alive until they have been sent
         self._scale = slots.loss_scale()
 
@@ -252,17 +262,18 @@ class Reduce(StagedTransfer):
             messages = []
             for total, dtype in self.slots.sums(slot):
                 messages.append(torch.empty_like(total, dtype=dtype))
-                self._arrivals.append(partial(total.add_, messages[-1]))
+                self._arrivals.append((sender, partial(total.add_, messages[-1])))
             return messages
         num_bytes = decoder.layout.num_bytes(decoder.order.expected)
         message = torch.empty(num_bytes, dtype=torch.uint8, device=self.slots.device)
-        self._arrivals.append(partial(decoder.add, message, self.slots.sum_parts(slot), self._scale))
+        self._arrivals.append((sender, partial(decoder.add, message, self.slots.sum_parts(slot), self._scale)))
         return [message]
 
     def _take_in(self) -> None:
         with self._timing("decode_s"):
-            for add in self._arrivals:
-                add()
+            for sender, add in self._arrivals:
+                with _naming(sender, self.purpose):
+                    add()
         self._arrivals, self._sent = [], []
 
 

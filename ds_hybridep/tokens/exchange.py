@@ -4,8 +4,11 @@
 The receiver of a dispatch does not know how many rows will come.  The first message says it, and carries as many rows
 as the receiver has made room for, which both ends derive from the dispatch before; a surplus takes a second transfer:
 
-    first     header (row count) | expert ids and gate weights of the first m rows | the first m rows
+    first     header | expert ids and gate weights of the first m rows | the first m rows
     surplus   expert ids and gate weights of the others, the others
+
+A header says the number of rows, the sender's tokens, which layer and plan the message is of, and a checksum; one that
+does not fit is refused before memory is taken for its rows.
 
 A first message with fewer rows is shorter than the room (see `Channel.has_equal_lengths`).  All later transfers of the
 layer move as many rows, there or back.
@@ -14,6 +17,8 @@ Where the level between two ranks has a token codec, rows of a dispatch travel a
 receiver goes on with what they say.  All other transfers are exact.
 """
 
+import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,12 +27,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ds_hybridep.errors import CommunicationError
 from ds_hybridep.kernels import Kernels, RoutePlan
 from ds_hybridep.plan.row_format import RowFormat
 from ds_hybridep.plan.token_route import Stage
 from ds_hybridep.transport.channels import Channel, Purpose, Transport, profiler_range
 
-HEADER_BYTES = 8  # an int64 row count; what follows is aligned for every type
+HEADER_BYTES = 16  # four int32, see `header_of`; what follows is aligned for every type
 JOINED_BYTES = 1 << 16  # up to here copying two parts into one message costs less than a message more
 
 
@@ -98,9 +104,9 @@ def dispatch_rows(
     purpose = Purpose("tokens", "dispatch of rows", exchange.layer)
     with profiler_range(purpose.operation, exchange.layer):
         parts = _outgoing(exchange, plan, send_splits, x.contiguous(), topk_weights)
-        messages = _swap_first_messages(exchange, parts, purpose)
+        messages = _swap_first_messages(exchange, parts, purpose, len(x))
         splits = list(send_splits)
-        for (i, _), count in zip(exchange.peers, row_counts(messages), strict=True):
+        for (i, _), count in zip(exchange.peers, row_counts(exchange, messages, parts), strict=True):
             splits[i] = count
 
         # What came goes to its place; records have one of their own until all of them are there.
@@ -146,9 +152,12 @@ def _outgoing(
     return list(zip(metadata.split_with_sizes(send_splits), rows, strict=True))
 
 
-def _swap_first_messages(exchange: Exchange, parts: Sequence[tuple[Tensor, Tensor]], purpose: Purpose) -> list[Tensor]:
+def _swap_first_messages(
+    exchange: Exchange, parts: Sequence[tuple[Tensor, Tensor]], purpose: Purpose, num_tokens: int
+) -> list[Tensor]:
     channel, device = exchange.channel, parts[0][0].device
-    headers = torch.tensor([len(rows) for _, rows in parts], dtype=torch.int64).view(-1, 1)
+    said = b"".join(header_of(len(part[1]), num_tokens, _stamp(exchange, part)) for part in parts)
+    headers = torch.frombuffer(bytearray(said), dtype=torch.uint8).view(-1, HEADER_BYTES)
     headers = headers.to(device, non_blocking=True)  # otherwise the host would wait for the rows made above
     sends, receives = [], []
     for i, rank in exchange.peers:
@@ -175,11 +184,48 @@ def _unpack(message: Tensor, num_rows: int, samples: Sequence[Tensor]) -> list[T
     ]
 
 
-def row_counts(messages: Sequence[Tensor]) -> list[int]:
+def header_of(num_rows: int, num_tokens: int, stamp: int) -> bytes:
+    """Begin of a first message: rows in it and in the surplus, tokens of its sender, stamp, checksum of these."""
+    said = struct.pack("<iiI", num_rows, num_tokens, stamp)
+    return said + struct.pack("<I", zlib.crc32(said))
+
+
+def read_header(header: bytes, stamp: int) -> int:
+    """The number of rows.  Raises ValueError for a header that was not made by `header_of` with this stamp."""
+    num_rows, num_tokens, theirs, checksum = struct.unpack("<iiII", header)
+    if checksum != zlib.crc32(header[:12]):
+        raise ValueError("its checksum is wrong, so it was damaged or is no header")
+    if theirs != stamp:
+        raise ValueError(f"its stamp is {theirs:#010x}, wanted {stamp:#010x}: it is of another layer, plan or type")
+    if not 0 <= num_rows <= num_tokens:
+        raise ValueError(f"it says {num_rows} rows of {num_tokens} tokens")
+    return int(num_rows)
+
+
+def row_counts(exchange: Exchange, messages: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Rows that each peer sends; CommunicationError that names the peer and the layer for a header that is wrong."""
+    if not messages:
+        return []
     # Device-to-host sync, one for all: tensors of these sizes are made next.
-    headers = [message[:HEADER_BYTES] for message in messages]
-    counts: list[int] = torch.cat(headers).view(torch.int64).tolist() if headers else []
+    headers = torch.cat([message[:HEADER_BYTES] for message in messages]).cpu().numpy().tobytes()
+    counts = []
+    for index, (i, rank) in enumerate(exchange.peers):
+        try:
+            header = headers[index * HEADER_BYTES : (index + 1) * HEADER_BYTES]
+            counts.append(read_header(header, _stamp(exchange, parts[i])))
+        except ValueError as error:
+            raise CommunicationError(
+                f"rank {exchange.ranks[exchange.self_index]}: a dispatch of {exchange.layer} from rank {rank} has a "
+                f"header that cannot be right: {error}; restart from the last checkpoint, and look at the hardware "
+                f"and network of rank {rank} if it happens again"
+            ) from error
     return counts
+
+
+def _stamp(exchange: Exchange, part: Sequence[Tensor]) -> int:
+    """Equal for messages of one layer, plan, and shape of rows."""
+    shape = [(str(one.dtype), one.shape[1]) for one in part]
+    return zlib.crc32(f"{exchange.layer} {exchange.channel.transport.generation} {shape}".encode())
 
 
 def swap(

@@ -2,6 +2,7 @@
 """The forward of one MoE layer over expert domains."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class LayerStats:
     calls: int = 0
     rows_sent: int = 0  # to other ranks, in forward dispatches
     rows_computed: int = 0  # rows that experts processed here
+    expert_rows: Counter[int] = field(default_factory=Counter)  # the same by global expert
     plain_rows: int | Tensor = 0  # that plain EP would have sent to each rank of the group, [G] or one number for all
     was_recorded: bool = False  # the last forward that was no recomputation entered autograd
 
@@ -58,6 +60,7 @@ class HybridMoE:
     expert_to_slot: Tensor  # [E] int32, slot * e + local index of each expert of this rank's domain, else -1
     num_slots: int  # M
     kernels: Kernels
+    domain_experts: tuple[int, ...] = ()  # global experts of this rank's domain, in the order of slots
     migration: MigrationManager | None = None  # None where every domain is one rank
     position: int = -1  # of this layer's store in `migration`
     # Runs one of `experts`, with weights that replace its own, on rows ordered and counted by expert.
@@ -96,6 +99,7 @@ class HybridMoE:
             plan = self.kernels.plan_routes(row_idx, self.expert_to_slot, self.num_slots * self.num_local)
             splits = plan.rows_per_destination.tolist()
             self.stats.rows_computed += sum(splits)
+            self.stats.expert_rows.update(dict(zip(self.domain_experts, splits, strict=False)))
             expert_rows = permute_to_experts(rows, plan, self.kernels)
             if self.weighs_inputs:
                 expert_rows = weigh_rows(expert_rows, row_weights, plan)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_hybridep.errors import AgreementError, CommunicationError
-from ds_hybridep.transport.job import is_initialized
+from ds_hybridep.transport.job import is_initialized, job_store
 
 
 def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
@@ -83,7 +83,7 @@ class _Startup:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = job_store()
         self._timeout_s = timeout_s
         self._rank = dist.get_rank()
         self.generation = self._count(self._rank, 1)

@@ -145,12 +145,16 @@ class Transfer:
             self._failure = f"failed: {first_line(error)}"
 
     def describe(self, failure: str) -> str:
-        transport = self.channel.transport
-        level = transport.cluster.levels[self.channel.level].name
         return (
-            f"rank {transport.rank}: {self.purpose} over level '{level}' ({self.num_bytes} bytes, "
-            f"to ranks {self._destinations}, from ranks {self._sources}) {failure}; look at the log of the ranks "
+            f"rank {self.channel.transport.rank}: {self} {failure}; look at the log of the ranks "
             f"named for the first error, or raise hybridep.timeout_s if the link is merely slow"
+        )
+
+    def __str__(self) -> str:
+        level = self.channel.transport.cluster.levels[self.channel.level].name
+        return (
+            f"{self.purpose} over level '{level}' ({self.num_bytes} bytes, to ranks {self._destinations}, "
+            f"from ranks {self._sources})"
         )
 
 
@@ -222,7 +226,7 @@ class Channel:
         assert self._group is not None, f"channel {self.name} was closed"
         sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
         receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
-        transfer = Transfer(self, purpose, sends, receives, lane)
+        transfer = self.transport.last_transfer = Transfer(self, purpose, sends, receives, lane)
         transfer.is_sized = is_sized
         streams = _streams_on((sends or receives)[0][1].device) if sends or receives else None
         try:
@@ -370,6 +374,7 @@ class Transport:
         self.wait_records: list[Wait] = []  # likewise
         self.room = Room()
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
+        self.last_transfer: Transfer | None = None  # that was started
         self.num_finished = 0  # background transfers that have ended
         self._level_of_rank = [cluster.level_between(self.rank, rank) for rank in range(self.world_size)]
         self._finished = threading.Condition()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hybridep.errors import CommunicationError
+from ds_hybridep.transport.job import job_store
 
 if TYPE_CHECKING:
     from ds_hybridep.transport.channels import Transport
@@ -62,4 +63,4 @@ def _store(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
     """A part of the job's store that no other group has used."""
     members = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
     path = f"ds_hybridep/{transport.generation}/{name}/{members}"
-    return dist.distributed_c10d.PrefixStore(path, dist.distributed_c10d._get_default_store())
+    return dist.distributed_c10d.PrefixStore(path, job_store())

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job's process group as a launcher has made it."""
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,13 @@ def world_size() -> int:
 
 def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def job_store() -> Any:
+    """The job's store, or the part of it that belongs to this attempt: torchrun may keep one store over restarts."""
+    store = dist.distributed_c10d._get_default_store()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return store if attempt == "0" else dist.distributed_c10d.PrefixStore(f"attempt{attempt}", store)
 
 
 def join_job(timeout_s: float) -> None:

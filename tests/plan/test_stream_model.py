@@ -183,11 +183,11 @@ def test_token_bytes_of_one_row():
     """Four row passes, ids and gate weights on the way there, gate gradients on the way back, 8 B of counts."""
     prediction = predict(cluster_of(2, 1), layout_of((2, 1), (1, 1)), toy(tokens_per_rank=1), rates_of_toy)
     rows = row_counts(layout_of((2, 1), (1, 1)), toy(tokens_per_rank=1))[0]
-    assert prediction.uplink_bytes[0]["tokens"] == pytest.approx(4 * (rows * (4 * 256 + 16 + 8) + 8))
+    assert prediction.uplink_bytes[0]["tokens"] == pytest.approx(4 * (rows * (4 * 256 + 16 + 8) + 16))
     checkpointed = predict(
         cluster_of(2, 1), layout_of((2, 1), (1, 1)), toy(tokens_per_rank=1, is_checkpointed=True), rates_of_toy
     )
-    assert checkpointed.uplink_bytes[0]["tokens"] == pytest.approx(4 * (rows * (6 * 256 + 2 * 16 + 8) + 16))
+    assert checkpointed.uplink_bytes[0]["tokens"] == pytest.approx(4 * (rows * (6 * 256 + 2 * 16 + 8) + 32))
 
 
 def dense_bytes(stage, micro_steps, sync=None, codecs=None, sizes=(2, 2)):

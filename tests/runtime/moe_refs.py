@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 HIDDEN = 8
 FFN = 12
-COUNT_BYTES = 8  # one row count
+COUNT_BYTES = 16  # one header
 
 Routing = Sequence[Sequence[Sequence[int]]]  # [rank][token][slot] -> global expert id, -1 = dropped
 

@@ -174,7 +174,7 @@ def test_messages_are_filled_up_where_lengths_must_be_equal() -> None:
     )
     with mock.patch.object(row_exchange, "row_counts", return_value=[1]):
         dispatch_rows(exchange, plan, (1, 3), torch.empty(4, 8, device=DEVICE), torch.empty(4, 2, device=DEVICE))
-    room_bytes = 8 + 5 * (4 * 4 + 4 * 8)  # row count; ids and gate weights, elements of 5 rows
+    room_bytes = 16 + 5 * (4 * 4 + 4 * 8)  # header; ids and gate weights, elements of 5 rows
     assert channel.num_bytes == [(room_bytes, room_bytes), (0, 0)]  # first messages, and no surplus
 
 

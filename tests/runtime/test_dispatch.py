@@ -454,6 +454,6 @@ def test_rows_across_the_slow_level_travel_as_records(pool4: ProcessPool, exchan
         # by level the second stage carries a row of each datacentre.
         row_bytes, peers = RECORD_HIDDEN * dtype.itemsize, 2 if exchange == "direct" else 1
         beside = 3 * row_bytes + 8 + 4
-        slow = 2 * (8 * peers + 2 * (record_bytes(RECORD_HIDDEN) + beside))
-        fast = 2 * (8 + (1 if exchange == "direct" else 2) * (row_bytes + beside))
+        slow = 2 * (HEADER_BYTES * peers + 2 * (record_bytes(RECORD_HIDDEN) + beside))
+        fast = 2 * (HEADER_BYTES + (1 if exchange == "direct" else 2) * (row_bytes + beside))
         assert result["sent"] == result["received"] == [slow, fast]

@@ -28,7 +28,8 @@ RECORD: dict[str, Any] = {
         },
     ],
     "exposed_s": {"tokens": 0.25, "expert_weights": 0.05, "expert_gradients": 0.1, "dense": 0.05},
-    "layers": [{"name": "blocks.0.moe", "imbalance": 1.5, "codecs": {}}],
+    "slowest": {"rank": 3, "waited_s": 0.01, "others_waited_s": 0.06},
+    "layers": [{"name": "blocks.0.moe", "imbalance": 1.5, "expert_load": 2.5, "codecs": {}}],
 }
 
 
@@ -59,4 +60,7 @@ def test_monitor_gets_bytes_waits_and_imbalance_at_the_sample_count() -> None:
     assert events["HybridEP/gpu/tokens_MB_per_step"] == (8.0, 640)
     assert events["HybridEP/exposed_s/expert_gradients"] == (0.1, 640)
     assert events["HybridEP/imbalance/blocks.0.moe"] == (1.5, 640)
-    assert len(events) == 2 * 5 + 4 + 1
+    assert events["HybridEP/expert_load/blocks.0.moe"] == (2.5, 640)
+    assert events["HybridEP/slowest/rank"] == (3, 640)
+    assert events["HybridEP/slowest/others_waited_s"] == (0.06, 640)
+    assert len(events) == 2 * 5 + 4 + 2 + 3

@@ -213,7 +213,7 @@ def test_a_token_that_needs_several_experts_of_a_domain_is_sent_once(pool4: Proc
     )
     assert 4 * num_remote * row_bytes <= sent_bytes < 4 * pairs * row_bytes
     # Metadata apart (a count to each of four peers; ids and gates there, gate gradients back), it is that bound.
-    assert sent_bytes == num_remote * (4 * row_bytes + 12 * case.top_k) + 4 * 8
+    assert sent_bytes == num_remote * (4 * row_bytes + 12 * case.top_k) + 4 * 16
 
 
 def verify_once(case: MoeCase) -> list[dict[str, int]]:
@@ -243,8 +243,8 @@ TOY = ToyConfig()
 TOY_EXPERT_BYTES = 4 * (TOY.hidden * TOY.ffn + TOY.ffn + TOY.ffn * TOY.hidden + TOY.hidden)
 TOY_ROW_BYTES = 4 * TOY.hidden
 TOY_CAPACITY = 8  # 4 sequences of 8 tokens, 2 of 8 experts each, capacity factor 1
-# float64: kinds and plain EP of two levels, waits, rows and ten numbers on codecs of two layers.
-REPORT_BYTES = 8 * (2 * (5 + 2) + 4 + 2 * (1 + 10))
+# float64: kinds, plain EP and waits of two levels, waits; of two layers rows, ten numbers on codecs, rows of 8 experts.
+REPORT_BYTES = 8 * (2 * (5 + 2) + 4 + 2 * (1 + 10 + 8))
 
 
 def train_engine(case: Case, report_file: str | None, report_interval: int = 1) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints are whole.
+
+DeepSpeed's rank 0 writes the file `latest` when it has written its own part, maybe before other ranks have written
+theirs, and not in one piece.  So a folder holds the file MARK from before the first rank writes until all have
+written: a checkpoint whose saving was interrupted keeps it, and is skipped when the newest one is asked for.
+"""
+
+from pathlib import Path
+
+from ds_hybridep.errors import ConfigError
+
+MARK = "hybridep_incomplete"
+LATEST = "latest"
+
+
+def begin(folder: Path) -> None:
+    """Call on one rank, before any rank writes into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
+
+
+def end(folder: Path) -> None:
+    """Call on one rank, when all ranks have written."""
+    (folder / MARK).unlink(missing_ok=True)
+
+
+def check(folder: Path) -> None:
+    """Raise ConfigError where a checkpoint that was asked for by its name is not whole."""
+    if (folder / MARK).exists():
+        raise ConfigError(
+            f"checkpoint {folder} is incomplete: its saving was interrupted; load without a tag to get the newest "
+            f"whole one, or name another tag"
+        )
+
+
+def newest(folder: Path) -> tuple[str | None, list[str]]:
+    """The tag of the newest whole checkpoint in `folder`, None for none; and the incomplete ones that are skipped."""
+    latest = folder / LATEST
+    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    tags = [one.name for one in folder.iterdir() if any(one.glob("*.pt"))] if folder.is_dir() else []
+    skipped = sorted(tag for tag in tags if (folder / tag / MARK).exists())
+    if named and named not in skipped and (folder / named).is_dir():
+        return named, skipped
+    whole = [tag for tag in tags if tag not in skipped]
+    return max(whole, key=lambda tag: _written_at(folder / tag), default=None), skipped
+
+
+def _written_at(folder: Path) -> float:
+    return max(path.stat().st_mtime for path in folder.glob("*.pt"))

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends all ranks of a job when one of them cannot go on, with a message that names it.
+
+Each rank has a thread that tells some others where its main thread is (`position`, `heartbeats`).  A rank ends
+
+    at once                       when another has judged that the job cannot go on, or told that it failed,
+                                  or is gone, and this rank waits in a collective
+    after timeout_s of waiting    in one collective, of this package or of any other: it judges itself (`diagnosis`)
+
+The end: the message, all threads' stacks, process groups aborted, then the exit status EXIT_STATUS, whatever the main
+thread does.  An exception that only follows from another rank's end is preceded by what that was.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+from ds_hybridep.errors import AgreementError, CommunicationError
+from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.transport.agreement import agree
+from ds_hybridep.transport.diagnosis import Direct, Entry, View, cause_of, is_firsthand, known_cause_of, report
+from ds_hybridep.transport.endings import (
+    EXIT_STATUS,
+    Endings,
+    abort_groups,
+    exit_later,
+    exit_now,
+    follows_from_others,
+)
+from ds_hybridep.transport.heartbeats import Beat, Fact, Mesh, own_host, peers_of
+from ds_hybridep.transport.job import job_store
+from ds_hybridep.transport.position import MAX_TEXT, MainThread, Position
+
+LOOK_S = 0.5  # between looks at the main thread
+BEAT_S = 1.0  # between messages to each peer
+GRACE_S = 2.0  # beyond timeout_s, so that a wait with a limit of its own says what it has to say
+LINK_S = 5.0  # how long the start waits for the first message of all peers
+WORD_S = 3.0  # how long an exception waits for news of what it follows from
+END_S = 3.0  # what the main thread gets for an end in good order
+OWN_END_S = 8.0  # the same after an exception of its own
+ALERT_SHARE = 0.25  # of timeout_s, after which a rank that waits passes on what it hears
+
+_running: "Health | None" = None
+_owners: list["Owner"] = []
+
+
+class Owner(Protocol):
+    """What is watched over: an attached engine."""
+
+    def num_steps(self) -> int:
+        """Optimizer steps so far."""
+        ...
+
+    def last_transfer(self) -> str:
+        """What this rank has started to move last, for the message."""
+        ...
+
+
+def start(cluster: Cluster, timeout_s: float, owner: Owner) -> None:
+    """Watch over this job until `stop`; all ranks must call.  One watch serves all owners of a process.
+
+    Raises AgreementError where a rank does not say its address within the time limit.
+    """
+    global _running
+    if _running is None and cluster.num_ranks > 1:
+        _running = Health(cluster, timeout_s)
+        _owners.append(owner)
+        _running.begin()
+    else:
+        _owners.append(owner)
+
+
+def stop(owner: Owner) -> None:
+    """The counterpart of `start`: the last one tells the others that this rank needs no watch any more."""
+    global _running
+    _owners.remove(owner)
+    if not _owners and _running is not None:
+        _running.leave()
+        _running = None
+
+
+def _in_child() -> None:
+    if _running is not None:
+        _running.drop()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+class Health:
+    """The watch of one rank over the job; arguments as for `start`."""
+
+    def __init__(self, cluster: Cluster, timeout_s: float) -> None:
+        self.rank, self.cluster, self.timeout_s = dist.get_rank(), cluster, timeout_s
+        self._main = MainThread(lambda: _owners[-1].num_steps() if _owners else 0)
+        self._position = Position()
+        self._facts: list[Fact] = []
+        self._fact_at = 0.0  # when the first one came
+        self._known: dict[int, tuple[float, int, Position]] = {}  # rank -> when it was sent, count, position
+        self._count = 0
+        self._cause = ""
+        self._leaves = False
+        self._asked: tuple[float, bool] | None = None  # when an exception asked for its cause; True: it passed a limit
+        self._answered = threading.Event()
+        self._linked = threading.Event()  # every peer was heard
+        self._lock = threading.Lock()  # of facts
+        self._endings = Endings(self._on_exception, self._at_exit)
+        generation = agree({}, timeout_s)
+        self._mesh = Mesh(self.rank, cluster.num_ranks, own_host(), f"hybridep-{generation}")
+        try:
+            self._mesh.connect(_exchange(self._mesh, cluster, generation, timeout_s))
+        except BaseException:
+            self._mesh.close()
+            raise
+        self._mesh.watch(self._endings.woken)
+        self._thread = threading.Thread(target=self._run, name="hybridep-health", daemon=True)
+
+    # -- begin and end ----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self._endings.watch()
+        self._thread.start()
+        self._linked.wait(LINK_S)  # a rank that dies from now on is missed by those that have heard of it
+        self._linked.set()
+
+    def leave(self) -> None:
+        """Tell the others that this rank ends or detaches in good order, and end."""
+        self._leaves = True
+        self._endings.nudge()
+        self._thread.join(2.0)
+        self._endings.unwatch()
+
+    def drop(self) -> None:
+        """In a forked process, such as a data loader's worker, which must not keep our connections open."""
+        if not self._leaves:
+            self._leaves = True
+            self._mesh.close_copies()
+            self._endings.unwatch()
+
+    def _at_exit(self) -> None:
+        if self._cause:
+            exit_now(EXIT_STATUS)
+        if self._answered.is_set():
+            time.sleep(1.0)  # meanwhile the others are told
+        else:
+            self.leave()
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        looked = beaten = float("-inf")
+        while not self._leaves:
+            beats = self._mesh.poll(0.02 if not self._linked.is_set() else 0.1 if self._facts else LOOK_S)
+            for beat in beats:
+                self._hear(beat)
+            if beats and not self._linked.is_set():
+                self._check_links()
+            self._look_for_gone()
+            if self._endings.take_sigterm():
+                self._tell(Fact(self.rank, "signal", "SIGTERM"))
+                self._beat()
+                self._mesh.poll(0.1)
+                self._endings.die_of_sigterm()
+            now = time.monotonic()
+            if now - looked >= LOOK_S or self._facts:
+                self._position, looked = self._look(), now
+            if now - beaten >= (BEAT_S if self._linked.is_set() else 0.02) or self._has_news():
+                self._beat()
+                beaten = now
+            if not self._cause and not self._answered.is_set():
+                self._judge(now)
+        self._tell(Fact(self.rank, "left", ""))
+        self._beat()
+        self._mesh.poll(0.0)
+        self._mesh.close()
+
+    def _look(self) -> Position:
+        before = self._position
+        if self._answered.is_set():  # the main thread stands in `_on_exception`, or behind it
+            return before
+        if self._asked is None:
+            return self._main.look()
+        what = before.what if before.waits else "an error of communication"
+        return replace(before, what=what, waits=True, for_s=0.0)
+
+    def _hear(self, beat: Beat) -> None:
+        now = time.monotonic()
+        self._note(beat.rank, now, beat.count, beat.position)
+        for rank, age, count, position in beat.others:
+            if rank != self.rank:
+                self._note(rank, now - age, count, position)
+        for fact in beat.facts:
+            self._tell(fact)
+
+    def _note(self, rank: int, at: float, count: int, position: Position) -> None:
+        known = self._known.get(rank)
+        if known is None or count > known[1]:
+            self._known[rank] = at, count, position
+
+    def _tell(self, fact: Fact) -> None:
+        """Keep a fact, which goes to all peers with the next message."""
+        with self._lock:
+            if any(one.rank == fact.rank and one.kind == fact.kind for one in self._facts):
+                return
+            if not any(one.kind != "left" for one in self._facts):
+                self._fact_at = time.monotonic()
+            self._facts.append(fact)
+        if fact.kind in ("failed", "gone", "left", "signal"):
+            self._mesh.gone.add(fact.rank)
+
+    def _has_news(self) -> bool:
+        return any(
+            link.socket is not None and not link.told.issuperset(self._facts) for link in self._mesh.links.values()
+        )
+
+    def _check_links(self) -> None:
+        if all(link.heard_at is not None for link in self._mesh.links.values()):
+            self._linked.set()
+
+    def _look_for_gone(self) -> None:
+        """A connection that was closed without a word, and nobody takes a new one."""
+        for peer, link in self._mesh.links.items():
+            if link.closed_at is not None and link.answer == "refused" and peer not in self._mesh.gone:
+                self._tell(Fact(peer, "gone", "its connections were closed and its port takes no new ones"))
+
+    def _beat(self) -> None:
+        self._count += 1
+        now = time.monotonic()
+        waits_long = self._position.waits and self._position.for_s > max(2.0, ALERT_SHARE * self.timeout_s)
+        alert = waits_long or self._asked is not None
+        for link in self._mesh.links.values():
+            others: tuple[tuple[int, float, int, Position], ...] = ()
+            if alert or link.alert or self._facts:
+                others = tuple(
+                    (rank, max(now - at, 0.0), count, position)
+                    for rank, (at, count, position) in self._known.items()
+                    if rank != link.rank
+                )
+            facts = tuple(fact for fact in self._facts if fact not in link.told)
+            self._mesh.send(link, Beat(self.rank, self._count, self._position, alert, others, facts))
+
+    # -- the judgement ----------------------------------------------------------------------------------------------
+
+    def _judge(self, now: float) -> None:
+        told = [fact for fact in self._facts if fact.kind != "left" and fact.rank != self.rank]
+        position = self._position
+        is_over = any(fact.kind == "verdict" for fact in told)
+        waits = self._asked is not None or (position.waits and position.for_s >= LOOK_S)
+        if is_over or (told and (waits or now - self._fact_at > self.timeout_s)):
+            self._end(cause_of(self.view()))
+            return
+        over_s = position.for_s - self.timeout_s - GRACE_S if position.waits else -1.0
+        if self._asked is not None:
+            over_s = now - self._asked[0] - WORD_S
+        if over_s > 0:
+            view = self.view()
+            if is_firsthand(view) or over_s > GRACE_S:
+                is_late = self._asked is None or self._asked[1]
+                self._end(cause_of(view) if is_late else known_cause_of(view))
+
+    def view(self) -> View:
+        now = time.monotonic()
+        others = {}
+        for rank in range(self.cluster.num_ranks):
+            if rank != self.rank:
+                known = self._known.get(rank)
+                others[rank] = Entry(None) if known is None else Entry(now - known[0], known[2])
+        return View(
+            rank=self.rank,
+            cluster=self.cluster,
+            timeout_s=self.timeout_s,
+            own=self._position,
+            others=others,
+            direct={
+                peer: Direct(None if link.heard_at is None else now - link.heard_at, link.answer)
+                for peer, link in self._mesh.links.items()
+            },
+            facts=tuple(self._facts),
+            last_transfer=_owners[-1].last_transfer() if _owners else "",
+        )
+
+    def _decide(self, cause: str) -> None:
+        """Tell the others, and write the message."""
+        self._cause = cause
+        self._tell(Fact(self.rank, "verdict", cause[: 4 * MAX_TEXT]))
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            os.write(2, report(self.view(), cause, EXIT_STATUS).encode(errors="replace"))
+
+    def _end(self, cause: str) -> None:
+        """End this rank, or let its exception do so; without a cause that exception is one."""
+        if self._asked is not None:
+            if cause:
+                self._decide(cause)
+            self._answered.set()
+            return
+        self._decide(cause)
+        self._beat()
+        with contextlib.suppress(RuntimeError, ValueError, OSError):
+            faulthandler.dump_traceback(2, all_threads=True)
+        abort_groups()
+        exit_later(END_S + 1.0, EXIT_STATUS)
+        deadline = time.monotonic() + END_S
+        while time.monotonic() < deadline:  # others hear the verdict meanwhile
+            self._mesh.poll(0.1)
+        exit_now(EXIT_STATUS)
+
+    def _on_exception(self, error: BaseException) -> tuple[float, int]:
+        """An exception in the main thread: what another rank's end has caused is preceded by what that was."""
+        if not self._cause and follows_from_others(error):
+            self._asked = time.monotonic(), isinstance(error, CommunicationError)
+            self._endings.nudge()
+            self._answered.wait(WORD_S + 2 * GRACE_S)
+        self._answered.set()
+        if not self._cause:
+            said = str(error).strip().splitlines()
+            text = f"{type(error).__name__}: {said[0] if said else ''}"[: 2 * MAX_TEXT]
+            self._tell(Fact(self.rank, "failed", text))
+        self._endings.nudge()
+        return (END_S, EXIT_STATUS) if self._cause else (OWN_END_S, 1)
+
+
+def _exchange(mesh: Mesh, cluster: Cluster, generation: int, timeout_s: float) -> dict[int, tuple[str, int]]:
+    """Addresses of the peers, through the job's store."""
+    store = job_store()
+    path = f"ds_hybridep/{generation}/health"
+    store.set(f"{path}/{mesh.rank}", json.dumps(mesh.address))
+    addresses = {}
+    for peer in peers_of(cluster, mesh.rank):
+        try:
+            store.wait([f"{path}/{peer}"], timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise AgreementError(f"rank {peer} did not say its address for heartbeats: {error}") from error
+        host, port = json.loads(store.get(f"{path}/{peer}"))
+        addresses[peer] = str(host), int(port)
+    return addresses

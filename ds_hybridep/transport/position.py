@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the main thread is: in which phase of a step, and whether it waits in a collective.
+
+Nothing is hooked for it.  Another thread reads the main thread's stack a few times a second: DeepSpeed's and torch's
+own functions say what runs, whoever has called them.
+"""
+
+import linecache
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+PHASES = {  # by functions of DeepSpeed's engine
+    "__init__": "start",
+    "forward": "forward",
+    "backward": "backward",
+    "step": "step",
+    "save_checkpoint": "save",
+    "load_checkpoint": "load",
+}
+_ENGINE = "deepspeed/runtime/engine.py"
+_COLLECTIVES = (  # files whose functions wait for other ranks
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/c10d_logger.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/rendezvous.py",
+    "deepspeed/comm/",
+    "ds_hybridep/transport/agreement.py",
+    "ds_hybridep/transport/channels.py",
+    "ds_hybridep/transport/groups.py",
+    "ds_hybridep/transport/nccl.py",
+    "ds_hybridep/sync/transfers.py",
+)
+_WRAPPERS = {"log_wrapper", "wrapper", "func_wrapper", "wait", "finish", "exposed"}
+_STDLIB = sysconfig.get_path("stdlib")
+_MAX_FRAMES = 200
+MAX_TEXT = 240
+DEVICE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank is."""
+
+    step: int = 0  # optimizer steps so far
+    phase: str = ""  # of PHASES, or "between steps"
+    what: str = ""  # operation or place
+    waits: bool = False  # in a collective
+    for_s: float = 0.0  # since when it has been in this very call; 0 while it moves
+
+    def __str__(self) -> str:
+        since = f" for {self.for_s:.0f} s" if self.for_s >= 1 else ""
+        return f"{self.phase} of step {self.step}, {'waits in ' if self.waits else ''}{self.what}{since}"
+
+
+class MainThread:
+    """Watches the thread that it was made in.
+
+    step: the number of optimizer steps so far.
+    """
+
+    def __init__(self, step: Callable[[], int]) -> None:
+        self._ident = threading.get_ident()
+        self._step = step
+        self._seen: tuple[int, int] | None = None  # id and instruction of the innermost frame
+        self._held: FrameType | None = None  # kept once it was seen twice, so that its id is of no other frame
+        self._since = time.monotonic()
+
+    def look(self) -> Position:
+        """Where the thread is now."""
+        frame = self._frame()
+        now = time.monotonic()
+        if frame is None:
+            return Position(self._step(), "between steps", "main thread has ended")
+        seen = id(frame), frame.f_lasti
+        if seen != self._seen or (self._held is not None and self._held is not frame):
+            self._seen, self._held, self._since = seen, None, now
+        else:
+            self._held = frame
+        frames = list(_outwards(frame))
+        phase, what, waits = _phase_of(frames), "", True
+        for_s = now - self._since if self._held else 0.0
+        if (collective := _collective_of(frames)) is not None:
+            what = collective
+        elif for_s > DEVICE_S and phase in ("forward", "backward", "step") and torch.cuda.is_initialized():
+            # A call that takes so long waits for the device, which waits in a collective of its own.
+            what = f"the device at {_place_of(frames)}"
+        else:
+            what, waits = _place_of(frames), False
+        return Position(self._step(), phase, what[:MAX_TEXT], waits, for_s)
+
+    def _frame(self) -> FrameType | None:
+        """The innermost frame of the thread, or of the one of autograd that runs a device's backward for it."""
+        frames = sys._current_frames()
+        own = frames.get(self._ident)
+        if own is not None and own.f_code.co_name == "_engine_run_backward":
+            known = {one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
+            return next((frame for ident, frame in frames.items() if ident not in known), own)
+        return own
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    count = 0
+    while frame is not None and count < _MAX_FRAMES:
+        yield frame
+        frame = frame.f_back
+        count += 1
+
+
+def _phase_of(frames: list[FrameType]) -> str:
+    for frame in reversed(frames):
+        name, path = frame.f_code.co_name, frame.f_code.co_filename
+        if name in PHASES and path.endswith(_ENGINE):
+            return PHASES[name]
+        if name == "backward" and path.endswith("torch/_tensor.py"):
+            return "backward"
+    return "between steps"
+
+
+def _collective_of(frames: list[FrameType]) -> str | None:
+    """The collective that the innermost frames wait in, and who called it; None for none."""
+    operation, purpose, caller = "", "", None
+    for frame in frames:
+        path = frame.f_code.co_filename
+        if any(one in path for one in _COLLECTIVES):
+            name = frame.f_code.co_name
+            operation = name if name not in _WRAPPERS or not operation else operation
+            if name == "wait":  # of a transfer of ours
+                purpose = str(getattr(frame.f_locals.get("self"), "purpose", purpose))
+        elif not _is_stdlib(path):
+            caller = frame
+            break
+    if operation:
+        return purpose or f"{operation} at {_describe(caller)}"
+    if caller is frames[0] and ".wait(" in linecache.getline(caller.f_code.co_filename, caller.f_lineno or 0):
+        return f"wait at {_describe(caller)}"  # a handle of an asynchronous collective
+    return None
+
+
+def _place_of(frames: list[FrameType]) -> str:
+    """The innermost line that is not of Python's own library."""
+    return _describe(next((frame for frame in frames if not _is_stdlib(frame.f_code.co_filename)), frames[0]))
+
+
+def _is_stdlib(path: str) -> bool:
+    return path.startswith(("<frozen", _STDLIB)) and "site-packages" not in path
+
+
+def _describe(frame: FrameType | None) -> str:
+    if frame is None:
+        return "?"
+    path = "/".join(frame.f_code.co_filename.split("/")[-2:])
+    return f"{path}:{frame.f_lineno} ({frame.f_code.co_name})"

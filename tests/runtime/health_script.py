@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the test of health runs: four forked ranks in two datacentres, of which rank 3 breaks, without any model.
+
+    health_script.py FAULT FOLDER
+
+Prints seconds until each rank ended, from when rank 3 broke, and exit statuses, as JSON.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+import torch
+import torch.distributed as dist
+
+from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.transport import health
+
+LIMIT_S = 25.0
+TIMEOUT_S = 2.0
+
+
+class Owner:
+    def num_steps(self):
+        return 7
+
+    def last_transfer(self):
+        return "rows of layer 0"
+
+
+def load_next_sample():
+    time.sleep(1000)
+
+
+def train(rank, port, fault, folder):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo")
+    health.start(Cluster((Level("dc", 2), Level("gpu", 2))), TIMEOUT_S, Owner())
+    value = torch.zeros(4)
+    for _ in range(3):
+        dist.all_reduce(value)
+    if rank == 3:
+        folder.joinpath("broken").write_text(str(time.time()))
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "exception":
+            raise ValueError("a bad sample")
+        elif fault == "hang":
+            load_next_sample()
+    dist.all_reduce(value)
+    health.stop(health._owners[0])
+
+
+def main(fault, folder):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    begin, pids, ended = time.time(), {}, {}
+    for rank in range(4):
+        pid = os.fork()
+        if pid == 0:
+            log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 2)
+            status = 0
+            try:
+                train(rank, port, fault, folder)
+            except ValueError as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+                status = 1
+            except RuntimeError as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+                status = health.EXIT_STATUS
+            os._exit(status)
+        pids[rank] = pid
+    while len(ended) < 4 and time.time() - begin < LIMIT_S:
+        for rank, pid in pids.items():
+            if rank not in ended and (status := os.waitpid(pid, os.WNOHANG))[0]:
+                ended[rank] = time.time(), os.waitstatus_to_exitcode(status[1])
+        time.sleep(0.02)
+    for rank, pid in pids.items():
+        if rank not in ended:
+            os.kill(pid, signal.SIGKILL)
+            ended[rank] = time.time(), None
+    broken = float(folder.joinpath("broken").read_text())
+    print(json.dumps([[ended[rank][0] - broken, ended[rank][1]] for rank in range(4)]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

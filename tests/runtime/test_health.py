@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that tell each other where they are, and what they conclude when somebody does not come."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.transport.diagnosis import Direct, Entry, View, cause_of, report
+from ds_hybridep.transport.health import EXIT_STATUS
+from ds_hybridep.transport.heartbeats import FACTS, Beat, Fact, parse_beat, peers_of
+from ds_hybridep.transport.position import MainThread, Position
+
+WAITING = Position(4, "backward", "all_reduce at a.py:1 (f)", True, 12.0)
+LOADING = Position(4, "between steps", "loader.py:7 (next_sample)", False, 12.0)
+TWO_DCS = Cluster((Level("dc", 2), Level("gpu", 2)))
+
+
+def view_of(cluster=TWO_DCS, **changes):
+    """Rank 0's view: all others alive, and waiting in the same collective."""
+    others = {rank: Entry(0.5, WAITING) for rank in range(1, cluster.num_ranks)}
+    direct = {rank: Direct(0.5) for rank in peers_of(cluster, 0)}
+    view = View(rank=0, cluster=cluster, timeout_s=10.0, own=WAITING, others=others, direct=direct)
+    return replace(view, **changes)
+
+
+def silent(view, ranks, answer=""):
+    """The view when nothing was heard of these ranks for 11 s."""
+    others = {rank: Entry(11.0, one.position) if rank in ranks else one for rank, one in view.others.items()}
+    direct = {rank: Direct(11.0, answer) if rank in ranks else one for rank, one in view.direct.items()}
+    return replace(view, others=others, direct=direct)
+
+
+# -- what is concluded ------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_silent_is_named_with_what_its_host_says():
+    assert cause_of(silent(view_of(), {1}, "answers")).startswith(
+        "rank 1 silent for 11 s: its host answers, but the process does not run"
+    )
+
+
+def test_a_datacentre_that_is_silent_is_named_with_the_link_to_it():
+    found = cause_of(silent(view_of(), {2, 3}, "nothing"))
+    assert found.startswith(
+        "dc 1 (ranks [2, 3]) silent for 11 s: the link of level 'dc' between dc 0 and dc 1 is cut, or dc 1 is down"
+    )
+
+
+def test_a_datacentre_that_hears_no_other_knows_that_it_is_cut_off():
+    three = view_of(Cluster((Level("dc", 3), Level("gpu", 2))))
+    assert cause_of(silent(three, {2, 3, 4, 5}, "nothing")).startswith("dc 0 (this rank's) is cut off at level 'dc'")
+
+
+def test_a_link_that_others_get_around_is_named():
+    three = view_of(Cluster((Level("dc", 3), Level("gpu", 2))))
+    direct = {rank: Direct(11.0) if rank in (4, 5) else one for rank, one in three.direct.items()}
+    found = cause_of(replace(three, direct=direct))
+    assert found.startswith("the link of level 'dc' between dc 0 and dc 2 passes nothing, though both are alive")
+
+
+def test_a_rank_that_is_elsewhere_is_named_with_its_place():
+    view = view_of()
+    found = cause_of(replace(view, others={**view.others, 2: Entry(0.5, LOADING)}))
+    assert found.startswith("rank 2 does not come to the collective that others wait in: it is in between steps")
+    assert "loader.py:7 (next_sample) for 12 s" in found
+
+
+def test_ranks_in_different_collectives_are_told_apart():
+    view, other = view_of(), replace(WAITING, what="barrier at b.py:2 (g)")
+    found = cause_of(replace(view, others={**view.others, 3: Entry(0.5, other)}))
+    assert "ranks [0, 1, 2] in all_reduce at a.py:1 (f) (step 4); ranks [3] in barrier at b.py:2 (g) (step 4)" in found
+
+
+def test_all_in_one_collective_points_to_the_link():
+    assert cause_of(view_of()).startswith("all ranks wait in the same collective (all_reduce at a.py:1 (f))")
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        (((2, "failed", "ValueError: x"), (1, "gone", "")), "rank 2 failed: ValueError: x"),
+        (((1, "signal", "SIGTERM"), (2, "gone", "")), "rank 2 ended without a word"),
+        (((1, "verdict", "rank 3 silent"),), "rank 3 silent"),
+        (((1, "left", ""), (3, "signal", "SIGTERM")), "rank 3 was ended by SIGTERM"),
+    ],
+)
+def test_what_a_rank_said_itself_comes_first(facts, cause):
+    view = silent(view_of(facts=tuple(Fact(*fact) for fact in facts)), {1})
+    assert cause_of(view).startswith(cause)
+
+
+def test_the_message_begins_with_the_cause_and_says_where_all_are():
+    first, *rest = report(silent(view_of(last_transfer="rows"), {3}), "rank 3 silent", 75).splitlines()
+    assert first == "hybridep: rank 3 silent"
+    text = "\n".join(rest)
+    assert "ranks 1, 2: alive" in text
+    assert "rank 3: silent for 11 s" in text
+    assert "last transfer of this rank: rows" in text
+    assert "exit status 75" in text
+
+
+# -- who is connected, and what is said -------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+@settings(max_examples=30, deadline=None)
+def test_connections_are_mutual_few_and_reach_everybody(sizes):
+    cluster = Cluster(tuple(Level(f"level{i}", size) for i, size in enumerate(sizes)))
+    peers = {rank: peers_of(cluster, rank) for rank in range(cluster.num_ranks)}
+    assert all(rank in peers[peer] for rank, own in peers.items() for peer in own)
+    assert all(len(own) <= 8 * len(sizes) for own in peers.values())
+    for lost in {None, 0}:  # without rank 0 too
+        reached, new = set(), [cluster.num_ranks - 1]
+        while new:
+            rank = new.pop()
+            if rank not in reached and rank != lost:
+                reached.add(rank)
+                new += peers[rank]
+        if lost is None or (len(sizes) == 1 and sizes[0] > 2):
+            assert len(reached) == cluster.num_ranks - (lost is not None)
+
+
+positions = st.builds(
+    Position,
+    st.integers(0, 10**6),
+    st.sampled_from(["forward", "save"]),
+    st.text("abc :()/é", max_size=30),
+    st.booleans(),
+    st.floats(0, 1e4).map(lambda value: round(value, 1)),
+)
+ranks = st.integers(0, 7)
+beats = st.builds(
+    Beat, ranks, st.integers(0, 10**6), positions, st.booleans(),
+    st.lists(st.tuples(ranks, st.floats(0, 1e3).map(lambda v: round(v, 2)), st.integers(0, 99), positions), max_size=4)
+    .map(tuple),
+    st.lists(st.builds(Fact, ranks, st.sampled_from(FACTS), st.text("abc ", max_size=9)), max_size=3).map(tuple),
+)  # fmt: skip
+
+
+@given(beats)
+@settings(deadline=None)
+def test_a_message_arrives_as_it_was_sent(beat):
+    assert parse_beat(beat.line(), 8) == beat
+
+
+@given(beats, st.data())
+@settings(max_examples=200, deadline=None)
+def test_damaged_messages_are_dropped_or_harmless(beat, data):
+    line = bytearray(beat.line())
+    for _ in range(data.draw(st.integers(1, 4))):
+        line[data.draw(st.integers(0, len(line) - 1))] = data.draw(st.integers(0, 255))
+    found = parse_beat(bytes(line), 8)
+    assert found is None or (0 <= found.rank < 8 and all(0 <= other[0] < 8 for other in found.others))
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"[]", b"{}", b"[" * 100_000, b"[1,2]", b'[9,0,[0,"","",0,0],0,[],[]]', b"null"]
+)
+def test_lines_that_no_rank_sends_are_dropped(line):
+    assert parse_beat(line, 8) is None
+
+
+def test_a_thread_that_computes_is_in_no_collective():
+    position = MainThread(lambda: 3).look()
+    assert (position.step, position.waits) == (3, False)
+    assert "test_health.py" in position.what or "position.py" in position.what
+
+
+# -- real ranks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("fault", "limit_s", "cause"),
+    [
+        ("kill", 5.0, "rank 3 ended without a word"),
+        ("exception", 5.0, "rank 3 failed: ValueError: a bad sample"),
+        pytest.param("hang", 12.0, "rank 3 does not come to the collective", marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_end_and_name_the_one_that_broke(tmp_path: Path, fault, limit_s, cause):
+    script = Path(__file__).with_name("health_script.py")
+    run = subprocess.run(
+        [sys.executable, str(script), fault, str(tmp_path)], capture_output=True, text=True, timeout=50
+    )
+    assert run.returncode == 0, run.stderr
+    for rank, (seconds, status) in enumerate(json.loads(run.stdout)):
+        assert seconds < limit_s
+        if rank != 3 or fault == "hang":
+            assert status == EXIT_STATUS
+            lines = (tmp_path / f"rank{rank}.log").read_text().splitlines()
+            said = next(line for line in lines if line.startswith("hybridep:") or "Traceback" in line)
+            assert said.startswith(f"hybridep: {cause}")
