@@ -4,8 +4,8 @@
     python benchmarks/health_cost.py
 
 Four ranks over loopback, whose main threads run small tensor operations in a deep stack, with the watch and without
-it in turns.  Prints one JSON line of rank 0: the thread's CPU time as a share of one core, bytes sent per second to all
-peers, and the median ratio of iterations with and without the watch in neighbouring blocks.
+it in turns.  Prints one JSON line of rank 0: the thread's CPU time as a share of one core, bytes sent per second to
+all peers, and the median ratio of iterations with and without the watch in neighbouring blocks.
 """
 
 import argparse

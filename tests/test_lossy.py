@@ -88,9 +88,7 @@ def distance_of_mirrors(case: Case, codecs: Codecs) -> list[float]:
             migration_of(engine).finish_shipments()
             runtime_of(engine).verify()
             sums = [
-                m.squared_distance(r.own.sources())
-                for r in replicas_of(engine)
-                for m in r.feedback.mirrors.values()
+                m.squared_distance(r.own.sources()) for r in replicas_of(engine) for m in r.feedback.mirrors.values()
             ]
             distances.append((sum(apart for apart, _ in sums) / sum(whole for _, whole in sums)) ** 0.5)
         return distances

@@ -176,8 +176,9 @@ class Replicas:
 
     def forget_sent(self) -> None:
         for sender in [] if self.feedback is None else self.feedback.patch_senders:
-            for sent in sender.sent if self.streams is not None else ():
-                self.streams.free_behind_side(sent)
+            if self.streams is not None:
+                for sent in sender.sent:
+                    self.streams.free_behind_side(sent)
             sender.sent = []
 
     # -- memory --------------------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ TOY = ToyConfig()
 TOY_EXPERT_BYTES = 4 * (TOY.hidden * TOY.ffn + TOY.ffn + TOY.ffn * TOY.hidden + TOY.hidden)
 TOY_ROW_BYTES = 4 * TOY.hidden
 TOY_CAPACITY = 8  # 4 sequences of 8 tokens, 2 of 8 experts each, capacity factor 1
-# float64: kinds, plain EP and waits of two levels, waits; of two layers rows, ten numbers on codecs, rows of 8 experts.
+# float64: kinds, plain EP and waits of two levels, waits; by layer rows, ten numbers on codecs, rows of 8 experts.
 REPORT_BYTES = 8 * (2 * (5 + 2) + 4 + 2 * (1 + 10 + 8))
 
 
