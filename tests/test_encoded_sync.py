@@ -144,7 +144,7 @@ def save_and_resume(case: Case, codecs: dict[str, Any], folder: str) -> dict[str
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), slow(1, "fp32"), (2, "bf16"), slow(1, "bf16")])
-def test_resume_is_bit_equal_and_deepspeed_reads_it_without_the_block(pool4: ProcessPool, stage: int, dtype: str, tmp_path: Any) -> None:
+def test_resume_is_bit_equal_and_deepspeed_reads_it(pool4: ProcessPool, stage: int, dtype: str, tmp_path: Any) -> None:
     toy = ToyConfig(routing="by_token", ep_size=2)
     case = world4(1, 1, zero_stage=stage, dtype=dtype, toy=toy)
     codecs = {"codecs": "recommended"} if dtype == "bf16" else LOSSY
