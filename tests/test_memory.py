@@ -32,7 +32,7 @@ def world2(**options: Any) -> Case:
 
 
 def bytes_of_steps(case: Case, codecs: Any, state: str) -> dict[str, Any]:
-    """Counted bytes when gradients move, and after the step; and what the estimator says."""
+    """Counted bytes when gradients move, in the step and after it; and what the estimator says."""
     block, held = block_with(case, codecs, state=state), []
     with engine_of(case, with_block=True, hybridep=block) as engine:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -49,8 +49,10 @@ def bytes_of_steps(case: Case, codecs: Any, state: str) -> dict[str, Any]:
         train(engine, case, 0, 1)
         after_step = migration.replica_bytes
         migration.progress = sample  # called in every acquire, forward and backward
+        before_step = migration.before_step
+        migration.before_step = lambda: (before_step(), held.append(migration.replica_bytes))
         train(engine, case, 1, 2)
-        del migration.progress
+        del migration.progress, migration.before_step
         stats = ds_hybridep.stats(engine)
         return {
             "need": needs[tuple(level["domain_size"] for level in block["levels"])],
