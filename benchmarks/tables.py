@@ -20,6 +20,7 @@ TABLES = {  # by file of results/: the program that prints it, and its arguments
     "e2e-auto": ("e2e_report.py", "e2e-auto.jsonl"),
     "losses": ("losses.py", "--report", "losses.jsonl"),
     "codecs": ("codecs.py", "report", "codecs.jsonl"),
+    "faults": ("faults.py", "--report", "faults.jsonl"),
     "codec-ratios": ("codec_ratios.py", "report"),
 }
 
