@@ -251,9 +251,8 @@ def report(path: Path) -> None:
             ends = sorted(record["last_s"] for record in last)
             limit = last[0]["limit_s"] if fault in TOLD else f"{last[0]['timeout_s']:g} + {SILENT_EXTRA_S:g}"
             good, again = sum(one["is_good"] for one in last), sum(len(records) > 1 for records in cases)
-            print(
-                f"| {fault} | {len(cases)} | {good} | {again} | {ends[len(ends) // 2]:.1f} | {ends[-1]:.1f} | {limit} |"
-            )
+            median_s, worst_s = ends[len(ends) // 2], ends[-1]
+            print(f"| {fault} | {len(cases)} | {good} | {again} | {median_s:.1f} | {worst_s:.1f} | {limit} |")
     bad = [show(records[-1]) for records in runs.values() if not records[-1]["is_good"]]
     print("\n" + ("\n".join(bad) or f"All {len(runs)} cases are good."))
 
