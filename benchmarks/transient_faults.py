@@ -73,24 +73,23 @@ def losses_of(case: str, orders: Any, folder: Path) -> tuple[dict[int, float], i
 def run(args: argparse.Namespace, folder: Path) -> bool:
     import faults_rank
 
+    def orders_of(kind: str, codecs: str, name: str, **more: Any) -> Any:
+        own = folder / f"{kind}-{codecs}-{name}".replace(" ", "-")
+        own.mkdir(parents=True)
+        return faults_rank.Orders(
+            fault="none", phase="none", victim=-1, kind=kind, codecs=codecs, timeout_s=TIMEOUT_S,
+            folder=str(own), num_steps=10**9, **more,
+        )  # fmt: skip
+
     good = True
     for kind, codecs in itertools.product(args.kinds, args.codecs):
-
-        def orders_of(name: str, **more: Any) -> Any:
-            own = folder / f"{kind}-{codecs}-{name}".replace(" ", "-")
-            own.mkdir(parents=True)
-            return faults_rank.Orders(
-                fault="none", phase="none", victim=-1, kind=kind, codecs=codecs, timeout_s=TIMEOUT_S,
-                folder=str(own), num_steps=10**9, **more,
-            )  # fmt: skip
-
         results = {}
         for case in args.cases:
-            orders = orders_of(case, step_s=0.1)
+            orders = orders_of(kind, codecs, case, step_s=0.1)
             results[case] = losses_of(case, orders, Path(orders.folder))
         last = max(step for losses, _, _ in results.values() for step in losses)
         with EmulatedNetwork(TOPOLOGY, LinkSpec()) as network:
-            undisturbed = Undisturbed(network, orders_of("undisturbed", follows=True))
+            undisturbed = Undisturbed(network, orders_of(kind, codecs, "undisturbed", follows=True))
             try:
                 undisturbed.follow(last)
             finally:
