@@ -186,8 +186,15 @@ def main(orders: Orders) -> None:
     with failing_attach(orders, rank):
         engine = engine_of(orders)
     breaker = Breaker(orders)
-    if rank == orders.victim:
+    hangs = orders.fault == "hang" and rank == orders.victim
+    if rank == orders.victim and not hangs:
         break_in(engine, breaker, orders.phase)
+
+    def hang_before(phase: str) -> None:
+        """Of a data loader, where the others go on to this phase."""
+        if hangs and orders.phase == phase:
+            breaker()
+
     checkpoints = str(Path(orders.folder, "checkpoints"))
     first = 0
     if orders.resume:
@@ -197,13 +204,14 @@ def main(orders: Orders) -> None:
         if orders.follows:
             await_order(Path(orders.folder, "until"), step)
         breaker.is_armed = step >= FAULT_STEP
-        if orders.phase == "data" and rank == orders.victim:
-            breaker()
+        hang_before("forward")
         if orders.step_s:
             time.sleep(orders.step_s)
         inputs, targets = batch(step, rank)
         loss, aux_loss = engine(inputs, targets)
+        hang_before("backward")
         engine.backward(loss + 0.01 * aux_loss)
+        hang_before("step")
         engine.step()
         total = loss.detach().float()
         dist.all_reduce(total)
@@ -211,9 +219,11 @@ def main(orders: Orders) -> None:
             with Path(orders.folder, "losses").open("a") as file:
                 file.write(json.dumps([step, total.item()]) + "\n")
         if orders.phase in ("save", "load") or (orders.save_every and (step + 1) % orders.save_every == 0):
+            hang_before("save")
             tag = f"turn{step // orders.save_every % 3}" if orders.save_every else None
             engine.save_checkpoint(checkpoints, tag, client_state={"step": step + 1})
         if orders.phase == "load" and step >= FAULT_STEP:
+            hang_before("load")
             engine.load_checkpoint(checkpoints)
     engine.destroy()
     print("done")

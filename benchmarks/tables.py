@@ -21,6 +21,8 @@ TABLES = {  # by file of results/: the program that prints it, and its arguments
     "scale": ("scale.py", "--report", "scale.jsonl", "--plots", str(IMAGES)),
     "losses": ("losses.py", "--report", "losses.jsonl"),
     "codecs": ("codecs.py", "report", "codecs.jsonl"),
+    "faults": ("faults.py", "--report", "faults.jsonl"),
+    "transient-faults": ("transient_faults.py", "--report", "transient-faults.jsonl"),
     "codec-ratios": ("codec_ratios.py", "report"),
 }
 

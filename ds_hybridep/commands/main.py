@@ -16,6 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ds_hybridep", description="Tools for training Mixture-of-Experts models with DeepSpeed over slow links."
     )
+    # DeepSpeed's launcher puts it before all arguments of what it starts.
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     for command in (plan, simulate, probe, lab, report, show):
         command.add_parser(subparsers)
