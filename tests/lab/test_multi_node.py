@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology
@@ -128,6 +129,13 @@ def sized(text: str) -> str:
     return re.sub(r'(slots=|gpu=|"size": )8\b', rf"\g<1>{SLOTS}", text)
 
 
+def of_the_page(cluster: Path) -> None:
+    """The links that were measured, of a job of 2 x 8 ranks, whose memory a plan for a real model needs."""
+    found = yaml.safe_load(cluster.read_text())
+    found["levels"][1]["size"] = 8
+    cluster.write_text(yaml.safe_dump(found))
+
+
 def test_the_commands_of_the_page_work_from_the_first_to_the_last(hosts: Hosts) -> None:
     page = PAGE.read_text()
     hostfile = re.search(r"^```\n(node1 slots=.*?)^```", page, re.MULTILINE | re.DOTALL)
@@ -142,6 +150,8 @@ def test_the_commands_of_the_page_work_from_the_first_to_the_last(hosts: Hosts) 
     # Without a network interface named gloo takes the address of the host's name, which is a loopback address here.
     for command in sorted(commands_of(PAGE), key=lambda command: not command.startswith("echo")):
         if not command.startswith(NOT_HERE):
+            if command.startswith("ds_hybridep plan"):
+                of_the_page(hosts.home / "cluster.yaml")
             status, said = hosts.run(sized(command))
             assert status == 0, f"{command}\n{said[-3000:]}"
             ran.append(command.split("#")[0].strip())
