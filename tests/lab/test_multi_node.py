@@ -119,8 +119,8 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 def commands_of(page: Path) -> list[str]:
     """All command lines of a page, in order."""
-    blocks = re.findall(r"^```(?:sh|bash)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = "\n".join(text for kind, text in blocks if kind in ("", "sh", "bash")).replace("\\\n", " ").splitlines()
     return [line for line in lines if re.match(r"(deepspeed|ds_hybridep|ssh|ip|echo|torchrun|pip|git|make) ", line)]
 
 
