@@ -32,7 +32,7 @@ def world2(**options: Any) -> Case:
 
 
 def bytes_of_steps(case: Case, codecs: Any, state: str) -> dict[str, Any]:
-    """Counted bytes when gradients move, and after the step; and what the estimator says."""
+    """Counted bytes when gradients move, in the step and after it; and what the estimator says."""
     block, held = block_with(case, codecs, state=state), []
     with engine_of(case, with_block=True, hybridep=block) as engine:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -49,8 +49,10 @@ def bytes_of_steps(case: Case, codecs: Any, state: str) -> dict[str, Any]:
         train(engine, case, 0, 1)
         after_step = migration.replica_bytes
         migration.progress = sample  # called in every acquire, forward and backward
+        before_step = migration.before_step
+        migration.before_step = lambda: (before_step(), held.append(migration.replica_bytes))
         train(engine, case, 1, 2)
-        del migration.progress
+        del migration.progress, migration.before_step
         stats = ds_hybridep.stats(engine)
         return {
             "need": needs[tuple(level["domain_size"] for level in block["levels"])],
@@ -91,6 +93,27 @@ def same_on_the_host(case: Case, codecs: Any) -> tuple[bool, bool, int, int]:
     losses, tensors, none = train_with_a_skipped_step(case, codecs, "device")
     losses_too, tensors_too, held = train_with_a_skipped_step(case, codecs, "host")
     return losses == losses_too, all(map(torch.equal, tensors, tensors_too)), none, held
+
+
+def fail_in_an_optimizer_step(case: Case, codecs: Any, state: str) -> bool:
+    """After weights have changed; whether replicas are right after the next step."""
+    with engine_of(case, with_block=True, hybridep=block_with(case, codecs, state=state)) as engine:
+        train(engine, case, 0, 2)
+        engine.backward(engine(*_batch(case, 2)))
+        step = engine.optimizer.step
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            step(*args, **kwargs)
+            raise RuntimeError("out of memory")
+
+        engine.optimizer.step = fail
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+        engine.optimizer.step = step
+        engine.zero_grad()
+        train(engine, case, 3, 1)
+        runtime_of(engine).verify()
+        return True
 
 
 # -- the tests --------------------------------------------------------------------------------------------------
@@ -134,3 +157,7 @@ def test_state_on_the_host_changes_no_bit(pool2: ProcessPool, codecs: Any) -> No
         assert same_losses
         assert same_bits
         assert none == 0 < held
+
+
+def test_a_step_that_fails_halfway_leaves_no_patch_of_what_nobody_has(pool2: ProcessPool) -> None:
+    assert pool2.run(fail_in_an_optimizer_step, case=world2(), codecs=PATCHES, state="device") == [True, True]

@@ -121,7 +121,7 @@ def decode_s(layout: Layout, workload: Workload, way: Way) -> float:
 
 
 def has_patches(layout: Layout) -> bool:
-    """True where owners keep what they sent last."""
+    """True where owned weights leave as patches."""
     return any(layout.codecs[level].weight.is_lossless_encoding for level in layout.gather_levels)
 
 
@@ -142,15 +142,13 @@ def gradient_residuals(layout: Layout, workload: Workload) -> float:
 def host_traffic_s(layout: Layout, workload: Workload, rates: Rates, way: Way) -> float:
     """Seconds in which a layer's state passes between host and device, there and back; 0 where it is not there.
 
-    What was sent last is read and written, and so are residuals, mirrors and fp32 copies of a lossy codec of weights.
-    None of it is taken to be hidden.
+    Residuals, mirrors, and fp32 copies of a lossy codec of weights are read and written.  None of it is taken to be
+    hidden.
     """
     if layout.state == "device" or layout.domain_size == 1:
         return 0.0
     if way == "weights":
-        per_param: float = workload.param_bytes * has_patches(layout) + MASTER_BYTES * lossy_weight_values(
-            layout, workload
-        )
+        per_param: float = MASTER_BYTES * lossy_weight_values(layout, workload)
     else:
         per_param = gradient_residuals(layout, workload)
     num_params = experts_per_rank(layout, workload) * workload.expert_travel_params

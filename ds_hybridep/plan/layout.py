@@ -171,7 +171,7 @@ class Layout:
     prefetch_depth: layers between the start of a gradient's return and the wait for it.
     is_padded: DeepSpeed's own layer in place of ours: padded all-to-alls, no domains.
     is_transient: replicas of `prefetch_depth` + 1 layers at a time, gathered around their use, frozen parameters too.
-    state: where codecs keep residuals and what was sent last.
+    state: where codecs keep residuals, mirrors and fp32 copies.
     """
 
     spans: tuple[int, ...]

@@ -89,16 +89,16 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
     Per parameter of a domain of M ranks:
 
         copies          M - 1 of the parameter's type; owned ones too where replicas are transient
-        sent last       one where weights leave as patches
         residuals       one of the parameter's type for each message of gradients that loses something; until the step
                         is applied new ones beside them, in the place of sums: of all layers with one micro-step
         lossy weights   a 4 B mirror of the owned ones for each codec, 4 B copies of smaller types
         sums            M - 1 of 4 B, of all layers, or with one micro-step of the layers in flight
         what returned   4 B, of the layers in flight
         staging         one, where owned weights leave as they are; not at the same time as sums
+        sent last       one where weights leave as patches, during the optimizer step; likewise
 
     Layers in flight are `prefetch_depth` + 1; with transient replicas they alone have copies.  With state on the host
-    what was sent last, residuals, mirrors and 4 B copies are there.  Frozen parameters have copies only.
+    residuals, mirrors and 4 B copies are there.  Frozen parameters have copies only.
     """
     size, element = layout.domain_size, workload.param_bytes
     if size == 1:
@@ -111,13 +111,12 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
     residuals = gradient_residuals(layout, workload)
     summed, renewed = (1.0, window) if workload.micro_steps > 1 else (window, 1.0)
     sums = MASTER_BYTES * ((size - 1) * summed + window)
-    kept = sent + residuals + MASTER_BYTES * lossy_weight_values(layout, workload)
+    kept = residuals + MASTER_BYTES * lossy_weight_values(layout, workload)
     sends_exactly = any(not layout.codecs[level].weight.is_lossy for level in layout.gather_levels)
     staging = element * (sends_exactly and not layout.is_transient)
     if layout.state == "host":
-        return copies + trained * max(sums, staging), trained * (kept + residuals)
-    staging = 0 if sent else staging  # what was sent last is what leaves
-    return copies + trained * (kept + max(sums + residuals * renewed, staging)), 0.0
+        return copies + trained * max(sums, staging, sent), trained * (kept + residuals)
+    return copies + trained * (kept + max(sums + residuals * renewed, staging, residuals + sent)), 0.0
 
 
 def state_bytes(num_params: float, num_trained: float, workload: Workload, num_holders: int) -> float:
