@@ -4,7 +4,7 @@
     python benchmarks/codecs.py train --seeds 0 1 2 --out benchmarks/results/codecs.jsonl
     python benchmarks/codecs.py time
     python benchmarks/codecs.py track
-    python benchmarks/codecs.py report benchmarks/results/codecs.jsonl --plot docs/images/codecs.png
+    python benchmarks/codecs.py report benchmarks/results/codecs.jsonl --plot codecs.svg
 
 A byte-level Mixture-of-Experts model in fp32 under AdamW.  Half of the rows of each batch stand for a remote site:
 their experts run with the mirror's weights, and the gradients of those come back through the gradient codec with error

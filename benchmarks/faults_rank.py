@@ -28,7 +28,6 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 FAULT_STEP = 2
 NUM_STEPS = 6
-SAVE_EVERY = 2
 HIDDEN, LAYERS, EXPERTS, TOKENS = 32, 2, 8, 16
 
 
@@ -47,6 +46,8 @@ class Orders:
     num_steps: int = NUM_STEPS
     resume: bool = False
     step_s: float = 0.0  # slept in each step
+    save_every: int = 0  # steps; a few folders are written again and again
+    follows: bool = False  # begins no step before the driver has written that many into the file `until`
 
 
 class Breaker:
@@ -174,42 +175,55 @@ def break_in(engine: Any, breaker: Breaker, phase: str) -> None:
         torch.load = before(torch.load)
 
 
+def await_order(path: Path, step: int) -> None:
+    while not path.exists() or int(path.read_text()) < step:
+        time.sleep(0.2)
+
+
 def main(orders: Orders) -> None:
     rank = int(os.environ["RANK"])
     deepspeed.init_distributed("gloo")
     with failing_attach(orders, rank):
         engine = engine_of(orders)
     breaker = Breaker(orders)
-    if rank == orders.victim:
+    hangs = orders.fault == "hang" and rank == orders.victim
+    if rank == orders.victim and not hangs:
         break_in(engine, breaker, orders.phase)
+
+    def hang_before(phase: str) -> None:
+        """Of a data loader, where the others go on to this phase."""
+        if hangs and orders.phase == phase:
+            breaker()
+
     checkpoints = str(Path(orders.folder, "checkpoints"))
     first = 0
     if orders.resume:
         loaded, state = engine.load_checkpoint(checkpoints)
         first = state["step"] if loaded is not None else 0
-    losses: dict[int, float] = {}
     for step in range(first, orders.num_steps):
+        if orders.follows:
+            await_order(Path(orders.folder, "until"), step)
         breaker.is_armed = step >= FAULT_STEP
-        if orders.phase == "data" and rank == orders.victim:
-            breaker()
+        hang_before("forward")
         if orders.step_s:
             time.sleep(orders.step_s)
         inputs, targets = batch(step, rank)
         loss, aux_loss = engine(inputs, targets)
+        hang_before("backward")
         engine.backward(loss + 0.01 * aux_loss)
+        hang_before("step")
         engine.step()
         total = loss.detach().float()
         dist.all_reduce(total)
-        losses[step] = total.item()
         if rank == 0:
-            partial = Path(orders.folder, "losses.partial")
-            partial.write_text(json.dumps(losses))
-            partial.replace(Path(orders.folder, "losses.json"))
-        if orders.phase in ("save", "load") or (orders.step_s and (step + 1) % SAVE_EVERY == 0):
-            # In a soak a few folders are written again and again.
-            tag = f"turn{step // SAVE_EVERY % 3}" if orders.step_s else None
+            with Path(orders.folder, "losses").open("a") as file:
+                file.write(json.dumps([step, total.item()]) + "\n")
+        if orders.phase in ("save", "load") or (orders.save_every and (step + 1) % orders.save_every == 0):
+            hang_before("save")
+            tag = f"turn{step // orders.save_every % 3}" if orders.save_every else None
             engine.save_checkpoint(checkpoints, tag, client_state={"step": step + 1})
         if orders.phase == "load" and step >= FAULT_STEP:
+            hang_before("load")
             engine.load_checkpoint(checkpoints)
     engine.destroy()
     print("done")

@@ -114,7 +114,14 @@ def measure(args: argparse.Namespace, delay: str, num_layers: int) -> list[dict[
             print(f"{delay}, {num_layers} layers: {result.failure}\n{result.tail_of_log(0, 40)}", file=sys.stderr)
             if not records.exists():
                 return []
-        about = {"case": "latency", "delay": delay, "dcs": DCS, "rate": RATE, "loss": args.loss, "jitter": args.jitter}
+        about = {
+            "case": "latency",
+            "delay": delay,
+            "dcs": DCS,
+            "rate": RATE,
+            "wan_loss": args.loss,
+            "jitter": args.jitter,
+        }
         about["versions"] = bench.versions()
         return [{**about, **json.loads(line)} for line in records.read_text().splitlines()]
 

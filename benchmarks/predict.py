@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How well the stream model predicts the step times that benchmarks/e2e.py measured.
 
-    python benchmarks/predict.py benchmarks/results/e2e-2x2.jsonl --plot docs/images/predicted.png
+    python benchmarks/predict.py benchmarks/results/e2e-2x2.jsonl --plot predicted.svg
 
 What depends on this machine is fitted on a third of the grid, spread evenly over rates and over batches: seconds per
 token, per layer, per expert call, per round of messages and per step, how much of a link is left while ranks compute,

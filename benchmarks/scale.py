@@ -16,7 +16,6 @@ import math
 import random
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -350,6 +349,13 @@ SWEEPS: dict[str, Callable[[Record], float]] = {
     "the planner's choice in 80 GB, checkpointed": lambda one: _ours(one, "checkpointed"),
 }
 
+PLOTTED = {  # of these: label, colour, and where the label stands beside the line's end
+    "the planner's choice": ("our planner, memory without limit", "#0072B2", 1.0),
+    "the planner's choice in 80 GB": ("our planner in 80 GB", "#009E73", 1.12),
+    "fixed share": ("domains of half of all", "#D55E00", 1.0),
+    "fixed size": ("domains of 4", "#777777", 0.93),
+}
+
 
 def describe_sweeps(records: Sequence[Record]) -> str:
     """Markdown: speed-ups by number of DCs and bandwidth."""
@@ -365,6 +371,17 @@ def describe_sweeps(records: Sequence[Record]) -> str:
                 row = [one for one in records if one["dcs"] == num_dcs and one["packet_mb"] == packet_mb]
                 cells = " | ".join(f"{speed_up(one):.2f}" for one in row)
                 lines.append(f"| {num_dcs} | {cells} |")
+    return "\n".join(lines)
+
+
+def describe_range(records: Sequence[Record]) -> str:
+    """Markdown: where the paper's gains are found on 1000 DCs, and what the planner's choice gains there."""
+    lines = ["| domains of | packets | gain | Gbit/s | planner | in 80 GB | checkpointed |", "|---" * 7 + "|"]
+    for one in records:
+        for gain, gbps in one["gbps"].items():
+            cells = [f"{found['speed_up']:.2f}" for found in one["ours"].get(gain, {}).values()] or ["", "", ""]
+            where = "never" if gbps is None else f"{gbps:.3g}"
+            lines.append(f"| {one['domain_size']} | {one['packet_mb']} MB | {gain} | {where} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -460,8 +477,9 @@ def describe_ours(records: Sequence[Record]) -> str:
             if "note" in way and way["step_s"] is not None and way["step_s"] < one["step_s"]
         ]
         memory = "unlimited" if one["memory_gb"] is None else f"{one['memory_gb']:g} GB"
+        plan = one["plan"].replace("|", " then ")  # a bar would end the cell
         lines.append(
-            f"| {one['experts']} | {one['accumulation']} | {one['gbps']:g} | {memory} | {one['plan']} "
+            f"| {one['experts']} | {one['accumulation']} | {one['gbps']:g} | {memory} | {plan} "
             f"| {one['step_s']:.3g} | {flat[1]['step_s'] / one['step_s']:.2f} "
             f"| {flat[1]['by_level_s'] / one['step_s']:.2f} | {min(fair) / one['step_s']:.2f} "
             f"| {'; '.join(elsewhere)} |"
@@ -514,67 +532,80 @@ def describe_kinds(records: Sequence[Record]) -> str:
 # ---- plots ----
 
 
-def plot_sweeps(records: Sequence[Record], path: Path) -> None:
-    """Speed-up against the number of DCs, one curve for each bandwidth."""
+def plot_sweeps(records: Sequence[Record], path: Path, gbps: float = 10.0) -> None:
+    """Speed-up over flat EP against the number of DCs, with packets of 0.036 MB."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    packets = list(dict.fromkeys(one["packet_mb"] for one in records))
-    size = (5 * len(SWEEPS), 4 * len(packets))
-    figure, grid = pyplot.subplots(len(packets), len(SWEEPS), figsize=size, squeeze=False, sharey="row")
-    for row, packet_mb in zip(grid, packets, strict=True):
-        for axes, (name, speed_up) in zip(row, SWEEPS.items(), strict=True):
-            for gbps in GBPS:
-                chosen = [one for one in records if one["gbps"] == gbps and one["packet_mb"] == packet_mb]
-                axes.plot([one["dcs"] for one in chosen], list(map(speed_up, chosen)), "o-", label=f"{gbps:g} Gbit/s")
-            axes.axhline(1.0, color="grey", linestyle=":")
-            axes.set(
-                xscale="log",
-                yscale="log",
-                xlabel="datacentres",
-                ylabel="speed-up over flat EP",
-                title=f"{name}, {packet_mb} MB",
-            )
-            axes.grid(which="both", alpha=0.3)
-    grid[0][0].legend(fontsize=8)
+    chosen = [one for one in records if one["gbps"] == gbps and one["packet_mb"] == min(SWEEP_PACKET_MB)]
+    figure, axes = pyplot.subplots(figsize=(9, 4))
+    for name, (label, color, height) in PLOTTED.items():
+        gains = list(map(SWEEPS[name], chosen))
+        axes.plot([one["dcs"] for one in chosen], gains, "o-", color=color, linewidth=2)
+        axes.annotate(label, (1120, gains[-1] * height), color=color, va="center", fontsize=9)
+    in_80_gb = {one["dcs"]: SWEEPS["the planner's choice in 80 GB"](one) for one in chosen}
+    title = f"In 80 GB: {in_80_gb[64]:.1f}x at 64 datacentres, {in_80_gb[1000]:.2f}x at 1000"
+    figure.suptitle(title, x=0.01, ha="left", weight="bold")
+    axes.set(xscale="log", yscale="log", xlabel=f"datacentres, each with one GPU and {gbps:g} Gbit/s")
+    axes.set(ylabel="speed-up over flat EP", xlim=(3.6, 4500))
+    axes.set_xticks([4, 16, 64, 256, 1000])
+    axes.set_yticks([1, 2, 5, 10])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_locator(ticker.NullLocator())
+    axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
     pyplot.close(figure)
+
+
+def describe(records: Sequence[Record]) -> str:
+    """Markdown: the tables of all parts that are there."""
+    of_part: dict[str, list[Record]] = {}
+    for one in records:
+        of_part.setdefault(one["part"], []).append(one)
+    parts = []
+    if table := of_part.get("table V"):
+        parts.append(describe_table_v(table, table[0]["packet_factor"], table[0]["slowness"]))
+    for part, describe_part in DESCRIBE.items():
+        if part in of_part:
+            parts.append(describe_part(of_part[part]))
+    return "\n\n".join(parts)
+
+
+DESCRIBE = {
+    "table VI": describe_table_vi,
+    "sweep": describe_sweeps,
+    "range": describe_range,
+    "ours": describe_ours,
+    "kinds": describe_kinds,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, help="JSON lines, written anew")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="for PNGs")
+    parser.add_argument("--report", type=Path, metavar="RECORDS", help="print the tables of such lines; run nothing")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="for SVGs")
     args = parser.parse_args()
     records: list[Record] = []
-    for part in args.parts:
+    if args.report is not None:
+        records = [json.loads(line) for line in args.report.read_text().splitlines()]
+    for part in args.parts if args.report is None else ():
         if part == "table":
             constants = fit_two_constants()
-            found = list(table_v(*constants))
-            print(describe_table_v(found, *constants))
-            tables = list(table_vi(*constants))
-            print(describe_table_vi(tables))
-            found += tables
-            found = [{**one, "packet_factor": constants[0], "slowness": constants[1]} for one in found]
+            found = [*table_v(*constants), *table_vi(*constants)]
+            records += [{**one, "packet_factor": constants[0], "slowness": constants[1]} for one in found]
         elif part == "sweeps":
-            found = list(sweeps())
-            print(describe_sweeps(found))
-            if args.plots is not None:
-                plot_sweeps(found, args.plots / "scale-sweeps.png")
-            found += list(paper_range())
-            print("\n" + "\n".join(json.dumps(one) for one in found if one["part"] == "range"))
-        elif part == "ours":
-            found = list(ours())
-            print(describe_ours(found))
+            records += [*sweeps(), *paper_range()]
         else:
-            found = list(kinds())
-            print(describe_kinds(found))
-        sys.stdout.flush()
-        records += found
+            records += ours() if part == "ours" else kinds()
+    print(describe(records))
+    if args.plots is not None:
+        plot_sweeps([one for one in records if one["part"] == "sweep"], args.plots / "scale-sweeps.svg")
     if args.out is not None:
         about = {"case": "scale", "versions": bench.versions()}
         args.out.write_text("".join(json.dumps({**about, **record}) + "\n" for record in records))

@@ -18,8 +18,11 @@ TABLES = {  # by file of results/: the program that prints it, and its arguments
     "e2e-sleep": ("e2e_report.py", "e2e-sleep-2x2.jsonl", "e2e-sleep-4x1.jsonl"),
     "e2e-hf-2x2": ("e2e_report.py", "e2e-hf-2x2.jsonl"),
     "e2e-auto": ("e2e_report.py", "e2e-auto.jsonl"),
+    "scale": ("scale.py", "--report", "scale.jsonl", "--plots", str(IMAGES)),
     "losses": ("losses.py", "--report", "losses.jsonl"),
     "codecs": ("codecs.py", "report", "codecs.jsonl"),
+    "faults": ("faults.py", "--report", "faults.jsonl"),
+    "transient-faults": ("transient_faults.py", "--report", "transient-faults.jsonl"),
     "codec-ratios": ("codec_ratios.py", "report"),
 }
 

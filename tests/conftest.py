@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 TESTS_DIR = Path(__file__).resolve().parent
@@ -16,6 +17,10 @@ if str(TESTS_DIR) not in sys.path:  # whatever pytest's import mode is
     sys.path.insert(0, str(TESTS_DIR))
 if importlib.util.find_spec("ds_hybridep") is None:  # run from a checkout without an install
     sys.path.insert(0, str(REPO_DIR))
+
+# On a busy machine an example takes as long as it takes.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 # Before torch or deepspeed are imported anywhere: workers inherit these.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -130,22 +130,30 @@ def save_and_resume(case: Case, codecs: dict[str, Any], folder: str) -> dict[str
     with engine_of(case, with_block=True, hybridep=block) as engine:
         straight = train(engine, case, 0, 2)
         engine.save_checkpoint(folder, tag="two")
+        saved = digest(engine)
         straight += train(engine, case, 2, 2)
         found = digest(engine)
     with engine_of(case, with_block=True, hybridep=block) as engine:
         engine.load_checkpoint(folder, tag="two")
         resumed = train(engine, case, 2, 2)
-        return {"straight": straight, "resumed": resumed, "digests": (found, digest(engine))}
+        digests = found, digest(engine)
+    with engine_of(case, with_block=False) as engine:
+        engine.load_checkpoint(folder, tag="two")
+        plain = digest(engine), train(engine, case, 2, 2)
+    return {"straight": straight, "resumed": resumed, "digests": digests, "saved": saved, "plain": plain}
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), slow(1, "fp32"), (2, "bf16"), slow(1, "bf16")])
-def test_resume_is_bit_equal(pool4: ProcessPool, stage: int, dtype: str, tmp_path: Any) -> None:
+def test_resume_is_bit_equal_and_deepspeed_reads_it(pool4: ProcessPool, stage: int, dtype: str, tmp_path: Any) -> None:
     toy = ToyConfig(routing="by_token", ep_size=2)
     case = world4(1, 1, zero_stage=stage, dtype=dtype, toy=toy)
     codecs = {"codecs": "recommended"} if dtype == "bf16" else LOSSY
     for one in pool4.run(save_and_resume, case=case, codecs=codecs, folder=str(tmp_path)):
         assert one["resumed"] == one["straight"][2:]
         assert one["digests"][0] == one["digests"][1]
+        plain_digest, plain_losses = one["plain"]  # DeepSpeed reads what was saved with the block
+        assert plain_digest == one["saved"]
+        assert plain_losses == pytest.approx(one["straight"][2:], rel=0.02)
 
 
 def residuals(engine: Any) -> dict[str, float]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations for Hugging Face models: DeepSpeed accepts the AutoEP block, and groups span the datacentres."""
+"""Configurations for Hugging Face models: DeepSpeed accepts the AutoEP block, and the planner chooses the rest."""
 
 import json
 import math
@@ -12,6 +12,7 @@ import yaml
 from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
 from deepspeed.utils.groups import _get_expert_parallel_ranks
 
+from ds_hybridep.commands.main import main
 from ds_hybridep.config import parse_config
 from ds_hybridep.plan.partition import Partition
 
@@ -26,7 +27,7 @@ def load(name: str) -> tuple[dict[str, Any], int]:
 
 
 @pytest.mark.parametrize("name", ["hf_2x2.json", *MODELS])
-def test_deepspeed_accepts_the_block_and_groups_span_the_datacentres(name: str) -> None:
+def test_deepspeed_accepts_the_block_and_domains_fit_into_its_groups(name: str) -> None:
     config, world_size = load(name)
     autoep = parse_autoep_config(config["expert_parallel"])
     validate_autoep_config(autoep, world_size, pp_size=1, tp_size=1, sp_size=1)
@@ -37,7 +38,7 @@ def test_deepspeed_accepts_the_block_and_groups_span_the_datacentres(name: str) 
     )
     for ranks in expert_groups:
         partition = Partition.build(block.cluster(), tuple(ranks), block.domain_sizes)
-        assert partition.spans[0] == 2
+        assert partition.spans[0] == (1 if name.startswith("mixtral") else 2)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -47,3 +48,17 @@ def test_experts_can_be_divided_by_the_ranks(name: str) -> None:
     num_experts = model.get("num_experts") or model["num_local_experts"]
     assert config["expert_parallel"]["preset_model"] == model["model_type"]
     assert num_experts % config["expert_parallel"]["autoep_size"] == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_they_are_what_the_planner_chooses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    network = ["--dcs", "2x8", "--wan", "10gbps", "--delay", "10ms", "--lan", "3200gbps", "--memory", "80"]
+    training = ["--tokens", "8192", "--accumulation", "4", "--checkpointing", "--learning-rate", "1e-5"]
+    assert main(["plan", "--json", "--model", MODELS[name], *network, *training]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    chosen = answer["ds_config"]["hybridep"]
+    chosen.pop("advanced")
+    config, _ = load(name)
+    assert config["hybridep"] == chosen
+    assert config["expert_parallel"]["autoep_size"] == answer["plan"]["ep_size"]
+    assert config["gradient_accumulation_steps"] == 4

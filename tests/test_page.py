@@ -2,6 +2,7 @@
 """The record of a run as a page for a browser."""
 
 import json
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -16,9 +17,10 @@ RECORD = {
     "steps": 10,
     "world_size": 4,
     "step_s": 0.25,
-    "levels": [{"name": "<dc>", "sent_bytes": KINDS, "plain_ep_bytes": 38_000_000}],
+    "levels": [{"name": "<dc>", "sent_bytes": KINDS, "plain_ep_bytes": 38_000_000, "waits": 41.0}],
     "exposed_s": {"tokens": 0.5, "expert_weights": 0.1, "expert_gradients": 0.0, "dense": None},
-    "layers": [{"name": "blocks.0.moe", "imbalance": 1.25, "codecs": {}}],
+    "slowest": {"rank": 2, "waited_s": 0.01, "others_waited_s": 0.08},
+    "layers": [{"name": "blocks.0.moe", "imbalance": 1.25, "expert_load": 1.75, "codecs": {}}],
 }
 RUNS = (
     Run(title="plain", step_s=2.0, uplink_bytes=14e6, loss=3.0, valid_loss=3.1),
@@ -69,7 +71,28 @@ def test_it_says_what_the_record_says(tmp_path):
     filled = [text for text in texts if text]
     waits = {name: filled[filled.index(name) + 1] for name in ("tokens", "computation and all else")}
     assert waits == {"tokens": "50.0 ms", "computation and all else": "190.0 ms"}
-    assert "1.25" in texts
+    assert {"1.25", "1.75", "4.1"} <= set(texts)
+    assert "Slowest: rank 2, which waited 10.0 ms per step; the others waited 80.0 ms." in texts
+
+
+def luminance(color):
+    """Of "#rrggbb", as the Web Content Accessibility Guidelines define it."""
+    parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_text_and_bars_stand_out_in_both_themes(tmp_path, theme):
+    write_page(tmp_path / "page.html", RECORD, RUNS)
+    colors = dict(re.findall(r"--(\w+): (#\w{6})", (tmp_path / "page.html").read_text().split(":root")[1 + theme]))
+    assert {"ink", "soft", "paper", "line", "rest", *KINDS} == set(colors)
+    paper = luminance(colors.pop("paper"))
+    del colors["line"]  # is no information
+    for name, color in colors.items():
+        dark, light = sorted((paper, luminance(color)))
+        contrast = (light + 0.05) / (dark + 0.05)
+        assert contrast >= (4.5 if name in ("ink", "soft") else 3), (name, contrast)
 
 
 def test_several_ways_are_compared(tmp_path):

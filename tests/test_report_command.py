@@ -12,7 +12,7 @@ def test_report_says_which_kernels_there_are_or_why_not(capsys, monkeypatch):
     monkeypatch.setattr(builder_module.HybridEPBuilder, "why_not", lambda self: "no GPU" if self.is_cuda else None)
     for is_built, expected in ((False, "yes, on first use"), (True, "built: hybridep_rows_")):
         monkeypatch.setattr(builder_module.HybridEPBuilder, "is_built", lambda self, found=is_built: found)
-        assert main(["report"]) == 0
+        assert main(["--local_rank=0", "report"]) == 0  # as DeepSpeed's launcher starts it
         text = capsys.readouterr().out
         assert f"kernels for cpu tensors: {expected}" in text
         assert "kernels for cuda tensors: no: no GPU; on these tensors the slower" in text

@@ -2,8 +2,11 @@
 """Which checkpoint is loaded after a save that was interrupted."""
 
 import os
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from deepspeed import comm as dist
@@ -11,7 +14,6 @@ from parity import Case
 from process_pool import ProcessPool
 from test_engine import engine_of, error_of, train, world2
 
-from ds_hybridep.errors import ConfigError
 from ds_hybridep.integration import whole_checkpoints as whole
 
 
@@ -32,10 +34,55 @@ def load_after_interrupted_saves(case: Case, folder: str) -> list[Any]:
     return found
 
 
+def load_at_once(case: Case, folder: str) -> list[Any]:
+    """What is loaded right after a save on whose rank 0 the mark stays for a while, by name and without one."""
+    end = whole.end
+
+    def end_late(path: Path) -> None:
+        time.sleep(0.5)
+        end(path)
+
+    found = []
+    with engine_of(case, with_block=True) as engine, mock.patch.object(whole, "end", end_late):
+        train(engine, case, 0, 1)
+        for tag in ("mine", None):
+            engine.save_checkpoint(folder, "mine")
+            found.append(Path(engine.load_checkpoint(folder, tag)[0]).parent.name)
+    return found
+
+
+def load_where_rank_1_sees_an_old_folder(case: Case, folder: str) -> list[Any]:
+    """What is loaded where rank 1 sees a mark, and the name of an older checkpoint, after both have changed."""
+    is_late = dist.get_rank() == 1
+    found = []
+    with engine_of(case, with_block=True) as engine:
+        for step in range(2):
+            train(engine, case, step, 1)
+            engine.save_checkpoint(folder)
+        with (
+            mock.patch.object(whole, "why_not", return_value="incomplete") if is_late else nullcontext(),
+            mock.patch.object(whole, "named", return_value="global_step1") if is_late else nullcontext(),
+        ):
+            for tag in ("global_step2", None):
+                found.append(Path(engine.load_checkpoint(folder, tag)[0]).parent.name)
+    return found
+
+
 @pytest.mark.dist
 def test_an_engine_loads_the_newest_whole_checkpoint(pool2: ProcessPool, tmp_path: Path) -> None:
     wanted = ["global_step2", "global_step1", None, "ConfigError"]
     assert pool2.run(load_after_interrupted_saves, case=world2(), folder=str(tmp_path)) == [wanted] * 2
+
+
+@pytest.mark.dist
+def test_a_save_returns_when_its_checkpoint_is_whole(pool2: ProcessPool, tmp_path: Path) -> None:
+    assert pool2.run(load_at_once, case=world2(), folder=str(tmp_path)) == [["mine", "mine"]] * 2
+
+
+@pytest.mark.dist
+def test_rank_0_decides_what_is_whole(pool2: ProcessPool, tmp_path: Path) -> None:
+    found = pool2.run(load_where_rank_1_sees_an_old_folder, case=world2(), folder=str(tmp_path))
+    assert found == [["global_step2", "global_step2"]] * 2
 
 
 def saved(folder: Path, tag: str, at: float, *, is_whole: bool = True) -> None:
@@ -61,8 +108,8 @@ def test_an_incomplete_one_is_skipped_and_named(tmp_path, latest):
     if latest is not None:
         (tmp_path / "latest").write_text(latest)
     assert whole.newest(tmp_path) == ("step2", ["step3"])
-    with pytest.raises(ConfigError, match="step3 is incomplete: its saving was interrupted; load without a tag"):
-        whole.check(tmp_path / "step3")
+    assert "step3 is incomplete: its saving was interrupted; load without a tag" in whole.why_not(tmp_path / "step3")
+    assert whole.why_not(tmp_path / "step2") == ""
 
 
 def test_a_tag_that_is_saved_again_is_whole_again(tmp_path):

@@ -40,12 +40,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--dcs", required=True, metavar="DCxHOSTS", help="datacentres x hosts in each, such as 2x2")
-    parser.add_argument("--wan", required=True, metavar="RATE", help="of each datacentre's uplink, such as 200mbit")
-    parser.add_argument("--delay", default="0", metavar="TIME", help="one way between datacentres, such as 10ms")
-    parser.add_argument("--jitter", default="0", metavar="TIME", help="the most that it takes longer, such as 5ms")
-    parser.add_argument("--loss", default="0", metavar="SHARE", help="of frames between datacentres, such as 1%%")
-    parser.add_argument("--lan", metavar="RATE", help="of each host's link; not limited by default")
-    parser.add_argument("--lan-delay", default="0", metavar="TIME", help="one way between hosts of a datacentre")
+    parser.add_argument(
+        "--wan", required=True, metavar="RATE", help="bandwidth of each datacentre's uplink, such as 200mbit"
+    )
+    parser.add_argument("--delay", default="0", metavar="TIME", help="one-way delay between datacentres, such as 10ms")
+    parser.add_argument("--jitter", default="0", metavar="TIME", help="random extra delay of up to this, such as 5ms")
+    parser.add_argument(
+        "--loss", default="0", metavar="SHARE", help="share of frames lost between datacentres, such as 1%%"
+    )
+    parser.add_argument("--lan", metavar="RATE", help="bandwidth of each host's link; not limited by default")
+    parser.add_argument("--lan-delay", default="0", metavar="TIME", help="one-way delay between hosts of a datacentre")
     parser.add_argument(
         "--schedule",
         default="",

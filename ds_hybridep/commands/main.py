@@ -13,7 +13,11 @@ EXIT_MISUSED = 2  # as argparse does
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand. Returns the exit code: 0, what the subcommand says, or 2 with the error on stderr."""
-    parser = argparse.ArgumentParser(prog="ds_hybridep", description="Tools around expert migration for DeepSpeed.")
+    parser = argparse.ArgumentParser(
+        prog="ds_hybridep", description="Tools for training Mixture-of-Experts models with DeepSpeed over slow links."
+    )
+    # DeepSpeed's launcher puts it before all arguments of what it starts.
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     for command in (plan, simulate, probe, lab, report, show):
         command.add_parser(subparsers)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from ds_hybridep.commands.record import CODEC_TITLE, NOT_COUNTED, codec_rows, explain_plan
+from ds_hybridep.commands.record import CODEC_TITLE, NOT_COUNTED, codec_rows, explain_plan, slowest_rank
 from ds_hybridep.version import __version__
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -80,9 +80,16 @@ def _content(record: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
         ),
         "time_bars": _time_bars(record),
         "byte_bars": [(level["name"], _byte_bars(level, record["steps"])) for level in record["levels"]],
-        "load_bars": _bars(
-            [(layer["name"], {REST: layer["imbalance"]}, f"{layer['imbalance']:.2f}") for layer in record["layers"]]
+        "wait_bars": _bars(
+            [
+                (level["name"], {REST: level["waits"]}, f"{level['waits'] / record['steps']:.1f}")
+                for level in record["levels"]
+                if "waits" in level
+            ]
         ),
+        "slowest": slowest_rank(record),
+        "expert_bars": _load_bars(record, "expert_load"),
+        "rank_bars": _load_bars(record, "imbalance"),
         "codec_title": CODEC_TITLE,
         "codec_rows": codec_rows(record),
         "plan": explain_plan(record) if record.get("planning") else "",
@@ -113,6 +120,13 @@ def _time_bars(record: Mapping[str, Any]) -> list[Bar]:
     parts = waits | ({REST: max(step_s - sum(waits.values()), 0.0)} if step_s else {})
     rows = [(_words(kind), {kind: seconds}, f"{1e3 * seconds:.1f} ms") for kind, seconds in parts.items()]
     return _bars(rows)
+
+
+def _load_bars(record: Mapping[str, Any], name: str) -> list[Bar]:
+    """Max over mean, by layer."""
+    return _bars(
+        [(layer["name"], {REST: layer[name]}, f"{layer[name]:.2f}") for layer in record["layers"] if name in layer]
+    )
 
 
 def _byte_bars(level: Mapping[str, Any], steps: int) -> list[Bar]:

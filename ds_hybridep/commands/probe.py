@@ -36,7 +36,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--levels", required=True, metavar="NAME=SIZE,...", help="slowest first, such as dc=2,gpu=8")
+    parser.add_argument(
+        "--levels", required=True, metavar="NAME=SIZE,...", help="levels of the job, slowest first, such as dc=2,gpu=8"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # DeepSpeed's launcher sets it
     parser.set_defaults(run=run)

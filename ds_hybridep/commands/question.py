@@ -44,52 +44,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that `read_question` reads."""
     _add_job_arguments(parser)
     machine = parser.add_argument_group("machines")
-    machine.add_argument("--tflops", type=float, default=DEFAULT_TFLOPS, help="peak of a GPU; default %(default)g")
-    machine.add_argument("--mfu", type=float, default=DEFAULT_MFU, help="share of it reached; default %(default)g")
-    machine.add_argument("--overlap", type=float, default=1.0, metavar="SHARE", help="hidden of what could be; all")
-    machine.add_argument("--memory", type=float, metavar="GB", help="of a GPU; plans must fit; not limited")
+    machine.add_argument(
+        "--tflops", type=float, default=DEFAULT_TFLOPS, help="peak TFLOPS of a GPU; default %(default)g"
+    )
+    machine.add_argument(
+        "--mfu", type=float, default=DEFAULT_MFU, help="share of the peak that is reached; default %(default)g"
+    )
+    machine.add_argument(
+        "--overlap",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="share of transfers that hide behind computation, where they can; default %(default)g",
+    )
+    machine.add_argument(
+        "--memory", type=float, metavar="GB", help="memory of a GPU, activations included; no limit by default"
+    )
     machine.add_argument(
         "--host-memory",
         type=float,
         default=128.0,
         metavar="GB",
-        help="of the host, for each GPU; default %(default)g",
+        help="host memory for each GPU; default %(default)g",
     )
     machine.add_argument(
         "--host-rate",
         type=float,
         default=50.0,
         metavar="GB/S",
-        help="of a GPU to the host's memory; default %(default)g",
+        help="rate between a GPU and host memory; default %(default)g",
     )
     machine.add_argument(
         "--dense-sync",
         choices=("hierarchical", "deepspeed"),
         default="hierarchical",
-        help="of parameters that several ranks hold: level by level, or in DeepSpeed's rings, which nothing encodes",
+        help="who synchronises what several ranks hold: this package, level by level, or DeepSpeed, without codecs",
     )
     machine.add_argument(
         "--codecs",
         choices=(RECOMMENDED, EXACT),
         default=RECOMMENDED,
-        help="to try at each level beside exact packets; default %(default)s",
+        help="codecs to try at each level; default %(default)s, which includes exact ones",
     )
     machine.add_argument(
-        "--codec-rates", type=Path, metavar="FILE", help="measured by benchmarks/codecs.py; an estimate for a GPU"
+        "--codec-rates",
+        type=Path,
+        metavar="FILE",
+        help="rates measured by benchmarks/codecs.py; default: an estimate for a GPU",
     )
-    machine.add_argument(
-        "--token-codec", choices=get_args(RowFormat), help="of token rows on their way to experts over the slow level"
-    )
+    machine.add_argument("--token-codec", choices=get_args(RowFormat), help="codec of token rows over the slow level")
 
 
 def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--cluster", type=Path, metavar="FILE", help="a cluster file, with a list of levels")
     cluster.add_argument("--dcs", metavar="DCxGPUS", help="datacentres x GPUs in each, such as 2x8")
-    cluster.add_argument("--wan", metavar="RATE", help="of each datacentre's uplink, such as 10gbps")
-    cluster.add_argument("--delay", metavar="TIME", help="one way between datacentres, such as 10ms")
-    cluster.add_argument("--lan", metavar="RATE", help="of each GPU's link inside; 8 times --wan by default")
-    cluster.add_argument("--lan-delay", metavar="TIME", help="one way between GPUs of a datacentre")
+    cluster.add_argument("--wan", metavar="RATE", help="bandwidth of each datacentre's uplink, such as 10gbps")
+    cluster.add_argument("--delay", metavar="TIME", help="one-way delay between datacentres, such as 10ms")
+    cluster.add_argument("--lan", metavar="RATE", help="bandwidth of each GPU's link; 8 times --wan by default")
+    cluster.add_argument("--lan-delay", metavar="TIME", help="one-way delay between GPUs of a datacentre")
     model = parser.add_argument_group("model and training")
     names = ", ".join(ready_names())
     model.add_argument(
@@ -98,23 +111,33 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help=f"{names}, a Hugging Face config.json, or a file with layers, hidden, ffn, experts, top_k",
     )
-    model.add_argument("--tokens", type=_positive, metavar="N", help=f"per micro-step; default {DEFAULT_TOKENS}")
-    model.add_argument("--seq-len", type=_positive, default=0, metavar="N", help="of a sequence, for attention scores")
-    model.add_argument("--accumulation", type=_positive, default=1, metavar="N", help="micro-steps in a step")
+    model.add_argument(
+        "--tokens", type=_positive, metavar="N", help=f"tokens per GPU and micro-step; default {DEFAULT_TOKENS}"
+    )
+    model.add_argument(
+        "--seq-len", type=_positive, default=0, metavar="N", help="sequence length, for the cost of attention"
+    )
+    model.add_argument("--accumulation", type=_positive, default=1, metavar="N", help="gradient_accumulation_steps")
     model.add_argument("--zero-stage", type=int, choices=(0, 1, 2), default=1)
-    model.add_argument("--dtype", choices=sorted(DTYPE_BYTES), help="of parameters and rows; default bf16")
+    model.add_argument("--dtype", choices=sorted(DTYPE_BYTES), help="type of parameters and activations; default bf16")
     model.add_argument(
         "--learning-rate",
         type=float,
         default=DEFAULT_LEARNING_RATE,
         metavar="LR",
-        help="of AdamW, on which the size of patches depends; default %(default)g",
+        help="learning rate of AdamW, which decides the size of patches; default %(default)g",
     )
-    model.add_argument("--checkpointing", action="store_true", help="activations are recomputed in the backward")
-    model.add_argument("--fused-loss", action="store_true", help="logits of all tokens are never in memory at once")
-    model.add_argument("--capacity-factor", type=float, default=1.0, help="of DeepSpeed's gate, for comparison")
-    model.add_argument("--lora-rank", type=_positive, metavar="R", help="only adapters of this rank are trained")
-    model.add_argument("--ep-size", type=_positive, metavar="N", help="ranks that share the experts; searched")
+    model.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
+    model.add_argument(
+        "--fused-loss", action="store_true", help="the loss is computed in pieces, without all logits in memory"
+    )
+    model.add_argument(
+        "--capacity-factor", type=float, default=1.0, help="capacity factor of DeepSpeed's gate; default %(default)g"
+    )
+    model.add_argument("--lora-rank", type=_positive, metavar="R", help="train LoRA adapters of this rank only")
+    model.add_argument(
+        "--ep-size", type=_positive, metavar="N", help="size of the expert-parallel group; default: the best"
+    )
     model.add_argument("--strided", action="store_true", help="with --ep-size: use_data_before_expert_parallelism")
 
 

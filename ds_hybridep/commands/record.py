@@ -50,8 +50,19 @@ def format_run_record(record: Mapping[str, Any]) -> str:
     sections = [header, aligned(rows), f"time a rank waited for them, mean per step: {', '.join(waits)}"]
     if in_a_row := [f"{level['name']} {level['waits'] / steps:.1f}" for level in levels if "waits" in level]:
         sections.append(f"waits in a row over each level, mean per step: {', '.join(in_a_row)}")
+    if slowest := slowest_rank(record):
+        sections.append(slowest)
     rows = codec_rows(record)
     return "\n\n".join(sections + ([CODEC_TITLE, aligned(rows)] if len(rows) > 1 else []))
+
+
+def slowest_rank(record: Mapping[str, Any]) -> str:
+    """The rank that others wait for, or "": it waits least itself."""
+    slowest = record.get("slowest")
+    if slowest is None or slowest["others_waited_s"] <= 0:
+        return ""
+    own, others = 1e3 * slowest["waited_s"], 1e3 * slowest["others_waited_s"]
+    return f"slowest: rank {slowest['rank']}, which waited {own:.1f} ms per step; the others waited {others:.1f} ms"
 
 
 def codec_rows(record: Mapping[str, Any]) -> list[list[str]]:

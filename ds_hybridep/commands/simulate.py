@@ -35,7 +35,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     asking.add_arguments(parser)
     plans = parser.add_argument_group("plans")
-    plans.add_argument("--domains", action="append", default=[], metavar="N,N", help="sizes to simulate too")
+    plans.add_argument(
+        "--domains", action="append", default=[], metavar="N,N", help="also simulate these domain sizes"
+    )
     conditions = parser.add_argument_group("conditions")
     conditions.add_argument(
         "--slow",
@@ -46,23 +48,38 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "the seconds of its GPU 1 from second 10 on; may be repeated",
     )
     conditions.add_argument("--zipf", type=float, metavar="S", help="expert n is chosen as often as 1 / n^S")
-    conditions.add_argument("--jitter", type=float, default=0.0, metavar="SHARE", help="of computations, at random")
-    conditions.add_argument("--seed", type=int, default=0, help="of the jitter")
-    conditions.add_argument("--switches", action="store_true", help="messages between DCs pass the links inside too")
+    conditions.add_argument(
+        "--jitter", type=float, default=0.0, metavar="SHARE", help="random share that computations take longer"
+    )
+    conditions.add_argument("--seed", type=int, default=0, help="seed of the jitter")
+    conditions.add_argument(
+        "--switches", action="store_true", help="messages between datacentres also pass the links inside"
+    )
     sweep = parser.add_argument_group("sweep", "experts grow with the number of GPUs")
-    sweep.add_argument("--sweep-dcs", type=int, nargs="+", default=[], metavar="N", help="numbers of DCs")
-    sweep.add_argument("--sweep-wan", nargs="+", default=[], metavar="RATE", help="of each DC's uplink")
+    sweep.add_argument("--sweep-dcs", type=int, nargs="+", default=[], metavar="N", help="numbers of datacentres")
+    sweep.add_argument(
+        "--sweep-wan", nargs="+", default=[], metavar="RATE", help="bandwidths of each datacentre's uplink"
+    )
     output = parser.add_argument_group("output of the simulation")
     output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--plot", type=Path, metavar="FILE.png", help="with --sweep-dcs: speed-up by number of DCs")
-    output.add_argument("--trace", type=Path, metavar="FILE.json", help="of the best plan, for Perfetto or Chrome")
     output.add_argument(
-        "--export-chakra", type=Path, metavar="FOLDER", help="of the best plan: --rank, or all ranks up to 64"
+        "--plot", type=Path, metavar="FILE", help="with --sweep-dcs: plot the speed-up by number of datacentres"
     )
     output.add_argument(
-        "--import-chakra", type=Path, metavar="FILE.et", help="simulate the computation of an execution trace"
+        "--trace", type=Path, metavar="FILE.json", help="write a trace of the best plan, for Perfetto or Chrome"
     )
-    output.add_argument("--rank", type=int, action="append", default=[], help="to trace; may be repeated; default 0")
+    output.add_argument(
+        "--export-chakra",
+        type=Path,
+        metavar="FOLDER",
+        help="write Chakra traces of the best plan, of --rank or of up to 64 ranks",
+    )
+    output.add_argument(
+        "--import-chakra", type=Path, metavar="FILE.et", help="take computation times from this Chakra trace"
+    )
+    output.add_argument(
+        "--rank", type=int, action="append", default=[], help="rank to trace; may be repeated; default 0"
+    )
     parser.set_defaults(run=run)
 
 

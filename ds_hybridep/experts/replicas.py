@@ -287,8 +287,9 @@ class WeightShipment(Gather):
             sources = replicas.own.sources() if feedback.mirrors else []
             encoded = {name: [mirror.encode(sources)] for name, mirror in feedback.mirrors.items()}
             self._messages.update({level: encoded[name] for level, name in feedback.mirror_names.items()})
-        for copy in weights if streams is not None else ():
-            streams.free_behind_side(copy)
+        if streams is not None:
+            for copy in weights:
+                streams.free_behind_side(copy)
         replicas.forget_sent()
         if not is_sent:
             replicas.own.unstage()

@@ -6,20 +6,22 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.utils import log_dist
 
-from ds_hybridep.errors import UnsupportedError
+from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.integration import whole_checkpoints
 from ds_hybridep.integration.autoep import adapted_layers
-from ds_hybridep.transport.agreement import agree, announcing_failure
+from ds_hybridep.transport.agreement import agree, announcing_failure, hear
 
 if TYPE_CHECKING:
     from ds_hybridep.integration.attachment import Attachment
 
 PLAN_FILE = "hybridep_plan.json"
+UNIVERSAL = "latest_universal"  # DeepSpeed's file that names the newest universal checkpoint
 
 
 def save(
@@ -43,20 +45,27 @@ def save(
     if planner is not None and transport.rank == 0:
         write_json(folder / PLAN_FILE, planner.record(attachment.runtime))
     saved = original(save_dir, tag, *args, **kwargs)
-    if marks:
-        whole_checkpoints.end(folder)
+    with announcing_failure():
+        if marks:
+            whole_checkpoints.end(folder)
+    agree({"saved": tag}, transport.timeout_s)  # who returns earlier would find the mark
     return saved
 
 
 def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """In the place of `engine.load_checkpoint`; AgreementError where one rank finds a checkpoint and another none."""
-    engine = attachment.engine
+    engine, timeout_s = attachment.engine, attachment.runtime.config.timeout_s
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    # One rank looks: file systems may show others what was there before.
+    tag, why_none = hear(partial(_choose, Path(call.arguments["load_dir"]), call.arguments["tag"], engine), timeout_s)
+    if why_none and call.arguments["tag"] is not None:
+        raise ConfigError(why_none)
+    call.arguments["tag"] = tag
     with announcing_failure():
-        call = inspect.signature(original).bind(*args, **kwargs)
-        call.apply_defaults()
-        loaded = _load_weights(attachment, original, call) if _choose(call, engine) else (None, None)
+        loaded = _load_weights(attachment, original, call) if not why_none else (None, None)
     # Here all ranks hear of one that failed, whatever each has to load next.
-    agree({"is a checkpoint found": loaded[0] is not None}, attachment.runtime.config.timeout_s)
+    agree({"is a checkpoint found": loaded[0] is not None}, timeout_s)
     if loaded[0] is None or not call.arguments["load_optimizer_states"] or call.arguments["load_module_only"]:
         attachment.runtime.codecs.forget()
     else:
@@ -73,18 +82,17 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
     return loaded
 
 
-def _choose(call: inspect.BoundArguments, engine: Any) -> bool:
-    """Have the newest whole checkpoint loaded where none is named; False where only incomplete ones are there."""
-    folder, tag = Path(call.arguments["load_dir"]), call.arguments["tag"]
+def _choose(folder: Path, tag: str | None, engine: Any) -> tuple[str | None, str]:
+    """On rank 0: the tag of the checkpoint to load, the newest whole one where none is named; and why not to load."""
     if tag is not None:
-        whole_checkpoints.check(folder / str(tag))
-    elif not engine.load_universal_checkpoint():
-        call.arguments["tag"], skipped = whole_checkpoints.newest(folder)
-        for one in skipped:
-            said = f"hybridep: checkpoint {folder / one} is incomplete (its saving was interrupted): skipped"
-            log_dist(said, [0], logging.WARNING)
-        return call.arguments["tag"] is not None or not skipped
-    return True
+        return str(tag), whole_checkpoints.why_not(folder / str(tag))
+    if engine.load_universal_checkpoint():
+        return whole_checkpoints.named(folder / UNIVERSAL), ""
+    chosen, skipped = whole_checkpoints.newest(folder)
+    for one in skipped:
+        said = f"hybridep: checkpoint {folder / one} is incomplete (its saving was interrupted): skipped"
+        log_dist(said, [0], logging.WARNING)
+    return chosen, "all are incomplete" if skipped and chosen is None else ""
 
 
 def _load_weights(attachment: "Attachment", original: Callable[..., Any], call: inspect.BoundArguments) -> Any:

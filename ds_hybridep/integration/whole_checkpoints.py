@@ -8,8 +8,6 @@ written: a checkpoint whose saving was interrupted keeps it, and is skipped when
 
 from pathlib import Path
 
-from ds_hybridep.errors import ConfigError
-
 MARK = "hybridep_incomplete"
 LATEST = "latest"
 
@@ -25,23 +23,28 @@ def end(folder: Path) -> None:
     (folder / MARK).unlink(missing_ok=True)
 
 
-def check(folder: Path) -> None:
-    """Raise ConfigError where a checkpoint that was asked for by its name is not whole."""
-    if (folder / MARK).exists():
-        raise ConfigError(
-            f"checkpoint {folder} is incomplete: its saving was interrupted; load without a tag to get the newest "
-            f"whole one, or name another tag"
-        )
+def why_not(folder: Path) -> str:
+    """Why a checkpoint that was asked for by its name is not to be loaded; empty where it is."""
+    if not (folder / MARK).exists():
+        return ""
+    return (
+        f"checkpoint {folder} is incomplete: its saving was interrupted; load without a tag to get the newest "
+        f"whole one, or name another tag"
+    )
+
+
+def named(file: Path) -> str | None:
+    """The tag in a file such as `latest`; None for none."""
+    return (file.read_text(encoding="utf-8").strip() if file.is_file() else "") or None
 
 
 def newest(folder: Path) -> tuple[str | None, list[str]]:
     """The tag of the newest whole checkpoint in `folder`, None for none; and the incomplete ones that are skipped."""
-    latest = folder / LATEST
-    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    latest = named(folder / LATEST)
     tags = [one.name for one in folder.iterdir() if any(one.glob("*.pt"))] if folder.is_dir() else []
     skipped = sorted(tag for tag in tags if (folder / tag / MARK).exists())
-    if named and named not in skipped and (folder / named).is_dir():
-        return named, skipped
+    if latest and latest not in skipped and (folder / latest).is_dir():
+        return latest, skipped
     whole = [tag for tag in tags if tag not in skipped]
     return max(whole, key=lambda tag: _written_at(folder / tag), default=None), skipped
 

@@ -251,12 +251,7 @@ class EmulatedNetwork:
         self._plug(self._core, [f"dc{dc}"])
         if self.links.needs_delay_line:
             ends = LineEnd(switch, "outward"), LineEnd(self._core, f"from{dc}")
-            self._add_delay_line(
-                *ends,
-                a_to_b_s=self.links.wan_delay_s,
-                jitter_s=self.links.wan_jitter_s,
-                loss=self.links.wan_loss,
-            )
+            self._add_delay_line(*ends, self.links.wan_delay_s, self.links.wan_jitter_s, self.links.wan_loss)
             for end in ends:
                 self._plug(end.namespace, [end.device])
 
@@ -265,9 +260,7 @@ class EmulatedNetwork:
         self._add_namespace(host, HOST_SYSCTLS)
         if self.links.lan_delay_s:
             # Delayed from the host to the switch only: one delay from host to host.
-            self._add_delay_line(
-                LineEnd(host, HOST_DEVICE), LineEnd(switch, f"host{rank}"), a_to_b_s=self.links.lan_delay_s
-            )
+            self._add_delay_line(LineEnd(host, HOST_DEVICE), LineEnd(switch, f"host{rank}"), self.links.lan_delay_s)
         else:
             run_ip(host, f"link add name {HOST_DEVICE} type veth peer name host{rank} netns {switch}")
         self._plug(switch, [f"host{rank}"])
@@ -293,9 +286,7 @@ class EmulatedNetwork:
             for namespace, device in ((host, HOST_DEVICE), (switch, f"host{rank}")):
                 _shape(namespace, device, self.links.lan_bits_per_s, self._round_trip_s, is_new=True)
 
-    def _add_delay_line(
-        self, a: LineEnd, b: LineEnd, *, a_to_b_s: float, jitter_s: float = 0.0, loss: float = 0.0
-    ) -> None:
+    def _add_delay_line(self, a: LineEnd, b: LineEnd, a_to_b_s: float, jitter_s: float = 0, loss: float = 0) -> None:
         line = DelayLine(build_delay_line(), a, b, a_to_b_s=a_to_b_s, b_to_a_s=0.0, jitter_s=jitter_s, loss=loss)
         self._delay_lines.append(line)
         for end in (a, b):

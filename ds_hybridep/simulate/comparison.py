@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulations of several plans side by side: as a table, JSON, a plot, or a trace for Perfetto."""
 
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import track
 
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster
@@ -120,15 +124,19 @@ def sweep(
     numbers_of_dcs: Sequence[int],
     bandwidths: Sequence[float],
 ) -> list[dict[str, Any]]:
-    """The planner's best and the ways to compare with, at every number of DCs and bandwidth of level 0."""
+    """The planner's best and the ways to compare with, at every number of DCs and bandwidth of level 0.
+
+    Shows its progress where stderr is a terminal.
+    """
     points = []
     given = question.cluster.levels[0].link.bandwidth_bytes_per_s
-    for bandwidth in bandwidths or (given,):
-        for num_dcs in numbers_of_dcs:
-            asked = with_dcs(question, num_dcs)
-            asked = replace(asked, cluster=asked.cluster.with_link(0, bandwidth_bytes_per_s=bandwidth))
-            results = simulate_all(asked, conditions, layouts_of(asked, domains))
-            points.append({"dcs": num_dcs, "bandwidth_bytes_per_s": bandwidth, **answer_json(asked.cluster, results)})
+    grid = list(itertools.product(bandwidths or (given,), numbers_of_dcs))
+    terminal = Console(stderr=True)
+    for bandwidth, num_dcs in track(grid, "simulating", console=terminal, disable=not terminal.is_terminal):
+        asked = with_dcs(question, num_dcs)
+        asked = replace(asked, cluster=asked.cluster.with_link(0, bandwidth_bytes_per_s=bandwidth))
+        results = simulate_all(asked, conditions, layouts_of(asked, domains))
+        points.append({"dcs": num_dcs, "bandwidth_bytes_per_s": bandwidth, **answer_json(asked.cluster, results)})
     return points
 
 
@@ -186,6 +194,7 @@ def answer_json(cluster: Cluster, results: Sequence[SimulatedPlan]) -> dict[str,
                 "step_s": result.step.step_s,
                 "terms_s": dict(result.step.terms_s),
                 "uplink_bytes": [dict(kinds) for kinds in result.step.uplink_bytes(cluster)],
+                "waits": list(result.step.schedule.waits),
                 "lacking_bytes": result.lacking_bytes,
                 "classes": result.step.num_classes,
                 "quantisation": result.step.quantisation,

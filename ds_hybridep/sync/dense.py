@@ -27,8 +27,7 @@ from ds_hybridep.errors import VerificationError
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.buffers import Buffer, HeldSum, ParameterCodecs
 from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges
-from ds_hybridep.sync.flat import Span, cut, even_bounds, hash_of, parts_of, split, whole
-from ds_hybridep.sync.home import Home
+from ds_hybridep.sync.flat import Span, cut, even_bounds, hash_of, split, whole
 from ds_hybridep.sync.memory import ALL_REDUCE, CodecMemory
 from ds_hybridep.sync.mirrors import is_patched
 from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
@@ -114,7 +113,10 @@ class GroupSync:
         self.level_to = [None if rank == transport.rank else transport.level_to(rank) for rank in members]
         self.stages = connect(gather_stages(partition, transport.rank), transport, f"dense_{name}", device)
         self._levels = [stage.level for stage in self.stages]
-        self.memory = CodecMemory(changes, self.num_slots)
+        # Where a level that the group crosses has a codec of weights; of weights or gradients.
+        self.encodes_parameters = any(encoding.weight_codecs[level] is not None for level in self._levels)
+        self.is_encoded = self.encodes_parameters or any(encoding.gradient_codecs[level] for level in self._levels)
+        self.memory = CodecMemory(changes, self.num_slots, encoding, self._levels)
         self._waiting: dict[Span, Tensor] = {}  # sums of micro-steps before the last that this rank carries on
         self.waiting_names: set[str] = set()  # of whose gradients some wait, on whatever rank
         self._pipeline = StagePipeline(transport)
@@ -135,7 +137,7 @@ class GroupSync:
         spans = tuple(spans) or (whole("", (whole_flat.numel(),)),)
         bounds = even_bounds(spans, self.num_slots)
         values = list(whole_flat.tensor_split(bounds[:-1]))
-        buffer = self._buffer(ALL_REDUCE, cut(spans, bounds), flat)
+        buffer = self.memory.buffer(ALL_REDUCE, cut(spans, bounds), flat)
         slots, sums = self._reduce(buffer, values, is_last=True)
         self._give_to_all(buffer, slots, sums)
 
@@ -153,7 +155,7 @@ class GroupSync:
             members[self._slot_of_index[owner]].append(at)
         values = [torch.cat([pieces[at] for at in slot]) if slot else flat.new_empty(0) for slot in members]
         spans = [tuple(slices[at][1] for at in slot) for slot in members]
-        buffer = self._buffer("reduce", spans, flat)
+        buffer = self.memory.buffer("reduce", spans, flat)
         _, sums = self._reduce(buffer, values, is_last=is_last)
         own = [pieces[at] for at in members[self.own_slot]]
         for piece, total in zip(own, sums[self.own_slot].split([piece.numel() for piece in own]), strict=True):
@@ -161,13 +163,6 @@ class GroupSync:
                 piece.copy_(total)
             else:
                 piece.zero_()
-
-    @property
-    def is_encoded(self) -> bool:
-        """True where a level that the group crosses has a codec."""
-        return (
-            any(self.encoding.gradient_codecs[level] is not None for level in self._levels) or self.encodes_parameters
-        )
 
     def verify(self, checksums: Sequence[Tensor]) -> None:
         """Raise VerificationError where this rank's checksums of what the group shares differ from the others'."""
@@ -188,19 +183,6 @@ class GroupSync:
         """Forget the sums of micro-steps whose step will not come."""
         self._waiting.clear()
         self.waiting_names.clear()
-
-    def _buffer(self, operation: str, spans: Sequence[tuple[Span, ...]], like: Tensor) -> Buffer:
-        key = f"{operation} {like.dtype} {hash_of(spans)}"
-        if key not in self.memory.buffers:
-            codecs = self.encoding.gradient_codecs
-            is_encoded = like.dtype != torch.float64 and any(codecs[level] for level in self._levels)
-            buffer = self.memory.buffers[key] = Buffer(key, tuple(spans))
-            if is_encoded:
-                gathers = operation == ALL_REDUCE
-                is_on_host = self.encoding.is_on_host
-                buffer.encode(codecs, self._levels, like, is_on_host, self.memory.changes, gathers=gathers)
-                self.memory.restore(buffer)
-        return self.memory.buffers[key]
 
     def _reduce(
         self, buffer: Buffer, values: Sequence[Tensor], *, is_last: bool
@@ -259,11 +241,6 @@ class GroupSync:
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
-    @property
-    def encodes_parameters(self) -> bool:
-        """True where a level that the group crosses has a codec of weights."""
-        return any(self.encoding.weight_codecs[level] is not None for level in self._levels)
-
     def all_gather(
         self, output: Tensor, own: Tensor, before: Tensor | None = None, spans: Sequence[Span] = ()
     ) -> None:
@@ -315,22 +292,12 @@ class GroupSync:
         self, output: Tensor, spans: Sequence[Span], num_elements: int
     ) -> tuple[ParameterCodecs | None, bool]:
         """None where everything goes as it is; and whether this is the first gather."""
-        codecs = self.encoding.weight_codecs
         if output.dtype == torch.float64 or not self.encodes_parameters:
             return None, True
         spans = tuple(spans) or (whole("", (output.numel(),)),)
         by_index = cut(spans, [num_elements * (index + 1) for index in range(self.num_slots)])
         by_slot = [by_index[self._slot_of_index.index(slot)] for slot in range(self.num_slots)]
-        key = f"parameters {output.dtype} {hash_of(by_slot)}"
-        if is_first := key not in self.memory.parameters:
-            feedback = Feedback(
-                [parts_of(slot) for slot in by_slot], (None,) * len(codecs), Home(output.device), self.memory.changes
-            )
-            self.memory.parameters[key] = ParameterCodecs(
-                feedback, codecs, self._levels, self.level_to, self.own_slot, output.dtype
-            )
-            is_first = not self.memory.restore_parameters(key, self.memory.parameters[key])
-        return self.memory.parameters[key], is_first
+        return self.memory.parameter_codecs(by_slot, output, self.level_to, self.own_slot)
 
     # -- numbers ----------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ds_hybridep.sync.buffers import Buffer, ParameterCodecs
 from ds_hybridep.sync.counters import CodecCounters, CodecSums
-from ds_hybridep.sync.feedback import Feedback, StepChanges
-from ds_hybridep.sync.flat import Span
+from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges
+from ds_hybridep.sync.flat import Span, hash_of, parts_of
+from ds_hybridep.sync.home import Home
 
 ALL_REDUCE = "all_reduce"  # keys of buffers whose sums all ranks get begin with it
 
@@ -32,11 +33,11 @@ class Kept:
 class CodecMemory:
     """All that codecs of one group keep, and what earlier plans and checkpoints have left.
 
-    num_ranks: of the group.
+    num_ranks: of the group; levels: that it crosses, slowest first.
     """
 
-    def __init__(self, changes: StepChanges, num_ranks: int) -> None:
-        self.changes = changes
+    def __init__(self, changes: StepChanges, num_ranks: int, encoding: Encoding, levels: Sequence[int]) -> None:
+        self.changes, self._encoding, self._levels = changes, encoding, tuple(levels)
         self.is_prescaled = False  # sums that all ranks get are means too
         self.buffers: dict[str, Buffer] = {}  # by what they consist of
         self.parameters: dict[str, ParameterCodecs] = {}  # likewise
@@ -71,6 +72,34 @@ class CodecMemory:
     def gather_exactly(self) -> None:
         """The next gathers bring every parameter as it is: those of other ranks may have changed."""
         self.parameters.clear()
+
+    def buffer(self, operation: str, spans: Sequence[tuple[Span, ...]], like: Tensor) -> Buffer:
+        """What is kept of one flat buffer of gradients.  spans: by slot."""
+        key = f"{operation} {like.dtype} {hash_of(spans)}"
+        if key not in self.buffers:
+            codecs, is_on_host = self._encoding.gradient_codecs, self._encoding.is_on_host
+            buffer = self.buffers[key] = Buffer(key, tuple(spans))
+            if like.dtype != torch.float64 and any(codecs[level] for level in self._levels):
+                gathers = operation == ALL_REDUCE
+                buffer.encode(codecs, self._levels, like, is_on_host, self.changes, gathers=gathers)
+                self._restore(buffer)
+        return self.buffers[key]
+
+    def parameter_codecs(
+        self, spans: Sequence[tuple[Span, ...]], like: Tensor, level_to: Sequence[int | None], own_slot: int
+    ) -> tuple[ParameterCodecs, bool]:
+        """What is kept of one flat buffer of parameters, and whether nothing was known of it.  spans: by slot."""
+        key = f"parameters {like.dtype} {hash_of(spans)}"
+        if (known := self.parameters.get(key)) is not None:
+            return known, False
+        codecs = self._encoding.weight_codecs
+        feedback = Feedback([parts_of(slot) for slot in spans], (None,) * len(codecs), Home(like.device), self.changes)
+        made = ParameterCodecs(feedback, codecs, self._levels, level_to, own_slot, like.dtype)
+        self.parameters[key] = made
+        saved = self._saved["parameters"].pop(key, None)
+        if saved is not None:
+            made.load_state_dict(saved)
+        return made, saved is None
 
     # -- what waits for the next sums -------------------------------------------------------------------------------
 
@@ -141,19 +170,11 @@ class CodecMemory:
         self._saved = {name: dict(saved[name]) for name in ("buffers", "parameters")}
         self.kept = [Kept(name, start, values.clone()) for name, start, values in saved["kept"]]
 
-    def restore(self, buffer: Buffer) -> None:
-        """For a new buffer."""
+    def _restore(self, buffer: Buffer) -> None:
         saved = self._saved["buffers"].pop(buffer.key, {})
         for name, feedback in buffer.feedbacks.items():
             if name in saved:
                 feedback.load_gradient_state(saved[name])
-
-    def restore_parameters(self, key: str, codecs: ParameterCodecs) -> bool:
-        """False where nothing was saved."""
-        saved = self._saved["parameters"].pop(key, None)
-        if saved is not None:
-            codecs.load_state_dict(saved)
-        return saved is not None
 
 
 def _nothing() -> dict[str, dict[str, Any]]:

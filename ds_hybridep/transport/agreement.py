@@ -34,6 +34,26 @@ def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
     return startup.generation
 
 
+def hear(say: Callable[[], Any], timeout_s: float) -> Any:
+    """What `say` returns on rank 0, JSON-able, on all ranks; all must call, and the others do not call `say`.
+
+    Raises AgreementError on the others where it fails on rank 0, or rank 0 does not come.
+    """
+    startup = _Startup(timeout_s)
+    if dist.get_rank() == 0:
+        try:
+            said = say()
+        except BaseException as error:
+            startup.publish({"error": f"{type(error).__name__}: {error}"})
+            raise
+        startup.publish({"said": said})
+        return said
+    heard = startup.await_payload()
+    if "error" in heard:
+        raise AgreementError(f"rank 0 cannot start: {heard['error']}")
+    return heard["said"]
+
+
 @contextlib.contextmanager
 def announcing_failure() -> Iterator[None]:
     """Tell the other ranks when this one fails on the way to `agree`, so that they need not wait for it."""
@@ -132,6 +152,14 @@ class _Startup:
         limit_s = 1.25 * self._timeout_s + 5.0
         verdict = self._get("verdict", limit_s)
         return self._give_up([0], "rank 0", limit_s) if verdict is None else verdict
+
+    def await_payload(self) -> Mapping[str, Any]:
+        """Other ranks: what rank 0 has published."""
+        text = self._get("0", self._timeout_s)
+        if text is None:
+            raise AgreementError(self._give_up([0], "rank 0", self._timeout_s))
+        heard: Mapping[str, Any] = json.loads(text)
+        return heard
 
     def _give_up(self, missing: Sequence[int], who: str, limit_s: float) -> str:
         """Tell the missing ranks that nobody waits for them any more; the verdict."""

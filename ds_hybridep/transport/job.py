@@ -40,10 +40,11 @@ def join_job(timeout_s: float) -> None:
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     except (ValueError, RuntimeError) as error:
-        raise CommunicationError(
-            f"no job to join: {str(error).splitlines()[0]}; start the command as a training script is started, with "
-            f"deepspeed, torchrun or `ds_hybridep lab`, on all nodes"
-        ) from error
+        said = str(error).splitlines()[0]
+        remedy = "start the command as a training script is started, with deepspeed, torchrun or `ds_hybridep lab`"
+        if "[127." in said:
+            remedy = "the name of this host is a loopback address: set GLOO_SOCKET_IFNAME to the network interface"
+        raise CommunicationError(f"no job to join: {said}; {remedy}, on all nodes") from error
 
 
 def leave_job() -> None:

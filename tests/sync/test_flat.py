@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hybridep.sync.buffers import Buffer
-from ds_hybridep.sync.feedback import StepChanges
+from ds_hybridep.sync.feedback import Encoding, StepChanges
 from ds_hybridep.sync.flat import MIN_MATRIX, Span, cut, even_bounds, hash_of, parts_of, split, whole
 from ds_hybridep.sync.memory import CodecMemory, Kept
 
@@ -89,7 +89,7 @@ def test_what_was_kept_is_added_once_where_it_belongs(
     size: int, kept_from: int, span_from: int, span_size: int, scale: float
 ) -> None:
     changes = StepChanges()
-    residuals = CodecMemory(changes, 4)
+    residuals = CodecMemory(changes, 4, Encoding((None,), (None,)), (0,))
     values = torch.arange(1.0, size + 1)
     residuals.kept = [Kept("weight", kept_from, values.clone())]
     spans = (Span("other", (7,), 0, 7), Span("weight", (100,), span_from, span_size))
