@@ -13,6 +13,9 @@ Two ranks train in bf16, each with replicas of all the other's experts, in layer
     peak        the most that torch has allocated in a step, over that of the same job without replicas; activations,
                 packets and whatever else comes and goes is in it
     host        held in host memory, with "state": "host"; on a CPU it is in "peak" too
+
+Gradients of so small layers would all be on their way at a time; here they are as those of large ones are, of
+`prefetch_depth` + 1 layers of twelve.
 """
 
 import argparse
@@ -171,9 +174,7 @@ def measure(layers: str, row: str, accumulation: int) -> dict[str, int]:
             migration.progress = lambda: (held.append(migration.replica_bytes), progress())
             migration.before_step = lambda: (before_step(), held.append(migration.replica_bytes))
         between = ds_hybridep.stats(engine)
-        everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        cpu = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=cpu, profile_memory=True, experimental_config=everywhere) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             train(2)
         need = estimate(engine.module, block, accumulation, {})
         return {
@@ -196,6 +197,9 @@ def run(out: Path, before: Mapping[str, Mapping[str, int]]) -> None:
     import torch
     from deepspeed import comm as dist
 
+    from ds_hybridep.plan import replica_pool
+
+    replica_pool.RETURNING_BYTES = 0
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     for layers in LAYERS:
