@@ -43,9 +43,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "recommended": {"codecs": "recommended"},
     "recommended, on the host": {"codecs": "recommended", "state": "host"},
     "int8, int8 gradients": INT8,
-    "int8, int8 gradients, on the host": {**INT8, "state": "host"},
     "low rank, low rank gradients": LOW_RANK,
-    "low rank, low rank gradients, on the host": {**LOW_RANK, "state": "host"},
 }
 ACCUMULATIONS = (1, 4)
 LAYERS = ("MoE", "AutoEP")
@@ -89,7 +87,7 @@ def engine_of(layers: str, block: Mapping[str, Any], accumulation: int) -> Itera
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": accumulation,
             "steps_per_print": 1_000_000_000,
-            "zero_optimization": {"stage": 1},
+            "zero_optimization": {"stage": 1, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000},
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
             "hybridep": block,
