@@ -8,7 +8,7 @@ Two ranks train in bf16, each with replicas of all the other's experts, in layer
 
     before      what the estimator of an earlier checkout says, where all of it stayed from step to step
     between     held between steps, counted
-    most        the most that is held in a step, counted whenever weights or gradients are asked for, and before the step
+    most        the most that is held in a step, counted whenever weights or gradients are asked for, and in the step
     estimate    what `estimate_hybridep_mem_needs_all_live` says of it
     peak        the most that torch has allocated in a step, over that of the same job without replicas; activations,
                 packets and whatever else comes and goes is in it

@@ -114,9 +114,7 @@ class Replicas:
         return self.layout.parts(self._sums[slot])
 
     def drop_sums(self, slot: int) -> None:
-        for sums in self._sums.pop(slot):
-            if self.streams is not None:
-                self.streams.free_behind_side(sums)
+        self.free_behind_side(self._sums.pop(slot))
 
     def loss_scale(self) -> float:
         return self.encoding.loss_scale()
@@ -176,10 +174,13 @@ class Replicas:
 
     def forget_sent(self) -> None:
         for sender in [] if self.feedback is None else self.feedback.patch_senders:
-            if self.streams is not None:
-                for sent in sender.sent:
-                    self.streams.free_behind_side(sent)
+            self.free_behind_side(sender.sent)
             sender.sent = []
+
+    def free_behind_side(self, tensors: Iterable[Tensor]) -> None:
+        """Call before tensors are freed with which the side stream may be working."""
+        for tensor in tensors if self.streams is not None else ():
+            self.streams.free_behind_side(tensor)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
