@@ -179,8 +179,9 @@ class Replicas:
 
     def free_behind_side(self, tensors: Iterable[Tensor]) -> None:
         """Call before tensors are freed with which the side stream may be working."""
-        for tensor in tensors if self.streams is not None else ():
-            self.streams.free_behind_side(tensor)
+        if self.streams is not None:
+            for tensor in tensors:
+                self.streams.free_behind_side(tensor)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -288,9 +289,7 @@ class WeightShipment(Gather):
             sources = replicas.own.sources() if feedback.mirrors else []
             encoded = {name: [mirror.encode(sources)] for name, mirror in feedback.mirrors.items()}
             self._messages.update({level: encoded[name] for level, name in feedback.mirror_names.items()})
-        if streams is not None:
-            for copy in weights:
-                streams.free_behind_side(copy)
+        replicas.free_behind_side(weights)
         replicas.forget_sent()
         if not is_sent:
             replicas.own.unstage()
