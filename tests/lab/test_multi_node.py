@@ -144,7 +144,7 @@ def test_the_commands_of_the_page_work_from_the_first_to_the_last(hosts: Hosts) 
     assert block
     (hosts.home / "hosts").write_text(sized(hostfile[1]))
     config = {**CONFIG, **json.loads(f"{{{sized(block[1])}}}")}
-    config["hybridep"]["advanced"] = {"kernels": "reference"}
+    config["hybridep"] |= {"advanced": {"kernels": "reference"}, "report_interval": 2}
     (hosts.home / "ds_config.json").write_text(json.dumps(config))
     ran = []
     # Without a network interface named gloo takes the address of the host's name, which is a loopback address here.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from health_script import HEALTHY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -176,6 +177,22 @@ def test_a_thread_that_computes_is_in_no_collective():
 # -- real ranks -------------------------------------------------------------------------------------------------
 
 
+def run_ranks(fault: str, folder: Path) -> list[tuple[float, int | None]]:
+    script = Path(__file__).with_name("health_script.py")
+    run = subprocess.run([sys.executable, str(script), fault, str(folder)], capture_output=True, text=True, timeout=50)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("what", HEALTHY)
+def test_a_healthy_job_is_left_alone(tmp_path: Path, what):
+    found = run_ranks(what, tmp_path)
+    logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(4)]
+    assert [status for _, status in found] == [0] * 4, logs
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("fault", "limit_s", "cause"),
@@ -186,12 +203,7 @@ def test_a_thread_that_computes_is_in_no_collective():
     ],
 )
 def test_all_ranks_end_and_name_the_one_that_broke(tmp_path: Path, fault, limit_s, cause):
-    script = Path(__file__).with_name("health_script.py")
-    run = subprocess.run(
-        [sys.executable, str(script), fault, str(tmp_path)], capture_output=True, text=True, timeout=50
-    )
-    assert run.returncode == 0, run.stderr
-    for rank, (seconds, status) in enumerate(json.loads(run.stdout)):
+    for rank, (seconds, status) in enumerate(run_ranks(fault, tmp_path)):
         assert seconds < limit_s
         if rank != 3 or fault == "hang":
             assert status == EXIT_STATUS
