@@ -101,13 +101,15 @@ def parse_beat(line: bytes, world_size: int) -> Beat | None:
 
 
 def _pack(position: Position) -> list[Any]:
-    return [position.step, position.phase, position.what, int(position.waits), round(position.for_s, 1)]
+    place = position
+    return [place.step, place.phase, place.what, int(place.waits), round(place.for_s, 1), int(place.works)]
 
 
 def _unpack(packed: Any) -> Position:
-    step, phase, what, waits, for_s = packed
+    step, phase, what, waits, for_s, works = packed
+    for_s = _number(for_s, float, int)
     return Position(
-        _number(step, int), _text(phase), _text(what), bool(_number(waits, int)), _number(for_s, float, int)
+        _number(step, int), _text(phase), _text(what), bool(_number(waits, int)), for_s, bool(_number(works, int))
     )
 
 
@@ -206,6 +208,12 @@ class Mesh:
             link.outbox += beat.line()
             link.told.update(beat.facts)
             self._flush(link)
+
+    def drain(self, limit_s: float) -> None:
+        """Let what is queued go out."""
+        deadline = time.monotonic() + limit_s
+        while any(link.outbox for link in self.links.values()) and time.monotonic() < deadline:
+            self.poll(0.05)
 
     def close(self) -> None:
         for link in self.links.values():
