@@ -63,14 +63,11 @@ def is_firsthand(view: View) -> bool:
 def at_work(view: View) -> list[int]:
     """Ranks that others wait for with reason: not silent for timeout_s, in no collective, and not idle that long."""
     limit_s = max(SILENT_S, SILENT_SHARE * view.timeout_s)
+    heard = {rank: one.position for rank, one in view.others.items() if one.age_s is not None and one.age_s < limit_s}
     return [
         rank
-        for rank, (age_s, place) in ((rank, (entry.age_s, entry.position)) for rank, entry in view.others.items())
-        if age_s is not None
-        and age_s < limit_s
-        and not place.waits
-        and (place.works or place.for_s + age_s < view.timeout_s)
-        and not _has_left(view, rank)
+        for rank, position in heard.items()
+        if not position.waits and position.for_s < view.timeout_s and not _has_left(view, rank)
     ]
 
 

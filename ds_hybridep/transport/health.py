@@ -273,8 +273,7 @@ class Health:
         position = self._position
         is_over = any(fact.kind == "verdict" for fact in told)
         waits = self._asked is not None or (position.waits and position.for_s >= LOOK_S)
-        idles = not position.works and position.for_s > self.timeout_s
-        if is_over or (told and (waits or (idles and now - self._fact_at > self.timeout_s))):
+        if is_over or (told and (waits or min(now - self._fact_at, position.for_s) > self.timeout_s)):
             self._end(cause_of(self.view()))
             return
         over_s = position.for_s - self.timeout_s - GRACE_S if position.waits else -1.0

@@ -101,15 +101,13 @@ def parse_beat(line: bytes, world_size: int) -> Beat | None:
 
 
 def _pack(position: Position) -> list[Any]:
-    place = position
-    return [place.step, place.phase, place.what, int(place.waits), round(place.for_s, 1), int(place.works)]
+    return [position.step, position.phase, position.what, int(position.waits), round(position.for_s, 1)]
 
 
 def _unpack(packed: Any) -> Position:
-    step, phase, what, waits, for_s, works = packed
-    for_s = _number(for_s, float, int)
+    step, phase, what, waits, for_s = packed
     return Position(
-        _number(step, int), _text(phase), _text(what), bool(_number(waits, int)), for_s, bool(_number(works, int))
+        _number(step, int), _text(phase), _text(what), bool(_number(waits, int)), _number(for_s, float, int)
     )
 
 

@@ -56,8 +56,7 @@ class Position:
     phase: str = ""  # of PHASES, or "between steps"
     what: str = ""  # operation or place
     waits: bool = False  # in a collective
-    for_s: float = 0.0  # since when it has been in this very call; 0 while it moves
-    works: bool = False  # not in a collective: it computes, reads or writes, or waits for a program or a debugger
+    for_s: float = 0.0  # since when it has been in this very call, and has done nothing if that is no collective
 
     def __str__(self) -> str:
         since = f" for {self.for_s:.0f} s" if self.for_s >= 1 else ""
@@ -104,17 +103,19 @@ class MainThread:
             what = f"the device at {_place_of(frames)}"
         else:
             what, waits = _place_of(frames), False
-        works = self._has_worked(now) or any(name in one.f_code.co_filename for one in frames for name in _AT_WORK)
-        return Position(self._step(), phase, what[:MAX_TEXT], waits, for_s, works and not waits)
+        if self._has_worked(now, frames) and not waits:
+            self._since, for_s = now, 0.0
+        return Position(self._step(), phase, what[:MAX_TEXT], waits, for_s)
 
-    def _has_worked(self, now: float) -> bool:
-        """Since the last look."""
+    def _has_worked(self, now: float, frames: list[FrameType]) -> bool:
+        """Since the last look: computed, read or written; or it waits for a program or a debugger."""
         cpu_s, num_bytes = time.clock_gettime(self._clock), _moved_bytes()
         seconds, self._looked = now - self._looked, now
         (earlier_s, earlier_bytes), self._used = self._used, (cpu_s, num_bytes)
         # A thread that waits for a device may spin.
         computes = cpu_s - earlier_s > WORK_SHARE * seconds and not torch.cuda.is_initialized()
-        return computes or num_bytes - earlier_bytes > WORK_BYTES
+        moves = num_bytes - earlier_bytes > WORK_BYTES
+        return computes or moves or any(name in frame.f_code.co_filename for frame in frames for name in _AT_WORK)
 
     def _frame(self) -> FrameType | None:
         """The innermost frame of the thread, or of the one of autograd that runs a device's backward for it."""

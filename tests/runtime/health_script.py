@@ -68,7 +68,7 @@ def work(kind, seconds=WORK_S):
 def train(rank, port, fault, folder):
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo")
-    health.start(Cluster((Level("dc", 2), Level("gpu", 2))), TIMEOUT_S, Owner())
+    health.start(Cluster((Level("dc", 2), Level("gpu", 2))), 2 * TIMEOUT_S if fault in HEALTHY else TIMEOUT_S, Owner())
     value = torch.zeros(4)
     for _ in range(3):
         dist.all_reduce(value)

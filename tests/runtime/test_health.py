@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.transport.diagnosis import Direct, Entry, View, cause_of, report
+from ds_hybridep.transport.diagnosis import Direct, Entry, View, at_work, cause_of, report
 from ds_hybridep.transport.health import EXIT_STATUS
 from ds_hybridep.transport.heartbeats import FACTS, Beat, Fact, parse_beat, peers_of
 from ds_hybridep.transport.position import MainThread, Position
@@ -71,6 +71,13 @@ def test_a_rank_that_is_elsewhere_is_named_with_its_place():
     found = cause_of(replace(view, others={**view.others, 2: Entry(0.5, LOADING)}))
     assert found.startswith("rank 2 does not come to the collective that others wait in: it is in between steps")
     assert "loader.py:7 (next_sample) for 12 s" in found
+
+
+def test_a_rank_that_does_something_is_waited_for():
+    busy = replace(LOADING, for_s=3.0)
+    others = {1: Entry(0.5, busy), 2: Entry(0.5, LOADING), 3: Entry(0.5, WAITING)}
+    assert at_work(view_of(others=others)) == [1]
+    assert at_work(view_of(others={1: Entry(9.0, busy), 2: Entry(None), 3: Entry(0.5, WAITING)})) == []
 
 
 def test_ranks_in_different_collectives_are_told_apart():
