@@ -11,6 +11,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -109,7 +110,7 @@ class MainThread:
 
     def _has_worked(self, now: float, frames: list[FrameType]) -> bool:
         """Since the last look: computed, read or written; or it waits for a program or a debugger."""
-        cpu_s, num_bytes = time.clock_gettime(self._clock), _moved_bytes()
+        cpu_s, num_bytes = _cpu_s(self._clock), _moved_bytes()
         seconds, self._looked = now - self._looked, now
         (earlier_s, earlier_bytes), self._used = self._used, (cpu_s, num_bytes)
         # A thread that waits for a device may spin.
@@ -127,13 +128,18 @@ class MainThread:
         return own
 
 
+def _cpu_s(clock: int) -> float:
+    """CPU time of a thread; 0 once it has ended."""
+    with suppress(OSError):
+        return time.clock_gettime(clock)
+    return 0.0
+
+
 def _moved_bytes() -> int:
     """What this process has read and written, of files above all; 0 where the system does not say."""
-    try:
-        with open("/proc/self/io", "rb") as file:
-            return sum(int(line.split()[1]) for line in file.read().splitlines()[:2])
-    except (OSError, ValueError, IndexError):
-        return 0
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/io", "rb") as file:
+        return sum(int(line.split()[1]) for line in file.read().splitlines()[:2])
+    return 0
 
 
 def _polls(path: str) -> bool:
