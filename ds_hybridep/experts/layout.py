@@ -65,6 +65,11 @@ class SlotLayout:
         self.trainable_blocks = tuple(block for block in self.blocks if block.is_trainable)
         self.trainable = tuple(piece for block in self.trainable_blocks for piece in block.slices)
 
+    @property
+    def sum_bytes(self) -> int:
+        """Of an fp32 sum of gradients."""
+        return 4 * self.num_local * sum(block.num_elements for block in self.trainable_blocks)
+
     def new(self, block: Block, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros [e * n] for a block, by default in its type."""
         return torch.zeros(self.num_local * block.num_elements, dtype=dtype or block.dtype, device=self.device)

@@ -16,6 +16,7 @@ from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.transient import TransientMigration
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.replica_pool import return_depth
 from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
 from ds_hybridep.sync.feedback import Encoding, StepChanges
 from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
@@ -100,8 +101,11 @@ class Builder:
         if experts:
             is_transient = self._config.replicas == "transient"
             manager = TransientMigration if is_transient else MigrationManager
-            # Replicas that stay have room for all gradients: they are awaited together, when all have left.
-            depth = self._config.advanced.prefetch_depth if is_transient else len(experts)
+            depth = self._config.advanced.prefetch_depth
+            if not is_transient:
+                depth = return_depth(
+                    len(experts), max(one.replicas.layout.sum_bytes for one in experts.values()), depth
+                )
             migration = manager(self._transport, list(experts.values()), depth, self._is_boundary)
         positions = {name: position for position, name in enumerate(experts)}
         built = {

@@ -20,6 +20,7 @@ from ds_hybridep.integration.autoep import is_autoep_layer
 from ds_hybridep.integration.build import encoding_of
 from ds_hybridep.plan.cluster import divisors
 from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.replica_pool import return_depth
 from ds_hybridep.sync.feedback import Encoding, StepChanges
 from ds_hybridep.sync.stages import gather_stages
 
@@ -249,10 +250,13 @@ def _print_needs(
             )
             for expert, num_local, ep in layers
         ]
+        depth, is_transient = config.advanced.prefetch_depth, config.replicas == "transient"
+        if not is_transient:
+            depth = return_depth(len(by_layer), max(one.own_sums for one in by_layer), depth)
         needs[sizes] = _most_at_once(
             by_layer,
-            config.advanced.prefetch_depth,
-            is_transient=config.replicas == "transient",
+            depth,
+            is_transient=is_transient,
             is_on_host=encoding.is_on_host,
             accumulates=accumulation > 1,
         )

@@ -9,7 +9,7 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.layout import CodecCost, Layout, Rates
 from ds_hybridep.plan.packets import Part
-from ds_hybridep.plan.replica_pool import num_gathers
+from ds_hybridep.plan.replica_pool import num_gathers, return_depth
 from ds_hybridep.plan.slots import part_of
 from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.plan.workload import MASTER_BYTES, Workload
@@ -78,6 +78,14 @@ def weight_packets(layout: Layout, workload: Workload) -> int:
     """Packets of weights in a step: one for each layer, or one for each gather of a layer."""
     layers = workload.model.num_moe_layers
     return num_gathers(layers, layout.prefetch_depth, workload.micro_steps) if layout.is_transient else layers
+
+
+def layers_in_flight(layout: Layout, workload: Workload) -> int:
+    """Layers between the start of a gradient's return and the wait for it."""
+    if layout.is_transient:
+        return layout.prefetch_depth
+    layer_bytes = MASTER_BYTES * experts_per_rank(layout, workload) * workload.expert_travel_params
+    return return_depth(workload.model.num_moe_layers, layer_bytes, layout.prefetch_depth)
 
 
 def experts_per_rank(layout: Layout, workload: Workload) -> int:

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from ds_hybridep.plan.activations import Activations, activations_of
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.plan.costs import experts_per_rank, gradient_residuals, has_patches, lossy_weight_values
+from ds_hybridep.plan.costs import (
+    experts_per_rank,
+    gradient_residuals,
+    has_patches,
+    layers_in_flight,
+    lossy_weight_values,
+)
 from ds_hybridep.plan.layout import Layout
 from ds_hybridep.plan.sync_stages import before_step_bytes, dense_parameters, shared_experts, sync_residual_bytes
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
@@ -97,14 +103,14 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
         staging         one, where owned weights leave as they are; not at the same time as sums
         sent last       one where weights leave as patches, during the optimizer step; likewise
 
-    Layers in flight are `prefetch_depth` + 1; with transient replicas they alone have copies.  With state on the host
-    residuals, mirrors and 4 B copies are there.  Frozen parameters have copies only.
+    Layers in flight are `layers_in_flight` + 1; with transient replicas they alone have copies.  With state on the
+    host residuals, mirrors and 4 B copies are there.  Frozen parameters have copies only.
     """
     size, element = layout.domain_size, workload.param_bytes
     if size == 1:
         return 0.0, 0.0
     layers, trained = workload.model.num_moe_layers, workload.expert_travel_params
-    window = min(layout.prefetch_depth + 1, layers) / layers
+    window = min(layers_in_flight(layout, workload) + 1, layers) / layers
     num_copies = size * window if layout.is_transient else size - 1
     copies = num_copies * element * workload.model.expert_params
     sent = element * has_patches(layout)

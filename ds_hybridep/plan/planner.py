@@ -227,6 +227,7 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
         "step_s": rounded(candidate.step_s),
         "terms_s": _rounded_values(candidate.prediction.terms.as_dict()),
         "uplink_bytes": [_rounded_values(dict(kinds)) for kinds in candidate.prediction.uplink_bytes],
+        "waits": list(candidate.prediction.waits),
         "memory_bytes": rounded(candidate.memory.total_bytes),
         "activation_bytes": rounded(candidate.memory.activation_bytes),
         "lacking_bytes": rounded(candidate.lacking_bytes),

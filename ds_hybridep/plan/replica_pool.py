@@ -10,6 +10,17 @@ Replicas stay until their room is needed, so where a pass turns round nothing tr
 The next forward, if weights have not changed, finds 0 and 1.
 """
 
+RETURNING_BYTES = 2**28  # of returned gradients: more than fits on a long link at a time
+
+
+def return_depth(num_layers: int, layer_bytes: float, prefetch_depth: int) -> int:
+    """Layers between the start of a gradient's return and the wait for it, where all replicas stay.
+
+    What is on its way at a time shares one delay of the link.  Until it is waited for, every layer has room for what
+    returns: `layer_bytes`, fp32.
+    """
+    return max(prefetch_depth, min(num_layers, int(RETURNING_BYTES // max(layer_bytes, 1))))
+
 
 class ReplicaPool:
     """Layers whose replicas are held or on their way, by position, oldest first; nothing in it knows of tensors."""

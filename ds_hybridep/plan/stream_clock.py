@@ -63,8 +63,10 @@ class StepClock:
         self.now_s = 0.0
         self.seconds: dict[str, float] = dict.fromkeys(terms, 0.0)
         self.links = [_Link(bandwidth) for bandwidth in bandwidths]
+        self.waits = [0] * len(bandwidths)  # in a row, by level, counted as `transport.channels.Transport` does
         self._latencies = latencies
         self._packets: dict[int, tuple[float, ...]] = {}
+        self._waits_before: dict[int, tuple[int, ...]] = {}  # by packet
 
     def spend(self, seconds: float, term: str) -> None:
         """Compute or wait for `seconds`; packets flow meanwhile."""
@@ -76,12 +78,22 @@ class StepClock:
         self.now_s += seconds
         self.seconds[term] += seconds
 
+    def wait_over(self, level: int, times: int, term: str) -> None:
+        """Wait for something small over a level, so often in a row."""
+        self.spend(times * self._latencies[level], term)
+        self.waits[level] += times
+
+    def repeat_waits(self, before: Sequence[int], after: Sequence[int], times: int) -> None:
+        """What has happened between two counts happens so many times more."""
+        self.waits = [now + times * (b - a) for now, a, b in zip(self.waits, before, after, strict=True)]
+
     def exchange(self, rounds: Sequence[MessageRound], term: str, round_s: float) -> None:
         """Rows over the links, sharing them byte for byte with packets; a round takes the host `round_s` at least."""
         for one in rounds:
             begin_s = self.now_s
             self.spend(one.latency_s, term)
             for level, num_bytes in one.level_bytes:
+                self.waits[level] += 1
                 link = self.links[level]
                 shared = min(link.backlog, num_bytes) if link.queue else 0.0
                 shared_s, alone_s = 2.0 * shared / link.bytes_per_s, (num_bytes - shared) / link.bytes_per_s
@@ -97,7 +109,7 @@ class StepClock:
 
     def send_packet(self, packet: int, level_bytes: tuple[float, ...]) -> None:
         """Queue one packet on every level that it crosses."""
-        self._packets[packet] = level_bytes
+        self._packets[packet], self._waits_before[packet] = level_bytes, tuple(self.waits)
         for link, num_bytes in zip(self.links, level_bytes, strict=True):
             if num_bytes > 0:
                 link.add(packet, num_bytes)
@@ -105,6 +117,9 @@ class StepClock:
     def await_packet(self, packet: int, term: str) -> None:
         """Wait until a packet has left the busiest of its levels, and spent its own time on the others."""
         level_bytes = self._packets[packet]
+        for level, before in enumerate(self._waits_before[packet]):
+            if level_bytes[level] > 0 and self.waits[level] == before:
+                self.waits[level] += 1
         own_s = [num_bytes / link.bytes_per_s for link, num_bytes in zip(self.links, level_bytes, strict=True)]
         total_s = math.fsum(own_s)
         arrival_s = 0.0

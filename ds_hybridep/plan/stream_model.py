@@ -16,7 +16,7 @@ Sources: paper (5), (7) for the overlap of one layer; docs/planning.md, "How a s
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -28,6 +28,7 @@ from ds_hybridep.plan.costs import (
     experts_per_rank,
     experts_s,
     host_traffic_s,
+    layers_in_flight,
     packet_bytes,
     ranks_below,
     row_counts,
@@ -84,10 +85,12 @@ TERM_WORDS: dict[str, str] = {item.name: item.metadata["words"] for item in fiel
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """One step: seconds by term, and for each level kind -> payload bytes over one child's uplink in one direction."""
+    """One step: seconds by term; for each level kind -> payload bytes over one child's uplink in one direction, and
+    how often a rank waits in a row for something that crosses it."""
 
     terms: StepTerms
     uplink_bytes: tuple[Mapping[Kind, float], ...]
+    waits: tuple[int, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -116,7 +119,8 @@ def predict(
     step.optimize()
     if layout.domain_size > 1 and rates.overlap < 1.0:
         step.expose()
-    return StepPrediction(StepTerms(**step.clock.seconds), _uplink_bytes(step, dense_bytes, expert_bytes))
+    uplink_bytes = _uplink_bytes(step, dense_bytes, expert_bytes)
+    return StepPrediction(StepTerms(**step.clock.seconds), uplink_bytes, tuple(step.clock.waits))
 
 
 class _LayerCosts:
@@ -200,6 +204,7 @@ class _Step:
             for term, seconds in plain.seconds.items():
                 self.clock.seconds[term] += repeats * seconds
             self.clock.now_s += repeats * plain.now_s
+            self.clock.repeat_waits([0] * len(plain.waits), plain.waits, repeats)
         self._last_backward(_no_packet)
 
     def _run_transient(self) -> None:
@@ -234,7 +239,7 @@ class _Step:
         if self.workload.micro_steps > 1:
             pass_backward()
             # All micro-steps but the first and the last find the same layers held and idle links: one is timed.
-            begin_s, before = clock.now_s, dict(clock.seconds)
+            begin_s, before, waits = clock.now_s, dict(clock.seconds), list(clock.waits)
             if self.workload.micro_steps > 2:
                 pass_forward()
                 pass_backward()
@@ -242,18 +247,20 @@ class _Step:
                 for term, seconds in before.items():
                     clock.seconds[term] += repeats * (clock.seconds[term] - seconds)
                 clock.now_s += repeats * (clock.now_s - begin_s)
+                clock.repeat_waits(waits, list(clock.waits), repeats)
             pass_forward()
         self._last_backward(for_backward)
 
     def _last_backward(self, packet_of: PacketOf) -> None:
         """The backward in which gradients of replicas return."""
         waiting: deque[int] = deque()
+        depth = layers_in_flight(self.layout, self.workload)
         for layer in reversed(range(self.layers)):
             self._backward(layer, packet_of)
             if self.has_packets:
                 self._send("gradients", self.layers + layer, self.costs.gradients)
                 waiting.append(self.layers + layer)
-                while len(waiting) > self.layout.prefetch_depth:
+                while len(waiting) > depth:
                     self._take_gradients(waiting.popleft())
             self.clock.spend(2.0 * self.costs.pre_s, "dense_s")
         while waiting:
@@ -307,12 +314,19 @@ class _Step:
         """Sums and gathers, none of them hidden; bytes per uplink of (dense parameters, shared experts)."""
         dense = dense_parameters(self.cluster, self.layout, self.workload)
         experts = shared_experts(self.cluster, self.layout, self.workload)
-        by_ring = self.sync.algorithm == "ring"
-        through = self._around if by_ring else self._by_level
-        return through(dense, "dense_sync_s"), through(experts, "expert_sync_s")
+        if self.sync.algorithm == "ring":
+            return self._around(dense, "dense_sync_s"), self._around(experts, "expert_sync_s")
+        # Parameters of experts that several groups hold must have come before these leave to replicas; dense ones
+        # travel together with either.
+        shared = {stage.level for stage in sync_stages(experts, self.workload) if stage.follows_optimizer}
+        shared |= {level for level, num_bytes in enumerate(self.costs.weights) if num_bytes > 0}
+        if self.workload.zero_stage >= 1:
+            for level in dense.levels:  # norms
+                self.clock.wait_over(level, 1, "dense_sync_s")
+        return self._by_level(dense, "dense_sync_s", shared), self._by_level(experts, "expert_sync_s", set())
 
-    def _by_level(self, held: Held, term: str) -> tuple[float, ...]:
-        """Stages one after the other, each over one level."""
+    def _by_level(self, held: Held, term: str, shared: Set[int]) -> tuple[float, ...]:
+        """Stages one after the other, each over one level; parameters pay no delay over `shared` levels."""
         totals, below = [0.0] * len(self.bandwidths), ranks_below(self.cluster)
         if self.layout.state == "host":
             self.clock.spend(sync_host_traffic_s(held, self.workload, self.rates), "codec_s")
@@ -320,8 +334,9 @@ class _Step:
             num_bytes = self.sync.factor * stage.rank_bytes * below[stage.level]
             totals[stage.level] += stage.times * num_bytes
             self.clock.spend(stage.times * (stage.encode_s + stage.decode_s), "codec_s")
-            stage_s = num_bytes / self.bandwidths[stage.level] + self.latencies[stage.level]
-            self.clock.spend(stage.times * stage_s, term)
+            self.clock.spend(stage.times * num_bytes / self.bandwidths[stage.level], term)
+            if not (stage.follows_optimizer and stage.level in shared):
+                self.clock.wait_over(stage.level, stage.times, term)
         return tuple(totals)
 
     def _around(self, held: Held, term: str) -> tuple[float, ...]:

@@ -34,6 +34,7 @@ class SyncStage:
 
     rank_bytes: that a rank sends, on average; encode_s, decode_s: before and after.
     times: in an optimizer step.
+    follows_optimizer: parameters; what else leaves then shares their delay.
     """
 
     level: int
@@ -41,6 +42,7 @@ class SyncStage:
     encode_s: float = 0.0
     decode_s: float = 0.0
     times: int = 1
+    follows_optimizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ def _gather_stages(held: Held, workload: Workload) -> list[SyncStage]:
                 level,
                 others * (num_encoded * encoded + num_whole * whole),
                 decode_s=others * num_encoded * whole / codec.decode_bytes_per_s,
+                follows_optimizer=is_partitioned,
             )
         )
     if encoding_levels:

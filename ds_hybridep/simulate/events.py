@@ -37,6 +37,7 @@ class Operation:
     after: index of an operation that must have arrived first; None: none.
     pattern: who talks to whom, by name.
     rank_bytes: [num_actors] bytes that each actor sends.
+    levels: that it crosses.
     """
 
     label: str
@@ -45,6 +46,7 @@ class Operation:
     after: int | None = None
     pattern: str = ""
     rank_bytes: Floats = field(default_factory=lambda: np.zeros(0))
+    levels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

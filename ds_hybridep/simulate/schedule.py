@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from ds_hybridep.plan.costs import Way, host_traffic_s
+from ds_hybridep.plan.costs import Way, host_traffic_s, layers_in_flight
 from ds_hybridep.plan.replica_pool import ReplicaPool
 from ds_hybridep.plan.stream_model import OPTIMIZER_TRAFFIC_BYTES
 from ds_hybridep.plan.sync_stages import dense_parameters, shared_experts, sync_host_traffic_s
@@ -26,7 +26,7 @@ from ds_hybridep.simulate.classes import RankClasses
 from ds_hybridep.simulate.events import Instruction, Operation, Post, Run, Wait
 from ds_hybridep.simulate.flows import Floats
 from ds_hybridep.simulate.scenario import Scenario
-from ds_hybridep.simulate.step_traffic import StagedTransfer, StepTraffic
+from ds_hybridep.simulate.step_traffic import StagedTransfer, StepTraffic, SyncMove
 from ds_hybridep.simulate.traffic import Ranks, Routing, TrafficMaker
 
 
@@ -37,6 +37,19 @@ class Schedule:
     program: list[Instruction]
     operations: list[Operation]
     sent_bytes: tuple[dict[str, float], ...]
+
+    @property
+    def waits(self) -> tuple[int, ...]:
+        """How often in a row a rank waits for something over each level, counted as `transport.channels` does."""
+        waits = [0] * len(self.sent_bytes)
+        before: dict[int, list[int]] = {}
+        for one in self.program:
+            if isinstance(one, Post):
+                before[one.operation] = list(waits)
+            elif isinstance(one, Wait):
+                for level in self.operations[one.operation].levels:
+                    waits[level] += waits[level] == before[one.operation][level]
+        return tuple(waits)
 
 
 def build_schedule(
@@ -137,6 +150,7 @@ class _Builder:
     def build(self) -> None:
         """Fill program and operations."""
         workload, layers = self.workload, self.workload.model.num_moe_layers
+        depth = layers_in_flight(self.layout, workload)
         dispatch, combine = self.traffic.exchange(is_back=False, extra="dispatch"), self.traffic.exchange(is_back=True)
         output_gradients, input_gradients = (
             self.traffic.exchange(is_back=False),
@@ -144,10 +158,15 @@ class _Builder:
         )
         weights, gradients = self.traffic.weights(), self.traffic.gradients()
         request = partial(self._request, weights)
+        # Parameters of experts that several groups hold must have come before these leave to replicas; dense ones
+        # travel together with either.
+        gathered = [self._start_gather(kind, moves) for kind, moves in self.traffic.synchronisation(is_last=True)]
+        self._finish_gather(gathered[1])
         if self.layout.is_transient:
             request(0)
         elif self.has_packets:
             self._arriving = {layer: self._send_packets(layer, weights) for layer in range(layers)}
+        self._finish_gather(gathered[0])
         for micro_step in range(workload.micro_steps):
             for layer in range(layers):
                 self._forward(layer, dispatch, combine, request)
@@ -160,7 +179,7 @@ class _Builder:
                 self._backward_experts(layer, output_gradients, input_gradients, ask)
                 if self.has_packets and is_last:
                     returning.append(self._return_gradients(layer, gradients))
-                    while len(returning) > self.layout.prefetch_depth:
+                    while len(returning) > depth:
                         self._take_gradients(returning.popleft())
                 self._run("dense_s", f"backward {layer}", 2.0 * self.times.pre_s())
             while returning:
@@ -241,11 +260,23 @@ class _Builder:
             name = kind.replace("_", " ")
             if is_last and moves:
                 self._run("codec_s", f"state of {name}", self.times.synced_state_s(kind))
-            for move in moves:
+            for move in (one for one in moves if not one.follows_optimizer):
                 self._run("codec_s", f"encode {name}", move.encode_s)
                 posted = self._post(StagedTransfer(((move.traffic,),)), kind, name, channel="sync")
                 self._wait(posted, f"{kind}_s")
                 self._run("codec_s", f"decode {name}", move.decode_s)
+
+    def _start_gather(self, kind: str, moves: Sequence[SyncMove]) -> tuple[str, list[int], float]:
+        """Post what follows the optimizer; returns its kind, what to wait for, and seconds of decoding."""
+        moves, name = [one for one in moves if one.follows_optimizer], kind.replace("_", " ")
+        self._run("codec_s", f"encode {name}", sum(move.encode_s for move in moves))
+        stages = StagedTransfer(tuple((move.traffic,) for move in moves))
+        return kind, self._post(stages, kind, name, channel=f"gather {name}"), sum(move.decode_s for move in moves)
+
+    def _finish_gather(self, started: tuple[str, list[int], float]) -> None:
+        kind, posted, decode_s = started
+        self._wait(posted, f"{kind}_s")
+        self._run("codec_s", f"decode {kind.replace('_', ' ')}", decode_s)
 
     # ---- instructions ----
 
@@ -265,7 +296,15 @@ class _Builder:
             for traffic in stage:
                 name = channel if len(sent.stages) == 1 else f"{channel} {number}"
                 self.operations.append(
-                    Operation(label, name, traffic.flows, before, traffic.pattern, traffic.rank_bytes)
+                    Operation(
+                        label,
+                        name,
+                        traffic.flows,
+                        before,
+                        traffic.pattern,
+                        traffic.rank_bytes,
+                        tuple(level for level, num_bytes in enumerate(traffic.sent_bytes) if num_bytes),
+                    )  # fmt: skip
                 )
                 posted.append(len(self.operations) - 1)
                 self.program.append(Post(posted[-1]))

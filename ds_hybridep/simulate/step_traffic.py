@@ -35,6 +35,9 @@ class StagedTransfer:
     stages: tuple[tuple[OperationTraffic, ...], ...]
 
 
+NORM_BYTES = 1e-9  # so that they count for nothing
+
+
 @dataclass(frozen=True)
 class SyncMove:
     """One operation of a sum or a gather, and what a rank encodes before and decodes after it."""
@@ -42,6 +45,7 @@ class SyncMove:
     traffic: OperationTraffic
     encode_s: float = 0.0
     decode_s: float = 0.0
+    follows_optimizer: bool = False
 
 
 class StepTraffic:
@@ -182,6 +186,8 @@ class StepTraffic:
         waits = self.workload.zero_stage < 2 or held.gradients[fastest] != IDENTITY
         summed = [level for level in reversed(held.levels) if is_last or (level == fastest and not waits)]
         moves = [self._sum_over(level, pattern, held, shares.gradients) for level in summed]
+        if is_last and kind == "dense_sync" and self.workload.zero_stage >= 1:
+            moves += [SyncMove(self._trade(pattern, level, NORM_BYTES)) for level in reversed(held.levels)]
         return moves + (self._gather_all(pattern, held, shares) if is_last else [])
 
     def _sum_over(self, level: int, pattern: str, held: Held, slots: Sequence[Slot]) -> SyncMove:
@@ -209,7 +215,7 @@ class StepTraffic:
             traffic = self._trade(pattern, level, sent["encoded"] * encoded + sent["whole"] * whole)
             others = held.spans[level] - 1
             decode_s = others * sent["encoded"] * whole / codec.decode_bytes_per_s
-            moves.append(SyncMove(traffic, before_s, decode_s))
+            moves.append(SyncMove(traffic, before_s, decode_s, follows_optimizer=is_partitioned))
             before_s = 0.0
             counts = {form: count + others * sent[form] for form, count in counts.items()}
         return moves

@@ -57,15 +57,26 @@ def test_steps_are_within_3_percent_of_the_stream_model_on_even_clusters(case, a
 
 @properties
 @given(ordered_cases())
-def test_bytes_are_those_of_the_stream_model(case):
+def test_bytes_and_waits_are_those_of_the_stream_model(case):
     cluster, layout, workload, rates = case
     # Its rings count the busiest uplink; hierarchical sums use all uplinks alike.
     sync = SyncModel(algorithm="hierarchical")
     expected = predict(cluster, layout, workload, rates, sync)
-    found = simulate(scenario_of(cluster, layout, workload, rates, sync=sync)).uplink_bytes(cluster)
+    step = simulate(scenario_of(cluster, layout, workload, rates, sync=sync))
+    found = step.uplink_bytes(cluster)
+    assert step.schedule.waits == expected.waits  # in a row, over each level
     for level, kinds in enumerate(expected.uplink_bytes):
         for kind, num_bytes in kinds.items():
             assert found[level].get(kind, 0.0) == pytest.approx(num_bytes, rel=1e-9, abs=1e-3)
+
+
+@pytest.mark.parametrize("num_layers", [2, 5])
+@pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"zero_stage": 2, "micro_steps": 2}, {"zero_stage": 0}])
+def test_a_step_is_predicted_to_wait_four_times_where_no_token_crosses(num_layers, settings):
+    """Gradients of experts; sums of all else; norms, or without ZeRO sums on their way back; new weights, together."""
+    workload = toy(model=dataclasses.replace(TOY, num_moe_layers=num_layers), **settings)
+    waits = predict(cluster_of(2, 2), layout_of((2, 2), (2, 1)), workload, rates_of_toy).waits
+    assert waits[0] == 4  # as counted in tests/runtime/test_waits.py
 
 
 def test_row_counts_travel_with_the_rows_as_they_do_in_the_runtime():
@@ -254,7 +265,9 @@ def test_traces_hold_a_rank_s_spans():
     cluster, layout = cluster_of(2, 2), layout_of((2, 2), (2, 1))
     found = simulate(scenario_of(cluster, layout, toy()), traced_ranks=[3])
     spans = found.spans[3]
-    assert {span.stream for span in spans} == {"compute", "tokens", "weights", "gradients", "sync"}
+    assert {span.stream for span in spans} == {
+        "compute", "tokens", "weights", "gradients", "sync", "gather dense sync 0", "gather dense sync 1",
+    }  # fmt: skip
     assert max(span.end_s for span in spans) == pytest.approx(found.step_s)
     compute = sorted((span.begin_s, span.end_s) for span in spans if span.stream == "compute")
     assert all(end <= begin + 1e-12 for (_, end), (begin, _) in itertools.pairwise(compute))
