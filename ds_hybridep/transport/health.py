@@ -57,6 +57,7 @@ LOOK_S = 0.5  # between looks at the main thread
 BEAT_S = 1.0  # between messages to each peer
 GRACE_S = 2.0  # beyond timeout_s, so that a wait with a limit of its own says what it has to say
 LINK_S = 5.0  # how long the start waits for the first message of all peers
+SIGNAL_S = 1.5  # how long a rank waits for more where others were told to end
 WORD_S = 3.0  # how long an exception waits for news of what it follows from
 LEAVE_S = 1.0  # what the last message may take to go out
 END_S = 3.0  # what the main thread gets for an end in good order
@@ -270,6 +271,8 @@ class Health:
 
     def _judge(self, now: float) -> None:
         told = [fact for fact in self._facts if fact.kind != "left" and fact.rank != self.rank]
+        if all(fact.kind == "signal" for fact in told) and now - self._fact_at < SIGNAL_S:
+            told = []  # launchers send it to those beside the one that broke, whose word may be on its way
         position = self._position
         is_over = any(fact.kind == "verdict" for fact in told)
         waits = self._asked is not None or (position.waits and position.for_s >= LOOK_S)
