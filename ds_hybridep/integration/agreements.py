@@ -21,7 +21,7 @@ class Agreements:
 
     def __init__(self) -> None:
         self._noted: list[tuple[GroupSync, Tensor, bool]] | None = None
-        self._results: deque[Tensor] = deque()
+        self._results: deque[tuple[GroupSync, bool, Tensor]] = deque()  # with what was asked for
 
     @property
     def is_under_way(self) -> bool:
@@ -32,11 +32,15 @@ class Agreements:
         """Replace a few numbers by their sums or maxima; while questions are noted, leave them as they are."""
         if self._noted is not None:
             self._noted.append((sync, tensor.detach().clone(), is_max))
-        elif self._results:
-            tensor.copy_(self._results.popleft().view_as(tensor))
-        else:
-            (result,) = _exchange([(sync, tensor, is_max)])
-            tensor.copy_(result.view_as(tensor))
+            return
+        if self._results:
+            group, of_max, result = self._results.popleft()
+            if group is sync and of_max == is_max and result.numel() == tensor.numel():
+                tensor.copy_(result.view_as(tensor))
+                return
+            self._results.clear()  # on all ranks: these are answers to other questions
+        (result,) = _exchange([(sync, tensor, is_max)])
+        tensor.copy_(result.view_as(tensor))
 
     def prepare(self, *askers: Callable[[], Any]) -> None:
         """Have the results of what the askers are going to ask for, one after the other."""
@@ -47,7 +51,8 @@ class Agreements:
             noted = self._noted
         finally:
             self._noted = None
-        self._results = deque(_exchange(noted))
+        results = _exchange(noted)
+        self._results = deque((one[0], one[2], result) for one, result in zip(noted, results, strict=True))
 
     def forget(self) -> None:
         """Drop results that nobody has asked for: after an overflow norms are of no use."""

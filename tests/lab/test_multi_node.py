@@ -144,7 +144,7 @@ def test_the_commands_of_the_page_work_from_the_first_to_the_last(hosts: Hosts) 
     assert block
     (hosts.home / "hosts").write_text(sized(hostfile[1]))
     config = {**CONFIG, **json.loads(f"{{{sized(block[1])}}}")}
-    config["hybridep"]["advanced"] = {"kernels": "reference"}
+    config["hybridep"] |= {"advanced": {"kernels": "reference"}, "report_interval": 2}
     (hosts.home / "ds_config.json").write_text(json.dumps(config))
     ran = []
     # Without a network interface named gloo takes the address of the host's name, which is a loopback address here.
@@ -181,10 +181,9 @@ def test_a_rank_of_the_second_host_is_killed_and_the_job_goes_on(hosts: Hosts, l
     else:
         ours = f"{script} checkpoints {SLOTS} --deepspeed_config ds_config.json --json-file result.json"
         exports = " ".join(f"{name}={value}" for name, value in settings.items())
-        command = (
-            f'ssh node2 "cd {hosts.home} && env {exports} {ours}" > node2.log 2>&1 & {ours}; status=$?; wait $!; '
-        )
-        command += "cat node2.log; exit $status"
+        first, second = (f"IS_HOST={1 - node} LOCAL_ADDR={hosts.network.topology.address_of(node)}" for node in (0, 1))
+        command = f'ssh node2 "cd {hosts.home} && env {exports} {second} {ours}" > node2.log 2>&1 & '
+        command += f"env {first} {ours}; status=$?; wait $!; cat node2.log; exit $status"
     status, said = hosts.run(command, **settings)
     assert status == 0, said[-6000:]
     assert (hosts.home / "fault").exists()

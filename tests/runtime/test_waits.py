@@ -3,6 +3,7 @@
 
 import time
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import distributed as dist
 from toy_model import ToyConfig
 
 import ds_hybridep
+from ds_hybridep.integration.agreements import Agreements
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport.standing import NUM_LANES, tag_of
 
@@ -61,6 +63,71 @@ def test_messages_of_lanes_match_in_any_order_and_are_expected_from_the_second_o
     for result in pool2.run(exchange_in_lanes, num_rounds=6):
         assert result["wrong"] == []
         assert result["ready"] == [2, 4, 4, 4, 4, 4]  # one for each lane and size
+
+
+def exchange_at_random(seed: int, room_bytes: int) -> list[Any]:
+    """Transfers of several messages in a few lanes, several at a time in one lane, waited for in another order.
+
+    Returns what was wrong, and the error of a transfer whose peer has closed its channels meanwhile.
+    """
+    from moe_refs import open_transport
+
+    from ds_hybridep.errors import CommunicationError
+    from ds_hybridep.transport.channels import Purpose
+    from ds_hybridep.transport.standing import Room
+
+    rank, random, wrong, error = dist.get_rank(), Random(seed), [], ""
+    transport = open_transport(Cluster((Level("dc", 2), Level("gpu", 1))), timeout_s=LIMIT_S)
+    transport.room = Room(room_bytes)
+    channel, purpose = transport.channel("lanes", (0, 1), background=True), Purpose("dense", "test")
+    sizes = {lane: [random.choice((1, 7, 300)) for _ in range(random.randint(1, 3))] for lane in range(4)}  # 0: none
+    for step in range(12):
+        started = []
+        for lane in random.choices(range(4), k=6):
+            number = 100 * step + len(started)
+            sends = [(1 - rank, torch.full((size,), float(number + rank))) for size in sizes[lane]]
+            arriving = [torch.full((size,), -1.0) for size in sizes[lane]]
+            receives = [(1 - rank, one) for one in arriving]
+            started.append((channel.start(sends, receives, purpose, lane=lane), arriving, number + 1 - rank))
+        random.shuffle(started)
+        for transfer, arriving, number in started:
+            transfer.wait()
+            if not all(bool((one == number).all()) for one in arriving):
+                wrong.append((step, number, arriving))
+    if rank == 0:
+        time.sleep(0.2)  # the other one closes with receives that stand ready, and messages on their way to it
+        try:
+            for _ in range(3):
+                channel.start([(1, torch.ones(7))], [(1, torch.ones(7))], purpose, lane=1).wait()
+        except CommunicationError as failure:
+            error = str(failure)
+    transport.close()
+    return [wrong, error]
+
+
+@pytest.mark.parametrize(("seed", "room_bytes"), [(0, 2**20), (1, 2**20), (2, 1500), (3, 0)])
+def test_lanes_bring_every_message_to_its_receiver_and_a_peer_that_closes_is_an_error(
+    pool2: ProcessPool, seed: int, room_bytes: int
+) -> None:
+    (wrong, error), (wrong_there, _) = pool2.run(exchange_at_random, seed=seed, room_bytes=room_bytes)
+    assert wrong == wrong_there == []
+    assert "failed" in error or "time limit" in error
+
+
+class _Group:
+    """Of one rank: what it agrees on is its own."""
+
+    def reduce_numbers(self, numbers: torch.Tensor, is_max: torch.Tensor) -> torch.Tensor:
+        return numbers
+
+
+def test_what_was_agreed_on_ahead_is_no_answer_to_another_question() -> None:
+    agreements, group = Agreements(), _Group()
+    agreements.prepare(lambda: agreements.ask(group, torch.tensor([3.0]), False))
+    found = torch.tensor([5.0])
+    agreements.ask(group, found, True)  # nobody had announced it
+    assert found.item() == 5.0
+    assert not agreements.is_under_way
 
 
 def agree_on_numbers() -> list[list[float]]:
