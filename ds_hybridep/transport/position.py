@@ -5,13 +5,14 @@ Nothing is hooked for it.  Another thread reads the main thread's stack a few ti
 own functions say what runs, whoever has called them.
 """
 
+import gc
 import linecache
 import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -81,6 +82,10 @@ class MainThread:
 
     def look(self) -> Position:
         """Where the thread is now."""
+        with _without_collection():
+            return self._look()
+
+    def _look(self) -> Position:
         frame = self._frame()
         now = time.monotonic()
         if frame is None:
@@ -126,6 +131,22 @@ class MainThread:
             known = {one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
             return next((frame for ident, frame in frames.items() if ident not in known), own)
         return own
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Context in which Python collects no garbage.
+
+    Before Python 3.12 a collection may begin while frames of another thread are being read, and let that thread run:
+    its frames are gone then, or it waits for a lock that the reader holds.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _cpu_s(clock: int) -> float:
