@@ -1,58 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replicas of experts take, in bytes per replicated parameter: counted, estimated, and as the process grows.
+"""What replicas of experts take, in bytes per replicated parameter: counted, estimated, and measured as a whole.
 
-    python benchmarks/memory.py --out benchmarks/results/memory.jsonl
+    torchrun --nproc_per_node 2 benchmarks/memory.py --out benchmarks/results/memory.jsonl --before CHECKOUT
     python benchmarks/memory.py --report benchmarks/results/memory.jsonl
 
-Two ranks train in bf16, each with replicas of all the other's experts.  A job for each row:
+Two ranks train in bf16, each with replicas of all the other's experts, in layers of DeepSpeed's MoE or of AutoEP:
 
-    after     held when a step was applied and new weights travel
-    most      the most that is held in a step, as counted whenever a layer's weights or gradients are asked for
-    estimate  what `estimate_hybridep_mem_needs_all_live` says of it
-    process   growth of the peak of resident memory in a step, over that of the same job without replicas
-    host      held in host memory, with "state": "host"; on a CPU it is in "process" too
+    before      what the estimator of an earlier checkout says, where all of it stayed from step to step
+    between     held between steps, counted
+    most        the most that is held in a step, counted whenever weights or gradients are asked for, and in the step
+    estimate    what `estimate_hybridep_mem_needs_all_live` says of it
+    peak        the most that torch has allocated in a step, over that of the same job without replicas; activations,
+                packets and whatever else comes and goes is in it
+    host        held in host memory, with "state": "host"; on a CPU it is in "peak" too
+
+Gradients of so small layers would all be on their way at a time; here they are as those of large ones are, of
+`prefetch_depth` + 1 layers of twelve.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import bench
 
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "examples"))
+
+LOW_RANK = {"weight_codec": "low_rank", "gradient_codec": "low_rank"}
+INT8 = {"weight_codec": "int8", "gradient_codec": "int8"}
 ROWS: dict[str, dict[str, Any]] = {
     "no replicas": {"domain_size": 1},
     "exact": {},
     "patch, exact gradients": {"weight_codec": "patch"},
-    "patch, int4 gradients": {"weight_codec": "patch", "gradient_codec": "int4"},
     "recommended": {"codecs": "recommended"},
     "recommended, on the host": {"codecs": "recommended", "state": "host"},
-    "int8, int8 gradients": {"weight_codec": "int8", "gradient_codec": "int8"},
+    "int8, int8 gradients": INT8,
+    "low rank, low rank gradients": LOW_RANK,
 }
+ACCUMULATIONS = (1, 4)
+LAYERS = ("MoE", "AutoEP")
 SIZES = {
-    "hidden": 256, "layers": 6, "experts": 8, "top_k": 2, "seq_len": 64, "rows": 1, "capacity_factor": 1.25,
+    "hidden": 128, "layers": 12, "experts": 8, "top_k": 2, "seq_len": 32, "rows": 1, "capacity_factor": 1.25,
     "ep_size": 2,
 }  # fmt: skip
 
 
-def engine_of(row: str, accumulation: int) -> tuple[Any, dict[str, Any], Any]:
-    """The engine, its block, and the settings of the model."""
-    import deepspeed
-    import torch
-
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-    import train_lm
-
+def block_of(row: str) -> dict[str, Any]:
     settings = dict(ROWS[row])
     state = {"state": settings.pop("state")} if "state" in settings else {}
     levels = [{"name": "dc", "size": 2, "domain_size": 2, **settings}]
-    block = {"levels": levels, "dense_sync": "deepspeed", "report_interval": 0, **state}
+    return {"levels": levels, "dense_sync": "deepspeed", "report_interval": 0, **state}
+
+
+def model_of(layers: str) -> tuple[Any, dict[str, Any]]:
+    """The model, and the settings of DeepSpeed that make its layers."""
+    import torch
+
     args = argparse.Namespace(**SIZES)
     torch.manual_seed(0)
-    model = train_lm.ByteModel(args)
+    if layers == "AutoEP":
+        import hf_model
+
+        return hf_model.build(args, ""), {"expert_parallel": hf_model.autoep_block(args.ep_size)}
+    import train_lm
+
+    return train_lm.ByteModel(args), {}
+
+
+@contextlib.contextmanager
+def engine_of(layers: str, block: Mapping[str, Any], accumulation: int) -> Iterator[Any]:
+    import deepspeed
+
+    model, settings = model_of(layers)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
@@ -60,120 +87,161 @@ def engine_of(row: str, accumulation: int) -> tuple[Any, dict[str, Any], Any]:
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": accumulation,
             "steps_per_print": 1_000_000_000,
-            "zero_optimization": {"stage": 1},
+            "zero_optimization": {"stage": 1, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000},
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
             "hybridep": block,
+            **settings,
         },
     )
-    return engine, block, args
+    yield engine
+    engine.destroy()
 
 
-def measure(row: str, accumulation: int) -> None:
-    """In one of two ranks; rank 0 prints what it found, in bytes."""
-    import contextlib
-    import io
-
-    import deepspeed
+def estimate(model: Any, block: Mapping[str, Any], accumulation: int, settings: Mapping[str, Any]) -> Any:
+    """Of two ranks that hold each other's experts."""
     import torch
+
+    import ds_hybridep
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        return ds_hybridep.estimate_hybridep_mem_needs_all_live(
+            model, block, 2, dtype=torch.bfloat16, accumulation=accumulation, **settings
+        )[2,]
+
+
+def estimates_of(checkout: Path) -> dict[str, dict[str, int]]:
+    """What the package of another checkout says, in bytes, by layers and row."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(
+        [sys.executable, __file__, "--estimates"], env=environment, cwd=checkout, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def print_estimates() -> None:
+    found: dict[str, dict[str, int]] = {}
+    for layers in LAYERS:
+        with contextlib.redirect_stdout(sys.stderr):
+            model, settings = model_of(layers)
+            blocks = {row: block_of(row) for row in ROWS}
+            found[layers] = {
+                row: estimate(model, {k: v for k, v in block.items() if k != "state"}, 1, settings).total
+                for row, block in blocks.items()
+            }
+    print(json.dumps(found))
+
+
+def most_allocated(profile: Any) -> int:
+    """The most bytes at once of what was allocated while a profile was taken."""
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def measure(layers: str, row: str, accumulation: int) -> dict[str, int]:
+    """In one of two ranks, bytes."""
+    import torch
+    import train_lm
     from deepspeed import comm as dist
 
     import ds_hybridep
 
+    corpus, block, held = train_lm.read_corpus()[0], block_of(row), [0]
+    with engine_of(layers, block, accumulation) as engine:
+        migration = engine.__dict__["_hybridep_attachment"].runtime.migration
+
+        def train(step: int) -> None:
+            for micro_step in range(accumulation):
+                place = (0, step, micro_step, dist.get_rank())
+                loss, _ = engine(*train_lm.batch_at(corpus, place, rows=SIZES["rows"], seq_len=SIZES["seq_len"]))
+                engine.backward(loss)
+                engine.step()
+
+        train(0)
+        train(1)
+        if migration is not None:
+            migration.finish_shipments()
+            progress, before_step = migration.progress, migration.before_step
+            migration.progress = lambda: (held.append(migration.replica_bytes), progress())
+            migration.before_step = lambda: (before_step(), held.append(migration.replica_bytes))
+        between = ds_hybridep.stats(engine)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            train(2)
+        need = estimate(engine.module, block, accumulation, {})
+        return {
+            "replicated": sum(p.numel() for name, p in engine.module.named_parameters() if _is_of_expert(name)),
+            "between": between["replica_bytes"],
+            "host": between.get("host_bytes", 0),
+            "most": max(held),
+            "estimate": need.total,
+            "estimate_host": need.host,
+            "allocated": most_allocated(profile),
+        }
+
+
+def _is_of_expert(name: str) -> bool:
+    return ".deepspeed_experts." in name or ".mlp.experts." in name
+
+
+def run(out: Path, before: Mapping[str, Mapping[str, int]]) -> None:
+    import deepspeed
+    import torch
+    from deepspeed import comm as dist
+
+    from ds_hybridep.plan import replica_pool
+
+    replica_pool.RETURNING_BYTES = 0
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
-    engine, block, args = engine_of(row, accumulation)
-    import train_lm
-
-    corpus, held = train_lm.read_corpus()[0], [0]
-    migration = engine.__dict__["_hybridep_attachment"].runtime.migration
-
-    def train(step: int) -> None:
-        for micro_step in range(accumulation):
-            batch = train_lm.batch_at(
-                corpus, (0, step, micro_step, dist.get_rank()), rows=args.rows, seq_len=args.seq_len
-            )
-            loss, _ = engine(*batch)
-            engine.backward(loss)
-            engine.step()
-
-    train(0)
-    after = ds_hybridep.stats(engine)
-    if migration is not None:
-        progress = migration.progress
-
-        def sample() -> None:
-            held.append(migration.replica_bytes)
-            progress()
-
-        migration.progress = sample
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
-    train(1)
-    status = Path("/proc/self/status").read_text()
-    peak_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-    with contextlib.redirect_stdout(io.StringIO()):
-        needs = ds_hybridep.estimate_hybridep_mem_needs_all_live(engine.module, block, 2, accumulation=accumulation)
-    experts = [p for name, p in engine.module.named_parameters() if ".deepspeed_experts." in name]
-    found = {
-        "replicated": sum(p.numel() for p in experts),
-        "after": after["replica_bytes"],
-        "host": after.get("host_bytes", 0),
-        "most": max(held),
-        "estimate": needs[(2,)].total,
-        "process": peak_kib * 1024,
-    }
-    if dist.get_rank() == 0:
-        print("FOUND " + json.dumps(found), flush=True)
-
-
-def run(out: Path) -> None:
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    for accumulation in (1, 4):
-        for row in ROWS:
-            launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29877"]
-            command = [*launch, __file__, "--one", row, "--accumulation", str(accumulation)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-            if not lines:
-                raise SystemExit(f"{row}: {done.stderr[-3000:]}")
-            found = json.loads(lines[0].removeprefix("FOUND "))
-            with out.open("a") as file:
-                params = {"row": row, "accumulation": accumulation, "dtype": "bf16", **SIZES}
-                file.write(json.dumps({"params": params, **found, "versions": bench.versions()}) + "\n")
-            print(row, accumulation, found, flush=True)
+    for layers in LAYERS:
+        for accumulation in ACCUMULATIONS:
+            for row in ROWS:
+                found = measure(layers, row, accumulation)
+                if dist.get_rank() == 0:
+                    params = {"layers": layers, "row": row, "accumulation": accumulation, "dtype": "bf16", **SIZES}
+                    record = {"params": params, "before": before[layers][row], **found, "versions": bench.versions()}
+                    with out.open("a") as file:
+                        file.write(json.dumps(record) + "\n")
+                    print(layers, row, accumulation, found, flush=True)
 
 
 def report(path: Path) -> None:
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    columns = ("after", "most", "estimate", "process", "host")
-    print(f"| accumulation | codecs | {' | '.join(columns)} |\n" + "|---" * (2 + len(columns)) + "|")
+    columns = ("before", "between", "most", "estimate", "peak", "host")
+    print("Bytes per replicated parameter.\n")
+    print(f"| layers | micro-steps | codecs | {' | '.join(columns)} |\n" + "|---" * (3 + len(columns)) + "|")
     for record in records:
         about = record["params"]
-        alone = next(
-            one["process"]
-            for one in records
-            if one["params"] == {**about, "row": "no replicas"} and one["versions"] == record["versions"]
-        )
-        if about["row"] != "no replicas":
-            cells = [(record[name] - (alone if name == "process" else 0)) / record["replicated"] for name in columns]
-            numbers = " | ".join(f"{cell:.1f}" for cell in cells)
-            print(f"| {about['accumulation']} | {about['row']} ({record['versions']['commit']}) | {numbers} |")
+        if about["row"] == "no replicas":
+            continue
+        alone = next(one for one in records if one["params"] == {**about, "row": "no replicas"})
+        record["peak"] = record["between"] + record["host"] + record["allocated"] - alone["allocated"]
+        numbers = " | ".join(f"{record[name] / record['replicated']:.1f}" for name in columns)
+        print(f"| {about['layers']} | {about['accumulation']} | {about['row']} | {numbers} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("memory.jsonl"))
     parser.add_argument("--report", type=Path, help="print the table of these records")
-    parser.add_argument("--one", choices=tuple(ROWS), help="one row in one rank; used by the jobs")
-    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="of which the first column is")
+    parser.add_argument("--estimates", action="store_true", help="of this checkout alone; used by --before")
     args = parser.parse_args()
     if args.report is not None:
         report(args.report)
-    elif args.one is not None:
-        measure(args.one, args.accumulation)
+    elif args.estimates:
+        print_estimates()
+    elif args.before is None:
+        parser.error("--before: which checkout?")
     else:
-        run(args.out)
+        run(args.out, estimates_of(args.before.resolve()))
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ def _capture_layer(replicas: Replicas) -> dict[str, Any]:
     feedback = replicas.feedback
     if feedback is None:
         return {"mirrors": {}, "replicas": [], "encoders": [], "decoders": []}
+    feedback.home.wait()
     gradients = feedback.gradient_state()
     for record in gradients["encoders"]:
         record["experts"] = list(replicas.expert_ids(record["slot"]))

@@ -289,7 +289,7 @@ class MigrationManager:
     def after_step(self, *, ships: bool) -> None:
         """The optimizer step was applied: ship the new weights in the background.
 
-        ships: False where another plan follows, which ships them all; if that fails, the next forward does.
+        ships: False where the next forward, or another plan, ships them all.
         """
         if ships:
             self._ship(is_exact=False)

@@ -33,6 +33,7 @@ def collect(replicas: Replicas, transport: Transport) -> list[Tensor]:
     shapes = [(part.num_experts, *part.shape) for part in replicas.parts]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     kept = torch.zeros(len(replicas.domain_ranks), sum(sizes), device=replicas.device)
+    feedback.home.wait()
     for (_, slot), encoder in feedback.encoders.items():
         kept[slot] += torch.cat([residual.reshape(-1) for residual in encoder.residuals]).to(kept.device)
     feedback.forget_gradients()

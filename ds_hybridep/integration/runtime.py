@@ -93,10 +93,10 @@ class HybridRuntime:
                 sync.verify([self.kernels.bit_sums(flat) for flat in self.shared_parameters(name)])
 
     def abandon_step(self) -> None:
-        """The optimizer failed in the step that `before_step` announced."""
+        """The optimizer failed in the step that `before_step` announced, and may have changed some weights."""
         self._is_stepping = False
         if self.migration is not None:
-            self.migration.skip_step()
+            self.migration.after_step(ships=False)
 
     def after_step(self, *, was_applied: bool, ships: bool = True) -> dict[str, Any] | None:
         """Call right after the optimizer step.  Returns the job's record on rank 0 every `report_interval` steps.

@@ -49,6 +49,18 @@ TESTED_OPTIMIZERS = ("AdamW", "SGD")  # torch's; others that treat each element 
 _OFF = 'turn it off, or set "hybridep": {"enabled": false}'
 
 
+def on_other_ranks(layers: Mapping[str, nn.Module]) -> str:
+    """What a job on another number of ranks, such as after the loss of a datacentre, can take from checkpoints."""
+    if adapted_layers(layers):
+        return "hybridep: a checkpoint with adapters of experts can be loaded with the same ep_size alone"
+    if not all(is_autoep_layer(layer) for layer in layers.values()):
+        return (
+            "hybridep: another number of ranks can take from a checkpoint the weights alone, by load_checkpoint(..., "
+            "load_optimizer_states=False): DeepSpeed's universal checkpoints do not hold classic MoE layers"
+        )
+    return "hybridep: another number of ranks can go on from a checkpoint that ds_to_universal has converted"
+
+
 def check_version(version: str = deepspeed.__version__) -> None:
     """Raise UnsupportedError for a DeepSpeed that is too old, or that is untested and differs where we change it."""
     tested = f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}"

@@ -78,16 +78,17 @@ class ResidualEncoder:
             self._saved_states = [state.state_dict() for state in self.states]
             self._changes.note(self, self._undo, self._keep)
         message, packets = self.layout.new_message(self.states[0].step, self._home.device)
-        before, self._pending = self.residuals, []
+        pending: list[Tensor] = []
         for part, gradient, residual, state, out in zip(
-            self.layout.parts, gradients, before, self.states, packets, strict=True
+            self.layout.parts, gradients, self.residuals, self.states, packets, strict=True
         ):
             unscaled = part.as_matrices(gradient)
             unscaled = unscaled / scale if scale != 1.0 else unscaled
             left = self._home.fetch(residual).to(torch.float32)
             left = left.clone() if left is residual else left
             self.layout.codec.encode_with_residual(unscaled, left, state, out=out)
-            self._pending.append(self._home.keep(left.to(residual.dtype)))
+            pending.append(self._home.keep(left.to(residual.dtype)))
+        self._pending = pending
         return message
 
     @property

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from ds_hybridep.errors import AgreementError, CommunicationError
 from ds_hybridep.transport.job import is_initialized, job_store
 
+LATE = "did not join"  # said of ranks that did not come in time
+
 
 def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
     """The number of this start-up, equal on all ranks and new in the job, when all have called with an equal payload.
@@ -166,7 +168,7 @@ class _Startup:
         for rank in missing:
             self._store.set(self._key(f"missed/{rank}"), "")
         return (
-            f"{who} did not join the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there "
+            f"{who} {LATE} the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there "
             f"and give every rank the same ds_config (hybridep.timeout_s sets the limit)"
         )
 

@@ -9,6 +9,7 @@ from ds_hybridep.transport.heartbeats import FACTS, Fact
 from ds_hybridep.transport.position import Position
 
 SILENT_S = 5.0  # a rank that was not heard of for so long is silent
+SILENT_SHARE = 0.8  # of timeout_s: a rank that was at work and not heard of for so long is so no more
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,17 @@ def is_firsthand(view: View) -> bool:
     """False where ranks are silent that others are connected with, and may know more of."""
     silent = _silent_ranks(view)
     return not silent or any(rank in view.direct for rank in silent)
+
+
+def at_work(view: View) -> list[int]:
+    """Ranks that others wait for with reason: not silent for timeout_s, in no collective, and not idle that long."""
+    limit_s = max(SILENT_S, SILENT_SHARE * view.timeout_s)
+    heard = {rank: one.position for rank, one in view.others.items() if one.age_s is not None and one.age_s < limit_s}
+    return [
+        rank
+        for rank, position in heard.items()
+        if not position.waits and position.for_s < view.timeout_s and not _has_left(view, rank)
+    ]
 
 
 def _silent_ranks(view: View) -> set[int]:

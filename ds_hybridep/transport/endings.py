@@ -76,11 +76,13 @@ class Endings:
             self._wake.send(b"\0")
 
     def take_sigterm(self) -> bool:
-        """True if SIGTERM has come."""
+        """True if SIGTERM has come, and nobody else has taken to handling it meanwhile."""
         try:
-            return self._hears_sigterm and signal.SIGTERM in self.woken.recv(4096)
+            numbers = self.woken.recv(4096)
         except BlockingIOError:
             return False
+        is_ours = self._hears_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm
+        return is_ours and signal.SIGTERM in numbers
 
     def die_of_sigterm(self) -> None:
         """As if nobody had heard it."""
@@ -93,7 +95,7 @@ class Endings:
             return
         limit_s, status = self._on_exception(error)
         self._hook(kind, error, trace)
-        if not hasattr(sys, "ps1"):  # else somebody types at the process, which goes on
+        if not hasattr(sys, "ps1") and not sys.flags.interactive:  # else somebody types at the process, which goes on
             exit_later(limit_s, status)
 
     def _exit(self) -> None:

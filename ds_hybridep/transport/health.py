@@ -7,6 +7,10 @@ Each rank has a thread that tells some others where its main thread is (`positio
                                   or is gone, and this rank waits in a collective
     after timeout_s of waiting    in one collective, of this package or of any other: it judges itself (`diagnosis`)
 
+A rank that others wait for is given more time while it computes, reads or writes, or is in a debugger: one that
+evaluates or saves alone is no fault.  It must be idle, or silent, for timeout_s.  Waits of this package have the limit
+timeout_s all the same.
+
 The end: the message, all threads' stacks, process groups aborted, then the exit status EXIT_STATUS, whatever the main
 thread does.  An exception that only follows from another rank's end is preceded by what that was.
 """
@@ -26,8 +30,17 @@ import torch.distributed as dist
 
 from ds_hybridep.errors import AgreementError, CommunicationError
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.transport.agreement import agree
-from ds_hybridep.transport.diagnosis import Direct, Entry, View, cause_of, is_firsthand, known_cause_of, report
+from ds_hybridep.transport.agreement import LATE, agree
+from ds_hybridep.transport.diagnosis import (
+    Direct,
+    Entry,
+    View,
+    at_work,
+    cause_of,
+    is_firsthand,
+    known_cause_of,
+    report,
+)
 from ds_hybridep.transport.endings import (
     EXIT_STATUS,
     Endings,
@@ -44,9 +57,12 @@ LOOK_S = 0.5  # between looks at the main thread
 BEAT_S = 1.0  # between messages to each peer
 GRACE_S = 2.0  # beyond timeout_s, so that a wait with a limit of its own says what it has to say
 LINK_S = 5.0  # how long the start waits for the first message of all peers
+SIGNAL_S = 1.5  # how long a rank waits for more where others were told to end
 WORD_S = 3.0  # how long an exception waits for news of what it follows from
+LEAVE_S = 1.0  # what the last message may take to go out
 END_S = 3.0  # what the main thread gets for an end in good order
 OWN_END_S = 8.0  # the same after an exception of its own
+AT_WORK_S = 1800.0  # how long others wait for a rank that is at work, as torch's groups do
 ALERT_SHARE = 0.25  # of timeout_s, after which a rank that waits passes on what it hears
 
 _running: "Health | None" = None
@@ -108,6 +124,7 @@ class Health:
         self._known: dict[int, tuple[float, int, Position]] = {}  # rank -> when it was sent, count, position
         self._count = 0
         self._cause = ""
+        self._patient_since = float("-inf")  # the begin of a wait that was told of
         self._leaves = False
         self._asked: tuple[float, bool] | None = None  # when an exception asked for its cause; True: it passed a limit
         self._answered = threading.Event()
@@ -129,7 +146,9 @@ class Health:
     def begin(self) -> None:
         self._endings.watch()
         self._thread.start()
-        self._linked.wait(LINK_S)  # a rank that dies from now on is missed by those that have heard of it
+        if not self._linked.wait(LINK_S):  # a rank that dies from now on is missed by those that have heard of it
+            missing = sorted(peer for peer, link in self._mesh.links.items() if link.heard_at is None)
+            _say(f"hybridep: rank {self.rank} hears no heartbeats of ranks {missing}: is there a firewall between?\n")
         self._linked.set()
 
     def leave(self) -> None:
@@ -180,7 +199,7 @@ class Health:
                 self._judge(now)
         self._tell(Fact(self.rank, "left", ""))
         self._beat()
-        self._mesh.poll(0.0)
+        self._mesh.drain(LEAVE_S)
         self._mesh.close()
 
     def _look(self) -> Position:
@@ -252,10 +271,12 @@ class Health:
 
     def _judge(self, now: float) -> None:
         told = [fact for fact in self._facts if fact.kind != "left" and fact.rank != self.rank]
+        if all(fact.kind == "signal" for fact in told) and now - self._fact_at < SIGNAL_S:
+            told = []  # launchers send it to those beside the one that broke, whose word may be on its way
         position = self._position
         is_over = any(fact.kind == "verdict" for fact in told)
         waits = self._asked is not None or (position.waits and position.for_s >= LOOK_S)
-        if is_over or (told and (waits or now - self._fact_at > self.timeout_s)):
+        if is_over or (told and (waits or min(now - self._fact_at, position.for_s) > self.timeout_s)):
             self._end(cause_of(self.view()))
             return
         over_s = position.for_s - self.timeout_s - GRACE_S if position.waits else -1.0
@@ -263,9 +284,22 @@ class Health:
             over_s = now - self._asked[0] - WORD_S
         if over_s > 0:
             view = self.view()
+            if self._asked is None and position.for_s < AT_WORK_S and at_work(view):
+                self._say_patience(view)
+                return
             if is_firsthand(view) or over_s > GRACE_S:
                 is_late = self._asked is None or self._asked[1]
                 self._end(cause_of(view) if is_late else known_cause_of(view))
+
+    def _say_patience(self, view: View) -> None:
+        """Once a wait, by the first of the ranks that wait."""
+        waiting = [rank for rank, entry in view.others.items() if entry.position.waits]
+        since = time.monotonic() - self._position.for_s
+        if since - self._patient_since > LOOK_S + 1.0 and self.rank <= min(waiting, default=self.rank):
+            first = at_work(view)[0]
+            said = f"rank {first} is at work in {view.others[first].position}, so rank {self.rank} goes on waiting"
+            _say(f"hybridep: {said} in {self._position}\n")
+        self._patient_since = since
 
     def view(self) -> View:
         now = time.monotonic()
@@ -294,7 +328,7 @@ class Health:
         self._tell(Fact(self.rank, "verdict", cause[: 4 * MAX_TEXT]))
         with contextlib.suppress(OSError):
             sys.stdout.flush()
-            os.write(2, report(self.view(), cause, EXIT_STATUS).encode(errors="replace"))
+        _say(report(self.view(), cause, EXIT_STATUS))
 
     def _end(self, cause: str) -> None:
         """End this rank, or let its exception do so; without a cause that exception is one."""
@@ -317,7 +351,7 @@ class Health:
     def _on_exception(self, error: BaseException) -> tuple[float, int]:
         """An exception in the main thread: what another rank's end has caused is preceded by what that was."""
         if not self._cause and follows_from_others(error):
-            self._asked = time.monotonic(), isinstance(error, CommunicationError)
+            self._asked = time.monotonic(), isinstance(error, CommunicationError) or LATE in str(error)
             self._endings.nudge()
             self._answered.wait(WORD_S + 2 * GRACE_S)
         self._answered.set()
@@ -327,6 +361,11 @@ class Health:
             self._tell(Fact(self.rank, "failed", text))
         self._endings.nudge()
         return (END_S, EXIT_STATUS) if self._cause else (OWN_END_S, 1)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
 
 
 def _exchange(mesh: Mesh, cluster: Cluster, generation: int, timeout_s: float) -> dict[int, tuple[str, int]]:

@@ -207,6 +207,12 @@ class Mesh:
             link.told.update(beat.facts)
             self._flush(link)
 
+    def drain(self, limit_s: float) -> None:
+        """Let what is queued go out."""
+        deadline = time.monotonic() + limit_s
+        while any(link.outbox for link in self.links.values()) and time.monotonic() < deadline:
+            self.poll(0.05)
+
     def close(self) -> None:
         for link in self.links.values():
             self._drop(link)

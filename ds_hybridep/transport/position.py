@@ -11,6 +11,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -38,10 +39,14 @@ _COLLECTIVES = (  # files whose functions wait for other ranks
     "ds_hybridep/sync/transfers.py",
 )
 _WRAPPERS = {"log_wrapper", "wrapper", "func_wrapper", "wait", "finish", "exposed"}
+_POLLERS = ("torch/utils/data/",)  # files that look again and again while they wait
+_AT_WORK = ("/subprocess.py", "/bdb.py", "/pdb.py", "/pydevd", "/debugpy/", "torch/utils/file_baton.py")
 _STDLIB = sysconfig.get_path("stdlib")
 _MAX_FRAMES = 200
 MAX_TEXT = 240
 DEVICE_S = 5.0
+WORK_SHARE = 0.05  # of a core: a thread that takes more is at work
+WORK_BYTES = 1 << 20  # between two looks: a process that reads or writes more is at work
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Position:
     phase: str = ""  # of PHASES, or "between steps"
     what: str = ""  # operation or place
     waits: bool = False  # in a collective
-    for_s: float = 0.0  # since when it has been in this very call; 0 while it moves
+    for_s: float = 0.0  # since when it has been in this very call, and has done nothing if that is no collective
 
     def __str__(self) -> str:
         since = f" for {self.for_s:.0f} s" if self.for_s >= 1 else ""
@@ -70,7 +75,9 @@ class MainThread:
         self._step = step
         self._seen: tuple[int, int] | None = None  # id and instruction of the innermost frame
         self._held: FrameType | None = None  # kept once it was seen twice, so that its id is of no other frame
-        self._since = time.monotonic()
+        self._since = self._looked = time.monotonic()
+        self._clock = time.pthread_getcpuclockid(self._ident)
+        self._used = 0.0, 0  # CPU seconds of the thread, bytes that the process has read and written
 
     def look(self) -> Position:
         """Where the thread is now."""
@@ -78,12 +85,16 @@ class MainThread:
         now = time.monotonic()
         if frame is None:
             return Position(self._step(), "between steps", "main thread has ended")
-        seen = id(frame), frame.f_lasti
-        if seen != self._seen or (self._held is not None and self._held is not frame):
+        frames = list(_outwards(frame))
+        # A loop that polls stands where it was called.
+        place = next(
+            (one for one in frames if not _is_stdlib(path := one.f_code.co_filename) and not _polls(path)), frame
+        )
+        seen = id(place), place.f_lasti
+        if seen != self._seen or (self._held is not None and self._held is not place):
             self._seen, self._held, self._since = seen, None, now
         else:
-            self._held = frame
-        frames = list(_outwards(frame))
+            self._held = place
         phase, what, waits = _phase_of(frames), "", True
         for_s = now - self._since if self._held else 0.0
         if (collective := _collective_of(frames)) is not None:
@@ -93,7 +104,19 @@ class MainThread:
             what = f"the device at {_place_of(frames)}"
         else:
             what, waits = _place_of(frames), False
+        if self._has_worked(now, frames) and not waits:
+            self._since, for_s = now, 0.0
         return Position(self._step(), phase, what[:MAX_TEXT], waits, for_s)
+
+    def _has_worked(self, now: float, frames: list[FrameType]) -> bool:
+        """Since the last look: computed, read or written; or it waits for a program or a debugger."""
+        cpu_s, num_bytes = _cpu_s(self._clock), _moved_bytes()
+        seconds, self._looked = now - self._looked, now
+        (earlier_s, earlier_bytes), self._used = self._used, (cpu_s, num_bytes)
+        # A thread that waits for a device may spin.
+        computes = cpu_s - earlier_s > WORK_SHARE * seconds and not torch.cuda.is_initialized()
+        moves = num_bytes - earlier_bytes > WORK_BYTES
+        return computes or moves or any(name in frame.f_code.co_filename for frame in frames for name in _AT_WORK)
 
     def _frame(self) -> FrameType | None:
         """The innermost frame of the thread, or of the one of autograd that runs a device's backward for it."""
@@ -103,6 +126,24 @@ class MainThread:
             known = {one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
             return next((frame for ident, frame in frames.items() if ident not in known), own)
         return own
+
+
+def _cpu_s(clock: int) -> float:
+    """CPU time of a thread; 0 once it has ended."""
+    with suppress(OSError):
+        return time.clock_gettime(clock)
+    return 0.0
+
+
+def _moved_bytes() -> int:
+    """What this process has read and written, of files above all; 0 where the system does not say."""
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/io", "rb") as file:
+        return sum(int(line.split()[1]) for line in file.read().splitlines()[:2])
+    return 0
+
+
+def _polls(path: str) -> bool:
+    return any(one in path for one in _POLLERS)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

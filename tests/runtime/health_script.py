@@ -3,9 +3,12 @@
 
     health_script.py FAULT FOLDER
 
+FAULT may also be what is none: one of HEALTHY, after which all ranks end with status 0.
+
 Prints seconds until each rank ended, from when rank 3 broke, and exit statuses, as JSON.
 """
 
+import bdb
 import json
 import os
 import signal
@@ -26,6 +29,10 @@ LIMIT_S = 25.0
 TIMEOUT_S = 2.0
 
 
+WORK_S = 7.0  # more than the watch would wait for a rank that does nothing
+HEALTHY = ("evaluates", "computes", "debugs", "handles SIGTERM", "ends at once")
+
+
 class Owner:
     def num_steps(self):
         return 7
@@ -38,10 +45,30 @@ def load_next_sample():
     time.sleep(1000)
 
 
+def work(kind, seconds=WORK_S):
+    """What a healthy rank may do while others wait for it."""
+    until = time.time() + seconds
+    if kind == "evaluates":
+        value = torch.eye(64)
+        while time.time() < until:
+            value = value @ value
+    elif kind == "computes":  # for long at one place
+        value = torch.rand(1500, 1500)
+        list(iter(lambda: value @ value is None or time.time() > until, True))
+    elif kind == "debugs":
+        bdb.Bdb().runcall(time.sleep, seconds)
+    elif kind == "handles SIGTERM":
+        heard = []
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2.0)
+        assert heard
+
+
 def train(rank, port, fault, folder):
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo")
-    health.start(Cluster((Level("dc", 2), Level("gpu", 2))), TIMEOUT_S, Owner())
+    health.start(Cluster((Level("dc", 2), Level("gpu", 2))), 2 * TIMEOUT_S if fault in HEALTHY else TIMEOUT_S, Owner())
     value = torch.zeros(4)
     for _ in range(3):
         dist.all_reduce(value)
@@ -53,7 +80,14 @@ def train(rank, port, fault, folder):
             raise ValueError("a bad sample")
         elif fault == "hang":
             load_next_sample()
-    dist.all_reduce(value)
+        elif fault == "ends at once":
+            os._exit(0)
+        else:
+            work(fault)
+    if fault == "ends at once":
+        work("evaluates")
+    else:
+        dist.all_reduce(value)
     health.stop(health._owners[0])
 
 

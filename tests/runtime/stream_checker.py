@@ -359,6 +359,7 @@ def fake_device(cuda: FakeCuda, checker: StreamChecker | None = None) -> Iterato
         mock.patch.object(staging.Staging, "await_sends", told.wrap(staging.Staging.await_sends, told.await_sends)),
         mock.patch.object(staging.Staging, "deliver", told.wrap(staging.Staging.deliver, told.deliver)),
         mock.patch.object(nccl.NcclBatch, "deliver", told.wrap(nccl.NcclBatch.deliver, told.deliver)),
+        mock.patch.object(torch, "frombuffer", told.frombuffer),
     ):
         yield streams
 
@@ -410,6 +411,13 @@ class _HandOvers:
         if self._checker is not None:
             for tensor in held:
                 self._checker.let_go(tensor)
+
+    def frombuffer(self, *args: Any, _original: Any = torch.frombuffer, **kwargs: Any) -> Tensor:
+        """Of the host's memory; no operation tells of it."""
+        tensor = _original(*args, **kwargs)
+        if self._checker is not None:
+            self._checker.own(tensor, HOST)
+        return tensor
 
     def _tell(self, transfer: Any) -> None:
         if transfer.device_side is not None:

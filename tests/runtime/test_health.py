@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from health_script import HEALTHY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.transport.diagnosis import Direct, Entry, View, cause_of, report
+from ds_hybridep.transport.diagnosis import Direct, Entry, View, at_work, cause_of, report
 from ds_hybridep.transport.health import EXIT_STATUS
 from ds_hybridep.transport.heartbeats import FACTS, Beat, Fact, parse_beat, peers_of
 from ds_hybridep.transport.position import MainThread, Position
@@ -70,6 +71,13 @@ def test_a_rank_that_is_elsewhere_is_named_with_its_place():
     found = cause_of(replace(view, others={**view.others, 2: Entry(0.5, LOADING)}))
     assert found.startswith("rank 2 does not come to the collective that others wait in: it is in between steps")
     assert "loader.py:7 (next_sample) for 12 s" in found
+
+
+def test_a_rank_that_does_something_is_waited_for():
+    busy = replace(LOADING, for_s=3.0)
+    others = {1: Entry(0.5, busy), 2: Entry(0.5, LOADING), 3: Entry(0.5, WAITING)}
+    assert at_work(view_of(others=others)) == [1]
+    assert at_work(view_of(others={1: Entry(9.0, busy), 2: Entry(None), 3: Entry(0.5, WAITING)})) == []
 
 
 def test_ranks_in_different_collectives_are_told_apart():
@@ -176,6 +184,22 @@ def test_a_thread_that_computes_is_in_no_collective():
 # -- real ranks -------------------------------------------------------------------------------------------------
 
 
+def run_ranks(fault: str, folder: Path) -> list[tuple[float, int | None]]:
+    script = Path(__file__).with_name("health_script.py")
+    run = subprocess.run([sys.executable, str(script), fault, str(folder)], capture_output=True, text=True, timeout=50)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("what", HEALTHY)
+def test_a_healthy_job_is_left_alone(tmp_path: Path, what):
+    found = run_ranks(what, tmp_path)
+    logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(4)]
+    assert [status for _, status in found] == [0] * 4, logs
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("fault", "limit_s", "cause"),
@@ -186,12 +210,7 @@ def test_a_thread_that_computes_is_in_no_collective():
     ],
 )
 def test_all_ranks_end_and_name_the_one_that_broke(tmp_path: Path, fault, limit_s, cause):
-    script = Path(__file__).with_name("health_script.py")
-    run = subprocess.run(
-        [sys.executable, str(script), fault, str(tmp_path)], capture_output=True, text=True, timeout=50
-    )
-    assert run.returncode == 0, run.stderr
-    for rank, (seconds, status) in enumerate(json.loads(run.stdout)):
+    for rank, (seconds, status) in enumerate(run_ranks(fault, tmp_path)):
         assert seconds < limit_s
         if rank != 3 or fault == "hang":
             assert status == EXIT_STATUS

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residuals of one sender against a slow reference: kept, undone, and at home on the device or the host."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ds_hybridep.codecs import make_codec
-from ds_hybridep.sync.feedback import ResidualEncoder, StepChanges, residual_dtype
+from ds_hybridep.experts.undelivered import collect
+from ds_hybridep.sync.feedback import Feedback, ResidualEncoder, StepChanges, residual_dtype
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 
@@ -58,6 +60,38 @@ def test_a_skipped_step_leaves_no_bit_changed_and_no_second_copy(dtype: torch.dt
     assert torch.equal(encoder.residuals[0], before)
     assert len(encoder.values) == num_values == 1
     assert torch.equal(encoder.encode([second], 1.0), message)
+
+
+def test_an_encoding_that_fails_loses_no_residual() -> None:
+    layout = MessageLayout(make_codec("int4", kernels="reference"), (PART, PART))
+    encoder = ResidualEncoder(layout, Home(CPU), StepChanges())
+    gradients = list(torch.randn(2, 2, 6, 40))
+    encoder.encode(gradients, 1.0)
+    before = [residual.clone() for residual in encoder.residuals]
+    with pytest.raises(RuntimeError):  # in the second part
+        encoder.encode([gradients[0], torch.zeros(1)], 1.0)
+    assert all(map(torch.equal, before, encoder.residuals))
+
+
+def test_residuals_in_host_memory_are_there_before_they_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may still be writing them."""
+    feedback = Feedback([(PART,)] * 2, [make_codec("int4", kernels="reference")], Home(CPU, True), StepChanges())
+    encoder = feedback.encoder(0, 1)
+    assert encoder is not None
+    late = torch.randn(2, 6, 40)
+    monkeypatch.setattr(Home, "wait", lambda _: encoder.residuals[0].copy_(late))
+    sent: list[torch.Tensor] = []
+
+    def start(sends: list[tuple[int, torch.Tensor]], *_: Any) -> Any:
+        sent.extend(one for _, one in sends)
+        return SimpleNamespace(wait=int)
+
+    transport: Any = SimpleNamespace(channel=lambda *_: SimpleNamespace(start=start))
+    replicas: Any = SimpleNamespace(
+        feedback=feedback, parts=(PART,), domain_ranks=(0, 1), own_slot=0, replica_slots=(1,), device=CPU, layer="moe"
+    )
+    collect(replicas, transport)
+    assert torch.equal(sent[0], late.reshape(-1))
 
 
 def test_residuals_have_the_type_of_what_is_trained() -> None:
