@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.plan.cluster import Cluster
