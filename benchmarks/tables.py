@@ -8,6 +8,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 IMAGES = HERE.parent / "docs" / "images"
+FP32_RESIDUALS = '{"codecs": "recommended", "residuals": "float32"}'
 TABLES = {  # by file of results/: the program that prints it, and its arguments
     "e2e-encoded-2x2": ("e2e_report.py", "e2e-encoded-2x2.jsonl", "--plots", str(IMAGES)),
     "e2e-encoded-bf16": ("e2e_report.py", "e2e-encoded-bf16.jsonl"),
@@ -20,6 +21,8 @@ TABLES = {  # by file of results/: the program that prints it, and its arguments
     "e2e-auto": ("e2e_report.py", "e2e-auto.jsonl"),
     "scale": ("scale.py", "--report", "scale.jsonl", "--plots", str(IMAGES)),
     "losses": ("losses.py", "--report", "losses.jsonl"),
+    "losses-residuals": ("losses.py", "--report", "losses-residuals.jsonl", "--against", FP32_RESIDUALS),
+    "memory": ("memory.py", "--report", "memory.jsonl"),
     "codecs": ("codecs.py", "report", "codecs.jsonl"),
     "faults": ("faults.py", "--report", "faults.jsonl"),
     "transient-faults": ("transient_faults.py", "--report", "transient-faults.jsonl"),

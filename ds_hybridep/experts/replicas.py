@@ -114,9 +114,7 @@ class Replicas:
         return self.layout.parts(self._sums[slot])
 
     def drop_sums(self, slot: int) -> None:
-        for sums in self._sums.pop(slot):
-            if self.streams is not None:
-                self.streams.free_behind_side(sums)
+        self.free_behind_side(self._sums.pop(slot))
 
     def loss_scale(self) -> float:
         return self.encoding.loss_scale()
@@ -176,10 +174,14 @@ class Replicas:
 
     def forget_sent(self) -> None:
         for sender in [] if self.feedback is None else self.feedback.patch_senders:
-            if self.streams is not None:
-                for sent in sender.sent:
-                    self.streams.free_behind_side(sent)
+            self.free_behind_side(sender.sent)
             sender.sent = []
+
+    def free_behind_side(self, tensors: Iterable[Tensor]) -> None:
+        """Call before tensors are freed with which the side stream may be working."""
+        if self.streams is not None:
+            for tensor in tensors:
+                self.streams.free_behind_side(tensor)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -287,9 +289,7 @@ class WeightShipment(Gather):
             sources = replicas.own.sources() if feedback.mirrors else []
             encoded = {name: [mirror.encode(sources)] for name, mirror in feedback.mirrors.items()}
             self._messages.update({level: encoded[name] for level, name in feedback.mirror_names.items()})
-        if streams is not None:
-            for copy in weights:
-                streams.free_behind_side(copy)
+        replicas.free_behind_side(weights)
         replicas.forget_sent()
         if not is_sent:
             replicas.own.unstage()

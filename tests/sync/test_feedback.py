@@ -81,11 +81,16 @@ def test_residuals_in_host_memory_are_there_before_they_are_handed_over(monkeypa
     late = torch.randn(2, 6, 40)
     monkeypatch.setattr(Home, "wait", lambda _: encoder.residuals[0].copy_(late))
     sent: list[torch.Tensor] = []
-    channel = SimpleNamespace(start=lambda sends, *_: sent.extend(one for _, one in sends) or SimpleNamespace(wait=int))
-    replicas = SimpleNamespace(
+
+    def start(sends: list[tuple[int, torch.Tensor]], *_: Any) -> Any:
+        sent.extend(one for _, one in sends)
+        return SimpleNamespace(wait=int)
+
+    transport: Any = SimpleNamespace(channel=lambda *_: SimpleNamespace(start=start))
+    replicas: Any = SimpleNamespace(
         feedback=feedback, parts=(PART,), domain_ranks=(0, 1), own_slot=0, replica_slots=(1,), device=CPU, layer="moe"
     )
-    collect(replicas, SimpleNamespace(channel=lambda *_: channel))
+    collect(replicas, transport)
     assert torch.equal(sent[0], late.reshape(-1))
 
 
