@@ -276,6 +276,7 @@ def main() -> None:
     import faults_rank  # noqa: F401
     import hf_model  # noqa: F401  imported once, for all ranks
     import torch._dynamo  # noqa: F401
+    import torch._inductor.compile_fx  # noqa: F401  imported once, for all ranks
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.logs or Path(scratch)
