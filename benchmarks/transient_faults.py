@@ -133,7 +133,7 @@ def main() -> None:
     become_root()
     import faults_rank  # noqa: F401
     import hf_model  # noqa: F401
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401  imported once, for all ranks
 
     with tempfile.TemporaryDirectory() as scratch:
