@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,6 +96,7 @@ class Ranks:
             return pid
         status = 1
         try:
+            weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the parent removes its folders itself
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
             log = os.open(self.logs[rank], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
