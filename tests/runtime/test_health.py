@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from health_script import HEALTHY
@@ -180,6 +181,26 @@ def test_a_thread_that_computes_is_in_no_collective():
     position = MainThread(lambda: 3).look()
     assert (position.step, position.waits) == (3, False)
     assert "test_health.py" in position.what or "position.py" in position.what
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="frames of other threads may be read at any time")
+def test_no_garbage_is_collected_while_frames_are_read():
+    """Its finalizers let the thread go on whose frames are read, which then ends them: crashes were seen."""
+    frames, seen = sys._current_frames, []
+
+    def read():
+        seen.append(gc.isenabled())
+        return frames()
+
+    with mock.patch.object(sys, "_current_frames", read):
+        MainThread(lambda: 0).look()
+        gc.disable()
+        try:
+            MainThread(lambda: 0).look()
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+    assert seen == [False, False]
 
 
 # -- real ranks -------------------------------------------------------------------------------------------------
