@@ -406,9 +406,7 @@ def test_memory_per_rank():
     # A copy; sums of it, and what came back for the owned one, of layers in flight.
     assert memory_on((2, 1), EXACT, EXACT).replica_bytes == owned * (2 + 4 * leaving + 4 * in_flight)
     # What came encoded is fp32 beside the 16-bit copy, and owned weights have a mirror; residuals are there twice.
-    assert memory_on((2, 1), LOSSY, LOSSY).replica_bytes == owned * (
-        2 + 4 + 4 + 2 + 2 + 4 * leaving + 4 * in_flight
-    )
+    assert memory_on((2, 1), LOSSY, LOSSY).replica_bytes == owned * (2 + 4 + 4 + 2 + 2 + 4 * leaving + 4 * in_flight)
     assert plain.total_bytes == plain.state_bytes + plain.activation_bytes + plain.workspace_bytes
 
 
