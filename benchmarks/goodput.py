@@ -4,8 +4,8 @@
     sudo python benchmarks/goodput.py --out benchmarks/results/goodput.jsonl
     python benchmarks/goodput.py --report benchmarks/results/goodput.jsonl
 
-Two ranks in two datacentres send each other the same bytes over several channels at once, each of which is one
-connection.  Needs root, iproute2 and a C compiler.
+Two ranks in two datacentres send each other one message over channels with so many `connections`.  Needs root,
+iproute2 and a C compiler.
 """
 
 import argparse
@@ -28,23 +28,22 @@ def work(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from ds_hybridep.plan.cluster import Cluster, Level
+    from ds_hybridep.plan.cluster import Cluster, Level, Link
     from ds_hybridep.transport.channels import Purpose, Transport
 
     dist.init_process_group("gloo")
     rank, purpose = dist.get_rank(), Purpose("dense", "goodput")
-    transport = Transport(Cluster((Level("dc", 2), Level("gpu", 1))), LIMIT_S, 0)
-    channels = [transport.channel(f"connection{i}", (0, 1), background=True) for i in range(max(args.connections))]
+    channels = {}
+    for count in args.connections:
+        cluster = Cluster((Level("dc", 2, Link(None, None, count)), Level("gpu", 1)))
+        channels[count] = Transport(cluster, LIMIT_S, count).channel("goodput", (0, 1), background=True)
     found: dict[int, list[float]] = {count: [] for count in args.connections}
     for round_number in range(args.rounds + 1):  # the first one warms up
         for count in args.connections:
-            num_bytes = args.megabytes * 10**6 // count
-            sent, arriving = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+            sent, arriving = (torch.zeros(args.megabytes * 10**6, dtype=torch.uint8) for _ in range(2))
             dist.barrier()
             begin = time.perf_counter()
-            started = [one.start([(1 - rank, sent)], [(1 - rank, arriving)], purpose) for one in channels[:count]]
-            for transfer in started:
-                transfer.wait()
+            channels[count].start([(1 - rank, sent)], [(1 - rank, arriving)], purpose).wait()
             seconds = torch.tensor([time.perf_counter() - begin])
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             if round_number:
@@ -52,7 +51,8 @@ def work(args: argparse.Namespace) -> None:
     if rank == 0:
         args.worker.write_text(json.dumps(found))
     dist.barrier()
-    transport.close()
+    for channel in channels.values():
+        channel.close()
 
 
 def measure(args: argparse.Namespace, loss: str) -> list[dict[str, Any]]:

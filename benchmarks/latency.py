@@ -126,20 +126,27 @@ def measure(args: argparse.Namespace, delay: str, num_layers: int) -> list[dict[
         return [{**about, **json.loads(line)} for line in records.read_text().splitlines()]
 
 
-def table(records: list[dict[str, Any]], delays: list[str]) -> str:
-    """The step at the first delay, what later ones add, and the waits in a row over the long link."""
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+def table(records: list[dict[str, Any]]) -> str:
+    """The step at the shortest delay and what longer ones add, by medians and by the fastest steps; waits in a row."""
+    delays = sorted({record["delay"] for record in records}, key=lambda delay: float(delay.removesuffix("ms")))
+    rows: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+    waits: dict[tuple[Any, ...], set[float]] = {}
     for record in records:
-        rows.setdefault(tuple(record["params"].values()), {})[record["delay"]] = record
-    width = max(map(len, PLANS))
-    titles = "".join(f"{title:>10}" for title in (delays[0], *(f"+{delay}" for delay in delays[1:]), "waits"))
-    lines = [f"{'kind':<17}{'plan':<{width}} layers accum{titles}"]
-    for (kind, plan, layers, accumulation), by_delay in rows.items():
-        medians = [statistics.median(by_delay[d]["step_s"]) if d in by_delay else float("nan") for d in delays]
-        waits = next(iter(next(iter(by_delay.values()))["waits"].values()), float("nan"))
-        cells = "".join(f"{value:10.3f}" for value in (medians[0], *(m - medians[0] for m in medians[1:]), waits))
-        lines.append(f"{kind:<17}{plan:<{width}} {layers:6} {accumulation:5}{cells}")
-    return "\n".join(lines)
+        key = tuple(record["params"].values())
+        rows.setdefault(key, {}).setdefault(record["delay"], []).extend(record["step_s"])
+        waits.setdefault(key, set()).update(list(record["waits"].values())[:1])  # over the long link
+    columns = [f"{delays[0]} [s]", *(f"+ {delay}" for delay in delays[1:])]
+    titles = ["kind", "plan", "layers", "accumulation", *columns, *(f"fastest {one}" for one in columns), "waits"]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for key, by_delay in rows.items():
+        cells = [str(part) for part in key]
+        for of_all in (statistics.median, min):
+            first = of_all(by_delay[delays[0]]) if delays[0] in by_delay else float("nan")
+            later = [of_all(by_delay[one]) - first if one in by_delay else float("nan") for one in delays[1:]]
+            cells += [f"{seconds:.3f}" for seconds in (first, *later)]
+        counted = sorted(waits[key])
+        lines.append(f"| {' | '.join(cells)} | {' to '.join(f'{count:g}' for count in counted) or '-'} |")
+    return "\n".join(lines).replace("nan", "")
 
 
 def main() -> int:
@@ -155,10 +162,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="1 and 50 ms, and domains over both DCs alone")
     parser.add_argument("--job-limit-s", type=float, default=400.0)
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
+    parser.add_argument("--report", type=Path, help="print the table of these records")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
         work(args)
+        return 0
+    if args.report is not None:
+        print(table([json.loads(line) for line in args.report.read_text().splitlines()]))
         return 0
     from ds_hybridep.lab.network import why_not_permitted
 
@@ -179,7 +190,7 @@ def main() -> int:
                 with args.out.open("a") as file:
                     file.writelines(json.dumps(record) + "\n" for record in found)
             print(f"{num_layers} layers, {delay}: done", flush=True)
-    print(table(records, args.delays))
+    print(table(records))
     return 0
 
 

@@ -26,6 +26,8 @@ TABLES = {  # by file of results/: the program that prints it, and its arguments
     "codecs": ("codecs.py", "report", "codecs.jsonl"),
     "faults": ("faults.py", "--report", "faults.jsonl"),
     "transient-faults": ("transient_faults.py", "--report", "transient-faults.jsonl"),
+    "goodput": ("goodput.py", "--report", "goodput.jsonl"),
+    "latency": ("latency.py", "--report", "latency.jsonl"),
     "codec-ratios": ("codec_ratios.py", "report"),
 }
 

@@ -28,6 +28,7 @@ TOKEN_JOURNEY = (
     "tokens/dispatch.py",
     "tokens/exchange.py",
     "transport/channels.py",
+    "transport/connections.py",
     "kernels/compiled.py",
 )
 
@@ -43,8 +44,7 @@ EXPERT_JOURNEY = (
     "experts/layout.py",
     "sync/transfers.py",
     "transport/channels.py",
-    "transport/line.py",
-    "transport/standing.py",
+    "transport/connections.py",
 )
 
 TOY = ToyConfig(ep_size=2, num_experts=4)
@@ -61,7 +61,8 @@ class Recorder:
         self.entered: set[tuple[str, str]] = set()
 
     def __call__(self, frame: Any, event: str, _: Any) -> None:
-        if self.is_on and event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+        is_health = threading.current_thread().name == "hybridep-health"  # its heartbeats come at any time
+        if self.is_on and not is_health and event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             file = str(Path(frame.f_code.co_filename).relative_to(PACKAGE))
             self.entered.add((file, frame.f_code.co_name))
 
@@ -107,18 +108,18 @@ def files_of(entered: set[tuple[str, str]]) -> set[str]:
     return {file for file, _ in entered}
 
 
-def test_a_token_passes_six_files(pool2: ProcessPool) -> None:
+def test_a_token_passes_seven_files(pool2: ProcessPool) -> None:
     for entered in pool2.run(follow_a_token):
         # Both ways were seen: the dispatch, and autograd's call of its backward.
         assert {("tokens/exchange.py", "dispatch_rows"), ("tokens/dispatch.py", "backward")} <= entered
         assert files_of(entered) == set(TOKEN_JOURNEY)
-    assert len(TOKEN_JOURNEY) <= 6
+    assert len(TOKEN_JOURNEY) <= 7
 
 
-def test_the_weight_of_an_expert_passes_eleven_files(pool2: ProcessPool) -> None:
+def test_the_weight_of_an_expert_passes_ten_files(pool2: ProcessPool) -> None:
     for entered in pool2.run(follow_an_expert):
         # Also what the threads of background channels do was seen.
         assert {("transport/channels.py", "finish"), ("experts/migration.py", "backward")} <= entered
         only_tokens = set(TOKEN_JOURNEY) - set(EXPERT_JOURNEY)
         assert files_of(entered) - only_tokens == set(EXPERT_JOURNEY)
-    assert len(EXPERT_JOURNEY) <= 11
+    assert len(EXPERT_JOURNEY) <= 10

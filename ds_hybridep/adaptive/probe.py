@@ -72,7 +72,7 @@ class LinkProbe:
         if about.size == 1:
             return about
         latency_s = self.latency_s(level)
-        return replace(about, link=Link(self._bytes_per_s(level, limit_s / 2), latency_s))
+        return replace(about, link=Link(self._bytes_per_s(level, limit_s / 2), latency_s, about.link.connections))
 
     def latency_s(self, level: int) -> float:
         """Seconds one way between the first ranks of neighbouring children: the median, of the slowest pair."""

@@ -5,6 +5,7 @@ import argparse
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from ds_hybridep.errors import ConfigError
@@ -12,9 +13,12 @@ from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.summary import aligned, level_settings
 
 LIMIT_S = 10.0
+MANY = 8  # connections between two ranks, where one does not fill a link
+LONG_S = 0.002  # one way, from which on a link is long
+GAIN = 1.25  # by several connections, from which on they are worth it
 TIMEOUT_S = 120.0
 LEVEL = re.compile(r"(?:([A-Za-z_]\w*)=)?([1-9]\d*)")
-HEADER = ("level", "children", "latency [ms]", "rate [Gbit/s]")
+HEADER = ("level", "children", "latency [ms]", "rate [Gbit/s]", "connections")
 
 DESCRIPTION = """\
 Measures latency and bandwidth of every level, and writes them as a cluster file, which `ds_hybridep plan --cluster`
@@ -62,6 +66,12 @@ def run(args: argparse.Namespace) -> int:
                 f"--levels: {','.join(levels)} make {cluster.num_ranks} ranks, but the job has {transport.world_size}"
             )
         found = probe_links(transport, limit_s=LIMIT_S)
+        transport.close()
+        # Over long links again with several connections: over one that loses frames they carry more.
+        many = with_connections(found)
+        if many != found:
+            transport = Transport(many, TIMEOUT_S, agree({"levels": levels}, TIMEOUT_S))
+            found = better_of(found, probe_links(transport, limit_s=LIMIT_S))
         if transport.rank == 0:
             print(describe(found), flush=True)
             if args.out is not None:
@@ -71,6 +81,28 @@ def run(args: argparse.Namespace) -> int:
     finally:
         leave_job()
     return 0
+
+
+def with_connections(cluster: Cluster) -> Cluster:
+    """Long links with several connections."""
+    return Cluster(
+        tuple(
+            replace(level, link=replace(level.link, connections=MANY))
+            if level.size > 1 and (level.link.latency_s or 0.0) >= LONG_S
+            else level
+            for level in cluster.levels
+        )
+    )
+
+
+def better_of(one: Cluster, several: Cluster) -> Cluster:
+    """The links with one connection, but those that are clearly faster with several."""
+    return Cluster(
+        tuple(
+            b if (b.link.bandwidth_bytes_per_s or 0.0) > GAIN * (a.link.bandwidth_bytes_per_s or 0.0) else a
+            for a, b in zip(one.levels, several.levels, strict=True)
+        )
+    )
 
 
 def read_levels(text: str) -> Cluster:
@@ -94,5 +126,5 @@ def describe(cluster: Cluster) -> str:
     rows = [HEADER]
     for level in map(level_settings, cluster.levels):
         known = [f"{level[key]:g}" if key in level else "-" for key in ("latency_ms", "bandwidth_gbps")]
-        rows.append((level["name"], str(level["size"]), *known))
+        rows.append((level["name"], str(level["size"]), *known, str(level.get("connections", 1))))
     return f"rates are of one child's uplink in one direction, headers included\n{aligned(rows)}"

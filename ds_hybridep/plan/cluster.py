@@ -38,10 +38,14 @@ def divisors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Link:
-    """The uplink of one child of a level, in each direction, shared by all ranks below it; None: not known yet."""
+    """The uplink of one child of a level, in each direction, shared by all ranks below it; None: not known yet.
+
+    connections: between two ranks, for each purpose.
+    """
 
     bandwidth_bytes_per_s: float | None = None
     latency_s: float | None = None
+    connections: int = 1
 
     def __post_init__(self) -> None:
         bandwidth, latency = self.bandwidth_bytes_per_s, self.latency_s
@@ -119,7 +123,9 @@ class Cluster:
         levels, link = list(self.levels), self.levels[level].link
         bandwidth = link.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
         latency = link.latency_s if latency_s is None else latency_s
-        levels[level] = replace(levels[level], link=Link(bandwidth, latency))
+        levels[level] = replace(
+            levels[level], link=replace(levels[level].link, bandwidth_bytes_per_s=bandwidth, latency_s=latency)
+        )
         return Cluster(tuple(levels))
 
     def __str__(self) -> str:

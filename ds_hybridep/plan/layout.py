@@ -168,7 +168,7 @@ class Layout:
     """Where experts and their copies are, and how things travel: all that a plan decides.
 
     spans, domain_sizes, codecs: of each level; spans are positions of the expert-parallel group.
-    prefetch_depth: layers between the start of a gradient's return and the wait for it.
+    prefetch_depth: least layers between the start of a gradient's return and the wait for it; see `return_depth`.
     is_padded: DeepSpeed's own layer in place of ours: padded all-to-alls, no domains.
     is_transient: replicas of `prefetch_depth` + 1 layers at a time, gathered around their use, frozen parameters too.
     state: where codecs keep residuals, mirrors and fp32 copies.

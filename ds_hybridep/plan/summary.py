@@ -26,7 +26,8 @@ def level_settings(level: Level) -> dict[str, Any]:
         "latency_ms": None if latency_s is None else latency_s * MS_PER_S,
     }
     numbers = {key: float(f"{value:.6g}") for key, value in known.items() if value is not None}
-    return {"name": level.name, "size": level.size, **numbers}
+    several = {"connections": level.link.connections} if level.link.connections > 1 else {}
+    return {"name": level.name, "size": level.size, **numbers, **several}
 
 
 def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:

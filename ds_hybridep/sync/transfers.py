@@ -31,7 +31,7 @@ class Slots(Protocol):
     """What a group of ranks holds in common on this rank: one slot for each owner."""
 
     layer: str
-    lane: int  # of its transfers as trained; see `transport.standing`
+    lane: int  # of its transfers as trained; see `transport.connections`
     stages: tuple[GatherStage, ...]
     own_slot: int
     device: torch.device
@@ -151,7 +151,7 @@ class Gather(StagedTransfer):
         self._counts_at_arrival = feedback is not None and feedback.has_patches and not self._is_exact
         return stage.weights.start(
             sends, receives, self.purpose, counts_receives=not self._counts_at_arrival,
-            lane=0 if self._is_exact else self.slots.lane, is_sized=not self._counts_at_arrival,
+            lane=0 if self._is_exact else self.slots.lane,
         )  # fmt: skip
 
     def _outgoing(self, slot: int, stage: GatherStage) -> Sequence[Tensor]:

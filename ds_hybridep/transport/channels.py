@@ -7,26 +7,27 @@ ranks on one channel match in the order in which they were started, so ranks onl
 
 import atexit
 import contextlib
+import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.transport.connections import Arriving, Connections, Room, copy_bytes
 from ds_hybridep.transport.groups import connect_gloo, first_line
-from ds_hybridep.transport.line import Line
 from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
 from ds_hybridep.transport.staging import Part, Staging
-from ds_hybridep.transport.standing import Room, StandingReceives, copy_bytes, tag_of
 from ds_hybridep.transport.streams import DeviceStreams, streams_of
+
+T = TypeVar("T")
 
 _NO_RANGE = contextlib.nullcontext()
 EXIT_LIMIT_S = 60.0  # how long a process that ends waits for transfers under way
@@ -70,18 +71,18 @@ class Transfer:
     """A started batch of sends and receives.  Only background transfers have an end."""
 
     def __init__(
-        self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part], lane: int = 0
-    ) -> None:
+        self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part], lane: int,
+        is_sized: bool,
+    ) -> None:  # fmt: skip
         self.channel = channel
         self.purpose = purpose
-        self.lane = lane
-        self.is_sized = True  # as for `Channel.start`
+        self.lane, self.is_sized = lane, is_sized  # as for `Connections.post`
         self.start_ns = time.perf_counter_ns()
         self.end_ns = self.start_ns
         self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
         self.works: list[Any] = []  # of gloo and NCCL: `wait(timeout)` raises RuntimeError where one failed
         self.device_side: Staging | NcclBatch | None = None  # of tensors on a device
-        self.arriving: list[tuple[int, Tensor, int, Tensor | None]] = []  # in a lane; see `StandingReceives.stand`
+        self.arriving: list[Arriving] = []  # in a lane
         self._destinations = [rank for rank, _ in sends]
         self._sources = [rank for rank, _ in receives]
         transport = channel.transport
@@ -127,7 +128,8 @@ class Transfer:
             for _, tensor, _, place in self.arriving:
                 if place is not None:
                     copy_bytes(place, tensor)
-            self.channel.stand(self)
+            if (connections := self.channel.connections) is not None:
+                connections.stand(self.arriving)
         except RuntimeError as error:
             self.fail(error)
         self.works, self.arriving = [], []
@@ -136,9 +138,6 @@ class Transfer:
         if self._finished is not None:
             self.end_ns = time.perf_counter_ns()
             self._finished.set()
-
-    def tag_of(self, tensor: Tensor) -> int:
-        return tag_of(self.lane, tensor.nbytes if self.is_sized else 0) if self.lane else 0
 
     def fail(self, error: RuntimeError) -> None:
         if self._failure is None:
@@ -158,6 +157,25 @@ class Transfer:
         )
 
 
+class Line(Generic[T]):
+    """A thread that takes one item after the other, and None when no more will come."""
+
+    def __init__(self, name: str, take: Callable[[T | None], None]) -> None:
+        self._take = take
+        self._waiting: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def put(self, item: T | None) -> None:
+        """None: the last one."""
+        self._waiting.put(item)
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            self._take(item)
+        self._take(None)
+
+
 class Channel:
     """Connections between `ranks` that serve one purpose.
 
@@ -173,10 +191,12 @@ class Channel:
         self.ranks = tuple(ranks)
         self.level = level
         self.is_background = background
-        self._index_of_rank = {rank: index for index, rank in enumerate(self.ranks)}
-        self._group: Any = connect_gloo(name, self.ranks, transport)
+        is_fastest = 0 < level == len(transport.cluster.levels) - 1
+        num_connections = transport.cluster.levels[level].link.connections
+        names = [f"{name}/{at}" if at else name for at in range(num_connections)]
+        groups = [connect_gloo(one, self.ranks, transport) for one in names]
+        self.connections: Connections | None = Connections(groups, self.ranks, transport.room, stands=not is_fastest)
         self._nccl: NcclGroup | None = None  # from `prepare`
-        self._standing: StandingReceives | None = None  # of messages in lanes
         self._failure: str | None = None  # after which nothing is sent any more: messages match by their order
         # Made when they are needed: they refer to the channel, which otherwise is freed with its last user.
         self._under_way: Line[Transfer] | None = None
@@ -209,7 +229,6 @@ class Channel:
         *,
         counts_receives: bool = True,
         lane: int = 0,
-        is_sized: bool = True,
     ) -> Transfer:
         """Start sending and receiving; the tensors must stay untouched until the transfer has finished.
 
@@ -220,14 +239,14 @@ class Channel:
             receives: (global rank, contiguous tensor to fill); see `has_equal_lengths` for shorter messages.
             purpose: kind, operation and layer, for counters and errors.
             counts_receives: False if messages may be shorter; the caller then counts them with `count_received`.
-            lane: equal at both ends and for the like transfer of every step; see `transport.standing`.  0 for none.
-            is_sized: False if messages of a lane may be shorter than the room for them, which is always the same.
+            lane: equal at both ends and for the like transfer of every step; see `transport.connections`.  0 for none.
+                If messages of a lane may be shorter, the room for them is always the same.
         """
-        assert self._group is not None, f"channel {self.name} was closed"
+        assert self.connections is not None, f"channel {self.name} was closed"
         sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
         receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
-        transfer = self.transport.last_transfer = Transfer(self, purpose, sends, receives, lane)
-        transfer.is_sized = is_sized
+        transfer = Transfer(self, purpose, sends, receives, lane, counts_receives)
+        self.transport.last_transfer = transfer
         streams = _streams_on((sends or receives)[0][1].device) if sends or receives else None
         try:
             if streams is None:
@@ -248,43 +267,11 @@ class Channel:
         return transfer
 
     def _post(self, transfer: Transfer, sends: Sequence[Part], receives: Sequence[Part]) -> None:
-        group = self._group  # `close` may drop it meanwhile
-        if group is None:
+        if (connections := self.connections) is None:  # `close` may drop it meanwhile
             raise RuntimeError("the channel was closed")
-        # torch opens a profiler range when a send or receive starts and closes it where that is waited for.  If the
-        # profiler ends in between, the process crashes when the waiting thread closes the range.  Torch does not tell
-        # whether ranges were on before; they are on afterwards.
-        torch._C._autograd._enable_record_function(False)
-        try:
-            # Receives first: a posted receive lets the peer's data flow at once.
-            for rank, tensor in receives:
-                if (tag := transfer.tag_of(tensor)) == 0:
-                    transfer.works.append(group.recv([tensor], self._index_of_rank[rank], 0))
-                    continue
-                if self._standing is None:
-                    self._standing = StandingReceives(self._receive, self.transport.room)
-                work, place = self._standing.receive(rank, tensor, tag)
-                transfer.works.append(work)
-                transfer.arriving.append((rank, tensor, tag, place))
-            for rank, tensor in sends:
-                transfer.works.append(group.send([tensor], self._index_of_rank[rank], transfer.tag_of(tensor)))
-        finally:
-            torch._C._autograd._enable_record_function(True)
-
-    def _receive(self, rank: int, tensor: Tensor, tag: int) -> Any:
-        if (group := self._group) is None:
-            raise RuntimeError("the channel was closed")
-        return group.recv([tensor], self._index_of_rank[rank], tag)
-
-    def stand(self, transfer: Transfer) -> None:
-        """Be ready for what comes next in a transfer's lane, where the level is not the fastest."""
-        is_fastest = 0 < self.level == len(self.transport.cluster.levels) - 1
-        if transfer.arriving and self._standing is not None and not is_fastest:
-            torch._C._autograd._enable_record_function(False)
-            try:
-                self._standing.stand(transfer.arriving)
-            finally:
-                torch._C._autograd._enable_record_function(True)
+        works, arriving = connections.post(sends, receives, transfer.lane, is_sized=transfer.is_sized)
+        transfer.works += works
+        transfer.arriving += arriving
 
     def _start_on_device(
         self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
@@ -317,7 +304,7 @@ class Channel:
     def _depart(self, transfer: Transfer | None) -> None:
         assert self._under_way is not None, f"channel {self.name}: nobody waits for what departs"
         if transfer is None:
-            self._under_way.end()
+            self._under_way.put(None)
             return
         if isinstance(staging := transfer.device_side, Staging):
             try:
@@ -340,23 +327,23 @@ class Channel:
     def _end_threads(self) -> None:
         for line in (self._departing, self._under_way):
             if line is not None:
-                line.end()
+                line.put(None)
                 line.thread.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
 
     def close(self) -> None:
         """Let the threads end and drop the connections.  Waits for nothing."""
         if (line := self._departing or self._under_way) is not None:
-            line.end()
-        if self._standing is not None:
-            self._standing.close()
-        self._group = self._nccl = None
+            line.put(None)
+        if self.connections is not None:
+            self.connections.close()
+        self.connections = self._nccl = None
 
 
 class Transport:
     """All channels of one attached model on this rank, with one time limit and one set of counters.
 
     Args:
-        cluster: levels, for counting and errors.
+        cluster: levels, for counting and errors, and for the connections between two ranks of each channel.
         timeout_s: the longest wait.
         generation: from `agree`; makes the names of these connections unique in the job.
         backends: "gloo" or "nccl" for tensors of a device over each level, or empty for gloo; the host's go over gloo.

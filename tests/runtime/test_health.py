@@ -239,3 +239,12 @@ def test_all_ranks_end_and_name_the_one_that_broke(tmp_path: Path, fault, limit_
             lines = (tmp_path / f"rank{rank}.log").read_text().splitlines()
             said = next(line for line in lines if line.startswith("hybridep:") or "Traceback" in line)
             assert said.startswith(f"hybridep: {cause}")
+
+
+def test_no_garbage_is_collected_while_frames_of_another_thread_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection lets the other thread run, whose frames then are not those that are being read."""
+    enabled, frames = [], sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: enabled.append(gc.isenabled()) or frames())
+    MainThread(lambda: 0).look()
+    assert enabled == [False]
+    assert gc.isenabled()

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -11,7 +12,7 @@ from torch import distributed as dist
 
 from ds_hybridep.adaptive.links import LEAST_BURST_S, REPETITIONS, JobLinks
 from ds_hybridep.adaptive.probe import WIRE_FACTOR, LinkProbe, _rate_of, _slowest, probe_links
-from ds_hybridep.commands.probe import cluster_file, describe, read_levels
+from ds_hybridep.commands.probe import better_of, cluster_file, describe, read_levels, with_connections
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
@@ -175,8 +176,21 @@ def test_the_file_is_a_cluster_file(tmp_path, name, load):
 
 def test_the_table_shows_what_was_measured():
     lines = describe(FOUND).splitlines()
-    assert lines[2].split() == ["dc", "2", "10", "0.1"]
-    assert lines[3].split() == ["gpu", "1", "-", "-"]
+    assert lines[2].split() == ["dc", "2", "10", "0.1", "1"]
+    assert lines[3].split() == ["gpu", "1", "-", "-", "1"]
+
+
+def test_several_connections_are_chosen_for_long_links_that_gain_by_them(tmp_path):
+    long, short = Level("dc", 2, Link(1e6, 0.05)), Level("gpu", 2, Link(1e9, 0.0001))
+    tried = with_connections(Cluster((long, short)))
+    assert [level.link.connections for level in tried.levels] == [8, 1]
+    fast = Cluster((replace(tried.levels[0], link=replace(tried.levels[0].link, bandwidth_bytes_per_s=5e6)), short))
+    chosen = better_of(Cluster((long, short)), fast)
+    assert chosen == fast
+    assert better_of(Cluster((long, short)), tried) == Cluster((long, short))  # no faster
+    (tmp_path / "cluster.json").write_text(cluster_file(chosen))
+    config = parse_config({"levels": "cluster.json"}, world_size=4, base_dir=tmp_path)
+    assert config.cluster() == fast
 
 
 @pytest.mark.parametrize("text", ["dc", "dc=0", "dc=2,gpu", "dc=x", ""])

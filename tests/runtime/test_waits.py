@@ -17,8 +17,8 @@ from toy_model import ToyConfig
 
 import ds_hybridep
 from ds_hybridep.integration.agreements import Agreements
-from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.transport.standing import NUM_LANES, tag_of
+from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.transport.connections import NUM_LANES, tag_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -54,7 +54,7 @@ def exchange_in_lanes(num_rounds: int) -> dict[str, Any]:
             transfer.wait()
             if not bool((arriving == 100 * lane + 10 * step + 1 - rank).all()):
                 wrong.append((step, lane, arriving.tolist()))
-        ready.append(sum(map(len, channel._standing._waiting.values())))
+        ready.append(sum(map(len, channel.connections._standing._waiting.values())))
     transport.close()
     return {"wrong": wrong, "ready": ready}
 
@@ -65,7 +65,7 @@ def test_messages_of_lanes_match_in_any_order_and_are_expected_from_the_second_o
         assert result["ready"] == [2, 4, 4, 4, 4, 4]  # one for each lane and size
 
 
-def exchange_at_random(seed: int, room_bytes: int) -> list[Any]:
+def exchange_at_random(seed: int, room_bytes: int, connections: int) -> list[Any]:
     """Transfers of several messages in a few lanes, several at a time in one lane, waited for in another order.
 
     Returns what was wrong, and the error of a transfer whose peer has closed its channels meanwhile.
@@ -74,13 +74,16 @@ def exchange_at_random(seed: int, room_bytes: int) -> list[Any]:
 
     from ds_hybridep.errors import CommunicationError
     from ds_hybridep.transport.channels import Purpose
-    from ds_hybridep.transport.standing import Room
+    from ds_hybridep.transport.connections import Room
 
     rank, random, wrong, error = dist.get_rank(), Random(seed), [], ""
-    transport = open_transport(Cluster((Level("dc", 2), Level("gpu", 1))), timeout_s=LIMIT_S)
+    link = Link(None, None, connections)
+    transport = open_transport(Cluster((Level("dc", 2, link), Level("gpu", 1))), timeout_s=LIMIT_S)
     transport.room = Room(room_bytes)
     channel, purpose = transport.channel("lanes", (0, 1), background=True), Purpose("dense", "test")
-    sizes = {lane: [random.choice((1, 7, 300)) for _ in range(random.randint(1, 3))] for lane in range(4)}  # 0: none
+    sizes = {
+        lane: [random.choice((1, 7, 300, 20_000)) for _ in range(random.randint(1, 3))] for lane in range(4)
+    }  # 0: none
     for step in range(12):
         started = []
         for lane in random.choices(range(4), k=6):
@@ -105,11 +108,15 @@ def exchange_at_random(seed: int, room_bytes: int) -> list[Any]:
     return [wrong, error]
 
 
-@pytest.mark.parametrize(("seed", "room_bytes"), [(0, 2**20), (1, 2**20), (2, 1500), (3, 0)])
+@pytest.mark.parametrize(
+    ("seed", "room_bytes", "connections"), [(0, 2**20, 1), (1, 2**20, 3), (2, 1500, 2), (3, 0, 1)]
+)
 def test_lanes_bring_every_message_to_its_receiver_and_a_peer_that_closes_is_an_error(
-    pool2: ProcessPool, seed: int, room_bytes: int
+    pool2: ProcessPool, seed: int, room_bytes: int, connections: int
 ) -> None:
-    (wrong, error), (wrong_there, _) = pool2.run(exchange_at_random, seed=seed, room_bytes=room_bytes)
+    (wrong, error), (wrong_there, _) = pool2.run(
+        exchange_at_random, seed=seed, room_bytes=room_bytes, connections=connections
+    )
     assert wrong == wrong_there == []
     assert "failed" in error or "time limit" in error
 

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gloo connections of a channel: which one a message takes, and which receives stand ready.
+
+Over a link that loses frames a TCP connection fills a share of the rate that falls with the delay; several fill as
+many times more.  A large message is cut into as many parts; smaller ones take the connections in turn, by lane.
+
+Gloo sends a message once it has heard that its receiver waits for it.  Where both ends begin at the same time, a
+message so takes two delays of the link.  Messages that come again in every step have a *lane*: the receive of the next
+one is posted, into memory of its own, as soon as the last one has arrived.
+
+    lane 1   posted | arrived, copied, posted again .......... | asked for: has arrived already
+
+Messages of one lane match in the order in which they are sent; those of different lanes do not wait for each other.
+"""
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.transport.staging import Part
+
+CUT_BYTES = 2**16  # of a message that is large
+MOST_BYTES = 32 * 2**20  # of all that a rank keeps ready; larger messages take longer than the delay anyway
+NUM_LANES = 2**11
+_NUM_SIZES = 1_048_573  # a prime below 2**20: sizes of one lane do not meet
+
+
+def tag_of(lane: int, num_bytes: int) -> int:
+    """Gloo's tag of a message; 0 for no lane.  num_bytes: 0 where the length may vary."""
+    if not 0 < lane < NUM_LANES:
+        return 0
+    return lane << 20 | (num_bytes % _NUM_SIZES + 1 if num_bytes else 0)
+
+
+Source = tuple[int, int]  # (rank, connection)
+Arriving = tuple[Source, Tensor, int, Tensor | None]  # see `StandingReceives.stand`
+
+
+class Room:
+    """Bytes that all standing receives of a rank may take."""
+
+    def __init__(self, num_bytes: int = MOST_BYTES) -> None:
+        self._left = num_bytes
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> bool:
+        """False where there is no room for so many."""
+        with self._lock:
+            if num_bytes > self._left:
+                return False
+            self._left -= num_bytes
+            return True
+
+
+class StandingReceives:
+    """Of one channel.  Threads that start transfers and the one that ends them may call.
+
+    post: (source, tensor, tag) posts a receive and returns what waits for it.
+    """
+
+    def __init__(self, post: Callable[[Source, Tensor, int], Any], room: Room) -> None:
+        self._post: Callable[[Source, Tensor, int], Any] | None = post
+        self._room = room
+        self._waiting: dict[tuple[Source, int], deque[tuple[Any, Tensor]]] = defaultdict(deque)  # by source and tag
+        self._lock = threading.Lock()  # messages match by order: none may be posted between a look and a post
+
+    def receive(self, source: Source, tensor: Tensor, tag: int) -> tuple[Any, Tensor | None]:
+        """What waits for the next message of a lane, and the memory in which it arrives if that is not `tensor`.
+
+        Raises RuntimeError where the message is larger than the one before, for which a receive stands ready.
+        """
+        with self._lock:
+            waiting = self._waiting[source, tag]
+            if not waiting:
+                if self._post is None:
+                    raise RuntimeError("the channel was closed")
+                return self._post(source, tensor, tag), None
+            work, place = waiting.popleft()
+        if place.numel() < tensor.nbytes:
+            raise RuntimeError(f"a message of {tensor.nbytes} bytes came in a lane for {place.numel()}")
+        return work, place
+
+    def stand(self, arrived: Sequence[Arriving]) -> None:
+        """Be ready for the same messages again: (source, tensor that was filled, tag, memory that it came in)."""
+        with self._lock:
+            keys = {(source, tag) for source, _, tag, _ in arrived}
+            if self._post is None or any(self._waiting[key] for key in keys):
+                return  # or a transfer that was started meanwhile has received without them
+            new_bytes = sum(tensor.nbytes for _, tensor, _, place in arrived if place is None)
+            if new_bytes and not self._room.take(new_bytes):
+                return
+            for source, tensor, tag, place in arrived:
+                mine = torch.empty(tensor.nbytes, dtype=torch.uint8) if place is None else place
+                try:
+                    self._waiting[source, tag].append((self._post(source, mine, tag), mine))
+                except RuntimeError:  # a rank has gone; who needs it will say so
+                    return
+
+    def close(self) -> None:
+        """Expect nothing more."""
+        with self._lock:
+            self._waiting.clear()
+            self._post = None
+
+
+def copy_bytes(place: Tensor, tensor: Tensor) -> None:
+    """Fill `tensor` with the bytes that a message has left in `place`; graphs that have saved it note no change."""
+    tensor.data.view(-1).view(torch.uint8).copy_(place[: tensor.nbytes])
+
+
+class Connections:
+    """Of one channel.
+
+    Args:
+        groups: one gloo process group for each connection.
+        ranks: of the channel.
+        room: for receives that stand ready.
+        stands: False where none do.
+    """
+
+    def __init__(self, groups: Sequence[Any], ranks: Sequence[int], room: Room, *, stands: bool) -> None:
+        self._groups = tuple(groups)
+        self._index_of_rank = {rank: index for index, rank in enumerate(ranks)}
+        self._stands = stands
+        self._standing = StandingReceives(self._receive, room)
+
+    def post(
+        self, sends: Sequence[Part], receives: Sequence[Part], lane: int, *, is_sized: bool
+    ) -> tuple[list[Any], list[Arriving]]:
+        """What waits for each message, and what arrives in a lane.
+
+        is_sized: False where messages may be shorter than the room for them, and so are not cut.
+        Raises RuntimeError where a rank is gone, or the channel was closed.
+        """
+        works: list[Any] = []
+        arriving: list[Arriving] = []
+        with _without_ranges():
+            # Receives first: a posted receive lets the peer's data flow at once.
+            for rank, tensor in receives:
+                for at, piece in self._pieces(tensor, lane, is_sized):
+                    if (tag := tag_of(lane, piece.nbytes if is_sized else 0)) == 0:
+                        works.append(self._receive((rank, at), piece, 0))
+                        continue
+                    work, place = self._standing.receive((rank, at), piece, tag)
+                    works.append(work)
+                    arriving.append(((rank, at), piece, tag, place))
+            for rank, tensor in sends:
+                for at, piece in self._pieces(tensor, lane, is_sized):
+                    tag = tag_of(lane, piece.nbytes if is_sized else 0)
+                    works.append(self._groups[at].send([piece], self._index_of_rank[rank], tag))
+        return works, arriving
+
+    def stand(self, arrived: Sequence[Arriving]) -> None:
+        """Be ready for what comes next in the lane of what has arrived."""
+        if arrived and self._stands:
+            with _without_ranges():
+                self._standing.stand(arrived)
+
+    def close(self) -> None:
+        """Drop the connections.  Waits for nothing."""
+        self._standing.close()
+        self._groups = ()
+
+    def _receive(self, source: Source, tensor: Tensor, tag: int) -> Any:
+        rank, at = source
+        if not (groups := self._groups):
+            raise RuntimeError("the channel was closed")
+        return groups[at].recv([tensor], self._index_of_rank[rank], tag)
+
+    def _pieces(self, tensor: Tensor, lane: int, is_sized: bool) -> list[tuple[int, Tensor]]:
+        """Parts of a message and the connection of each; both ends come to the same."""
+        if not (count := len(self._groups)):
+            raise RuntimeError("the channel was closed")
+        if count == 1 or not is_sized or tensor.nbytes < CUT_BYTES:
+            return [(lane % count, tensor)]
+        return list(enumerate(tensor.data.view(-1).tensor_split(count)))
+
+
+@contextmanager
+def _without_ranges() -> Iterator[None]:
+    """Without the profiler's ranges.
+
+    Torch opens one when a send or receive starts and closes it where that is waited for.  If the profiler ends in
+    between, the process crashes when the waiting thread closes the range.  Torch does not tell whether ranges were on
+    before; they are on afterwards.
+    """
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
