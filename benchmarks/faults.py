@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,6 +96,7 @@ class Ranks:
             return pid
         status = 1
         try:
+            weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # the parent removes its folders itself
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
             log = os.open(self.logs[rank], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
@@ -275,7 +277,8 @@ def main() -> None:
     become_root()
     import faults_rank  # noqa: F401
     import hf_model  # noqa: F401  imported once, for all ranks
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
+    import torch._inductor.compile_fx  # noqa: F401  imported once, for all ranks
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.logs or Path(scratch)

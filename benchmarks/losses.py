@@ -51,8 +51,8 @@ def engine_of(args: argparse.Namespace, seed: int, phase: str, codecs: dict[str,
     kept_in = codecs.pop("residuals", None)  # no setting: for the comparison alone
     for module in (replicas, buffers):
         module.residual_dtype = residual_dtype if kept_in is None else lambda _: getattr(torch, kept_in)
+    rate, steps = PHASES[phase][0] * codecs.pop("rate_factor", 1.0), args.steps or PHASES[phase][1]
     levels[0].update(codecs)
-    rate, steps = PHASES[phase][0], args.steps or PHASES[phase][1]
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -159,7 +159,8 @@ def main() -> None:
         "--codecs",
         nargs="+",
         default=["recommended"],
-        help='besides exact; settings of a level as JSON, and "residuals": "float32" in the place of their own type',
+        help='besides exact; settings of a level as JSON, and "residuals": "float32" in the place of their own type, '
+        '"rate_factor": 1.0001 to see what a change makes that means nothing',
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--zero-stage", type=int, default=1)

@@ -10,8 +10,8 @@ Two ranks train in bf16, each with replicas of all the other's experts, in layer
     between     held between steps, counted
     most        the most that is held in a step, counted whenever weights or gradients are asked for, and in the step
     estimate    what `estimate_hybridep_mem_needs_all_live` says of it
-    peak        the most that torch has allocated in a step, over that of the same job without replicas; activations,
-                packets and whatever else comes and goes is in it
+    peak        the most that torch has allocated in a step, over that of the same job without replicas: packets and
+                whatever else comes and goes is in it, and what that job needs more for tokens on their way is not
     host        held in host memory, with "state": "host"; on a CPU it is in "peak" too
 
 Gradients of so small layers would all be on their way at a time; here they are as those of large ones are, of
@@ -201,11 +201,12 @@ def run(out: Path, before: Mapping[str, Mapping[str, int]]) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     for layers in LAYERS:
+        measure(layers, "no replicas", 1)  # what is made once
         for accumulation in ACCUMULATIONS:
             for row in ROWS:
                 found = measure(layers, row, accumulation)
                 if dist.get_rank() == 0:
-                    params = {"layers": layers, "row": row, "accumulation": accumulation, "dtype": "bf16", **SIZES}
+                    params = {"kind": layers, "row": row, "accumulation": accumulation, "dtype": "bf16", **SIZES}
                     record = {"params": params, "before": before[layers][row], **found, "versions": bench.versions()}
                     with out.open("a") as file:
                         file.write(json.dumps(record) + "\n")
@@ -224,7 +225,7 @@ def report(path: Path) -> None:
         alone = next(one for one in records if one["params"] == {**about, "row": "no replicas"})
         record["peak"] = record["between"] + record["host"] + record["allocated"] - alone["allocated"]
         numbers = " | ".join(f"{record[name] / record['replicated']:.1f}" for name in columns)
-        print(f"| {about['layers']} | {about['accumulation']} | {about['row']} | {numbers} |")
+        print(f"| {about['kind']} | {about['accumulation']} | {about['row']} | {numbers} |")
 
 
 def main() -> None:

@@ -295,7 +295,8 @@ def main() -> None:
     become_root()
     own_shm()
     import faults_rank  # noqa: F401
-    import torch._dynamo  # noqa: F401  imported once, for all ranks
+    import torch._dynamo
+    import torch._inductor.compile_fx  # noqa: F401  imported once, for all ranks
 
     if args.kind == "autoep":
         import hf_model  # noqa: F401

@@ -133,7 +133,8 @@ def main() -> None:
     become_root()
     import faults_rank  # noqa: F401
     import hf_model  # noqa: F401
-    import torch._dynamo  # noqa: F401  imported once, for all ranks
+    import torch._dynamo
+    import torch._inductor.compile_fx  # noqa: F401  imported once, for all ranks
 
     with tempfile.TemporaryDirectory() as scratch:
         sys.exit(0 if run(args, Path(scratch)) else 1)

@@ -78,8 +78,7 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
         if planner is not None:
             planner.close()
         raise
-    log_dist(attachment.runtime.describe(), ranks=[0])
-    log_dist(supported.on_other_ranks(layers), ranks=[0])
+    log_dist(f"{attachment.runtime.describe()}\n{supported.on_other_ranks(layers)}", ranks=[0])
     engine.__dict__["_hybridep_attachment"] = attachment
     attachment.bind()
     if getattr(engine, "micro_steps", 0) > 0:

@@ -20,7 +20,7 @@ from ds_hybridep.integration.autoep import is_autoep_layer
 from ds_hybridep.integration.build import encoding_of
 from ds_hybridep.plan.cluster import divisors
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.replica_pool import return_depth
+from ds_hybridep.plan.replica_pool import leaving_depth, return_depth
 from ds_hybridep.sync.feedback import Encoding, StepChanges
 from ds_hybridep.sync.stages import gather_stages
 
@@ -204,17 +204,18 @@ def _memory_of_layer(
 
 
 def _most_at_once(
-    layers: Sequence[_LayerNeeds], depth: int, *, is_transient: bool, is_on_host: bool, accumulates: bool
+    layers: Sequence[_LayerNeeds], depth: int, leaving: int, *, is_transient: bool, is_on_host: bool, accumulates: bool
 ) -> MemoryNeeds:
     """What replicas of these layers need, of which gradients of `depth` + 1 neighbours return at a time.
 
+    leaving: as `leaving_depth` says.
     is_transient: weights of as many are held.
     accumulates: several micro-steps are added up, for which the gradient sums of all layers wait.
     """
 
-    def most(name: str, *, of_all: bool = False) -> int:
+    def most(name: str, *, of_all: bool = False, beside: int = depth) -> int:
         sizes = [getattr(layer, name) for layer in layers]
-        return max((sum(sizes) if of_all else sum(sizes[at : at + depth + 1]) for at in range(len(sizes))), default=0)
+        return max((sum(sizes) if of_all else sum(sizes[at : at + beside + 1]) for at in range(len(sizes))), default=0)
 
     # A layer whose gradients were sent has new residuals in the place of larger sums.
     in_flight, of_step = (0 if is_on_host else most("residuals", of_all=of_all) for of_all in (not accumulates, True))
@@ -222,7 +223,7 @@ def _most_at_once(
         replicas=most("replicas", of_all=not is_transient),
         codecs=most("codecs", of_all=True),
         staging=most("staging", of_all=True),
-        gradient_sums=most("sums", of_all=accumulates),
+        gradient_sums=most("sums", of_all=accumulates, beside=leaving),
         returns=most("own_sums") + in_flight,
         step=of_step + most("sent", of_all=True),
         host=most("host", of_all=True),
@@ -256,6 +257,7 @@ def _print_needs(
         needs[sizes] = _most_at_once(
             by_layer,
             depth,
+            leaving_depth(sum(size > 1 for size in sizes), depth, config.advanced.prefetch_depth),
             is_transient=is_transient,
             is_on_host=encoding.is_on_host,
             accumulates=accumulation > 1,

@@ -14,6 +14,7 @@ from ds_hybridep.plan.costs import (
     lossy_weight_values,
 )
 from ds_hybridep.plan.layout import Layout
+from ds_hybridep.plan.replica_pool import leaving_depth
 from ds_hybridep.plan.sync_stages import before_step_bytes, dense_parameters, shared_experts, sync_residual_bytes
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
 
@@ -98,7 +99,7 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
         residuals       one of the parameter's type for each message of gradients that loses something; until the step
                         is applied new ones beside them, in the place of sums: of all layers with one micro-step
         lossy weights   a 4 B mirror of the owned ones for each codec, 4 B copies of smaller types
-        sums            M - 1 of 4 B, of all layers, or with one micro-step of the layers in flight
+        sums            M - 1 of 4 B, of all layers, or with one micro-step of those that leave (`leaving_depth`)
         what returned   4 B, of the layers in flight
         staging         one, where owned weights leave as they are; not at the same time as sums
         sent last       one where weights leave as patches, during the optimizer step; likewise
@@ -110,12 +111,14 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
     if size == 1:
         return 0.0, 0.0
     layers, trained = workload.model.num_moe_layers, workload.expert_travel_params
-    window = min(layers_in_flight(layout, workload) + 1, layers) / layers
+    depth = layers_in_flight(layout, workload)
+    leaving = leaving_depth(len(layout.gather_levels), depth, layout.prefetch_depth)
+    window, sent_window = (min(one + 1, layers) / layers for one in (depth, leaving))
     num_copies = size * window if layout.is_transient else size - 1
     copies = num_copies * element * workload.model.expert_params
     sent = element * has_patches(layout)
     residuals = gradient_residuals(layout, workload)
-    summed, renewed = (1.0, window) if workload.micro_steps > 1 else (window, 1.0)
+    summed, renewed = (1.0, window) if workload.micro_steps > 1 else (sent_window, 1.0)
     sums = MASTER_BYTES * ((size - 1) * summed + window)
     kept = residuals + MASTER_BYTES * lossy_weight_values(layout, workload)
     sends_exactly = any(not layout.codecs[level].weight.is_lossy for level in layout.gather_levels)

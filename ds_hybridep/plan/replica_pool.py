@@ -22,6 +22,15 @@ def return_depth(num_layers: int, layer_bytes: float, prefetch_depth: int) -> in
     return max(prefetch_depth, min(num_layers, int(RETURNING_BYTES // max(layer_bytes, 1))))
 
 
+def leaving_depth(num_levels: int, depth: int, prefetch_depth: int) -> int:
+    """Layers beside one whose sums of replicas' gradients are there at a time, with one micro-step.
+
+    Where a domain spans one level, sums are in a message as soon as their return starts.  What crosses several levels
+    may wait for earlier layers, of which there are at most `depth`.
+    """
+    return prefetch_depth if num_levels == 1 else depth
+
+
 class ReplicaPool:
     """Layers whose replicas are held or on their way, by position, oldest first; nothing in it knows of tensors."""
 

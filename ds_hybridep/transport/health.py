@@ -162,6 +162,7 @@ class Health:
         """In a forked process, such as a data loader's worker, which must not keep our connections open."""
         if not self._leaves:
             self._leaves = True
+            self._main.forked()
             self._mesh.close_copies()
             self._endings.unwatch()
 

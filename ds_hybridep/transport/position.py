@@ -5,13 +5,14 @@ Nothing is hooked for it.  Another thread reads the main thread's stack a few ti
 own functions say what runs, whoever has called them.
 """
 
+import gc
 import linecache
 import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -74,31 +75,31 @@ class MainThread:
         self._ident = threading.get_ident()
         self._step = step
         self._seen: tuple[int, int] | None = None  # id and instruction of the innermost frame
-        self._held: FrameType | None = None  # kept once it was seen twice, so that its id is of no other frame
+        # In a collective: kept once it was seen twice, so that its id is of no other frame.  Not elsewhere, since it
+        # keeps what its function holds, and so do those that called it.
+        self._held: FrameType | None = None
+        self._pauses = False
         self._since = self._looked = time.monotonic()
         self._clock = time.pthread_getcpuclockid(self._ident)
         self._used = 0.0, 0  # CPU seconds of the thread, bytes that the process has read and written
 
     def look(self) -> Position:
         """Where the thread is now."""
-        frame = self._frame()
+        with self._no_collection():
+            frames = self._frames()
         now = time.monotonic()
-        if frame is None:
+        if not frames:
             return Position(self._step(), "between steps", "main thread has ended")
-        frames = list(_outwards(frame))
         # A loop that polls stands where it was called.
-        place = next(
-            (one for one in frames if not _is_stdlib(path := one.f_code.co_filename) and not _polls(path)), frame
-        )
-        seen = id(place), place.f_lasti
+        place = next((one for one in frames if not _polls(one.f_code.co_filename)), frames[0])
+        collective, seen = _collective_of(frames), (id(place), place.f_lasti)
         if seen != self._seen or (self._held is not None and self._held is not place):
             self._seen, self._held, self._since = seen, None, now
-        else:
+        elif collective is not None:
             self._held = place
-        phase, what, waits = _phase_of(frames), "", True
-        for_s = now - self._since if self._held else 0.0
-        if (collective := _collective_of(frames)) is not None:
-            what = collective
+        phase, what, waits, for_s = _phase_of(frames), "", True, now - self._since
+        if collective is not None:
+            what, for_s = collective, for_s if self._held else 0.0
         elif for_s > DEVICE_S and phase in ("forward", "backward", "step") and torch.cuda.is_initialized():
             # A call that takes so long waits for the device, which waits in a collective of its own.
             what = f"the device at {_place_of(frames)}"
@@ -118,14 +119,37 @@ class MainThread:
         moves = num_bytes - earlier_bytes > WORK_BYTES
         return computes or moves or any(name in frame.f_code.co_filename for frame in frames for name in _AT_WORK)
 
-    def _frame(self) -> FrameType | None:
-        """The innermost frame of the thread, or of the one of autograd that runs a device's backward for it."""
+    def _frames(self) -> list[FrameType]:
+        """Of the thread, or of the one of autograd that runs a device's backward for it; the innermost first."""
         frames = sys._current_frames()
-        own = frames.get(self._ident)
-        if own is not None and own.f_code.co_name == "_engine_run_backward":
+        frame = frames.get(self._ident)
+        if frame is not None and frame.f_code.co_name == "_engine_run_backward":
             known = {one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
-            return next((frame for ident, frame in frames.items() if ident not in known), own)
-        return own
+            frame = next((other for ident, other in frames.items() if ident not in known), frame)
+        found: list[FrameType] = []
+        while frame is not None and len(found) < _MAX_FRAMES:
+            found.append(frame)
+            frame = frame.f_back
+        return found
+
+    @contextmanager
+    def _no_collection(self) -> Iterator[None]:
+        """Python 3.11 makes a frame's object when it is asked for, which may collect garbage, whose finalizers may let
+        the thread go on that is looked at: its frames are then read after they have ended.
+        """
+        self._pauses = sys.version_info < (3, 12) and gc.isenabled()
+        if self._pauses:
+            gc.disable()
+        try:
+            yield
+        finally:
+            self.forked()
+
+    def forked(self) -> None:
+        """In a child of a process that was forked during a look: collect garbage again."""
+        if self._pauses:
+            gc.enable()
+        self._pauses = False
 
 
 def _cpu_s(clock: int) -> float:
@@ -143,15 +167,7 @@ def _moved_bytes() -> int:
 
 
 def _polls(path: str) -> bool:
-    return any(one in path for one in _POLLERS)
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    count = 0
-    while frame is not None and count < _MAX_FRAMES:
-        yield frame
-        frame = frame.f_back
-        count += 1
+    return _is_stdlib(path) or any(one in path for one in _POLLERS)
 
 
 def _phase_of(frames: list[FrameType]) -> str:

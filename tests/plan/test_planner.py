@@ -49,7 +49,7 @@ def asked(name, *arguments):
     """The question of a command line."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    links = ("--dcs", "2x8", "--wan", "10gbps", "--delay", "10ms", "--lan", "3600gbps")
+    links = ("--dcs", "2x8", "--wan", "10gbps", "--delay", "10ms", "--lan", "3200gbps")
     return read_question(parser.parse_args(["--model", name, *links, "--tokens", "8192", *arguments]))
 
 

@@ -398,15 +398,15 @@ def memory_on(domain_sizes, weight, gradient, state="device", **settings):
 
 def test_memory_per_rank():
     owned = 4 * 2 * TOY.expert_params
-    in_flight = 1  # of all layers: they are small
+    in_flight, leaving = 1, 3 / 4  # of all layers: they are small
     plain = memory_on((1, 1), EXACT, EXACT)
     assert plain.replica_bytes == 0
     assert plain.owned_expert_bytes == owned * (2 + 2 + 12)
     assert plain.dense_bytes == TOY.dense_params * (2 + 2 + 12 / 4)
     # A copy; sums of it, and what came back for the owned one, of layers in flight.
-    assert memory_on((2, 1), EXACT, EXACT).replica_bytes == owned * (2 + (4 + 4) * in_flight)
+    assert memory_on((2, 1), EXACT, EXACT).replica_bytes == owned * (2 + 4 * leaving + 4 * in_flight)
     # What came encoded is fp32 beside the 16-bit copy, and owned weights have a mirror; residuals are there twice.
-    assert memory_on((2, 1), LOSSY, LOSSY).replica_bytes == owned * (2 + 4 + 4 + 2 + 2 + (4 + 4) * in_flight)
+    assert memory_on((2, 1), LOSSY, LOSSY).replica_bytes == owned * (2 + 4 + 4 + 2 + 2 + 4 * leaving + 4 * in_flight)
     assert plain.total_bytes == plain.state_bytes + plain.activation_bytes + plain.workspace_bytes
 
 
@@ -415,8 +415,8 @@ def test_a_replicated_parameter_takes_eight_bytes_under_patches_and_error_feedba
     owned, in_flight = 4 * 2 * TOY.expert_params, 1
     many, one = (memory_on((2, 1), CHANGES, LOSSY, micro_steps=steps) for steps in (4, 1))
     assert many.replica_bytes == owned * (2 + 2 + 4 + (4 + 2) * in_flight)
-    # With one micro-step there are sums of the layers in flight, and new residuals of all.
-    assert one.replica_bytes == owned * (2 + 2 + 4 * in_flight + 2 + 4 * in_flight)
+    # With one micro-step there are sums of the layers that leave, and new residuals of all.
+    assert one.replica_bytes == owned * (2 + 2 + 4 * in_flight + 2 + 4 * 3 / 4)
     # What was sent last is there during the optimizer step, when there are no sums.
     monkeypatch.setattr(replica_pool, "RETURNING_BYTES", 0)  # of large layers few are in flight
     alone = memory_on((2, 1), CHANGES, EXACT, micro_steps=1, model=dataclasses.replace(TOY, num_moe_layers=48))

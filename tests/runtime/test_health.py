@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that tell each other where they are, and what they conclude when somebody does not come."""
 
+import gc
 import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from health_script import HEALTHY
@@ -181,6 +183,26 @@ def test_a_thread_that_computes_is_in_no_collective():
     assert "test_health.py" in position.what or "position.py" in position.what
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="frames of other threads may be read at any time")
+def test_no_garbage_is_collected_while_frames_are_read():
+    """Its finalizers let the thread go on whose frames are read, which then ends them: crashes were seen."""
+    frames, seen = sys._current_frames, []
+
+    def read():
+        seen.append(gc.isenabled())
+        return frames()
+
+    with mock.patch.object(sys, "_current_frames", read):
+        MainThread(lambda: 0).look()
+        gc.disable()
+        try:
+            MainThread(lambda: 0).look()
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
+    assert seen == [False, False]
+
+
 # -- real ranks -------------------------------------------------------------------------------------------------
 
 
@@ -217,3 +239,12 @@ def test_all_ranks_end_and_name_the_one_that_broke(tmp_path: Path, fault, limit_
             lines = (tmp_path / f"rank{rank}.log").read_text().splitlines()
             said = next(line for line in lines if line.startswith("hybridep:") or "Traceback" in line)
             assert said.startswith(f"hybridep: {cause}")
+
+
+def test_no_garbage_is_collected_while_frames_of_another_thread_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection lets the other thread run, whose frames then are not those that are being read."""
+    enabled, frames = [], sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: enabled.append(gc.isenabled()) or frames())
+    MainThread(lambda: 0).look()
+    assert enabled == [False]
+    assert gc.isenabled()
