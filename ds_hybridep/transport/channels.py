@@ -166,9 +166,12 @@ class Line(Generic[T]):
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    def put(self, item: T | None) -> None:
-        """None: the last one."""
+    def put(self, item: T) -> None:
         self._waiting.put(item)
+
+    def end(self) -> None:
+        """Stop behind what was put."""
+        self._waiting.put(None)
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
@@ -304,7 +307,7 @@ class Channel:
     def _depart(self, transfer: Transfer | None) -> None:
         assert self._under_way is not None, f"channel {self.name}: nobody waits for what departs"
         if transfer is None:
-            self._under_way.put(None)
+            self._under_way.end()
             return
         if isinstance(staging := transfer.device_side, Staging):
             try:
@@ -327,13 +330,13 @@ class Channel:
     def _end_threads(self) -> None:
         for line in (self._departing, self._under_way):
             if line is not None:
-                line.put(None)
+                line.end()
                 line.thread.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
 
     def close(self) -> None:
         """Let the threads end and drop the connections.  Waits for nothing."""
         if (line := self._departing or self._under_way) is not None:
-            line.put(None)
+            line.end()
         if self.connections is not None:
             self.connections.close()
         self.connections = self._nccl = None
