@@ -29,7 +29,13 @@ from ds_hybridep.simulate.traffic import Ranks
 SCHEMA_VERSION = "0.0.4"
 COMP_NODE, COMM_COLL_NODE = 4, 7
 ALL_REDUCE, ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER = 0, 2, 6, 7
-KINDS = {"tokens": ALL_TO_ALL, "weights": ALL_GATHER, "gradients": REDUCE_SCATTER, "sync": ALL_REDUCE}
+KINDS = {
+    "tokens": ALL_TO_ALL,
+    "weights": ALL_GATHER,
+    "gather": ALL_GATHER,
+    "gradients": REDUCE_SCATTER,
+    "sync": ALL_REDUCE,
+}
 SECONDS = "seconds"  # our attribute: duration_micros has whole microseconds only
 MICRO = 1e6
 
