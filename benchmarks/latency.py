@@ -169,10 +169,7 @@ def main() -> int:
         work(args)
         return 0
     if args.report is not None:
-        print(
-            "Seconds of a step at the shortest delay, and what longer ones add: medians, and the fastest steps.  Other"
-        )
-        print("programs shared the machine in these records: medians at different delays had different loads.\n")
+        print("Seconds of a step at the shortest delay, and what longer ones add: medians, and the fastest steps.\n")
         print(table([json.loads(line) for line in args.report.read_text().splitlines()]))
         return 0
     from ds_hybridep.lab.network import why_not_permitted
