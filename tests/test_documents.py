@@ -33,6 +33,7 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "ds_hybridep lab": "tests/lab/test_launcher.py",
     "examples/restart/": "tests/test_restart.py",
     "sudo python benchmarks/": "not run: measures for minutes",
+    "python benchmarks/": "not run: measures for minutes",
     "torchrun --nproc_per_node 4 benchmarks/": "not run: measures for minutes",
     "torchrun --standalone --nproc_per_node 4 benchmarks/": "not run: measures for minutes",
 }
