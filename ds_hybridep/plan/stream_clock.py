@@ -3,7 +3,7 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 
@@ -78,11 +78,6 @@ class StepClock:
         self.now_s += seconds
         self.seconds[term] += seconds
 
-    def wait_over(self, level: int, times: int, term: str) -> None:
-        """Wait for something small over a level, so often in a row."""
-        self.spend(times * self._latencies[level], term)
-        self.waits[level] += times
-
     def repeat_waits(self, before: Sequence[int], after: Sequence[int], times: int) -> None:
         """What has happened between two counts happens so many times more."""
         self.waits = [now + times * (b - a) for now, a, b in zip(self.waits, before, after, strict=True)]
@@ -107,9 +102,10 @@ class StepClock:
                 self.seconds[term] += shared_s + alone_s
             self.spend(begin_s + round_s - self.now_s, "host_s")
 
-    def send_packet(self, packet: int, level_bytes: tuple[float, ...]) -> None:
-        """Queue one packet on every level that it crosses."""
-        self._packets[packet], self._waits_before[packet] = level_bytes, tuple(self.waits)
+    def send_packet(self, packet: int, level_bytes: tuple[float, ...], waited: Set[int] = frozenset()) -> None:
+        """Queue one packet on every level that it crosses; `waited`: levels over which another wait counts for it."""
+        self._packets[packet] = level_bytes
+        self._waits_before[packet] = tuple(-1 if level in waited else now for level, now in enumerate(self.waits))
         for link, num_bytes in zip(self.links, level_bytes, strict=True):
             if num_bytes > 0:
                 link.add(packet, num_bytes)

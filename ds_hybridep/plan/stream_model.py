@@ -173,6 +173,10 @@ class _LayerCosts:
         return (counts[level] - 1) * beyond
 
 
+def _levels_after_optimizer(held: Held, workload: Workload) -> set[int]:
+    return {stage.level for stage in sync_stages(held, workload) if stage.follows_optimizer}
+
+
 class _Step:
     def __init__(self, cluster: Cluster, layout: Layout, workload: Workload, rates: Rates, sync: SyncModel) -> None:
         self.cluster, self.layout, self.workload, self.rates, self.sync = cluster, layout, workload, rates, sync
@@ -191,8 +195,9 @@ class _Step:
             self._run_transient()
             return
         if self.has_packets:  # encoded and queued right after the optimizer step, in the order of need
+            waited = self._gathered_levels()
             for layer in range(self.layers):
-                self._send("weights", layer, self.costs.weights)
+                self._send("weights", layer, self.costs.weights, waited)
         decode_weights_s = decode_s(self.layout, self.workload, "weights") if self.has_packets else 0.0
         for layer in range(self.layers):
             self._forward(layer, (lambda one: one) if self.has_packets else _no_packet, decode_weights_s)
@@ -212,14 +217,16 @@ class _Step:
         clock, pool = self.clock, ReplicaPool(self.layers, self.layout.prefetch_depth)
         newest: dict[int, int] = {}  # packet of each layer
         num_sent = 0
+        waited = self._gathered_levels()
 
         def packet_of(layer: int, *, is_backward: bool = False) -> int:
-            nonlocal num_sent
+            nonlocal num_sent, waited
             for other in pool.request(layer, is_backward=is_backward)[1]:
                 newest[other] = 2 * self.layers + num_sent  # below are the packets of gradients
                 num_sent += 1
                 clock.spend(self.rates.packet_s, "host_s")
-                clock.send_packet(newest[other], self.costs.weights)
+                clock.send_packet(newest[other], self.costs.weights, waited)
+            waited = frozenset()
             return newest[layer]
 
         def for_backward(layer: int) -> int:
@@ -266,11 +273,11 @@ class _Step:
         while waiting:
             self._take_gradients(waiting.popleft())
 
-    def _send(self, way: Way, packet: int, level_bytes: tuple[float, ...]) -> None:
+    def _send(self, way: Way, packet: int, level_bytes: tuple[float, ...], waited: Set[int] = frozenset()) -> None:
         state_s = host_traffic_s(self.layout, self.workload, self.rates, way)
         self.clock.spend(encode_s(self.layout, self.workload, way) + state_s, "codec_s")
         self.clock.spend(self.rates.packet_s, "host_s")
-        self.clock.send_packet(packet, level_bytes)
+        self.clock.send_packet(packet, level_bytes, waited)
 
     def _take_gradients(self, packet: int) -> None:
         self.clock.await_packet(packet, "expert_gradients_s")
@@ -316,17 +323,35 @@ class _Step:
         experts = shared_experts(self.cluster, self.layout, self.workload)
         if self.sync.algorithm == "ring":
             return self._around(dense, "dense_sync_s"), self._around(experts, "expert_sync_s")
-        # Parameters of experts that several groups hold must have come before these leave to replicas; dense ones
-        # travel together with either.
-        shared = {stage.level for stage in sync_stages(experts, self.workload) if stage.follows_optimizer}
-        shared |= {level for level, num_bytes in enumerate(self.costs.weights) if num_bytes > 0}
         if self.workload.zero_stage >= 1:
             for level in dense.levels:  # norms
-                self.clock.wait_over(level, 1, "dense_sync_s")
-        return self._by_level(dense, "dense_sync_s", shared), self._by_level(experts, "expert_sync_s", set())
+                self.clock.waits[level] += 1
+                self.clock.spend(self.latencies[level], "dense_sync_s")
+        shared = _levels_after_optimizer(experts, self.workload)
+        packets = {level for level, num_bytes in enumerate(self.costs.weights) if num_bytes > 0}
+        return (
+            self._by_level(dense, "dense_sync_s", shared, packets),
+            self._by_level(experts, "expert_sync_s", set(), set()),
+        )
 
-    def _by_level(self, held: Held, term: str, shared: Set[int]) -> tuple[float, ...]:
-        """Stages one after the other, each over one level; parameters pay no delay over `shared` levels."""
+    def _gathered_levels(self) -> Set[int]:
+        """Where the first packets of weights travel with dense parameters, whose wait counts for them.
+
+        Parameters of experts that several groups hold must have come before these leave to replicas; dense ones
+        travel together with either.
+        """
+        if self.sync.algorithm == "ring":
+            return frozenset()
+        dense = dense_parameters(self.cluster, self.layout, self.workload)
+        experts = shared_experts(self.cluster, self.layout, self.workload)
+        return _levels_after_optimizer(dense, self.workload) - _levels_after_optimizer(experts, self.workload)
+
+    def _by_level(self, held: Held, term: str, shared: Set[int], packets: Set[int]) -> tuple[float, ...]:
+        """Stages one after the other, each over one level.
+
+        Parameters that travel with others over `shared` levels do not count as a wait; they pay no delay there, nor
+        over those of `packets`, which pay it.
+        """
         totals, below = [0.0] * len(self.bandwidths), ranks_below(self.cluster)
         if self.layout.state == "host":
             self.clock.spend(sync_host_traffic_s(held, self.workload, self.rates), "codec_s")
@@ -335,8 +360,11 @@ class _Step:
             totals[stage.level] += stage.times * num_bytes
             self.clock.spend(stage.times * (stage.encode_s + stage.decode_s), "codec_s")
             self.clock.spend(stage.times * num_bytes / self.bandwidths[stage.level], term)
-            if not (stage.follows_optimizer and stage.level in shared):
-                self.clock.wait_over(stage.level, stage.times, term)
+            if stage.follows_optimizer and stage.level in shared:
+                continue
+            self.clock.waits[stage.level] += stage.times
+            if not (stage.follows_optimizer and stage.level in packets):
+                self.clock.spend(stage.times * self.latencies[stage.level], term)
         return tuple(totals)
 
     def _around(self, held: Held, term: str) -> tuple[float, ...]:
