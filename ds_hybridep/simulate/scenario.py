@@ -17,7 +17,8 @@ class Assumptions:
     crosses_inner_links: a message between datacentres also passes the links inside them, as in a tree of switches; not
         so where a GPU has one link for its neighbours and another one for the world.
     is_fair_to_flows: flows share a link alike; otherwise operations do, however many flows they have.
-    levels_in_turn: a rank's messages over different levels leave one after the other, slowest level first.
+    levels_in_turn: a rank's messages over different levels leave one after the other, slowest level first; so do
+        gathers of what several ranks hold, ahead of the packets of weights.
     gathers_by_level: expert packets cross a slow level once per child; otherwise every rank sends straight to all
         others of its domain, as the paper counts it.
     """

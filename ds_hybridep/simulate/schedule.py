@@ -13,7 +13,7 @@ Transient replicas are posted in every pass, ahead of the layer that needs them,
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -160,13 +160,19 @@ class _Builder:
         request = partial(self._request, weights)
         # Parameters of experts that several groups hold must have come before these leave to replicas; dense ones
         # travel together with either.
-        gathered = [self._start_gather(kind, moves) for kind, moves in self.traffic.synchronisation(is_last=True)]
-        self._finish_gather(gathered[1])
+        moved = self.traffic.synchronisation(is_last=True)
+        gathered = []
+        if is_in_turn := self.scenario.assumptions.levels_in_turn:
+            self._gather_in_turn(moved, weights)
+        else:
+            gathered = [self._start_gather(kind, moves) for kind, moves in moved]
+            self._finish_gather(gathered[1])
         if self.layout.is_transient:
             request(0)
         elif self.has_packets:
             self._arriving = {layer: self._send_packets(layer, weights) for layer in range(layers)}
-        self._finish_gather(gathered[0])
+        if not is_in_turn:
+            self._finish_gather(gathered[0])
         for micro_step in range(workload.micro_steps):
             for layer in range(layers):
                 self._forward(layer, dispatch, combine, request)
@@ -266,6 +272,17 @@ class _Builder:
                 self._wait(posted, f"{kind}_s")
                 self._run("codec_s", f"decode {name}", move.decode_s)
 
+    def _gather_in_turn(self, moved: Sequence[tuple[str, Sequence[SyncMove]]], weights: StagedTransfer) -> None:
+        """One gather after the other, ahead of all packets; dense parameters take no delay where others take it."""
+        after = [move for move in moved[1][1] if move.follows_optimizer]
+        taken = {level for move in after for level in move.traffic.levels}
+        if self.has_packets:
+            taken |= {level for stage in weights.stages for traffic in stage for level in traffic.levels}
+        for kind, moves in moved:
+            if kind == "dense_sync":
+                moves = [replace(move, traffic=move.traffic.without_delay(taken)) for move in moves]
+            self._finish_gather(self._start_gather(kind, moves))
+
     def _start_gather(self, kind: str, moves: Sequence[SyncMove]) -> tuple[str, list[int], float]:
         """Post what follows the optimizer; returns its kind, what to wait for, and seconds of decoding."""
         moves, name = [one for one in moves if one.follows_optimizer], kind.replace("_", " ")
@@ -303,7 +320,7 @@ class _Builder:
                         before,
                         traffic.pattern,
                         traffic.rank_bytes,
-                        tuple(level for level, num_bytes in enumerate(traffic.sent_bytes) if num_bytes),
+                        traffic.levels,
                     )  # fmt: skip
                 )
                 posted.append(len(self.operations) - 1)

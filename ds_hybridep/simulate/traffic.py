@@ -6,8 +6,8 @@ and the sizes of tensors, so that the two check each other.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -195,6 +195,17 @@ class OperationTraffic:
     sent_bytes: tuple[float, ...]
     pattern: str
     rank_bytes: Floats
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """That it crosses."""
+        return tuple(level for level, num_bytes in enumerate(self.sent_bytes) if num_bytes)
+
+    def without_delay(self, levels: Set[int]) -> "OperationTraffic":
+        """The same, arriving as it leaves, if it crosses none but these levels."""
+        if not levels.issuperset(self.levels):
+            return self
+        return replace(self, flows=replace(self.flows, latencies_s=np.zeros_like(self.flows.latencies_s)))
 
 
 class TrafficMaker:

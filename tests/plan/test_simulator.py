@@ -19,8 +19,8 @@ from ds_hybridep.simulate.scenario import STREAM_MODEL_ASSUMPTIONS, Assumptions,
 from ds_hybridep.simulate.simulator import simulate
 from ds_hybridep.simulate.traffic import Ranks, Routing
 
-# The same cases in every run.  Of 2,500 random ones 20 are further apart than 3%, by 22% at most: gathers of dense
-# parameters and of experts that overlap in the simulator, and follow each other in the stream model.
+# The same cases in every run.  Of 2,500 random ones 5 are further apart than 3%, by 11% at most: DeepSpeed's padded
+# exchange over three levels in turn, beside rings.
 properties = settings(deadline=None, max_examples=40, derandomize=True)
 rates_of_toy = Rates(flops_per_s=1e9)
 
