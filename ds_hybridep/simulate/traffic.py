@@ -203,7 +203,7 @@ class OperationTraffic:
 
     def without_delay(self, levels: Set[int]) -> "OperationTraffic":
         """The same, arriving as it leaves, if it crosses none but these levels."""
-        if not levels.issuperset(self.levels):
+        if not levels >= set(self.levels):
             return self
         return replace(self, flows=replace(self.flows, latencies_s=np.zeros_like(self.flows.latencies_s)))
 
