@@ -3,14 +3,15 @@
 
     python benchmarks/soak.py --minutes 10 --seed 1 --out soak.json
 
-By the seed, at random times: rates that change, links that are cut for less than timeout_s, ranks that are stopped
-for a while, ranks that are killed, links that are cut for good.  After each end of the job all ranks are started
-again from the newest whole checkpoint.  Between attempts another job, which runs from the beginning to the end, never
-saves and is never disturbed, follows to the same step: every loss must be bit-equal, and nothing may be left in
-/dev/shm, which is this program's own.  Growth of memory, descriptors and threads is that of the undisturbed job.
+By the seed, at random times: rates, delays and losses that change, links that are cut for less than timeout_s, ranks
+that are stopped for a while, ranks that are killed, links that are cut for good.  After each end of the job all ranks
+are started again from the newest whole checkpoint.  Between attempts another job, which runs from the beginning to the
+end, never saves and is never disturbed, follows to the same step: every loss must be bit-equal, and nothing may be
+left in /dev/shm, which is this program's own.  Growth of memory, descriptors and threads is that of the undisturbed
+job.  Classic MoE and AutoEP take turns, an attempt each.
 
 The record is written after each attempt, so that an early end leaves one.  Works without root where user namespaces
-are permitted.
+are permitted and /dev/net/tun may be opened.
 """
 
 import argparse
@@ -24,8 +25,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,10 @@ from ds_hybridep.lab.unprivileged import become_root
 
 TOPOLOGY = Topology(2, 2)
 RATES = (5e6, 20e6, 100e6, 500e6)  # bits per second of an uplink
-EVENTS = {"rate": 5, "short cut": 3, "short stop": 2, "kill": 1, "long cut": 0.5}  # kind -> how often
+DELAYS_S = (0.0, 0.002, 0.01, 0.05)
+LOSSES = (0.0, 0.0, 0.001, 0.01)
+KINDS = ("classic", "autoep")
+EVENTS = {"rate": 5, "path": 3, "short cut": 3, "short stop": 2, "kill": 1, "long cut": 0.5}  # kind -> how often
 ENDING = ("kill", "long cut")
 GAP_S = (1.0, 8.0)
 SHORT_S = (0.5, 10.0)  # of cuts and stops, at most a third of timeout_s
@@ -123,6 +128,7 @@ class Soak:
             run.ranks.kill()
         self._collect(run)
         self.network.restore(None)
+        self.network.set_wan_path(0.0)
         self.attempts.append({
             "at_s": round(started - self.begin), "seconds": round(time.monotonic() - started), "ended_by": ending,
             "new_steps": max(self.losses, default=-1) - first, "errors": sorted(set(run.errors())),
@@ -160,6 +166,10 @@ class Soak:
         if kind == "rate":
             self.network.set_wan_rate(rate, dc=dc)
             told |= {"dc": dc, "bits_per_s": rate}
+        elif kind == "path":
+            path = {"delay_s": self.draw.choice(DELAYS_S), "loss": self.draw.choice(LOSSES)}
+            self.network.set_wan_path(**path, dc=dc)
+            told |= {"dc": dc, **path}
         elif kind == "short cut":
             self.network.cut(dc)
             time.sleep(seconds)
@@ -219,65 +229,76 @@ def own_shm() -> None:
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
 
 
-def record_of(args: argparse.Namespace, soak: Soak, undisturbed: Undisturbed) -> dict[str, Any]:
+def record_of(soak: Soak, undisturbed: Undisturbed) -> dict[str, Any]:
     compared = soak.losses.keys() & undisturbed.losses.keys()
     differ = [*soak.differ, *(f"step {n}" for n in sorted(compared) if soak.losses[n] != undisturbed.losses[n])]
-    left = sorted(os.listdir("/dev/shm"))
     ends = [one["ended_by"] for one in soak.attempts]
     growth = growth_of(undisturbed.samples)
     return {
-        "seed": args.seed, "kind": args.kind, "codecs": args.codecs, "timeout_s": args.timeout_s,
-        "minutes": round((time.monotonic() - soak.begin) / 60, 1), "steps": len(soak.losses),
-        "steps_compared": len(compared), "steps_that_differ": differ,
+        "steps": len(soak.losses), "steps_compared": len(compared), "steps_that_differ": differ,
         "attempts_by_end": {end: ends.count(end) for end in sorted(set(ends))},
         "events_by_kind": {kind: sum(one["kind"] == kind for one in soak.events) for kind in EVENTS},
         "growth": growth, "first_sample": undisturbed.samples[:1], "last_sample": undisturbed.samples[-1:],
-        "left_in_dev_shm": left, "events": soak.events, "attempts": soak.attempts,
-        "is_good": bool(compared) and not differ and not left and all(one < 1.01 for one in growth.values())
+        "events": soak.events, "attempts": soak.attempts,
+        "is_good": bool(compared) and not differ and all(one < 1.01 for one in growth.values())
         and all(one in ("time", *ENDING) for one in ends),
     }  # fmt: skip
 
 
 @contextmanager
-def jobs(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Soak, Undisturbed]]:
+def jobs(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, tuple[Soak, Undisturbed]]]:
+    """Of each kind, one that is disturbed and one that is not."""
     import faults_rank
 
-    def orders_of(name: str, **more: Any) -> Any:
-        (folder / name).mkdir(parents=True)
+    def orders_of(kind: str, name: str, **more: Any) -> Any:
+        (folder / kind / name).mkdir(parents=True)
         return faults_rank.Orders(
-            fault="none", phase="none", victim=-1, kind=args.kind, codecs=args.codecs, timeout_s=args.timeout_s,
-            folder=str(folder / name), num_steps=10**9, **more,
+            fault="none", phase="none", victim=-1, kind=kind, codecs=args.codecs, timeout_s=args.timeout_s,
+            folder=str(folder / kind / name), num_steps=10**9, **more,
         )  # fmt: skip
 
     links = LinkSpec(wan_bits_per_s=RATES[-1])
-    with EmulatedNetwork(TOPOLOGY, links) as network, EmulatedNetwork(TOPOLOGY, links) as calm:
-        undisturbed = Undisturbed(calm, orders_of("undisturbed", follows=True))
-        try:
-            disturbed = orders_of("disturbed", resume=True, step_s=args.step_s, save_every=2)
-            yield Soak(network, folder / "disturbed", disturbed, random.Random(args.seed)), undisturbed
-        finally:
-            undisturbed.close()
+    with ExitStack() as stack:
+        network = stack.enter_context(EmulatedNetwork(TOPOLOGY, replace(links, wan_delay_s=DELAYS_S[1])))
+        draw, begin, result = random.Random(args.seed), time.monotonic(), {}
+        for kind in args.kinds:
+            calm = stack.enter_context(EmulatedNetwork(TOPOLOGY, links))
+            undisturbed = Undisturbed(calm, orders_of(kind, "undisturbed", follows=True))
+            stack.callback(undisturbed.close)
+            disturbed = orders_of(kind, "disturbed", resume=True, step_s=args.step_s, save_every=2)
+            result[kind] = Soak(network, folder / kind / "disturbed", disturbed, draw, begin), undisturbed
+        yield result
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     record: dict[str, Any] = {}
-    with jobs(args, folder) as (soak, undisturbed):
-        ending = ""
-        while ending in ("", *ENDING):
-            ending = soak.attempt(soak.begin + 60 * args.minutes)
+    with jobs(args, folder) as by_kind:
+        begin = time.monotonic()
+        for kind in cycle(args.kinds):
+            soak, undisturbed = by_kind[kind]
+            ending = soak.attempt(begin + 60 * args.minutes)
             if soak.losses:
                 undisturbed.follow(max(soak.losses))
-            record = record_of(args, soak, undisturbed)
+            records = {name: record_of(*pair) for name, pair in by_kind.items() if pair[0].attempts}
+            record = {
+                "seed": args.seed, "codecs": args.codecs, "timeout_s": args.timeout_s,
+                "minutes": round((time.monotonic() - begin) / 60, 1),
+                "left_in_dev_shm": (left := sorted(os.listdir("/dev/shm"))), "kinds": records,
+                "is_good": not left and len(records) == len(args.kinds)
+                and all(one["is_good"] for one in records.values()),
+            }  # fmt: skip
             if args.out:
                 partial = args.out.with_suffix(".partial")
                 partial.write_text(json.dumps(record) + "\n")
                 partial.replace(args.out)
-            last = soak.attempts[-1]
+            last, mine = soak.attempts[-1], records[kind]
             print(
-                f"{last['at_s']} s: {last['new_steps']} new steps in {last['seconds']} s, ended by {ending}; of "
-                f"{record['steps_compared']} steps {len(record['steps_that_differ'])} differ; growth "
-                f"{record['growth']}", flush=True,
-            )  # fmt: skip
+                f"{last['at_s']} s, {kind}: {last['new_steps']} new steps in {last['seconds']} s, ended by {ending}; "
+                f"of {mine['steps_compared']} steps {len(mine['steps_that_differ'])} differ; growth {mine['growth']}",
+                flush=True,
+            )
+            if ending not in ENDING:
+                return record
     return record
 
 
@@ -285,7 +306,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kind", choices=["classic", "autoep"], default="classic")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--codecs", choices=["exact", "recommended"], default="recommended")
     parser.add_argument("--timeout-s", type=float, default=30.0)
     parser.add_argument("--step-s", type=float, default=0.1, help="slept in each step, so that cores stay free")
@@ -298,11 +319,12 @@ def main() -> None:
     import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401  imported once, for all ranks
 
-    if args.kind == "autoep":
+    if "autoep" in args.kinds:
         import hf_model  # noqa: F401
     with tempfile.TemporaryDirectory() as scratch:
         record = run(args, args.logs or Path(scratch))
-    print({name: value for name, value in record.items() if name not in ("events", "attempts")})
+    for kind, one in record["kinds"].items():
+        print(kind, {name: value for name, value in one.items() if name not in ("events", "attempts")})
     print("good" if record["is_good"] else "NOT good")
     sys.exit(0 if record["is_good"] else 1)
 

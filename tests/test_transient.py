@@ -179,8 +179,9 @@ def test_memory_is_that_of_a_few_layers_whatever_their_number(pool4: ProcessPool
         toy = ToyConfig(num_layers=num_layers, ffn=37)
         for found in pool4.run(peak_blocks, case=world4(2, 2, toy=toy, prefetch_depth=depth)):
             assert found["said"] == found["held"] == found["stats"] == 4 * (depth + 1)
-            # Gradient sums of as many layers wait to return, or are on their way as messages.
-            assert 4 * (depth + 1) < found["alive"] <= 12 * (depth + 1)
+            # Gradient sums of as many layers wait to return, or are on their way as messages; autograd has just made
+            # those of one more.
+            assert 4 * (depth + 1) < found["alive"] <= 12 * (depth + 1) + 4
 
 
 def test_kinds_of_replicas_can_be_changed_by_hand(pool4: ProcessPool) -> None:

@@ -8,6 +8,7 @@ On two cores, with nothing shaped, TCP got 7.3 Gbit/s through one, and 1 Gbit/s 
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
@@ -91,7 +92,7 @@ class DelayLine:
         times_ns = [str(round(time_s * NS_PER_S)) for time_s in (a_to_b_s, b_to_a_s, jitter_s)]
         self._process = subprocess.Popen(
             [str(program), str(os.getpid()), *a, *b, *times_ns, str(round(loss * PPM))],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C must reach it through `stop`, after the ranks have ended
@@ -100,6 +101,12 @@ class DelayLine:
         if self._process.stdout.readline() != READY:
             _, message = self._process.communicate()
             raise LabError(f"no delay line from {a} to {b}: {message.decode(errors='replace').strip()}")
+
+    def change(self, *, a_to_b_s: float, jitter_s: float, loss: float) -> None:
+        """From now on. Frames that are under way arrive when they would have, and none overtakes another."""
+        assert self._process.stdin is not None
+        orders = struct.pack("=3q", round(a_to_b_s * NS_PER_S), round(jitter_s * NS_PER_S), round(loss * PPM))
+        os.write(self._process.stdin.fileno(), orders)
 
     def stop(self) -> str | None:
         """Ends it, and with it the two devices and the frames that were under way. Returns what went wrong, if any."""

@@ -11,6 +11,8 @@
 // segmentation (up to 64 KB, described by a virtio_net_hdr in front of the frame) passes as one piece: without that,
 // a system call for each 1.5 KB frame would be the bottleneck.
 //
+// Three int64 on stdin (DELAY_AB_NS JITTER_AB_NS LOSS_AB_PPM) replace those of the command line.
+//
 // Ends when the process OWNER_PID ends, however that happens, and the devices go with it.
 
 #define _GNU_SOURCE
@@ -111,7 +113,7 @@ static void receive(struct direction* way) {
             fail("cannot read from", "a TAP device");  // it was deleted
         }
         if (way->loss_ppm != 0 && draw(way, 1000000) < way->loss_ppm) continue;
-        if (way->delay_ns == 0 && way->jitter_ns == 0) {
+        if (way->delay_ns == 0 && way->jitter_ns == 0 && way->head == NULL) {
             deliver(way, buffer, (size_t)num_bytes);
             continue;
         }
@@ -137,6 +139,18 @@ static void receive(struct direction* way) {
         way->tail = frame;
         way->queued_bytes += num_bytes;
     }
+}
+
+// Takes the orders on stdin, if they are whole; returns 0 at its end.
+static int take_orders(struct direction* way) {
+    int64_t orders[3];
+    ssize_t num_bytes = read(STDIN_FILENO, orders, sizeof orders);
+    if (num_bytes == (ssize_t)sizeof orders) {
+        way->delay_ns = orders[0];
+        way->jitter_ns = orders[1];
+        way->loss_ppm = orders[2];
+    }
+    return num_bytes != 0;
 }
 
 // Delivers what is due; returns when the next frame is, or INT64_MAX.
@@ -192,7 +206,7 @@ int main(int argc, char** argv) {
     if (puts("ready") == EOF || fflush(stdout) == EOF) return 1;
 
     // 3. Carry frames.
-    struct pollfd polled[3] = {{fd_a, POLLIN, 0}, {fd_b, POLLIN, 0}, {owner_fd, POLLIN, 0}};
+    struct pollfd polled[4] = {{fd_a, POLLIN, 0}, {fd_b, POLLIN, 0}, {owner_fd, POLLIN, 0}, {STDIN_FILENO, POLLIN, 0}};
     for (;;) {
         int64_t next_ns = INT64_MAX;
         for (int i = 0; i < 2; ++i) {
@@ -202,11 +216,12 @@ int main(int argc, char** argv) {
         int64_t wait_ns = next_ns == INT64_MAX ? 0 : next_ns - now_ns();
         if (wait_ns < 0) wait_ns = 0;
         struct timespec timeout = {.tv_sec = wait_ns / kNsPerS, .tv_nsec = wait_ns % kNsPerS};
-        if (ppoll(polled, 3, next_ns == INT64_MAX ? NULL : &timeout, NULL) < 0) {
+        if (ppoll(polled, 4, next_ns == INT64_MAX ? NULL : &timeout, NULL) < 0) {
             if (errno == EINTR) continue;
             fail("cannot wait for", "frames");
         }
         if (polled[2].revents != 0) return 0;
+        if (polled[3].revents != 0 && !take_orders(&ways[0])) polled[3].fd = -1;  // no more will come
         for (int i = 0; i < 2; ++i) {
             if (polled[i].revents != 0) receive(&ways[i]);
         }

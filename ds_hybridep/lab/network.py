@@ -107,6 +107,7 @@ class EmulatedNetwork:
         self._wan_rates = [links.wan_bits_per_s] * topology.num_dcs
         self._namespaces: list[str] = []
         self._delay_lines: list[DelayLine] = []
+        self._uplink_lines: list[DelayLine] = []  # by datacentre
 
     def __enter__(self) -> "EmulatedNetwork":
         _check_tools()
@@ -154,6 +155,16 @@ class EmulatedNetwork:
             self._wan_rates[each] = bits_per_s
             self._shape_uplink(each, is_new=False)
         self._limit_segment_batches()
+
+    def set_wan_path(self, delay_s: float, *, jitter_s: float = 0.0, loss: float = 0.0, dc: int | None = None) -> None:
+        """Changes one-way delay, jitter and loss of what leaves one datacentre, or any.
+
+        LabError if the network was made without any of them. Congestion windows and queues stay as they are.
+        """
+        if not self._uplink_lines:
+            raise LabError("the uplinks have no delay line: make the network with a delay, jitter or loss")
+        for each in self._dcs(dc):
+            self._uplink_lines[each].change(a_to_b_s=delay_s, jitter_s=jitter_s, loss=loss)
 
     def cut(self, dc: int | None = None) -> None:
         """From now on no frame leaves or enters the datacentre (None: any of them); those on the wire arrive."""
@@ -252,6 +263,7 @@ class EmulatedNetwork:
         if self.links.needs_delay_line:
             ends = LineEnd(switch, "outward"), LineEnd(self._core, f"from{dc}")
             self._add_delay_line(*ends, self.links.wan_delay_s, self.links.wan_jitter_s, self.links.wan_loss)
+            self._uplink_lines.append(self._delay_lines[-1])
             for end in ends:
                 self._plug(end.namespace, [end.device])
 
@@ -332,7 +344,7 @@ class EmulatedNetwork:
 
     def _remove(self) -> None:
         trouble = [line.stop() for line in self._delay_lines]
-        self._delay_lines = []
+        self._delay_lines, self._uplink_lines = [], []
         for namespace in self._namespaces:
             kill_processes_in(namespace)
         delete_namespaces(self._namespaces)

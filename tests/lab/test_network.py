@@ -230,6 +230,25 @@ def test_frames_are_lost_and_jitter_but_stay_in_order(permitted):
 
 
 @pytest.mark.dist
+def test_delay_and_loss_change_while_frames_flow(permitted):
+    with EmulatedNetwork(Topology(2, 1), LinkSpec(wan_delay_s=0.001)) as net:
+        check_round_trip(net, 0, 1, 2)
+        net.set_wan_path(0.02, dc=0)
+        check_round_trip(net, 0, 1, 21)
+        net.set_wan_path(0.0)
+        assert min(round_trips_ms(net, 0, 1)) < 1
+        with flowing(net, 0, 1) as flow:
+            flow.wait_for_bytes(1_000_000)
+            net.set_wan_path(0.0, loss=1.0, dc=0)
+            time.sleep(0.2)
+            quiet_from = flow.read()[-1]
+            time.sleep(0.4)
+            assert flow.read()[-1] == quiet_from
+    with EmulatedNetwork(Topology(2, 1), LinkSpec()) as net, pytest.raises(LabError, match="no delay line"):
+        net.set_wan_path(0.02)
+
+
+@pytest.mark.dist
 def test_lan_rate_and_delay_hold_inside_a_dc(permitted):
     links = LinkSpec(wan_bits_per_s=1e9, lan_bits_per_s=100e6, lan_delay_s=0.005)
     with EmulatedNetwork(Topology(1, 2), links) as net:
