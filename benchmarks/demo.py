@@ -173,7 +173,9 @@ def train(
             time.sleep(POLL_S)
         failed = ranks.failed_ranks()
         running = ranks.running_ranks()
-    if failed or running or not result_path.is_file():
+    if failed and result_path.is_file():  # torch sometimes aborts while a process ends, after all work is done
+        console.print(f"{way.title}: rank {failed[0]} failed after its last step; see {ranks.log_files[failed[0]]}")
+    elif failed or running or not result_path.is_file():
         why = f"rank {failed[0]} failed" if failed else f"ranks {running} did not end within {TIMEOUT_S:g} s"
         tail = (logs / f"rank{(failed or [0])[0]}.log").read_text(errors="replace").splitlines()[-30:]
         console.print("\n".join([f"{way.title}: {why}; the end of its output:", *tail]), markup=False)

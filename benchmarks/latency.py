@@ -25,6 +25,7 @@ PLANS = (
     "deepspeed, flat EP",
     "deepspeed, EP inside the DC",
     "hybridep, EP inside the DC",
+    "hybridep [1,1]",
     "hybridep [2,1]",
     "hybridep [2,1] recommended",
 )

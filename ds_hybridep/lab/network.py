@@ -240,32 +240,17 @@ class EmulatedNetwork:
         run_ip(name, "link add name switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0")
         run_ip(name, "link set dev switch up")
 
-    def _plug(self, namespace: str, devices: Iterable[str]) -> None:
-        """Makes devices ports of the switch in `namespace`."""
-        run_batch(
-            "ip",
-            namespace,
-            [
-                line
-                for device in devices
-                for line in (
-                    f"link set dev {device} master switch up",
-                    f"link set dev {device} type bridge_slave learning off flood off mcast_flood off bcast_flood off",
-                )
-            ],
-        )
-
     def _add_uplink(self, dc: int) -> None:
         switch = self._switch(dc)
         run_ip(switch, f"link add name uplink type veth peer name dc{dc} netns {self._core}")
-        self._plug(switch, ["uplink"])
-        self._plug(self._core, [f"dc{dc}"])
+        _plug(switch, ["uplink"])
+        _plug(self._core, [f"dc{dc}"])
         if self.links.needs_delay_line:
             ends = LineEnd(switch, "outward"), LineEnd(self._core, f"from{dc}")
             self._add_delay_line(*ends, self.links.wan_delay_s, self.links.wan_jitter_s, self.links.wan_loss)
             self._uplink_lines.append(self._delay_lines[-1])
             for end in ends:
-                self._plug(end.namespace, [end.device])
+                _plug(end.namespace, [end.device])
 
     def _add_host(self, rank: int) -> None:
         topology, host, switch = self.topology, self.namespace_of(rank), self._switch(self.topology.dc_of(rank))
@@ -275,7 +260,7 @@ class EmulatedNetwork:
             self._add_delay_line(LineEnd(host, HOST_DEVICE), LineEnd(switch, f"host{rank}"), self.links.lan_delay_s)
         else:
             run_ip(host, f"link add name {HOST_DEVICE} type veth peer name host{rank} netns {switch}")
-        self._plug(switch, [f"host{rank}"])
+        _plug(switch, [f"host{rank}"])
         run_batch(
             "ip",
             host,
@@ -361,6 +346,22 @@ def why_not_permitted(*, with_delay: bool = True) -> str | None:
             return None
     except LabError as error:
         return str(error)
+
+
+def _plug(namespace: str, devices: Iterable[str]) -> None:
+    """Makes devices ports of the switch in `namespace`."""
+    run_batch(
+        "ip",
+        namespace,
+        [
+            line
+            for device in devices
+            for line in (
+                f"link set dev {device} master switch up",
+                f"link set dev {device} type bridge_slave learning off flood off mcast_flood off bcast_flood off",
+            )
+        ],
+    )
 
 
 def _shape(namespace: str, device: str, bits_per_s: float, round_trip_s: float, *, is_new: bool) -> None:

@@ -32,6 +32,7 @@ from ds_hybridep.kernels import Kernels, RoutePlan
 from ds_hybridep.plan.row_format import RowFormat
 from ds_hybridep.plan.token_route import Stage
 from ds_hybridep.transport.channels import Channel, Purpose, Transport, profiler_range
+from ds_hybridep.transport.connections import lane_of
 
 HEADER_BYTES = 16  # four int32, see `header_of`; what follows is aligned for every type
 JOINED_BYTES = 1 << 16  # up to here copying two parts into one message costs less than a message more
@@ -159,15 +160,17 @@ def _swap_first_messages(
     said = b"".join(header_of(len(part[1]), num_tokens, _stamp(exchange, part)) for part in parts)
     headers = torch.frombuffer(bytearray(said), dtype=torch.uint8).view(-1, HEADER_BYTES)
     headers = headers.to(device, non_blocking=True)  # otherwise the host would wait for the rows made above
-    sends, receives = [], []
+    sends, receives, rooms = [], [], []
     for i, rank in exchange.peers:
         message = torch.cat([_bytes_of(part) for part in (headers[i], *(p[: exchange.room_to[i]] for p in parts[i]))])
+        rooms.append(_message_bytes(exchange.room_to[i], parts[i]))
         if channel.has_equal_lengths:
-            message = pad(message, (0, _message_bytes(exchange.room_to[i], parts[i]) - len(message)))
+            message = pad(message, (0, rooms[-1] - len(message)))
         sends.append((rank, message))
         room_bytes = _message_bytes(exchange.room_from[i], parts[i])
         receives.append((rank, torch.empty(room_bytes, dtype=torch.uint8, device=device)))
-    channel.start(sends, receives, purpose, counts_receives=False).wait()
+    lane = lane_of(str(purpose))
+    channel.start(sends, receives, purpose, counts_receives=False, lane=lane, rooms=rooms).wait()
     return [message for _, message in receives]
 
 
@@ -242,7 +245,8 @@ def swap(
         sends = [(rank, message) for i, rank in exchange.peers for message in _joined(parts[i])]
         rooms = {i: _room_for(places[i]) for i, _ in exchange.peers}
         receives = [(rank, message) for i, rank in exchange.peers for message in rooms[i]]
-        transfer = exchange.channel.start(sends, receives, Purpose("tokens", what, exchange.layer))
+        purpose, lengths = Purpose("tokens", what, exchange.layer), [message.nbytes for _, message in sends]
+        transfer = exchange.channel.start(sends, receives, purpose, lane=lane_of(str(purpose)), rooms=lengths)
         _copy(parts[exchange.self_index], places[exchange.self_index])
         transfer.wait()
         for i, messages in rooms.items():

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.transport.connections import Arriving, Connections, Room, copy_bytes
+from ds_hybridep.transport.connections import Arriving, Connections, Lengths, Room, copy_bytes
 from ds_hybridep.transport.groups import connect_gloo, first_line
 from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
 from ds_hybridep.transport.staging import Part, Staging
@@ -72,11 +72,11 @@ class Transfer:
 
     def __init__(
         self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part], lane: int,
-        is_sized: bool,
+        lengths: Lengths, rooms: Sequence[int] | None,
     ) -> None:  # fmt: skip
         self.channel = channel
         self.purpose = purpose
-        self.lane, self.is_sized = lane, is_sized  # as for `Connections.post`
+        self.lane, self.lengths, self.rooms = lane, lengths, rooms  # as for `Connections.post`
         self.start_ns = time.perf_counter_ns()
         self.end_ns = self.start_ns
         self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
@@ -125,9 +125,9 @@ class Transfer:
         try:
             for work in self.works:
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            for _, tensor, _, place in self.arriving:
-                if place is not None:
-                    copy_bytes(place, tensor)
+            for one in self.arriving:
+                if one.place is not None:
+                    copy_bytes(one.place, one.tensor)
             if (connections := self.channel.connections) is not None:
                 connections.stand(self.arriving)
         except RuntimeError as error:
@@ -198,7 +198,8 @@ class Channel:
         num_connections = transport.cluster.levels[level].link.connections
         names = [f"{name}/{at}" if at else name for at in range(num_connections)]
         groups = [connect_gloo(one, self.ranks, transport) for one in names]
-        self.connections: Connections | None = Connections(groups, self.ranks, transport.room, stands=not is_fastest)
+        room = transport.room if background else transport.foreground_room
+        self.connections: Connections | None = Connections(groups, self.ranks, room, stands=not is_fastest)
         self._nccl: NcclGroup | None = None  # from `prepare`
         self._failure: str | None = None  # after which nothing is sent any more: messages match by their order
         # Made when they are needed: they refer to the channel, which otherwise is freed with its last user.
@@ -232,6 +233,7 @@ class Channel:
         *,
         counts_receives: bool = True,
         lane: int = 0,
+        rooms: Sequence[int] | None = None,
     ) -> Transfer:
         """Start sending and receiving; the tensors must stay untouched until the transfer has finished.
 
@@ -243,12 +245,17 @@ class Channel:
             purpose: kind, operation and layer, for counters and errors.
             counts_receives: False if messages may be shorter; the caller then counts them with `count_received`.
             lane: equal at both ends and for the like transfer of every step; see `transport.connections`.  0 for none.
-                If messages of a lane may be shorter, the room for them is always the same.
+                If messages of a lane may be shorter, the room for them is always the same, or `rooms` is given.
+            rooms: bytes that the receiver of each send has made room for, where that changes from step to step.
         """
         assert self.connections is not None, f"channel {self.name} was closed"
+        lengths = Lengths.EQUAL if counts_receives else Lengths.ROOM
+        if rooms is not None:
+            lengths = Lengths.ROOMS
+            rooms = [room for room, (_, tensor) in zip(rooms, sends, strict=True) if tensor.numel()]
         sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
         receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
-        transfer = Transfer(self, purpose, sends, receives, lane, counts_receives)
+        transfer = Transfer(self, purpose, sends, receives, lane, lengths, rooms)
         self.transport.last_transfer = transfer
         streams = _streams_on((sends or receives)[0][1].device) if sends or receives else None
         try:
@@ -272,7 +279,8 @@ class Channel:
     def _post(self, transfer: Transfer, sends: Sequence[Part], receives: Sequence[Part]) -> None:
         if (connections := self.connections) is None:  # `close` may drop it meanwhile
             raise RuntimeError("the channel was closed")
-        works, arriving = connections.post(sends, receives, transfer.lane, is_sized=transfer.is_sized)
+        rooms = transfer.rooms if sends else None
+        works, arriving = connections.post(sends, receives, transfer.lane, transfer.lengths, rooms)
         transfer.works += works
         transfer.arriving += arriving
 
@@ -362,7 +370,7 @@ class Transport:
         self.traffic = Traffic()
         self.records: list[Transfer] | None = None  # finished background transfers, while a trace is taken
         self.wait_records: list[Wait] = []  # likewise
-        self.room = Room()
+        self.room, self.foreground_room = Room(), Room()
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.last_transfer: Transfer | None = None  # that was started
         self.num_finished = 0  # background transfers that have ended

@@ -11,13 +11,17 @@ one is posted, into memory of its own, as soon as the last one has arrived.
     lane 1   posted | arrived, copied, posted again .......... | asked for: has arrived already
 
 Messages of one lane match in the order in which they are sent; those of different lanes do not wait for each other.
+Where lengths change from step to step, as those of tokens do, what stands ready is the next power of two.
 """
 
 import threading
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from enum import Enum, auto
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +41,30 @@ def tag_of(lane: int, num_bytes: int) -> int:
     return lane << 20 | (num_bytes % _NUM_SIZES + 1 if num_bytes else 0)
 
 
+def lane_of(key: str) -> int:
+    """A lane, equal at both ends; two keys may share it."""
+    return zlib.crc32(key.encode()) % (NUM_LANES - 1) + 1
+
+
+class Lengths(Enum):
+    """What both ends of a transfer know of the lengths of its messages."""
+
+    EQUAL = auto()  # them, and they are the same in every step
+    ROOMS = auto()  # the room for each, which changes from step to step
+    ROOM = auto()  # nothing; the room for them is always the same
+
+
 Source = tuple[int, int]  # (rank, connection)
-Arriving = tuple[Source, Tensor, int, Tensor | None]  # see `StandingReceives.stand`
+
+
+class Arriving(NamedTuple):
+    """A message that is expected in a lane."""
+
+    source: Source
+    tensor: Tensor  # to fill
+    tag: int
+    place: Tensor | None  # memory that it comes in, if that is not `tensor`
+    num_bytes: int  # to keep ready for the next one
 
 
 class Room:
@@ -86,16 +112,15 @@ class StandingReceives:
         return work, place
 
     def stand(self, arrived: Sequence[Arriving]) -> None:
-        """Be ready for the same messages again: (source, tensor that was filled, tag, memory that it came in)."""
+        """Be ready for the same messages again."""
         with self._lock:
-            keys = {(source, tag) for source, _, tag, _ in arrived}
-            if self._post is None or any(self._waiting[key] for key in keys):
+            if self._post is None or any(self._waiting[one.source, one.tag] for one in arrived):
                 return  # or a transfer that was started meanwhile has received without them
-            new_bytes = sum(tensor.nbytes for _, tensor, _, place in arrived if place is None)
+            new_bytes = sum(one.num_bytes for one in arrived if one.place is None)
             if new_bytes and not self._room.take(new_bytes):
                 return
-            for source, tensor, tag, place in arrived:
-                mine = torch.empty(tensor.nbytes, dtype=torch.uint8) if place is None else place
+            for source, _, tag, place, num_bytes in arrived:
+                mine = torch.empty(num_bytes, dtype=torch.uint8) if place is None else place
                 try:
                     self._waiting[source, tag].append((self._post(source, mine, tag), mine))
                 except RuntimeError:  # a rank has gone; who needs it will say so
@@ -130,11 +155,16 @@ class Connections:
         self._standing = StandingReceives(self._receive, room)
 
     def post(
-        self, sends: Sequence[Part], receives: Sequence[Part], lane: int, *, is_sized: bool
+        self,
+        sends: Sequence[Part],
+        receives: Sequence[Part],
+        lane: int,
+        lengths: Lengths = Lengths.EQUAL,
+        rooms: Sequence[int] | None = None,
     ) -> tuple[list[Any], list[Arriving]]:
         """What waits for each message, and what arrives in a lane.
 
-        is_sized: False where messages may be shorter than the room for them, and so are not cut.
+        rooms: bytes that the receiver of each send has made room for, if that is not its length.
         Raises RuntimeError where a rank is gone, or the channel was closed.
         """
         works: list[Any] = []
@@ -142,16 +172,17 @@ class Connections:
         with _without_ranges():
             # Receives first: a posted receive lets the peer's data flow at once.
             for rank, tensor in receives:
-                for at, piece in self._pieces(tensor, lane, is_sized):
-                    if (tag := tag_of(lane, piece.nbytes if is_sized else 0)) == 0:
+                for at, piece, room in self._pieces(tensor, tensor.nbytes, lane, lengths):
+                    ready_bytes = _ready_bytes(room, lengths)
+                    if (tag := _tag(lane, ready_bytes, lengths)) == 0:
                         works.append(self._receive((rank, at), piece, 0))
                         continue
                     work, place = self._standing.receive((rank, at), piece, tag)
                     works.append(work)
-                    arriving.append(((rank, at), piece, tag, place))
-            for rank, tensor in sends:
-                for at, piece in self._pieces(tensor, lane, is_sized):
-                    tag = tag_of(lane, piece.nbytes if is_sized else 0)
+                    arriving.append(Arriving((rank, at), piece, tag, place, ready_bytes))
+            for (rank, tensor), num_bytes in zip(sends, rooms or [part.nbytes for _, part in sends], strict=True):
+                for at, piece, room in self._pieces(tensor, num_bytes, lane, lengths):
+                    tag = _tag(lane, _ready_bytes(room, lengths), lengths)
                     works.append(self._groups[at].send([piece], self._index_of_rank[rank], tag))
         return works, arriving
 
@@ -172,13 +203,28 @@ class Connections:
             raise RuntimeError("the channel was closed")
         return groups[at].recv([tensor], self._index_of_rank[rank], tag)
 
-    def _pieces(self, tensor: Tensor, lane: int, is_sized: bool) -> list[tuple[int, Tensor]]:
-        """Parts of a message and the connection of each; both ends come to the same."""
+    def _pieces(self, tensor: Tensor, num_bytes: int, lane: int, lengths: Lengths) -> list[tuple[int, Tensor, int]]:
+        """(connection, part, room for it) of a message for which there is room; both ends come to the same rooms."""
         if not (count := len(self._groups)):
             raise RuntimeError("the channel was closed")
-        if count == 1 or not is_sized or tensor.nbytes < CUT_BYTES:
-            return [(lane % count, tensor)]
-        return list(enumerate(tensor.data.view(-1).tensor_split(count)))
+        if count == 1 or lengths is Lengths.ROOM or num_bytes < CUT_BYTES:
+            return [(lane % count, tensor, num_bytes)]
+        whole = tensor.data.view(-1).view(torch.uint8)
+        cuts = pairwise(num_bytes * at // count for at in range(count + 1))
+        # Of a message that ends before its room does, a byte stands for a part with nothing in it.
+        return [
+            (at, whole[begin:end] if begin < len(whole) else whole[:1], end - begin)
+            for at, (begin, end) in enumerate(cuts)
+        ]
+
+
+def _ready_bytes(room: int, lengths: Lengths) -> int:
+    """Of a receive that stands ready for messages with that room."""
+    return 1 << (room - 1).bit_length() if lengths is Lengths.ROOMS else room
+
+
+def _tag(lane: int, ready_bytes: int, lengths: Lengths) -> int:
+    return tag_of(lane, 0 if lengths is Lengths.ROOM else ready_bytes)
 
 
 @contextmanager

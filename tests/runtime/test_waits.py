@@ -18,7 +18,7 @@ from toy_model import ToyConfig
 import ds_hybridep
 from ds_hybridep.integration.agreements import Agreements
 from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.transport.connections import NUM_LANES, tag_of
+from ds_hybridep.transport.connections import MOST_BYTES, NUM_LANES, tag_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -121,6 +121,41 @@ def test_lanes_bring_every_message_to_its_receiver_and_a_peer_that_closes_is_an_
     assert "failed" in error or "time limit" in error
 
 
+def exchange_in_rooms(seed: int, connections: int) -> list[Any]:
+    """Messages in rooms that change from step to step, mostly longer than the messages; returns what was wrong."""
+    from moe_refs import open_transport
+
+    from ds_hybridep.transport.channels import Purpose
+
+    rank, random, wrong = dist.get_rank(), Random(seed), []
+    link = Link(None, None, connections)
+    transport = open_transport(Cluster((Level("dc", 2, link), Level("gpu", 1))), timeout_s=LIMIT_S)
+    channel, purpose = transport.channel("rooms", (0, 1)), Purpose("tokens", "test")
+    for step in range(12):
+        for lane in (1, 2):
+            room = [random.choice((1, 7, 300, 2**17)) * random.randint(1, 3) for _ in range(2)]  # of rank 0 and 1
+            length = [random.randint(1, size) if random.random() < 0.7 else size for size in room]
+            message = torch.arange(length[1 - rank]).to(torch.uint8) + step + rank
+            arriving = torch.zeros(room[rank], dtype=torch.uint8)
+            sends, receives = [(1 - rank, message)], [(1 - rank, arriving)]
+            rooms = [room[1 - rank]]
+            channel.start(sends, receives, purpose, counts_receives=False, lane=lane, rooms=rooms).wait()
+            wanted = torch.arange(length[rank]).to(torch.uint8) + step + 1 - rank
+            if not torch.equal(arriving[: length[rank]], wanted):
+                wrong.append((step, lane, room, length))
+    ready = [place for queue in channel.connections._standing._waiting.values() for _, place in queue]
+    dist.barrier()
+    transport.close()
+    return [wrong, sum(place.numel() for place in ready)]
+
+
+@pytest.mark.parametrize(("seed", "connections"), [(0, 1), (1, 3)])
+def test_messages_may_be_shorter_than_rooms_that_change(pool2: ProcessPool, seed: int, connections: int) -> None:
+    for wrong, ready_bytes in pool2.run(exchange_in_rooms, seed=seed, connections=connections):
+        assert wrong == []
+        assert 0 < ready_bytes <= MOST_BYTES
+
+
 class _Group:
     """Of one rank: what it agrees on is its own."""
 
@@ -178,6 +213,29 @@ def waits_of_steps(cases: list[Case]) -> list[float]:
             found.append((counts[3] - counts[1]) / 2)
             time.sleep(0.01)
     return found
+
+
+def ready_of_tokens(case: Case) -> dict[str, int]:
+    """After two steps, how many receives stand ready for tokens, by the name of the channel."""
+    from moe_refs import toy_engine, train_step
+
+    with toy_engine(case) as engine:
+        for step in range(2):
+            train_step(engine, case, step)
+        channels = engine.__dict__["_hybridep_attachment"].runtime.transport._channels.values()
+        return {
+            channel.name: sum(map(len, channel.connections._standing._waiting.values()))
+            for channel in channels
+            if "tokens" in channel.name
+        }
+
+
+def test_tokens_are_awaited_before_they_are_sent_over_all_but_the_fastest_level(pool4: ProcessPool) -> None:
+    case = Case(levels=levels_of((2, 2), (1, 1)), toy=ToyConfig(num_layers=2), zero_stage=1)
+    for ready in pool4.run(ready_of_tokens, case=case):
+        slow, fast = (ready[name] for name in sorted(ready))
+        assert slow >= 2 * 4  # there and back, in forward and backward, of each layer
+        assert fast == 0
 
 
 def test_a_step_waits_as_often_with_many_layers_as_with_few(pool4: ProcessPool) -> None:
