@@ -25,7 +25,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 TOKEN_JOURNEY = (
     "integration/classic.py",
     "tokens/layer.py",
-    "tokens/dispatch.py",
     "tokens/exchange.py",
     "transport/channels.py",
     "transport/connections.py",
@@ -40,8 +39,7 @@ EXPERT_JOURNEY = (
     "integration/runtime.py",
     "experts/migration.py",
     "experts/replicas.py",
-    "experts/own_slot.py",
-    "experts/layout.py",
+    "experts/slots.py",
     "sync/transfers.py",
     "transport/channels.py",
     "transport/connections.py",
@@ -108,18 +106,18 @@ def files_of(entered: set[tuple[str, str]]) -> set[str]:
     return {file for file, _ in entered}
 
 
-def test_a_token_passes_seven_files(pool2: ProcessPool) -> None:
+def test_a_token_passes_six_files(pool2: ProcessPool) -> None:
     for entered in pool2.run(follow_a_token):
         # Both ways were seen: the dispatch, and autograd's call of its backward.
-        assert {("tokens/exchange.py", "dispatch_rows"), ("tokens/dispatch.py", "backward")} <= entered
+        assert {("tokens/exchange.py", "dispatch_rows"), ("tokens/layer.py", "backward")} <= entered
         assert files_of(entered) == set(TOKEN_JOURNEY)
-    assert len(TOKEN_JOURNEY) <= 7
+    assert len(TOKEN_JOURNEY) <= 6
 
 
-def test_the_weight_of_an_expert_passes_ten_files(pool2: ProcessPool) -> None:
+def test_the_weight_of_an_expert_passes_nine_files(pool2: ProcessPool) -> None:
     for entered in pool2.run(follow_an_expert):
         # Also what the threads of background channels do was seen.
         assert {("transport/channels.py", "finish"), ("experts/migration.py", "backward")} <= entered
         only_tokens = set(TOKEN_JOURNEY) - set(EXPERT_JOURNEY)
         assert files_of(entered) - only_tokens == set(EXPERT_JOURNEY)
-    assert len(EXPERT_JOURNEY) <= 10
+    assert len(EXPERT_JOURNEY) <= 9

@@ -10,7 +10,7 @@ from ds_hybridep.adaptive.probe import WIRE_FACTOR, LinkProbe
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config_codecs import CodecConfig
 from ds_hybridep.experts.layer_spec import LayerSpec
-from ds_hybridep.experts.layout import lay_out
+from ds_hybridep.experts.slots import lay_out
 from ds_hybridep.kernels import Mode
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.layout import CodecCost, Rates

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.experts.layout import lay_out
+from ds_hybridep.experts.slots import lay_out
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     weights  M x [e * n]  slot i = the experts of the domain rank with offset index i
     sums     M x [e * n]  fp32 partial gradients since the last return (own slot: what came back)
 
-One tensor for each block of `experts.layout`.  The own slot has weights while they are sent.  Sums have memory from a
+One tensor for each block of `experts.slots`.  The own slot has weights while they are sent.  Sums have memory from a
 step's first gradients until these were sent, those of the own slot during a return.
 """
 
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hybridep.codecs import Patch
-from ds_hybridep.experts.layout import SlotLayout
-from ds_hybridep.experts.own_slot import OwnSlot
+from ds_hybridep.experts.slots import OwnSlot, SlotLayout
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges, residual_dtype
 from ds_hybridep.sync.home import Home

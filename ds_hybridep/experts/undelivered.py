@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hybridep.experts.layout import lay_out
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.replicas import Replicas
+from ds_hybridep.experts.slots import lay_out
 from ds_hybridep.sync.feedback import StepChanges
 from ds_hybridep.transport.channels import Purpose, Transport
 

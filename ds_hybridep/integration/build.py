@@ -10,9 +10,9 @@ from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.config_codecs import IDENTITY
 from ds_hybridep.experts.codec_checkpoint import OwnedExperts
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
-from ds_hybridep.experts.layout import lay_out
 from ds_hybridep.experts.migration import LayerExperts, MigrationManager
 from ds_hybridep.experts.replicas import Replicas
+from ds_hybridep.experts.slots import lay_out
 from ds_hybridep.experts.transient import TransientMigration
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.plan.partition import Partition

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ds_hybridep.adaptive.rates import expert_params
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
-from ds_hybridep.experts.layout import lay_out
+from ds_hybridep.experts.slots import lay_out
 from ds_hybridep.integration import autoep, classic
 from ds_hybridep.plan.codec_costs import DEFAULT_LEARNING_RATE
 from ds_hybridep.plan.workload import MoEModel, Workload

@@ -30,7 +30,8 @@ from ds_hybridep.sync.flat import whole
 from ds_hybridep.sync.stages import gather_stages
 from ds_hybridep.sync.transfers import Reduce
 from ds_hybridep.tokens import exchange as row_exchange
-from ds_hybridep.tokens.dispatch import (
+from ds_hybridep.tokens.exchange import Exchange, dispatch_rows, swap
+from ds_hybridep.tokens.layer import (
     DispatchState,
     _Dispatch,
     combine,
@@ -38,7 +39,6 @@ from ds_hybridep.tokens.dispatch import (
     weigh_rows,
     weighted_sum,
 )
-from ds_hybridep.tokens.exchange import Exchange, dispatch_rows, swap
 from ds_hybridep.transport import job as job_module
 from ds_hybridep.transport.channels import Purpose, Traffic
 

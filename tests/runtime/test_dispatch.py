@@ -35,8 +35,8 @@ from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.row_format import RowFormat, record_bytes
 from ds_hybridep.plan.token_route import TokenExchange, build_route
-from ds_hybridep.tokens.dispatch import combine, dispatch
 from ds_hybridep.tokens.exchange import HEADER_BYTES, build_exchanges
+from ds_hybridep.tokens.layer import combine, dispatch
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
