@@ -45,7 +45,9 @@ KINDS = ("classic", "autoep")
 EVENTS = {"rate": 5, "path": 3, "short cut": 3, "short stop": 2, "kill": 1, "long cut": 0.5}  # kind -> how often
 ENDING = ("kill", "long cut")
 GAP_S = (1.0, 8.0)
-SHORT_S = (0.5, 10.0)  # of cuts and stops, at most a third of timeout_s
+# Cuts and stops are at most a fifth of timeout_s, and the next event is at least as far away: TCP waits up to as long
+# again as a cut was, and twice that where a frame loss hits what it sends then.
+SHORT_S = (0.5, 6.0)
 SAMPLE_EVERY = 20  # steps of the undisturbed job
 START_LIMIT_S = 300.0
 END_EXTRA_S = 60.0  # beyond timeout_s, for ranks to end by themselves
@@ -151,8 +153,9 @@ class Soak:
             if not ending and not trains and now - started > START_LIMIT_S:
                 return "a start that took too long"
             if trains and not ending and not run.ranks.ended and now > next_event:
-                ending, ended_at = self._disturb(run.ranks) if next_event else "", time.monotonic()
-                next_event = ended_at + self.draw.uniform(*GAP_S)
+                ending = self._disturb(run.ranks) if next_event else ""
+                ended_at = time.monotonic()
+                next_event = ended_at + self.draw.uniform(*GAP_S) + ended_at - now
             time.sleep(0.05)
         return ending or "a failure that was not ordered"
 
@@ -160,7 +163,7 @@ class Soak:
         """One event; its kind if it ends the job."""
         kind = self.draw.choices(list(EVENTS), list(EVENTS.values()))[0]
         rank, dc = self.draw.randrange(len(ranks.pids)), self.draw.randrange(2)
-        seconds = round(min(self.draw.uniform(*SHORT_S), self.orders.timeout_s / 3), 1)
+        seconds = round(min(self.draw.uniform(*SHORT_S), self.orders.timeout_s / 5), 1)
         rate = self.draw.choice(RATES)
         told: dict[str, Any] = {"at_s": round(time.monotonic() - self.begin), "kind": kind}
         if kind == "rate":

@@ -50,10 +50,9 @@ class _Link:
 
 @dataclass(frozen=True)
 class MessageRound:
-    """One round of messages: bytes over uplinks, by level, and the seconds until the first byte arrives."""
+    """One round of messages: bytes over uplinks, by level, one level after the other."""
 
     level_bytes: tuple[tuple[int, float], ...]
-    latency_s: float
 
 
 class StepClock:
@@ -85,8 +84,7 @@ class StepClock:
     def exchange(self, rounds: Sequence[MessageRound], term: str, round_s: float) -> None:
         """Rows over the links, sharing them byte for byte with packets; a round takes the host `round_s` at least."""
         for one in rounds:
-            begin_s = self.now_s
-            self.spend(one.latency_s, term)
+            begin_s = arrival_s = self.now_s
             for level, num_bytes in one.level_bytes:
                 self.waits[level] += 1
                 link = self.links[level]
@@ -100,6 +98,8 @@ class StepClock:
                         other.serve(self.now_s, shared_s + alone_s, other.bytes_per_s)
                 self.now_s += shared_s + alone_s
                 self.seconds[term] += shared_s + alone_s
+                arrival_s = max(arrival_s, self.now_s + self._latencies[level])
+            self.spend(arrival_s - self.now_s, term)
             self.spend(begin_s + round_s - self.now_s, "host_s")
 
     def send_packet(self, packet: int, level_bytes: tuple[float, ...], waited: Set[int] = frozenset()) -> None:

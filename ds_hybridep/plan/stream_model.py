@@ -128,7 +128,6 @@ class _LayerCosts:
 
     def __init__(self, cluster: Cluster, layout: Layout, workload: Workload, rates: Rates) -> None:
         self._layout, self._row_bytes = layout, workload.row_bytes
-        self._latencies = latencies_of(cluster)
         self._below, self._rows = ranks_below(cluster), row_counts(layout, workload)
         self.pre_s = workload.pre_expert_flops / rates.flops_per_s
         self.experts_s = experts_s(layout, workload, rates)
@@ -159,12 +158,7 @@ class _LayerCosts:
             header = COUNT_BYTES * self._destinations(level) if is_encoded else 0.0
             return self._below[level] * (self._rows[level] * one_row + header)
 
-        return tuple(
-            MessageRound(
-                tuple((level, num_bytes(level)) for level in group), max(self._latencies[level] for level in group)
-            )
-            for group in groups
-        )
+        return tuple(MessageRound(tuple((level, num_bytes(level)) for level in group)) for group in groups)
 
     def _destinations(self, level: int) -> int:
         """Destinations of one rank whose messages are counted at a level."""
@@ -311,7 +305,7 @@ class _Step:
     def _plain_layer(self) -> StepClock:
         """A clock on which one layer has run forward and backward with idle links."""
         plain = copy.copy(self)
-        plain.clock = StepClock(self.bandwidths, [0.0] * len(self.bandwidths), tuple(TERM_WORDS))
+        plain.clock = StepClock(self.bandwidths, self.latencies, tuple(TERM_WORDS))
         plain._forward(0, _no_packet, 0.0)
         plain._backward(0, _no_packet)
         plain.clock.spend(2.0 * self.costs.pre_s, "dense_s")

@@ -19,9 +19,7 @@ from ds_hybridep.simulate.scenario import STREAM_MODEL_ASSUMPTIONS, Assumptions,
 from ds_hybridep.simulate.simulator import simulate
 from ds_hybridep.simulate.traffic import Ranks, Routing
 
-# The same cases in every run.  Of 2,500 random ones 5 are further apart than 3%, by 11% at most: DeepSpeed's padded
-# exchange over three levels in turn, beside rings.
-properties = settings(deadline=None, max_examples=40, derandomize=True)
+properties = settings(deadline=None, max_examples=40)
 rates_of_toy = Rates(flops_per_s=1e9)
 
 
