@@ -173,7 +173,8 @@ def train(
             time.sleep(POLL_S)
         failed = ranks.failed_ranks()
         running = ranks.running_ranks()
-    if failed and result_path.is_file():  # torch sometimes aborts while a process ends, after all work is done
+        is_done = bool(failed) and has_ended(ranks.log_files[0])
+    if is_done:  # torch sometimes aborts while a process ends, after all work is done
         console.print(f"{way.title}: rank {failed[0]} failed after its last step; see {ranks.log_files[failed[0]]}")
     elif failed or running or not result_path.is_file():
         why = f"rank {failed[0]} failed" if failed else f"ranks {running} did not end within {TIMEOUT_S:g} s"
@@ -189,6 +190,16 @@ def train(
         loss=result["loss"],
         valid_loss=result["valid_loss"],
     )
+
+
+def has_ended(log: Path, limit_s: float = 10.0) -> bool:
+    """Whether rank 0 has said its last word, or says it soon."""
+    deadline = time.monotonic() + limit_s
+    while "\ndone: loss" not in log.read_text(errors="replace"):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def table_of(runs: list[Run], *, is_timed: bool) -> Table:

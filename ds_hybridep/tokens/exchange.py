@@ -32,7 +32,6 @@ from ds_hybridep.kernels import Kernels, RoutePlan
 from ds_hybridep.plan.row_format import RowFormat
 from ds_hybridep.plan.token_route import Stage
 from ds_hybridep.transport.channels import Channel, Purpose, Transport, profiler_range
-from ds_hybridep.transport.connections import lane_of
 
 HEADER_BYTES = 16  # four int32, see `header_of`; what follows is aligned for every type
 JOINED_BYTES = 1 << 16  # up to here copying two parts into one message costs less than a message more
@@ -169,8 +168,7 @@ def _swap_first_messages(
         sends.append((rank, message))
         room_bytes = _message_bytes(exchange.room_from[i], parts[i])
         receives.append((rank, torch.empty(room_bytes, dtype=torch.uint8, device=device)))
-    lane = lane_of(str(purpose))
-    channel.start(sends, receives, purpose, counts_receives=False, lane=lane, rooms=rooms).wait()
+    channel.start(sends, receives, purpose, counts_receives=False, rooms=rooms).wait()
     return [message for _, message in receives]
 
 
@@ -243,13 +241,13 @@ def swap(
         parts = list(zip(*(tensor.contiguous().split_with_sizes(send_splits) for tensor in tensors), strict=True))
         places = list(zip(*(result.split_with_sizes(recv_splits) for result in results), strict=True))
         sends = [(rank, message) for i, rank in exchange.peers for message in _joined(parts[i])]
-        rooms = {i: _room_for(places[i]) for i, _ in exchange.peers}
-        receives = [(rank, message) for i, rank in exchange.peers for message in rooms[i]]
-        purpose, lengths = Purpose("tokens", what, exchange.layer), [message.nbytes for _, message in sends]
-        transfer = exchange.channel.start(sends, receives, purpose, lane=lane_of(str(purpose)), rooms=lengths)
+        incoming = {i: _room_for(places[i]) for i, _ in exchange.peers}
+        receives = [(rank, message) for i, rank in exchange.peers for message in incoming[i]]
+        purpose, rooms = Purpose("tokens", what, exchange.layer), [message.nbytes for _, message in sends]
+        transfer = exchange.channel.start(sends, receives, purpose, rooms=rooms)
         _copy(parts[exchange.self_index], places[exchange.self_index])
         transfer.wait()
-        for i, messages in rooms.items():
+        for i, messages in incoming.items():
             if messages is not places[i]:
                 sizes = [place.nbytes for place in places[i]]
                 _copy(messages[0].split_with_sizes(sizes), map(_bytes_of, places[i]))

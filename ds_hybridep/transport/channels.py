@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.transport.connections import Arriving, Connections, Lengths, Room, copy_bytes
+from ds_hybridep.transport.connections import NUM_TURNS, Arriving, Budget, Connections, Lengths, copy_bytes
 from ds_hybridep.transport.groups import connect_gloo, first_line
 from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
 from ds_hybridep.transport.staging import Part, Staging
@@ -198,8 +198,9 @@ class Channel:
         num_connections = transport.cluster.levels[level].link.connections
         names = [f"{name}/{at}" if at else name for at in range(num_connections)]
         groups = [connect_gloo(one, self.ranks, transport) for one in names]
-        room = transport.room if background else transport.foreground_room
-        self.connections: Connections | None = Connections(groups, self.ranks, room, stands=not is_fastest)
+        budget = transport.budget if background else transport.foreground_budget
+        self.connections: Connections | None = Connections(groups, self.ranks, budget, stands=not is_fastest)
+        self._turn = 0  # of the next transfer by room
         self._nccl: NcclGroup | None = None  # from `prepare`
         self._failure: str | None = None  # after which nothing is sent any more: messages match by their order
         # Made when they are needed: they refer to the channel, which otherwise is freed with its last user.
@@ -245,14 +246,15 @@ class Channel:
             purpose: kind, operation and layer, for counters and errors.
             counts_receives: False if messages may be shorter; the caller then counts them with `count_received`.
             lane: equal at both ends and for the like transfer of every step; see `transport.connections`.  0 for none.
-                If messages of a lane may be shorter, the room for them is always the same, or `rooms` is given.
-            rooms: bytes that the receiver of each send has made room for, where that changes from step to step.
+                If messages of a lane may be shorter, the room for them is always the same.
+            rooms: bytes that the receiver of each send has made room for, at least one byte of which is sent, where
+                lengths change from step to step.  All ranks of the channel must call in the same order; no lane.
         """
         assert self.connections is not None, f"channel {self.name} was closed"
-        lengths = Lengths.EQUAL if counts_receives else Lengths.ROOM
+        lengths = Lengths.EQUAL if counts_receives else Lengths.VARYING
         if rooms is not None:
-            lengths = Lengths.ROOMS
-            rooms = [room for room, (_, tensor) in zip(rooms, sends, strict=True) if tensor.numel()]
+            lengths, rooms = Lengths.BY_ROOM, [room for room in rooms if room]
+            lane, self._turn = self._turn + 1, (self._turn + 1) % NUM_TURNS
         sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
         receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
         transfer = Transfer(self, purpose, sends, receives, lane, lengths, rooms)
@@ -370,7 +372,7 @@ class Transport:
         self.traffic = Traffic()
         self.records: list[Transfer] | None = None  # finished background transfers, while a trace is taken
         self.wait_records: list[Wait] = []  # likewise
-        self.room, self.foreground_room = Room(), Room()
+        self.budget, self.foreground_budget = Budget(), Budget()
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.last_transfer: Transfer | None = None  # that was started
         self.num_finished = 0  # background transfers that have ended

@@ -11,11 +11,12 @@ one is posted, into memory of its own, as soon as the last one has arrived.
     lane 1   posted | arrived, copied, posted again .......... | asked for: has arrived already
 
 Messages of one lane match in the order in which they are sent; those of different lanes do not wait for each other.
-Where lengths change from step to step, as those of tokens do, what stands ready is the next power of two.
+
+Lengths of tokens change from step to step.  All their transfers on a channel take a few lanes in turn, and what stands
+ready for a message is the next power of two.
 """
 
 import threading
-import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,8 +30,10 @@ from torch import Tensor
 from ds_hybridep.transport.staging import Part
 
 CUT_BYTES = 2**16  # of a message that is large
-MOST_BYTES = 32 * 2**20  # of all that a rank keeps ready; larger messages take longer than the delay anyway
+MOST_BYTES = 32 * 2**20  # of all receives that share a budget
+MOST_MESSAGE_BYTES = 4 * 2**20  # of one: larger messages take longer than the delay anyway, and copies cost time
 NUM_LANES = 2**11
+NUM_TURNS = 4  # lanes that messages by room take in turn
 _NUM_SIZES = 1_048_573  # a prime below 2**20: sizes of one lane do not meet
 
 
@@ -41,17 +44,12 @@ def tag_of(lane: int, num_bytes: int) -> int:
     return lane << 20 | (num_bytes % _NUM_SIZES + 1 if num_bytes else 0)
 
 
-def lane_of(key: str) -> int:
-    """A lane, equal at both ends; two keys may share it."""
-    return zlib.crc32(key.encode()) % (NUM_LANES - 1) + 1
-
-
 class Lengths(Enum):
     """What both ends of a transfer know of the lengths of its messages."""
 
     EQUAL = auto()  # them, and they are the same in every step
-    ROOMS = auto()  # the room for each, which changes from step to step
-    ROOM = auto()  # nothing; the room for them is always the same
+    BY_ROOM = auto()  # the receiver's room for each, which changes from step to step
+    VARYING = auto()  # nothing; the receiver's room for them is always the same
 
 
 Source = tuple[int, int]  # (rank, connection)
@@ -64,23 +62,28 @@ class Arriving(NamedTuple):
     tensor: Tensor  # to fill
     tag: int
     place: Tensor | None  # memory that it comes in, if that is not `tensor`
-    num_bytes: int  # to keep ready for the next one
+    ready_bytes: int  # of a receive that stands ready for the next one
 
 
-class Room:
-    """Bytes that all standing receives of a rank may take."""
+class Budget:
+    """Bytes that standing receives of some channels may take."""
 
     def __init__(self, num_bytes: int = MOST_BYTES) -> None:
         self._left = num_bytes
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> bool:
-        """False where there is no room for so many."""
+        """False where so many are not left."""
         with self._lock:
             if num_bytes > self._left:
                 return False
             self._left -= num_bytes
             return True
+
+    def give(self, num_bytes: int) -> None:
+        """What was taken is free again."""
+        with self._lock:
+            self._left += num_bytes
 
 
 class StandingReceives:
@@ -89,16 +92,16 @@ class StandingReceives:
     post: (source, tensor, tag) posts a receive and returns what waits for it.
     """
 
-    def __init__(self, post: Callable[[Source, Tensor, int], Any], room: Room) -> None:
+    def __init__(self, post: Callable[[Source, Tensor, int], Any], budget: Budget) -> None:
         self._post: Callable[[Source, Tensor, int], Any] | None = post
-        self._room = room
+        self._budget = budget
         self._waiting: dict[tuple[Source, int], deque[tuple[Any, Tensor]]] = defaultdict(deque)  # by source and tag
         self._lock = threading.Lock()  # messages match by order: none may be posted between a look and a post
 
     def receive(self, source: Source, tensor: Tensor, tag: int) -> tuple[Any, Tensor | None]:
         """What waits for the next message of a lane, and the memory in which it arrives if that is not `tensor`.
 
-        Raises RuntimeError where the message is larger than the one before, for which a receive stands ready.
+        Raises RuntimeError where the message is larger than what stands ready for it.
         """
         with self._lock:
             waiting = self._waiting[source, tag]
@@ -112,17 +115,23 @@ class StandingReceives:
         return work, place
 
     def stand(self, arrived: Sequence[Arriving]) -> None:
-        """Be ready for the same messages again."""
+        """Be ready for the same messages again, as far as the budget goes."""
         with self._lock:
-            if self._post is None or any(self._waiting[one.source, one.tag] for one in arrived):
-                return  # or a transfer that was started meanwhile has received without them
-            new_bytes = sum(one.num_bytes for one in arrived if one.place is None)
-            if new_bytes and not self._room.take(new_bytes):
+            if (post := self._post) is None:
                 return
-            for source, _, tag, place, num_bytes in arrived:
-                mine = torch.empty(num_bytes, dtype=torch.uint8) if place is None else place
+            # Others need none: a transfer that was started meanwhile has received without them.
+            needed = {(one.source, one.tag) for one in arrived if not self._waiting[one.source, one.tag]}
+            for source, _, tag, place, ready_bytes in arrived:
+                if (source, tag) not in needed:
+                    if place is not None:
+                        self._budget.give(len(place))
+                    continue
+                if place is None:
+                    if ready_bytes > MOST_MESSAGE_BYTES or not self._budget.take(ready_bytes):
+                        continue
+                    place = torch.empty(ready_bytes, dtype=torch.uint8, device="cpu")
                 try:
-                    self._waiting[source, tag].append((self._post(source, mine, tag), mine))
+                    self._waiting[source, tag].append((post(source, place, tag), place))
                 except RuntimeError:  # a rank has gone; who needs it will say so
                     return
 
@@ -144,15 +153,15 @@ class Connections:
     Args:
         groups: one gloo process group for each connection.
         ranks: of the channel.
-        room: for receives that stand ready.
+        budget: of receives that stand ready.
         stands: False where none do.
     """
 
-    def __init__(self, groups: Sequence[Any], ranks: Sequence[int], room: Room, *, stands: bool) -> None:
+    def __init__(self, groups: Sequence[Any], ranks: Sequence[int], budget: Budget, *, stands: bool) -> None:
         self._groups = tuple(groups)
         self._index_of_rank = {rank: index for index, rank in enumerate(ranks)}
         self._stands = stands
-        self._standing = StandingReceives(self._receive, room)
+        self._standing = StandingReceives(self._receive, budget)
 
     def post(
         self,
@@ -207,7 +216,7 @@ class Connections:
         """(connection, part, room for it) of a message for which there is room; both ends come to the same rooms."""
         if not (count := len(self._groups)):
             raise RuntimeError("the channel was closed")
-        if count == 1 or lengths is Lengths.ROOM or num_bytes < CUT_BYTES:
+        if count == 1 or lengths is Lengths.VARYING or num_bytes < CUT_BYTES:
             return [(lane % count, tensor, num_bytes)]
         whole = tensor.data.view(-1).view(torch.uint8)
         cuts = pairwise(num_bytes * at // count for at in range(count + 1))
@@ -220,11 +229,11 @@ class Connections:
 
 def _ready_bytes(room: int, lengths: Lengths) -> int:
     """Of a receive that stands ready for messages with that room."""
-    return 1 << (room - 1).bit_length() if lengths is Lengths.ROOMS else room
+    return 1 << (room - 1).bit_length() if lengths is Lengths.BY_ROOM else room
 
 
 def _tag(lane: int, ready_bytes: int, lengths: Lengths) -> int:
-    return tag_of(lane, 0 if lengths is Lengths.ROOM else ready_bytes)
+    return tag_of(lane, 0 if lengths is Lengths.VARYING else ready_bytes)
 
 
 @contextmanager
