@@ -173,7 +173,7 @@ def train(
 
 
 def _codecs_of(name: str, case: str) -> tuple[Spec, Spec]:
-    """Of a parameter's weights and gradients."""
+    """Codecs of a parameter's weights and gradients."""
     weights, gradients, dense_weights, dense_gradients = CASES[case]
     if ".experts." in name:
         return weights, gradients

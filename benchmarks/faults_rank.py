@@ -152,7 +152,7 @@ def failing_attach(orders: Orders, rank: int) -> Iterator[None]:
 
 
 def break_in(engine: Any, breaker: Breaker, phase: str) -> None:
-    """Have the breaker called in the middle of a phase."""
+    """Call the breaker in the middle of a phase."""
 
     def before(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -191,7 +191,7 @@ def main(orders: Orders) -> None:
         break_in(engine, breaker, orders.phase)
 
     def hang_before(phase: str) -> None:
-        """Of a data loader, where the others go on to this phase."""
+        """Hang like a data loader, while the others go on to this phase."""
         if hangs and orders.phase == phase:
             breaker()
 

@@ -99,7 +99,7 @@ def engine_of(layers: str, block: Mapping[str, Any], accumulation: int) -> Itera
 
 
 def estimate(model: Any, block: Mapping[str, Any], accumulation: int, settings: Mapping[str, Any]) -> Any:
-    """Of two ranks that hold each other's experts."""
+    """Estimate for two ranks that hold each other's experts."""
     import torch
 
     import ds_hybridep
@@ -146,7 +146,7 @@ def most_allocated(profile: Any) -> int:
 
 
 def measure(layers: str, row: str, accumulation: int) -> dict[str, int]:
-    """In one of two ranks, bytes."""
+    """Bytes measured on one of two ranks."""
     import torch
     import train_lm
     from deepspeed import comm as dist

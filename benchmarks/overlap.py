@@ -66,7 +66,7 @@ def intervals(events: Sequence[dict[str, Any]], prefix: str, layer: str) -> list
 
 
 def backward_window(events: Sequence[dict[str, Any]], layer: str) -> list[Interval]:
-    """From the first to the last exchange of tokens in the layer's backward."""
+    """The time from the first to the last exchange of tokens in the layer's backward."""
     first = intervals(events, "hybridep::dispatch of output gradients::", layer)
     last = intervals(events, "hybridep::return of input gradients::", layer)
     return [(first[0][0], last[-1][1])] if first and last else []

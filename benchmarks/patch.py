@@ -133,7 +133,7 @@ def entropy_of_change(old: Tensor, new: Tensor) -> float:
 
 
 def least_seconds(run: Callable[[], object], prepare: Callable[[], object], samples: int) -> float:
-    """Of this thread on the processor."""
+    """The least processor seconds of this thread."""
     seconds = []
     for _ in range(samples):
         prepare()

@@ -68,7 +68,7 @@ class Point:
 
     @property
     def wan_bytes_per_s(self) -> float | None:
-        """Of one uplink; None where it is not limited."""
+        """Rate of one uplink; None where it is not limited."""
         return None if self.rate == UNSHAPED else parse_rate(self.rate, "rate") / 8
 
 

@@ -25,7 +25,7 @@ WORKER = Path(__file__).resolve().parent / "replan_worker.py"
 
 
 class ReplanRequests(Requests):
-    """As for e2e.py, with one record in the end."""
+    """Like those of e2e.py, with one record at the end."""
 
     records: list[dict[str, Any]] = []
 

@@ -447,7 +447,7 @@ def provided_s(question: Question, layout: Layout) -> dict[str, float]:
 
 
 def fastest_simulated(question: Question, candidates: Sequence[Candidate]) -> Candidate:
-    """Of the planner's first few, as far as they fit, the one whose simulated step is shortest."""
+    """The one with the shortest simulated step among the planner's first few that fit."""
     fitting = [candidate for candidate in candidates if not candidate.lacking_bytes]
     return min(fitting, key=lambda candidate: step_s_of(question, candidate.layout))
 

@@ -210,7 +210,7 @@ def measure(ranks: Ranks) -> dict[str, float]:
 
 
 def growth_of(samples: list[dict[str, float]]) -> dict[str, float]:
-    """From the second fifth of the samples (the first still warms up) to the last, as a factor of medians."""
+    """Growth from the second fifth of the samples (the first still warms up) to the last, as a factor of medians."""
     fifth = len(samples) // 5
     if fifth < 2:
         return {}
@@ -250,7 +250,7 @@ def record_of(soak: Soak, undisturbed: Undisturbed) -> dict[str, Any]:
 
 @contextmanager
 def jobs(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, tuple[Soak, Undisturbed]]]:
-    """Of each kind, one that is disturbed and one that is not."""
+    """For each kind, a job that is disturbed and one that is not."""
     import faults_rank
 
     def orders_of(kind: str, name: str, **more: Any) -> Any:

@@ -108,7 +108,7 @@ def _join(name: str, original: "Any", engine: "Any", *args: "Any", **kwargs: "An
 
 
 def _refuse(reason: Exception, original: "Any", *args: "Any", **kwargs: "Any") -> None:
-    """In the place of `__init__`, so that the block is not silently ignored."""
+    """Replaces `__init__`, so that the block is not silently ignored."""
     if any(map(_is_on, (*args, *kwargs.values()))):
         raise RuntimeError(
             f'ds_config has a "{_BLOCK}" block, but ds_hybridep could not join this DeepSpeed ({reason}); install '

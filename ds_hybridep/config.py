@@ -120,7 +120,7 @@ class LevelConfig(Settings):
 
     @property
     def row_format(self) -> RowFormat | None:
-        """Of token rows on their way to experts across this level; None: as they are."""
+        """Format of token rows on their way to experts across this level; None if they travel unchanged."""
         return None if self.token_codec.type == "identity" else self.token_codec.type
 
     def described(self) -> Level:

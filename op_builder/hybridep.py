@@ -59,7 +59,7 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
     CUDA_NAME = "hybridep_cuda"
 
     def __init__(self, device_type: str = "cpu") -> None:
-        """Of the kernels for tensors on `device_type`, "cpu" or "cuda"."""
+        """Builder of the kernels for tensors on `device_type`, "cpu" or "cuda"."""
         if device_type not in ("cpu", "cuda"):
             raise ValueError(f"device_type: got {device_type!r}, wanted 'cpu' or 'cuda'")
         self.is_cuda = device_type == "cuda"
@@ -276,7 +276,7 @@ def _ninja_on_path() -> Iterator[None]:
 
 @contextmanager
 def _changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """With these variables set in the environment."""
+    """Set these environment variables for a while."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -80,7 +80,7 @@ class JobMeter:
         self._begin_exposed_s, self._begin_sent = dict(traffic.exposed_s), dict(traffic.sent_bytes)
 
     def since_begin(self, runtime: RunningPlan, step: int) -> dict[str, Any]:
-        """Of this rank, per step of the plan: seconds waited and spent on codecs, bytes of its uplinks."""
+        """What this rank did per step of the plan: seconds waited, seconds of codecs, bytes of its uplinks."""
         traffic, below = runtime.transport.traffic, ranks_below(self.job.cluster)
         steps = max(step - self._begin_step, 1)
         sent: list[dict[str, float]] = [{} for _ in below]
@@ -132,7 +132,7 @@ class JobMeter:
         return table[0][0]
 
     def _totals(self, runtime: RunningPlan) -> list[int]:
-        """Of this rank: calls of layers, their tokens and recomputations; rows sent, and the calls that sent them."""
+        """Calls of layers on this rank, their tokens and recomputations; rows sent, and the calls that sent them."""
         counts = [[watch.calls, watch.tokens, watch.recomputed, 0, 0] for watch in self.watches]
         counts += [[0, 0, 0, one.rows_sent, one.calls] for one in runtime.layer_stats.values()]
         return [sum(column) for column in zip(*counts, strict=True)]

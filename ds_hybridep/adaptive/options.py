@@ -166,7 +166,7 @@ class Job:
         return predict(self.cluster, option.layout, self.workload, self.rates, sync)
 
     def memory(self, option: Option) -> Memory:
-        """Of one rank, activations left out."""
+        """Memory of one rank without activations."""
         return memory_of(self.cluster, option.layout, self.workload)
 
     def filling_s(self, option: Option) -> float:

@@ -118,7 +118,7 @@ class JobPlanner:
 
     @property
     def reason(self) -> str:
-        """Of the last choice; complete on rank 0 only."""
+        """Why the last choice was made; complete on rank 0 only."""
         choice = self._chooser.choice
         return "chosen by rank 0" if choice is None else choice.describe()
 

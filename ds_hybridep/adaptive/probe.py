@@ -93,7 +93,7 @@ class LinkProbe:
         return min(_rate_of(carried, s, (0.0, latency_s)) for s in self._transfer_s(level, num_bytes).values())
 
     def _bytes_per_s(self, level: int, limit_s: float) -> float:
-        """Of the slowest uplink, from the fastest transfers: what else a machine does can only make them slower.
+        """Rate of the slowest uplink, from the fastest transfers: other work on a machine only makes them slower.
 
         Transfers grow until they take long enough. Then long and short ones take turns, and the rate is what a long
         one carried more over the time that it took more: what a transfer costs whatever its size is in both.
@@ -115,11 +115,11 @@ class LinkProbe:
         return _slowest(carried, longs, shorts)
 
     def _carried(self, level: int, num_bytes: int) -> float:
-        """By one uplink where each rank sends `num_bytes`, headers included."""
+        """Bytes over one uplink where each rank sends `num_bytes`, headers included."""
         return ranks_below(self._cluster)[level] * num_bytes * WIRE_FACTOR
 
     def _once(self, level: int, num_bytes: int) -> dict[Place, float]:
-        """As `_transfer_s`; all ranks begin together."""
+        """Like `_transfer_s`, but all ranks begin together."""
         self.table([0.0])
         return self._transfer_s(level, num_bytes)
 

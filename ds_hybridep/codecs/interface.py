@@ -112,7 +112,7 @@ class Codec(ABC):
         return self._decode(packets, "out", out, is_add=False)
 
     def decode_add(self, packets: Tensor, into: Tensor) -> Tensor:
-        """As `decode`, but add; a flagged packet assigns nan."""
+        """Like `decode`, but adds; a flagged packet assigns nan."""
         return self._decode(packets, "into", into, is_add=True)
 
     def encode_update(

@@ -44,5 +44,5 @@ def make_codec(spec: str | Mapping[str, Any] | CodecConfig, *, where: str = "cod
 
 
 def make_weight_codec(settings: CodecConfig, *, kernels: Mode = "auto") -> Codec | Patch:
-    """As `make_codec`, for what may be a patch."""
+    """Like `make_codec`, but the codec may be a patch."""
     return Patch(kernels=kernels) if isinstance(settings, PatchConfig) else make_codec(settings, kernels=kernels)

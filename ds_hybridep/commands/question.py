@@ -267,7 +267,7 @@ def read_codecs(args: argparse.Namespace, workload: Workload) -> tuple[LevelCode
 
 
 def read_rates(path: Path) -> dict[str, tuple[float, float]]:
-    """By codec type, bytes of bf16 per second to encode and to decode, measured by benchmarks/codecs.py.
+    """Read bytes of bf16 per second to encode and to decode by codec type, as benchmarks/codecs.py measures them.
 
     Of the largest tensors in the record.  Raises ConfigError where the file is none.
     """

@@ -143,7 +143,7 @@ def _uplinks_table(planning: Mapping[str, Any]) -> str:
 
 
 def _with_shared(predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """With dense parameters and experts that several groups hold as one, as they are counted."""
+    """Add up dense parameters and experts that several groups hold, because they are counted together."""
     result = dict(predicted)
     for dense, experts in (SHARED, tuple(name.removesuffix("_s") for name in SHARED)):
         if (shared := result.pop(experts, None)) is not None:

@@ -232,7 +232,7 @@ class MigrationManager:
         return outputs
 
     def hold(self, position: int) -> None:
-        """Have the layer's replicas to look at; all ranks must call, with nothing under way."""
+        """Make the layer's replicas readable; all ranks must call, with nothing under way."""
 
     def stamp(self) -> None:
         """Call after owned experts' copies were written outside a shipment."""

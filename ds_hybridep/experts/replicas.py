@@ -142,7 +142,7 @@ class Replicas:
         self._sums[slot] = [self.layout.new(block, torch.float32) for block in self.layout.trainable_blocks]
 
     def prepare_return(self) -> None:
-        """Have what a return of gradients needs: sums for what comes back, and the senders."""
+        """Make what a return of gradients needs: sums for what comes back, and the senders."""
         self._make_sums(self.own_slot)
         self.make_encoders()
 
@@ -186,7 +186,7 @@ class Replicas:
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         weights = sum(tensor.untyped_storage().nbytes() for tensor in self.weights)
         sums = sum(tensor.nbytes for slot in self._sums.values() for tensor in slot)
         return weights + sums + (self.feedback.num_bytes(self.weights)[0] if self.feedback is not None else 0)
@@ -207,7 +207,7 @@ class Replicas:
         )
 
     def make_encoders(self) -> None:
-        """Have the senders of all gradients that leave here; otherwise each is made when it is first asked for."""
+        """Make the senders of all gradients that leave here; otherwise each is made at its first use."""
         if self.feedback is not None:
             for stage in self.stages:
                 for peer in stage.peers:

@@ -69,7 +69,7 @@ class SlotLayout:
 
     @property
     def sum_bytes(self) -> int:
-        """Of an fp32 sum of gradients."""
+        """Bytes of an fp32 sum of gradients."""
         return 4 * self.num_local * sum(block.num_elements for block in self.trainable_blocks)
 
     def new(self, block: Block, dtype: torch.dtype | None = None) -> Tensor:
@@ -190,7 +190,7 @@ class OwnSlot:
         return [dict(expert.named_parameters()) for expert in self.experts]
 
     def stage(self, *, trainable_only: bool) -> None:
-        """Have the parameters in the slot; under ZeRO-3 the ranks that share them must call together."""
+        """Copy the parameters into the slot; under ZeRO-3 the ranks that share them must call together."""
         self.make_room(trainable_only=trainable_only)
         self._load(self.values(trainable_only=trainable_only), trainable_only=trainable_only)
 
@@ -202,7 +202,7 @@ class OwnSlot:
         ]
 
     def adopt(self, values: Sequence[Tensor]) -> None:
-        """Have these as the slot, which are its values: `values` for trainable parameters."""
+        """Take these tensors as the slot; they have its values, as `values` returns them for trainable parameters."""
         iterator = iter(values)
         pairs = zip(self._layout.blocks, self._weights, strict=True)
         self._weights = [next(iterator) if block.is_trainable else held for block, held in pairs]

@@ -45,7 +45,7 @@ class TransientWeights:
         return sum(self._num_bytes)
 
     def take(self) -> None:
-        """Have memory again; what it holds is undefined."""
+        """Allocate the memory again; its content is undefined."""
         self._resize(self._num_bytes)
         self._is_held = True
 
@@ -88,7 +88,7 @@ class TransientMigration(MigrationManager):
         self._memory = [TransientWeights(layer.replicas.weights) for layer in layers]
 
     def acquire(self, position: int) -> list[list[dict[str, Tensor]]]:
-        """As in `MigrationManager`; views of weights can only be made where there is memory for them."""
+        """As in `MigrationManager`; views of weights exist only while there is memory for them."""
         if self.is_stale and not is_in_backward():
             self.refresh(wait=False)
         self._request(position)
@@ -99,7 +99,7 @@ class TransientMigration(MigrationManager):
         return _WatchBackward.apply(self, position, outputs) if outputs.requires_grad else outputs
 
     def hold(self, position: int) -> None:
-        """Have a layer's replicas, from here on until another layer's are asked for."""
+        """Keep a layer's replicas until another layer's are asked for."""
         self.layers[position].refuse_released()
         self._request(position)
         self.progress()

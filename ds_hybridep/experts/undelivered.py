@@ -119,6 +119,6 @@ class UndeliveredGradients:
 
 
 def _trainable_in_order(expert: nn.Module) -> list[nn.Parameter]:
-    """In the order of `Replicas.parts`."""
+    """Trainable parameters in the order of `Replicas.parts`."""
     parameters = dict(expert.named_parameters())
     return [parameters[piece.name] for block in lay_out(expert) if block.is_trainable for piece in block.slices]

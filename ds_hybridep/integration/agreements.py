@@ -17,7 +17,7 @@ from ds_hybridep.sync.dense import GroupSync
 
 
 class Agreements:
-    """Of one optimizer; all its ranks ask the same, in the same order."""
+    """What the ranks of one optimizer agree on; all ask the same, in the same order."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[GroupSync, Tensor, bool]] | None = None
@@ -43,7 +43,7 @@ class Agreements:
         tensor.copy_(result.view_as(tensor))
 
     def prepare(self, *askers: Callable[[], Any]) -> None:
-        """Have the results of what the askers are going to ask for, one after the other."""
+        """Get the results that the askers are going to ask for, one after the other."""
         self._noted = []
         try:
             for ask in askers:

@@ -171,7 +171,7 @@ def trace(engine: nn.Module, path: str | Path) -> AbstractContextManager[None]:
 
 
 def configure_distributed_model(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """In the place of the engine's method where ds_config has the block; called by the import hook."""
+    """Replaces the engine's method where ds_config has the block; called by the import hook."""
     original(engine, *args, **kwargs)
     attach(engine)
 

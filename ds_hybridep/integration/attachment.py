@@ -253,7 +253,7 @@ class Attachment:
 
 
 def loss_scale_of(engine: Any) -> float:
-    """By which gradients are multiplied now."""
+    """The factor by which gradients are multiplied now."""
     return float(getattr(engine.optimizer, "loss_scale", 1.0))
 
 

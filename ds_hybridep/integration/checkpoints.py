@@ -27,7 +27,7 @@ UNIVERSAL = "latest_universal"  # DeepSpeed's file that names the newest univers
 def save(
     attachment: "Attachment", original: Callable[..., Any], save_dir: str, tag: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """In the place of `engine.save_checkpoint`."""
+    """Replaces `engine.save_checkpoint`."""
     engine, planner = attachment.engine, attachment.planner
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     folder, transport = Path(save_dir) / tag, attachment.runtime.transport
@@ -53,7 +53,7 @@ def save(
 
 
 def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In the place of `engine.load_checkpoint`; AgreementError where one rank finds a checkpoint and another none."""
+    """Replaces `engine.load_checkpoint`.  Raises AgreementError where one rank finds a checkpoint and another none."""
     engine, timeout_s = attachment.engine, attachment.runtime.config.timeout_s
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
@@ -83,7 +83,7 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
 
 
 def _choose(folder: Path, tag: str | None, engine: Any) -> tuple[str | None, str]:
-    """On rank 0: the tag of the checkpoint to load, the newest whole one where none is named; and why not to load."""
+    """Choose, on rank 0, the tag to load: the newest whole checkpoint where none is named; and why not to load."""
     if tag is not None:
         return str(tag), whole_checkpoints.why_not(folder / str(tag))
     if engine.load_universal_checkpoint():

@@ -296,7 +296,7 @@ class DenseSync:
         return whole(self._names.get(id(parameter), ""), parameter.shape)
 
     def _spans_of(self, bucket: Sequence[Tensor]) -> tuple[Span, ...]:
-        """Of gradients, or of the flat buffers that BF16_Optimizer adds them up in."""
+        """Spans of gradients, or of the flat buffers in which BF16_Optimizer adds them up."""
         known = {
             parameter.grad.data_ptr(): [self._span(parameter)]
             for parameter in self._engine.module.parameters()
@@ -315,7 +315,7 @@ class DenseSync:
         return tuple(found)
 
     def _layout_of(self, flat: Tensor) -> tuple[Span, ...]:
-        """Of a flat buffer of parameters, which are views of it."""
+        """Spans of a flat buffer whose views are parameters."""
         members = [p for p in self._engine.module.parameters() if _is_view(p, flat)]
         members.sort(key=lambda parameter: int(parameter.data_ptr()))
         spans: list[Span] = []
@@ -340,6 +340,6 @@ def _is_view(parameter: Tensor, flat: Tensor) -> bool:
 
 
 def _padded(spans: list[Span], num_elements: int, position: int | None = None) -> list[Span]:
-    """With a span of padding that fills up to so many elements."""
+    """Add a span of padding, so that all spans together have so many elements."""
     held = sum(span.num_elements for span in spans) if position is None else position
     return spans if held == num_elements else [*spans, whole(f"padding {held}", (num_elements - held,))]

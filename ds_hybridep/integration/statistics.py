@@ -192,7 +192,7 @@ class Statistics:
 
 
 def _leave_out_dense(record: dict[str, Any], counters: Sequence[str]) -> None:
-    """Have None for kind "dense", unless an earlier plan has counted some."""
+    """Put None for kind "dense", unless an earlier plan has counted some."""
     found = [level[name] for level in record["levels"] for name in counters]
     if not any(counts["dense"] for counts in found):
         for counts in (record["exposed_s"], *found):

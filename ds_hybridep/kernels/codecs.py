@@ -88,7 +88,7 @@ class CompiledCodecs:
         factor: int,
         iterations: int,
     ) -> Tensor:
-        """As `blockwise_encode`, with factors of q's rank.
+        """Like `blockwise_encode`, with factors of q's rank.
 
         q [n, rank, cols], row_rms [n, rows], col_rms [n, cols]: become those of the next step.
         start [rank, cols]: where iterations begin instead of in q.

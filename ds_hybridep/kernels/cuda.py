@@ -27,7 +27,7 @@ def current_stream(device: torch.device) -> Iterator[int]:
 
 
 class CudaCodecs(CompiledCodecs):
-    """As `CompiledCodecs`; nothing is waited for."""
+    """Like `CompiledCodecs`, on a CUDA stream; the host does not wait."""
 
     def check_headers(self, packets: Tensor, *, start: int, stamp: int) -> int:
         """1, some packet may be flagged: reading them would be a wait for the device."""
@@ -35,7 +35,7 @@ class CudaCodecs(CompiledCodecs):
 
 
 class CudaKernels(CompiledKernels):
-    """As `CompiledKernels`, on CUDA devices of compute capability 8.0 and later."""
+    """Like `CompiledKernels`, on CUDA devices of compute capability 8.0 and later."""
 
     name = "cuda"
     device_type: ClassVar[str] = "cuda"

@@ -103,7 +103,7 @@ class DelayLine:
             raise LabError(f"no delay line from {a} to {b}: {message.decode(errors='replace').strip()}")
 
     def change(self, *, a_to_b_s: float, jitter_s: float, loss: float) -> None:
-        """From now on. Frames that are under way arrive when they would have, and none overtakes another."""
+        """Change the delay of frames that leave from now on. No frame overtakes another."""
         assert self._process.stdin is not None
         orders = struct.pack("=3q", round(a_to_b_s * NS_PER_S), round(jitter_s * NS_PER_S), round(loss * PPM))
         os.write(self._process.stdin.fileno(), orders)

@@ -72,7 +72,7 @@ class LabResult:
         return self.failure is None
 
     def to_record(self) -> dict[str, Any]:
-        """As a dict that json can write."""
+        """Return a dict that json can write."""
         return asdict(self)
 
     def tail_of_log(self, rank: int, num_lines: int = 15) -> str:
@@ -278,7 +278,7 @@ def run_on_loopback(
     environment: Mapping[str, str] | None = None,
     live: TextIO | None = None,
 ) -> LabResult:
-    """As `run_ranks`, without namespaces: all ranks on one host and no link limited. See modelled.py."""
+    """Like `run_ranks`, but without namespaces: all ranks on one host, and no link is limited. See modelled.py."""
     with RankProcesses(
         None, command, num_ranks=num_ranks, log_dir=log_dir, environment=environment, live=live
     ) as processes:

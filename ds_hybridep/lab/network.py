@@ -167,7 +167,7 @@ class EmulatedNetwork:
             self._uplink_lines[each].change(a_to_b_s=delay_s, jitter_s=jitter_s, loss=loss)
 
     def cut(self, dc: int | None = None) -> None:
-        """From now on no frame leaves or enters the datacentre (None: any of them); those on the wire arrive."""
+        """Let no frame leave or enter the datacentre (None: any of them); those on the wire arrive."""
         self._set_uplink_ports(dc, state=0)  # disabled
 
     def restore(self, dc: int | None = None) -> None:

@@ -85,12 +85,12 @@ def activations_of(
 
 
 def _norm_bytes(workload: Workload) -> float:
-    """Of one token."""
+    """Bytes of one token."""
     return (MASTER_BYTES + 2 * workload.param_bytes) * workload.model.hidden
 
 
 def _attention_bytes(workload: Workload) -> float:
-    """Of one token in a layer, both norms included."""
+    """Bytes of one token in a layer, both norms included."""
     widths, element = workload.model.widths, workload.param_bytes
     kept = (
         element * (widths.query + widths.key + widths.value + widths.attention_out) + MASTER_BYTES * widths.num_heads
@@ -99,7 +99,7 @@ def _attention_bytes(workload: Workload) -> float:
 
 
 def _experts_bytes(workload: Workload, num_rows: int) -> float:
-    """Of all tokens in a layer: router, routed and shared experts."""
+    """Bytes of all tokens in a layer: router, routed and shared experts."""
     model, widths, element = workload.model, workload.model.widths, workload.param_bytes
     each_row = element * (2 * model.hidden + 4 * widths.expert_ffn) + INDEX_BYTES_PER_ROW
     each_token = MASTER_BYTES * model.num_experts + 4 * element * widths.shared_ffn

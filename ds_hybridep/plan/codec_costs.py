@@ -47,7 +47,7 @@ def patch_ratio(learning_rate: float) -> float:
 
 
 def patch_cost(learning_rate: float) -> CodecCost:
-    """Of 16-bit weights that AdamW changes at this rate."""
+    """Cost of patches of 16-bit weights that AdamW trains at this learning rate."""
     return CodecCost(
         "patch",
         ratio=patch_ratio(learning_rate),
@@ -59,7 +59,7 @@ def patch_cost(learning_rate: float) -> CodecCost:
 
 
 def codec_cost(settings: Mapping[str, Any], parts: Iterable[Part], element_bytes: int) -> CodecCost:
-    """Of tensors such as `parts`, which would travel as elements of so many bytes otherwise.
+    """Cost of tensors like `parts`; without a codec, an element takes `element_bytes`.
 
     settings: of a codec in a "hybridep" block, defaults written out; no patch.
     """
@@ -80,7 +80,7 @@ def codec_cost(settings: Mapping[str, Any], parts: Iterable[Part], element_bytes
 
 
 def _seconds_per_element(packets: Packets, part: Part) -> tuple[float, float]:
-    """To encode and to decode."""
+    """Seconds per element to encode and to decode."""
     encode_traffic, decode_traffic, rank, iterations = float(ENCODE_TRAFFIC), float(DECODE_TRAFFIC), 0, 0
     _, rows, cols = part
     if isinstance(packets, Factors) and not packets.is_left_to_fallback(rows, cols):

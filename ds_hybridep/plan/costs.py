@@ -59,7 +59,7 @@ def packet_bytes(layout: Layout, workload: Workload, way: Way) -> tuple[float, .
 
 
 def _owned_bytes(layout: Layout, workload: Workload, codec: CodecCost, way: Way) -> float:
-    """Of one message with what a rank owns of a layer."""
+    """Bytes of one message with the experts of a layer that a rank owns."""
     num_owned = experts_per_rank(layout, workload)
     if layout.is_transient and way == "weights":
         return num_owned * workload.model.expert_params * workload.param_bytes
@@ -164,7 +164,7 @@ def host_traffic_s(layout: Layout, workload: Workload, rates: Rates, way: Way) -
 
 
 def _own_bytes(layout: Layout, workload: Workload) -> int:
-    """Of the weights or gradients of one layer's experts that a rank owns."""
+    """Bytes of the weights or gradients of one layer's experts that a rank owns."""
     return experts_per_rank(layout, workload) * workload.expert_travel_bytes
 
 

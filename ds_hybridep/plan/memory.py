@@ -42,7 +42,7 @@ class Memory:
 
     @property
     def copies_bytes(self) -> float:
-        """Beside what DeepSpeed holds."""
+        """Bytes in addition to what DeepSpeed holds."""
         return self.replica_bytes + self.sync_bytes
 
     @property

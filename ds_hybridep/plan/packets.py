@@ -42,7 +42,7 @@ class SizedPackets:
         raise NotImplementedError
 
     def packet_bytes(self, rows: int, cols: int) -> int:
-        """With the header."""
+        """Bytes of a packet, header included."""
         return HEADER_BYTES + self.payload_bytes(rows, cols)
 
     def message_bytes(self, parts: Iterable[Part]) -> float:

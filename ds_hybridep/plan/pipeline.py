@@ -133,12 +133,12 @@ class _Schedule:
 
 
 def forwards_ahead(num_stages: int, stage: int, ahead: int) -> int:
-    """With which a stage begins before it takes turns."""
+    """Forwards that a stage runs before forwards and backwards alternate."""
     return ahead * (num_stages - 1 - stage)
 
 
 def _memory(cluster: Cluster, inside: Layout, workload: Workload, ahead: int) -> Memory:
-    """Of the stage that needs most: the first one, which runs ahead, or the last one, which has the loss."""
+    """Memory of the stage that needs most: the first one, which runs ahead, or the last one, which has the loss."""
     model, num_stages = workload.model, cluster.sizes[0]
     num_ranks = ranks_below(cluster)[0]
     share = math.ceil(model.num_moe_layers / num_stages) / model.num_moe_layers

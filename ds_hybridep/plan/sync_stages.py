@@ -63,7 +63,7 @@ class Held:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """That the group crosses, slowest first."""
+        """Levels that the group crosses, slowest first."""
         return tuple(level for level, span in enumerate(self.spans) if span > 1)
 
     def messages_over(self, level: int) -> int:
@@ -168,7 +168,7 @@ def gather_codec(held: Held, workload: Workload) -> tuple[CodecCost, tuple[int, 
 
 
 def mean_bytes(codec: CodecCost, slots: Sequence[Slot], workload: Workload) -> float:
-    """Of one slot's message."""
+    """Mean bytes of one slot's message."""
     if codec == IDENTITY:
         return sum(map(num_elements, slots)) * workload.param_bytes / len(slots)
     return math.fsum(codec.message_bytes(slot, workload.param_bytes) for slot in slots) / len(slots)
@@ -185,7 +185,7 @@ def sync_host_traffic_s(held: Held, workload: Workload, rates: Rates) -> float:
 
 
 def before_step_bytes(held: Held, workload: Workload) -> float:
-    """Of own parameters as they were, from before the optimizer's step until the gather after it."""
+    """Bytes of the copy of own parameters that is kept from before the optimizer step until the gather after it."""
     is_kept = workload.zero_stage >= 1 and held.levels and gather_codec(held, workload)[1]
     return _slot_bytes(held, workload) if is_kept else 0.0
 

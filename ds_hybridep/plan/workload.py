@@ -159,7 +159,7 @@ class Workload:
 
     @property
     def expert_tensors(self) -> tuple[Shape, ...]:
-        """Of one expert, those that travel."""
+        """Shapes of one expert's tensors that travel."""
         shapes = self.trainable_expert_shapes if self.trainable_expert_params is not None else self.model.expert_shapes
         return shapes or _one_vector(self.expert_travel_params)
 
@@ -184,12 +184,12 @@ class Workload:
 
     @property
     def dispatch_extra_bytes(self) -> int:
-        """Beside a row on its way to the experts: an id and an fp32 weight for each of its top_k experts."""
+        """Bytes that travel with a row to the experts: an id and an fp32 weight for each of its top_k experts."""
         return self.model.top_k * (INDEX_BYTES + MASTER_BYTES)
 
     @property
     def return_extra_bytes(self) -> int:
-        """Beside a row's input gradient on its way back: the fp32 gradient of each gate weight."""
+        """Bytes that travel with a row's input gradient: the fp32 gradient of each gate weight."""
         return self.model.top_k * MASTER_BYTES
 
     @property

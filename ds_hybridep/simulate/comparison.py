@@ -205,7 +205,7 @@ def answer_json(cluster: Cluster, results: Sequence[SimulatedPlan]) -> dict[str,
 
 
 def speed_ups(point: dict[str, Any]) -> dict[str, float]:
-    """Of the best plan, over each way to compare with that fits the memory."""
+    """Speed-ups of the best plan over each alternative that fits into the memory."""
     best_s = point["plans"][0]["step_s"]
     return {
         plan["name"]: plan["step_s"] / best_s

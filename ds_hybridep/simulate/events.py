@@ -79,7 +79,7 @@ Instruction = Run | Post | Wait
 
 @dataclass(frozen=True)
 class Change:
-    """From `time_s` on: another capacity of a link, or other seconds (x `slowdown`) of what an actor begins to run."""
+    """From `time_s` on, a link has another capacity, or what an actor starts takes `slowdown` times as long."""
 
     time_s: float
     link: int | None = None

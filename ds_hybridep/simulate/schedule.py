@@ -95,7 +95,7 @@ class _Times:
         return sum(self.own_bytes / codec.encode_bytes_per_s for codec in codecs) + self.state_s("weights")
 
     def state_s(self, way: Way) -> float:
-        """Of a layer's state on the host, on its way there and back."""
+        """Seconds that a layer's state on the host needs to come and go."""
         return host_traffic_s(self.layout, self.workload, self.rates, way)
 
     def synced_state_s(self, kind: str) -> float:

@@ -48,7 +48,7 @@ class Ranks:
         return cls(cluster, layout, tuple(group), tuple(domain), tuple(offset))
 
     def patterns(self, *, with_sums: bool = False, gathers_by_level: bool = True) -> dict[str, Ints]:
-        """By name, [num_ranks] numbers: ranks of one number talk to each other.  Source: paper, topology rule."""
+        """Numbers [num_ranks] by name: ranks of one number talk to each other.  Source: paper, topology rule."""
         num_levels = len(self.group)
         keys: dict[str, list[Ints]] = {}
         if not gathers_by_level:
@@ -198,7 +198,7 @@ class OperationTraffic:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """That it crosses."""
+        """Levels that the operation crosses."""
         return tuple(level for level, num_bytes in enumerate(self.sent_bytes) if num_bytes)
 
     def without_delay(self, levels: Set[int]) -> "OperationTraffic":

@@ -40,7 +40,7 @@ class Buffer:
         *,
         gathers: bool,
     ) -> None:
-        """Have `sums`, and where `gathers` `results`, which have the codec of the slowest level that has one."""
+        """Make `sums`, and with `gathers` also `results`, with the codec of the slowest level that has one."""
         parts, residuals = [parts_of(slot) for slot in self.spans], residual_dtype([like.dtype])
         home = Home(like.device, is_on_host)
         self.sums = Feedback(parts, codecs, home, changes, "gradient", residuals)
@@ -162,7 +162,7 @@ class ParameterCodecs:
         return replica
 
     def state_dict(self) -> dict[str, Any]:
-        """As of now: a gather belongs to an applied step."""
+        """The state now: a gather belongs to an applied step."""
         states = [] if self.mirror is None else [state.state_dict() for state in self.mirror.states]
         orders = {slot: order.expected for slot, order in self.orders.items()}
         return {"num_gathers": self.num_gathers, "states": states, "orders": orders}

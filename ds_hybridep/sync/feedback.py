@@ -51,7 +51,7 @@ class StepChanges:
 
 
 def residual_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """In which residuals are kept: bf16 where all that was trained has 16 bits, otherwise fp32."""
+    """The dtype of residuals: bf16 where all trained parameters have 16 bits, otherwise fp32."""
     return torch.bfloat16 if all(dtype.itemsize == 2 for dtype in dtypes) else torch.float32
 
 
@@ -114,7 +114,7 @@ class ResidualEncoder:
         return sum(squared_norm(residual) for residual in self.residuals)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the last applied step; the tensors are those that are in use."""
+        """The state after the last applied step; its tensors are those in use, not copies."""
         self._home.wait()
         states = self._saved_states if self in self._changes else [state.state_dict() for state in self.states]
         return {"residuals": list(self._applied), "states": states}
@@ -226,11 +226,11 @@ class Feedback:
 
     @property
     def lossy_replicas(self) -> dict[int, Replica]:
-        """By slot."""
+        """Lossy replicas by slot."""
         return {slot: replica for slot, replica in self.replicas.items() if isinstance(replica, Replica)}
 
     def fp32_bytes(self, slot: int) -> int:
-        """Of what a slot's messages stand for."""
+        """Bytes in fp32 of what a slot's messages stand for."""
         return sum(part.fp32_bytes for part in self.parts[slot])
 
     def encoder(self, level: int, slot: int) -> ResidualEncoder | None:

@@ -48,7 +48,7 @@ class CodecMemory:
 
     @property
     def feedbacks(self) -> list[Feedback]:
-        """Of gradients."""
+        """Feedbacks of gradients."""
         return [one for buffer in self.buffers.values() for one in buffer.feedbacks.values()]
 
     @property

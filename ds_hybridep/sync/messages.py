@@ -63,7 +63,7 @@ class MessageLayout:
 
     @property
     def fp32_bytes(self) -> int:
-        """Of what a message stands for."""
+        """Bytes in fp32 of what a message stands for."""
         return sum(part.fp32_bytes for part in self.parts)
 
     def new_message(self, step: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:

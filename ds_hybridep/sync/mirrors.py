@@ -84,7 +84,7 @@ class Mirror:
         return apart, whole
 
     def state_dict(self) -> dict[str, Any]:
-        """As of now; the tensors are those that are in use."""
+        """The state now; its tensors are those in use, not copies."""
         self.home.wait()
         return {"values": list(self.values), "states": [state.state_dict() for state in self.states]}
 

@@ -55,7 +55,7 @@ class Slots(Protocol):
         ...
 
     def loss_scale(self) -> float:
-        """By which the sums are multiplied."""
+        """The factor by which the sums are multiplied."""
         ...
 
 

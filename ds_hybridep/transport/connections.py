@@ -87,7 +87,7 @@ class Budget:
 
 
 class StandingReceives:
-    """Of one channel.  Threads that start transfers and the one that ends them may call.
+    """Receives of one channel that stand ready.  Called by threads that start transfers and the one that ends them.
 
     post: (source, tensor, tag) posts a receive and returns what waits for it.
     """
@@ -148,7 +148,7 @@ def copy_bytes(place: Tensor, tensor: Tensor) -> None:
 
 
 class Connections:
-    """Of one channel.
+    """The connections of one channel.
 
     Args:
         groups: one gloo process group for each connection.
@@ -228,7 +228,7 @@ class Connections:
 
 
 def _ready_bytes(room: int, lengths: Lengths) -> int:
-    """Of a receive that stands ready for messages with that room."""
+    """Bytes of a receive that stands ready for messages with that room."""
     return 1 << (room - 1).bit_length() if lengths is Lengths.BY_ROOM else room
 
 

@@ -85,7 +85,7 @@ class Endings:
         return is_ours and signal.SIGTERM in numbers
 
     def die_of_sigterm(self) -> None:
-        """As if nobody had heard it."""
+        """Die as if no handler had caught the signal."""
         ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # `signal.signal` is for the main thread alone
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -159,7 +159,7 @@ class Health:
         self._endings.unwatch()
 
     def drop(self) -> None:
-        """In a forked process, such as a data loader's worker, which must not keep our connections open."""
+        """Let go in a forked process, such as a data loader's worker, which must not keep our connections open."""
         if not self._leaves:
             self._leaves = True
             self._main.forked()

@@ -223,7 +223,7 @@ class Mesh:
         self._listener.close()
 
     def close_copies(self) -> None:
-        """In a forked child: close its copies, and leave the parent's connections as they are."""
+        """Close the copies that a forked child has, and leave the parent's connections as they are."""
         for link in self.links.values():
             for one in (link.socket, link.dialled):
                 if one is not None:

@@ -120,7 +120,7 @@ class MainThread:
         return computes or moves or any(name in frame.f_code.co_filename for frame in frames for name in _AT_WORK)
 
     def _frames(self) -> list[FrameType]:
-        """Of the thread, or of the one of autograd that runs a device's backward for it; the innermost first."""
+        """Frames of the thread, or of autograd's thread that runs a device's backward for it; the innermost first."""
         frames = sys._current_frames()
         frame = frames.get(self._ident)
         if frame is not None and frame.f_code.co_name == "_engine_run_backward":
@@ -146,7 +146,7 @@ class MainThread:
             self.forked()
 
     def forked(self) -> None:
-        """In a child of a process that was forked during a look: collect garbage again."""
+        """Turn garbage collection on again in a process that was forked during a look."""
         if self._pauses:
             gc.enable()
         self._pauses = False

@@ -20,7 +20,7 @@ _FORWARDED = (
 
 
 class StandInGroup(_ProcessGroup):  # type: ignore[misc]
-    """As `group`, but sums, maxima of a few numbers, and a gather into one tensor, go another way.
+    """Like `group`, but sums, maxima of a few numbers, and a gather into one tensor take another way.
 
     The other collectives are the very methods of `group`.  Inherited ones would reach torch through the layer that
     looks for overrides in Python, which keeps the interpreter's lock while it enters gloo; gloo's own thread may hold

@@ -24,14 +24,14 @@ Mark = Any  # a point in a stream
 
 
 class HostStreams:
-    """Of a CPU: everything is done where it is written."""
+    """Streams of a CPU: everything is done where it is written."""
 
     def synchronize(self) -> None:
         """Nothing is left to wait for."""
 
 
 class DeviceStreams:
-    """Of one CUDA device.
+    """Streams of one CUDA device.
 
     Whoever hands a tensor from one stream to another keeps it until the other stream, or the host, was waited for:
     memory that is freed goes back to the stream that it was allocated in.
