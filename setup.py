@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ds_hybridep is packaged.  `pip install .` needs no compiler: the kernels are built on first use.
+"""Packages ds_hybridep.  `pip install .` needs no compiler: the kernels are built on first use.
 
-With DS_BUILD_HYBRIDEP=1 in the environment they are built ahead of time, for the CPU and, where torch finds a GPU and
-nvcc, for CUDA.  torch and deepspeed must be there then, so `pip install --no-build-isolation .`
+With DS_BUILD_HYBRIDEP=1 in the environment they are built ahead of time: for the CPU, and also for CUDA if there are
+nvcc and a GPU or TORCH_CUDA_ARCH_LIST.  That needs torch and deepspeed: use `pip install --no-build-isolation .`
 
 The folders op_builder/ and csrc/ lie at the top of the checkout, as DeepSpeed users expect, and are installed as
 `ds_hybridep.op_builder` and `ds_hybridep.csrc`.  Never install a top-level `op_builder`: DeepSpeed imports that name
@@ -22,7 +22,7 @@ SOURCE_FILES = ["**/*.cpp", "**/*.h", "**/*.cu", "**/*.md"]
 
 
 def read_version() -> str:
-    """The version, read as text: importing the package could need what is not installed yet."""
+    """The version, read as text: importing the package could need packages that are not installed yet."""
     text = (ROOT / "ds_hybridep" / "version.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if match is None:
@@ -31,7 +31,7 @@ def read_version() -> str:
 
 
 def kernels_ahead_of_time() -> dict[str, object]:
-    """Arguments of setup() that build the kernels; none unless they are asked for."""
+    """Arguments of setup() that build the kernels; empty unless DS_BUILD_HYBRIDEP asks for them."""
     if os.environ.get("DS_BUILD_HYBRIDEP", "0") != "1":
         return {}
     spec = importlib.util.spec_from_file_location("hybridep_builder", ROOT / "op_builder" / "hybridep.py")
@@ -82,10 +82,10 @@ setup(
     include_package_data=False,
     zip_safe=False,
     install_requires=[
-        # 2.5 is the first torch that calls entry points of the group torch.backends, which is how a config is enough.
+        # torch 2.5 is the first to call entry points of the group torch.backends.  They make a config enough.
         "torch>=2.5",
-        # docs/versions.md has the versions that were tried.  With newer ones `attach` says so, and refuses those that
-        # lack something which it changes.
+        # docs/versions.md lists the versions that were tried.  `attach` reports a newer one, and refuses it if it
+        # lacks something that `attach` changes.
         "deepspeed>=0.19.4",
         "psutil",
         "numpy",

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels as a Python module: addresses, sizes and type codes in, errors out.  pybind11 alone, so it compiles in
-// seconds.  Callers have checked dtypes, devices and contiguity; sizes, type codes and, on the CPU, index ranges are
-// checked here.  The GIL is released while a kernel runs.
+// The kernels as a Python module.  Functions take addresses, sizes and type codes, and throw errors.  The file needs
+// pybind11 alone, so it compiles in seconds.  Callers have checked dtypes, devices and contiguity.  This file checks
+// sizes, type codes and, on the CPU, index ranges.  The GIL is released while a kernel runs.
 //
-// One module is for the CPU, and another, compiled with HYBRIDEP_CUDA, for CUDA devices.  Their functions have the
-// same names and arguments, of which one, the lane, is a number of threads there and a stream here.
+// One module is for the CPU.  Another, compiled with HYBRIDEP_CUDA, is for CUDA devices.  Functions in both take the
+// same arguments.  The argument `lane` is a number of threads on the CPU and a stream on CUDA devices.
 
 #include <pybind11/pybind11.h>
 
@@ -55,7 +55,7 @@ void require_sizes(std::initializer_list<int64_t> sizes) {
     }
 }
 
-// On CUDA devices `wrong` is always kAllInRange: the kernels check.
+// On CUDA devices `wrong` is always kAllInRange, because the kernels check the indices themselves.
 void require_in_range(const char* name, Address values, int64_t wrong, int64_t size, const char* of_what) {
     if (wrong == hybridep::kAllInRange) return;
     throw py::index_error(std::string(name) + ": holds " + std::to_string(at<const int64_t>(values)[wrong]) +
@@ -96,7 +96,7 @@ int64_t plan_chunks(int64_t num_tokens, int64_t top_k, int num_threads) {
     return hybridep::plan_chunks(num_tokens, top_k, num_threads);
 }
 
-// Returns R.
+// Returns R, the number of rows.
 int64_t plan_count(Address topk_idx, Address expert_to_destination, int64_t num_tokens, int64_t top_k,
                    int64_t num_experts, int64_t num_destinations, int64_t num_chunks, Address chunk_rows,
                    Address rows_per_destination) {

@@ -7,7 +7,7 @@ the entry point in `_autoload` runs in every process that imports torch.
     attach(engine, config=None)            take over the MoE layers; not needed when ds_config has a "hybridep" block
     detach(engine)                         give the layers back to DeepSpeed
     stats(engine)                          what was moved so far, as a dict
-    replan(engine, config)                 go on with other domain sizes, codecs and ways of tokens
+    replan(engine, config)                 change domain sizes, codecs and the token exchange
     refresh(engine)                        resync working copies after parameters were changed by hand
     trace(engine, path)                    Chrome/Perfetto trace of the steps inside a with block
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The zero-code way in: a ds_config with a "hybridep" block is enough, the training script stays as it is.
+"""Joins DeepSpeed without a change of the training script: a ds_config with a "hybridep" block is enough.
 
 torch calls `install` at the end of every `import torch` (entry point group `torch.backends`), in every process of
 every program in the environment.  So this module loads nothing but `sys`, does nothing but put one finder on
 `sys.meta_path`, and never raises: an exception here would break `import torch`.
 
     import torch              -> install()       one finder, nothing loaded
-    import deepspeed          -> _EngineFinder   two methods of its engine ask for the block; still nothing loaded
+    import deepspeed          -> _EngineFinder   two methods of its engine now look for the block; nothing loaded yet
     an engine with the block  -> the rest of ds_hybridep is imported, and attaches itself
     the methods are missing   -> logged once; an engine whose ds_config has the block raises, others are untouched
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ENGINE_MODULE = "deepspeed.runtime.engine"
 _BLOCK = "hybridep"
-# Rows of the table in integration/patches.py; what replaces them is in integration/api.py.
+# Rows of the table in integration/patches.py.  Their replacements are in integration/api.py.
 _METHODS = ("_configure_distributed_model", "_configure_expert_parallel")
 
 
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 class _EngineFinder:
-    """Meta-path finder for one module name.  The spec is the one that other finders give."""
+    """Meta-path finder for DeepSpeed's engine module.  It returns the spec that another finder gives."""
 
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -60,7 +60,7 @@ class _EngineFinder:
 
 
 def _patch_after(loader: "Any") -> None:
-    """Let `loader` patch the module when it has executed it, once; the module keeps it as it was."""
+    """Make `loader` patch the module once, after it has executed it.  Then the loader is as it was."""
 
     def exec_module(module: "ModuleType") -> None:
         del loader.exec_module
@@ -69,12 +69,12 @@ def _patch_after(loader: "Any") -> None:
 
     try:
         loader.exec_module = exec_module
-    except AttributeError as reason:  # a loader of somebody else's that takes no attributes
+    except AttributeError as reason:  # a foreign loader that takes no attributes
         _log_failure(reason, f'a "{_BLOCK}" block in ds_config has NO effect; call ds_hybridep.attach in the script')
 
 
 def _patch(module: "ModuleType") -> None:
-    """Let engines of `module` look for the block.  Where that cannot be, engines with the block are refused."""
+    """Let engines of `module` look for the block.  If that is impossible, engines with the block are refused."""
     engine_class = getattr(module, "DeepSpeedEngine", None)
     missing = [name for name in _METHODS if not hasattr(engine_class, name)]
     if not missing:
@@ -119,14 +119,14 @@ def _refuse(reason: Exception, original: "Any", *args: "Any", **kwargs: "Any") -
 
 
 def _is_on(config: "Any") -> bool:
-    """Whether this is a ds_config, or DeepSpeed's object for one, that has the block, and not switched off."""
+    """Whether `config`, a ds_config or DeepSpeed's object for one, has the block and does not switch it off."""
     ds_config = getattr(config, "_param_dict", config)
     block = ds_config.get(_BLOCK) if isinstance(ds_config, dict) else None
     return block is not None and not (isinstance(block, dict) and block.get("enabled") is False)
 
 
 def _log_failure(reason: Exception, consequence: str) -> None:
-    """Logged, since a warning could be made an error."""
+    """Log the failure.  A warning could be turned into an error, which must not happen here."""
     import logging
 
     text = "ds_hybridep could not join DeepSpeed and is not active: %s: %s; %s"

@@ -75,7 +75,7 @@ class LevelConfig(Settings):
 
     name: Annotated[str, Field(pattern=r"\S"), _NAME]
     size: Annotated[int, Field(ge=1, le=MAX_CHILDREN), integer(f">= 1 and at most {MAX_CHILDREN}", 2)]
-    bandwidth_gbps: Annotated[float | None, Field(gt=0, lt=1e299), _BANDWIDTH] = None  # finite in bits too
+    bandwidth_gbps: Annotated[float | None, Field(gt=0, lt=1e299), _BANDWIDTH] = None  # so bits/s are finite too
     latency_ms: Annotated[float | None, Field(ge=0), _LATENCY] = None
     domain_size: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], integer('>= 1, or "auto"', 1)] = 1
     codecs: Literal["recommended"] | None = None
@@ -114,7 +114,7 @@ class LevelConfig(Settings):
 
     @property
     def all_codecs(self) -> CodecSet:
-        """The codecs of this level, with those of dense parameters; "recommended" is none before `with_dtype`."""
+        """The codecs of this level, dense ones included.  "recommended" has no effect before `with_dtype`."""
         weight, gradient = self.weight_codec, self.gradient_codec
         return CodecSet(weight, gradient, self.dense_weight_codec or weight, self.dense_gradient_codec or gradient)
 
@@ -131,7 +131,7 @@ class LevelConfig(Settings):
 
 
 class AdvancedConfig(Settings):
-    """What hardly anybody sets; docs/config.md says what each key means."""
+    """Settings that are rarely needed; docs/config.md says what each key means."""
 
     prefetch_depth: Count = 2
     kernels: Literal["auto", "compiled", "reference"] = "auto"
@@ -157,12 +157,12 @@ class HybridEPConfig(Settings):
 
     @property
     def domain_sizes(self) -> tuple[int, ...]:
-        """Domain size of each level; 1 where it is not planned yet."""
+        """Domain size of each level; 1 if it is not planned yet."""
         return tuple(1 if level.domain_size == "auto" else level.domain_size for level in self.levels)
 
     @property
     def is_planned(self) -> bool:
-        """True where a domain size or a codec is "auto"; `token_exchange` is known without measuring."""
+        """True if a domain size or a codec is "auto".  `token_exchange` does not count: it needs no measurement."""
         return any(
             level.domain_size == AUTO or AUTO_CODEC in (level.weight_codec, level.gradient_codec)
             for level in self.levels
@@ -171,8 +171,8 @@ class HybridEPConfig(Settings):
     def with_dtype(self, itemsize: int) -> "HybridEPConfig":
         """The settings with codecs in place of "recommended", for parameters of `itemsize` bytes an element.
 
-        Exceptions for dense parameters stay.  With transient replicas, expert weights stay exact.
-        Raises ConfigError where a level's backend cannot carry them.
+        Codecs given for dense parameters stay.  With transient replicas, expert weights stay exact.
+        Raises ConfigError if a level's backend cannot carry the codecs.
         """
         recommended = recommended_codecs(itemsize)
         levels = []
@@ -201,7 +201,7 @@ class HybridEPConfig(Settings):
         lines = []
         for kind in CodecSet._fields:
             over = [(level, getattr(level.all_codecs, kind)) for level in self.levels]
-            # Without sums by level, only what domains move over a level is encoded there.
+            # If DeepSpeed sums dense parameters, only traffic of domains is encoded on a level.
             said = [
                 f"{describe_codec(codec)} over {level.name}"
                 for level, codec in over
@@ -267,7 +267,7 @@ class HybridEPConfig(Settings):
                         f"DeepSpeed's own all-to-alls know no {kind}; set the {key} to {shown(known)}, or "
                         f'token_exchange to "auto"'
                     )
-            # Transient replicas are gathered as they are: there is nothing that a change could be added to.
+            # Transient replicas are gathered whole: there is no kept copy to which a change could be added.
             if self.replicas == "transient" and level.weight_codec != IDENTITY:
                 raise ValueError(
                     f"levels[{index}].weight_codec is {shown(level.weight_codec.type)}, but hybridep.replicas is "
@@ -278,9 +278,9 @@ class HybridEPConfig(Settings):
 
 
 def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | Path = ".") -> HybridEPConfig:
-    """The checked settings of a "hybridep" block, for a job of `world_size` ranks; `levels` may be a path of a file.
+    """The checked settings of a "hybridep" block for a job of `world_size` ranks; `levels` may be the path of a file.
 
-    A relative path is looked for in `base_dir` first, then in the working directory.
+    A relative path is looked up in `base_dir` first, then in the working directory.
     Raises ConfigError that names the key path, the value found, what is allowed and what to do.
     """
     given, source = dict(block) if isinstance(block, Mapping) else block, ""
@@ -295,7 +295,7 @@ def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | P
 
 
 def _read_cluster_file(name: str, base_dir: str | Path) -> tuple[Path, object]:
-    """The path of a cluster file, and its levels, not checked.  Raises ConfigError that names the file."""
+    """The path of a cluster file and its levels, not checked yet.  Raises ConfigError that names the file."""
     # Unlike Path.is_file, os.path.isfile is False for names that no file can have.
     path = next((path for path in (Path(base_dir) / name, Path(name)) if os.path.isfile(path)), None)
     if path is None:
@@ -331,7 +331,7 @@ def parse_codec(spec: object, *, where: str) -> CodecConfig:
 
 
 _WEIGHT_CODEC: TypeAdapter[AnyCodec] = TypeAdapter(WeightCodec)
-_MODELS: dict[int | str, type[Settings]] = {  # by the keys and the types of codecs that stand in pydantic's locations
+_MODELS: dict[int | str, type[Settings]] = {  # by the keys and the codec types that pydantic's locations contain
     "hybridep": HybridEPConfig,
     "levels": LevelConfig,
     "advanced": AdvancedConfig,

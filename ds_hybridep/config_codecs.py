@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ds_hybridep.config_messages import Says
 
-DEFAULT_RATIO = 50.0  # of low rank, by fp32 bytes
-BLOCKS = tuple(2**power for power in range(3, 11))  # elements of a blockwise codec that may share a scale
+DEFAULT_RATIO = 50.0  # of low rank: fp32 bytes over bytes sent
+BLOCKS = tuple(2**power for power in range(3, 11))  # allowed numbers of elements that share a scale
 
 
 def integer(allowed: str, example: int) -> Says:
@@ -26,7 +26,7 @@ def _is_block(block: int) -> int:
 
 
 def _named(codec: object) -> object:
-    """A codec given by its name alone, as an object."""
+    """Turns a codec that is given by its name alone into an object."""
     return {"type": codec} if isinstance(codec, str) else codec
 
 
@@ -39,7 +39,7 @@ OptionalSteps = Annotated[int | None, Field(ge=1, le=10**9), integer("from 1 to 
 
 
 class Settings(BaseModel):
-    """Settings that know their keys and types and never change.  `model_copy(update={...})` makes other ones."""
+    """Immutable settings with fixed keys and types.  `model_copy(update={...})` makes changed ones."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -56,7 +56,7 @@ class CodecConfig(Settings):
 
 
 class IdentityConfig(CodecConfig):
-    """Nothing is left out, except by rounding to `dtype`."""
+    """Sends every element, rounded to `dtype`."""
 
     type: Literal["identity"]
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -76,7 +76,7 @@ class LowRankConfig(CodecConfig):
     """Two thin factors for each matrix; `codecs.low_rank` says what the options do."""
 
     type: Literal["low_rank"]
-    ratio: Ratio = None  # DEFAULT_RATIO where no rank is given
+    ratio: Ratio = None  # becomes DEFAULT_RATIO if no rank is given
     rank: Rank = None
     factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int4"
     weighting: Literal["none", "rms"] = "none"
@@ -111,13 +111,13 @@ class LowRankConfig(CodecConfig):
 
 
 class PatchConfig(CodecConfig):
-    """Weights exactly: the changes of their 16-bit values, entropy-coded; `codecs.patch` says how."""
+    """Sends weights exactly, as entropy-coded changes of their 16-bit values; `codecs.patch` says how."""
 
     type: Literal["patch"]
 
 
 class AutoConfig(CodecConfig):
-    """Chosen by a job that plans itself."""
+    """Leaves the choice of a codec to a job that plans itself."""
 
     type: Literal["auto"]
 
@@ -158,7 +158,7 @@ def describe_codec(codec: CodecConfig) -> str:
 
 
 class CodecSet(NamedTuple):
-    """What encodes the four kinds of parameter payloads that cross a level."""
+    """The codecs of the four kinds of parameter payloads that cross a level."""
 
     weight: CodecConfig
     gradient: CodecConfig
@@ -170,7 +170,7 @@ def recommended_codecs(itemsize: int) -> CodecSet:
     """What `"codecs": "recommended"` stands for, by the bytes of a parameter; docs/codecs.md has its costs."""
     low_rank = LowRankConfig(type="low_rank", ratio=50.0)
     balanced = LowRankConfig(type="low_rank", ratio=50.0, factors="log4", weighting="rms")
-    # Low rank alone leaves too much of embeddings.
+    # Low rank alone leaves out too much of embeddings.
     rest = {"rest": BlockwiseConfig(type="int2", block=64)}
     dense, dense_balanced = low_rank.model_copy(update=rest), balanced.model_copy(update=rest)
     is_16_bit = itemsize == 2

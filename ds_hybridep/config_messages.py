@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sentence for people about what pydantic found wrong with a "hybridep" block."""
+"""Says in one sentence what pydantic found wrong with a "hybridep" block."""
 
 import difflib
 import itertools
@@ -35,19 +35,19 @@ REMOVED_CHOICES = {"dense_sync": ("auto", "leave it out: by level sends no more 
 
 
 class Says(NamedTuple):
-    """What a message says about a field, beside whose annotation it stands: the values it allows, and what to do."""
+    """What a message says about a field: the values it allows, and what to do.  Stands beside its annotation."""
 
     allowed: str
     advice: str
 
 
 def explain(error: ValidationError, given: object, where: str, models: Mapping[int | str, type[BaseModel]]) -> str:
-    """What is wrong with `given`, in one sentence that begins with its key path, that of `given` being `where`.
+    """What is wrong with `given`, in one sentence that begins with the path of the wrong key; `where` is given's path.
 
-    Of several errors it takes the first. An unknown codec goes before all others, since its options are unknown too,
-    and an unknown key before the rest, since a typo is why another key is missing.
+    Of several errors it takes the first. An unknown codec goes before all others, since its options are unknown too.
+    Next is an unknown key, since a typo in it may be why another key is missing.
 
-    models: by the keys and the types of codecs that stand in pydantic's locations, the whole block by "hybridep".
+    models: by the keys and the codec types that pydantic's locations contain; the whole block is "hybridep".
     """
     found = min(error.errors(include_url=False), key=_order)
     kind, location, value, parent = found["type"], found["loc"], given, given
@@ -83,7 +83,7 @@ def explain(error: ValidationError, given: object, where: str, models: Mapping[i
 def _words(
     found: Mapping[str, Any], value: object, model: type[BaseModel], name: str, field: FieldInfo | None
 ) -> Says:
-    """Which values are allowed in place of `value` of the field `name`, and what to do."""
+    """Which values the field `name` allows in place of `value`, and what to do."""
     if found["type"] == "model_type" and "type" not in model.model_fields:
         return Says("an object with keys", f"known keys: {', '.join(model.model_fields)}")
     if found["type"] in ("model_type", "model_attributes_type", "union_tag_not_found", "missing"):
@@ -93,14 +93,14 @@ def _words(
     choices = _choices(found, field)
     if says is None and choices:
         return Says(f"one of {quoted(choices)}", nearest(value, choices) or "choose one of these")
-    return says or Says("valid", cut(found["msg"]))  # what has no words of ours is rare, such as half a character
+    return says or Says("valid", cut(found["msg"]))  # errors without our words are rare, such as half a character
 
 
 def _choices(found: Mapping[str, Any], field: FieldInfo | None) -> tuple[str, ...]:
-    """The values that a field or the type of a codec may have; none where it is not a choice."""
+    """The values that a field or the type of a codec may have; empty if it is not a choice."""
     if "expected_tags" in found.get("ctx", {}):
         return tuple(re.findall(r"'(\w+)'", found["ctx"]["expected_tags"]))
-    members = [] if field is None else [field.annotation, *get_args(field.annotation)]  # such as one that may be None
+    members = [] if field is None else [field.annotation, *get_args(field.annotation)]  # of a union such as X | None
     return next((get_args(one) for one in members if get_origin(one) is Literal), ())
 
 
@@ -148,9 +148,9 @@ def _about_unknown_codec(where: str, value: object, choices: Sequence[str], *, i
 
 
 def shown(value: object) -> str:
-    """`value` as the user wrote it in JSON, cut where it is long."""
+    """`value` as the user wrote it in JSON, cut if it is long."""
     try:
-        # No more of it than is shown: a value may be huge, or contain itself.
+        # Encode no more than is shown: a value may be huge, or contain itself.
         return cut("".join(itertools.islice(json.JSONEncoder().iterencode(value), MAX_SHOWN_CHARACTERS)))
     except (TypeError, ValueError):
         pass
@@ -161,12 +161,12 @@ def shown(value: object) -> str:
 
 
 def cut(text: str) -> str:
-    """`text`, shortened where it is too long for a message."""
+    """`text`, shortened if it is too long for a message."""
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
 def quoted(choices: Iterable[str]) -> str:
-    """The choices of a setting, as they are written."""
+    """The choices of a setting as the user writes them."""
     return ", ".join(f'"{choice}"' for choice in choices)
 
 

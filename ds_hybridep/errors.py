@@ -30,7 +30,7 @@ class PlanError(HybridEPError, ValueError):
 
 
 class UnsupportedError(HybridEPError, RuntimeError):
-    """A DeepSpeed feature is on that is refused here. Turn off that feature, or this package."""
+    """DeepSpeed has a feature turned on that is refused here. Turn off that feature, or this package."""
 
 
 class AgreementError(HybridEPError, RuntimeError):
@@ -42,11 +42,11 @@ class CommunicationError(HybridEPError, RuntimeError):
 
 
 class GradientNotReturnedError(HybridEPError, RuntimeError):
-    """The optimizer step came while replica gradients were still away from their owner, which would lose them."""
+    """The optimizer stepped before replica gradients had reached their owner, which would lose them."""
 
 
 class VerificationError(HybridEPError, RuntimeError):
-    """A replica and its owner's copy of it differ. Training on would diverge silently: restart from a checkpoint."""
+    """A replica and its owner's copy of it differ. More training would diverge silently: restart from a checkpoint."""
 
 
 class PacketError(HybridEPError, RuntimeError):

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tunes a Hugging Face Mixture-of-Experts model on a text, with the Trainer.
 
-An ordinary Trainer script: expert parallelism and what travels between datacentres are decided by the blocks
-"expert_parallel" and "hybridep" of the ds_config alone.
+An ordinary Trainer script: only the blocks "expert_parallel" and "hybridep" of the ds_config decide about expert
+parallelism and about what travels between datacentres.
 
     deepspeed --num_gpus 4 examples/finetune_hf.py --model FOLDER --text FILE --deepspeed ds_configs/hf_2x2.json
     deepspeed --num_gpus 4 examples/finetune_hf.py --tiny --deepspeed ds_configs/hf_2x2.json
 
-FOLDER holds a model and its tokenizer as save_pretrained writes them; nothing is downloaded.  `--tiny` builds a small
-random Qwen3-MoE over bytes instead, and first trains it on the sources of Python's own standard library, so that there
-is something to fine-tune.  On a machine without an accelerator put `DS_ACCELERATOR=cpu OMP_NUM_THREADS=1` in front.
+FOLDER holds a model and its tokenizer as save_pretrained writes them; the script downloads nothing.  `--tiny` builds a
+small random Qwen3-MoE over bytes instead.  It first trains that model on the sources of Python's own standard library,
+to have something to fine-tune.  Without an accelerator, put `DS_ACCELERATOR=cpu OMP_NUM_THREADS=1` in front.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def windows_of(text: str, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> T
 
 
 def examples_of(windows: Tensor) -> list[dict[str, Tensor]]:
-    """What the Trainer takes; the model shifts the labels itself."""
+    """The windows in the form that the Trainer takes; the model shifts the labels itself."""
     return [{"input_ids": window, "labels": window} for window in windows]
 
 
@@ -149,7 +149,7 @@ def add_adapters(model: PreTrainedModel, rank: int, *, with_experts: bool) -> to
 
 
 def join_ranks_on_cpus() -> None:
-    """Without an accelerator the Trainer takes each rank of a DeepSpeed job for a job of its own."""
+    """Joins the ranks.  Otherwise the Trainer, without an accelerator, treats each rank as a job of its own."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
 
@@ -159,7 +159,7 @@ def main() -> None:
     has_accelerator = get_accelerator().device_name() != "cpu"
     if not has_accelerator:
         join_ranks_on_cpus()
-    # 1. Before the model: with ZeRO-3 in the ds_config, transformers loads weights in parts.
+    # 1. Arguments, before the model: with ZeRO-3 in the ds_config, transformers then loads weights in parts.
     arguments = TrainingArguments(
         output_dir="runs/finetune_hf",
         deepspeed=args.deepspeed,

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small byte-level Mixture-of-Experts language model on the sources of Python's own standard library.
 
-An ordinary DeepSpeed script: what it trains with is decided by the ds_config alone.
+An ordinary DeepSpeed script: the ds_config alone decides how it trains.
 
     deepspeed --num_gpus 4 examples/train_lm.py --deepspeed_config ds_configs/plain_ep.json
 
 On a machine without an accelerator put `DS_ACCELERATOR=cpu OMP_NUM_THREADS=1` in front.  Two runs with the same
-arguments and batch size see the same initial weights and the same batches, whatever else the ds_config says, so their
-losses can be compared.
+arguments and batch size start from the same weights and see the same batches.  The rest of the ds_config does not
+matter for that, so their losses can be compared.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def read_corpus() -> tuple[Tensor, Tensor]:
-    """The standard library's sources as (train, valid), uint8 [num_bytes] each, in one order on every rank."""
+    """The standard library's sources as (train, valid), uint8 [num_bytes] each, in the same order on every rank."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
     files = sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
@@ -224,7 +224,7 @@ def main() -> None:
         f"{len(train) / 1e6:.1f} MB of text, {bytes_per_step} tokens a step"
     )
 
-    # 2. Training.  Reading the loss waits for the device, so a step's time is of finished work.
+    # 2. Training.  Each step waits for the device, so its time is that of finished work.
     step_s: list[float] = []
     losses: list[tuple[int, float]] = []
     for step in range(first_step, args.steps):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builder of the kernels in csrc/, for the CPU or for CUDA: on first use, once per machine and version of the sources.
+"""Builds the kernels in csrc/ for the CPU or for CUDA: on first use, once per machine and version of the sources.
 
     HybridEPBuilder()         for CPU tensors, with the C++ compiler
     HybridEPBuilder("cuda")   for CUDA tensors, with nvcc: for the architectures in TORCH_CUDA_ARCH_LIST, else those of
-                              the devices that are there
+                              the devices found
 
-With DS_BUILD_HYBRIDEP=1 in the environment, setup.py builds what this machine has ahead of time.
+With DS_BUILD_HYBRIDEP=1 in the environment, setup.py builds ahead of time whatever this machine can build.
 """
 
 import fcntl
@@ -32,7 +32,7 @@ LOCK_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.1
 
 MIN_CAPABILITY = (8, 0)
-NAMES_BELOW = ("Kepler", "Maxwell", "Pascal", "Volta", "Turing")  # torch's, for capabilities below MIN_CAPABILITY
+NAMES_BELOW = ("Kepler", "Maxwell", "Pascal", "Volta", "Turing")  # torch's names for those below MIN_CAPABILITY
 ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
 
 
@@ -43,15 +43,15 @@ class BuildLockTimeout(RuntimeError):
 class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no types
     """Compiles and loads the kernels for tensors of one type of device.
 
-    CUDA's need compute capability 8.0 or later; what TORCH_CUDA_ARCH_LIST has below it is not built for.
+    The CUDA kernels need compute capability 8.0 or later; lower entries of TORCH_CUDA_ARCH_LIST are left out.
 
-    The module's name ends in a digest of all that decides what is built: sources, flags, compilers, Python, torch, GPU
-    architectures, and for `-march=native` the processor.  A changed source therefore has another name, and a home
-    directory shared by unlike machines holds one build for each; no stale module can be loaded.
+    The module's name ends in a digest of what decides the build: sources, flags, $CXX, nvcc's version, Python, torch,
+    GPU architectures, and for `-march=native` the processor.  So a changed source gets another name, and no stale
+    module is loaded.  Unlike machines that share a home directory get one build each.
 
-    Builds of one module exclude each other by `flock`, which the kernel drops when the holder dies.  torch's own lock
-    is a file that stays behind a killed build and is then waited for without end: with the flock held nobody else can
-    be at work, so such a file is removed.
+    A `flock` lets only one process build a module; the kernel drops it when its holder dies.  torch's own lock is a
+    file that a killed build leaves behind, and later builds wait for it without end.  The holder of the flock removes
+    such a file, because no other process can be at work.
     """
 
     BUILD_VAR = "DS_BUILD_HYBRIDEP"
@@ -68,7 +68,7 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         self.name: str = f"{base}_{self.digest()}"
 
     def absolute_name(self) -> str:
-        """Where the module is if it was compiled ahead of time: without nvcc in the digest, which need not be here."""
+        """The module's name if it was compiled ahead of time.  Its digest leaves out nvcc, which may be missing."""
         if not self.is_cuda:
             return f"ds_hybridep.{self.name}"
         return f"ds_hybridep.{self.CUDA_NAME}_{self.digest(with_nvcc=False)}"
@@ -78,9 +78,9 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         return importlib.util.find_spec(self.absolute_name()) is not None
 
     def why_not(self, ahead_of_time: bool = False) -> str | None:
-        """Why the kernels cannot be built here; None where nothing is known against it.
+        """Why the kernels cannot be built here; None if no reason is known.
 
-        Ahead of time no device is needed where TORCH_CUDA_ARCH_LIST says what to build for.
+        A build ahead of time needs no device if TORCH_CUDA_ARCH_LIST says what to build for.
         """
         if not self.is_cuda:
             return None
@@ -108,7 +108,7 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         return None
 
     def why_unusable(self, module: Any) -> str | None:
-        """Why the current device cannot run the loaded `module`; None where it can."""
+        """Why the current device cannot run the loaded `module`; None if it can."""
         error = module.code_error() if self.is_cuda else ""
         if not error:
             return None
@@ -119,7 +119,7 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         )
 
     def environment(self) -> dict[str, str]:
-        """What to set for a build: TORCH_CUDA_ARCH_LIST, where torch by itself would build for too old devices too."""
+        """What to set for a build: TORCH_CUDA_ARCH_LIST, if torch would otherwise also build for too old devices."""
         kept = _architectures() if self.is_cuda else []
         return {ARCH_LIST: ";".join(kept)} if self.is_cuda and kept != (_listed() or _of_devices()) else {}
 
@@ -128,11 +128,11 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         return Path(cpp_extension.CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
 
     def csrc(self) -> Path:
-        """Folder of the sources: beside this one in a checkout, in an editable install and in a wheel alike."""
+        """Folder of the sources.  It is beside this one in a checkout, in an editable install and in a wheel."""
         return Path(__file__).resolve().parent.parent / "csrc"
 
     def sources(self) -> list[str]:
-        """Absolute paths: DeepSpeed resolves others inside its own folder."""
+        """Absolute paths, because DeepSpeed resolves relative ones inside its own folder."""
         folder, suffix = ("cuda", "cu") if self.is_cuda else ("cpu", "cpp")
         return [str(self.csrc() / "bindings.cpp"), *map(str, sorted((self.csrc() / folder).glob(f"*.{suffix}")))]
 
@@ -153,15 +153,15 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         return ["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden", self.cpu_arch()]
 
     def nvcc_args(self) -> list[str]:
-        """nvcc's flags, beside those that torch adds.  -fmad=false as -ffp-contract=off above."""
+        """nvcc's flags, beside those that torch adds.  -fmad=false does what -ffp-contract=off does in `cxx_args`."""
         return ["-O3", "-std=c++20", "-fmad=false", "-lineinfo", "--threads", "4"] if self.is_cuda else []
 
     def cpu_arch(self) -> str:
-        """The flag to compile for this very processor.  DeepSpeed's own takes a second to arrive at the same."""
+        """The flag to compile for this very processor.  DeepSpeed's own method takes a second to find the same."""
         return "-mcpu=native" if platform.machine().startswith("ppc") else "-march=native"
 
     def digest(self, with_nvcc: bool = True) -> str:
-        """First 12 hex digits of a digest of all that decides what is built; nvcc's version can be left out."""
+        """First 12 hex digits of a digest of what decides the build; nvcc's version can be left out."""
         sha = hashlib.sha256()
         suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
         compiler = os.environ.get("CXX", "")
@@ -178,7 +178,7 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         return sha.hexdigest()[:12]
 
     def build_directory(self) -> Path:
-        """Folder of this build, below TORCH_EXTENSIONS_DIR where that is set."""
+        """Folder of this build, below TORCH_EXTENSIONS_DIR if that is set."""
         root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
         return Path(root) / self.name
 
@@ -187,13 +187,13 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         return self.is_ahead_of_time() or (self.build_directory() / f"{self.name}.so").exists()
 
     def load(self, verbose: bool = True) -> Any:
-        """The module that was compiled ahead of time from these very sources and flags, else as `jit_load`."""
+        """The module compiled ahead of time from these very sources and flags, else the one from `jit_load`."""
         if self.name not in self._loaded_ops and self.is_ahead_of_time():
             self._loaded_ops[self.name] = importlib.import_module(self.absolute_name())
         return self._loaded_ops.get(self.name) or self.jit_load(verbose)
 
     def builder(self) -> Any:
-        """What setup.py builds ahead of time."""
+        """The extension that setup.py builds ahead of time."""
         extension_type = cpp_extension.CUDAExtension if self.is_cuda else cpp_extension.CppExtension
         return extension_type(
             name=self.absolute_name(),
@@ -203,7 +203,7 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         )
 
     def jit_load(self, verbose: bool = True) -> Any:
-        """The compiled module, built now unless that was done before.  `load` also remembers it in this process.
+        """The compiled module, built now if it was not built before.  `load` then finds it again in this process.
 
         Raises:
             RuntimeError: the compiler or ninja failed; the message ends with what the compiler said.  Or torch does
@@ -219,7 +219,7 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
             _changed_environment(self.environment()),
             _exclusive(directory.parent / f"{self.name}.flock"),
         ):
-            (directory / "lock").unlink(missing_ok=True)  # torch's, left by a build that was killed
+            (directory / "lock").unlink(missing_ok=True)  # torch's lock, left by a build that was killed
             try:
                 module = cpp_extension.load(
                     name=self.name,
@@ -265,7 +265,7 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _ninja_on_path() -> Iterator[None]:
-    """Let the `ninja` that pip installed beside this Python be found, in environments that were not activated."""
+    """Put the `ninja` that pip installed beside this Python on PATH, if the environment was not activated."""
     if cpp_extension.is_ninja_available():
         yield
         return
@@ -276,7 +276,7 @@ def _ninja_on_path() -> Iterator[None]:
 
 @contextmanager
 def _changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables for a while."""
+    """Set these environment variables inside the `with` block."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -290,12 +290,12 @@ def _changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def _architectures() -> list[str]:
-    """What GPU code is built for: what is listed, or the devices' own, from MIN_CAPABILITY on."""
+    """The architectures to build for: those listed, or else the devices' own, from MIN_CAPABILITY on."""
     return [arch for arch in _listed() or _of_devices() if not _is_below(arch)]
 
 
 def _listed() -> list[str]:
-    """The entries of TORCH_CUDA_ARCH_LIST; none where it leaves them to the devices."""
+    """The entries of TORCH_CUDA_ARCH_LIST; empty if it leaves the choice to the devices."""
     listed = os.environ.get(ARCH_LIST, "")
     return [] if listed == "native" else listed.replace(";", " ").split()
 
@@ -313,7 +313,7 @@ def _is_below(arch: str) -> bool:
 
 
 def _version_of(nvcc: Path) -> str:
-    """What `nvcc --version` says; empty where it cannot be run."""
+    """What `nvcc --version` says; empty if it cannot be run."""
     try:
         return subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -321,7 +321,7 @@ def _version_of(nvcc: Path) -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: the processor's model and features, where the system tells them."""
+    """What `-march=native` depends on: the processor's model and features, if the system tells them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums of bits on the CPU.  What is computed is told in hybridep_rows.h.
+// Sums of bits on the CPU.  hybridep_rows.h says what is computed.
 
 #include <algorithm>
 
@@ -9,7 +9,7 @@
 namespace hybridep {
 namespace {
 
-constexpr int64_t kWordsPerThread = 256 * 1024;  // less is done sooner than a thread wakes up
+constexpr int64_t kWordsPerThread = 256 * 1024;  // fewer take less time than waking a thread
 
 template <typename Word>
 void sum_words(const Word* words, int64_t num_words, int threads, int64_t* sums) {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Blockwise quantisation and packet headers on the CPU: plain loops over blocks, split over OpenMP threads by tensor and
-// by chunks of blocks.  What each function computes is told in hybridep_codecs.h; the layouts are drawn in
-// ds_hybridep/codecs/.
+// Blockwise quantisation and packet headers on the CPU: plain loops over blocks, split over OpenMP threads by tensor
+// and by chunks of blocks.  hybridep_codecs.h says what each function computes; ds_hybridep/codecs/ draws the layouts.
 
 #include <algorithm>
 #include <cstring>
@@ -64,7 +63,7 @@ void blockwise_encode(const Input& input, int bits, int64_t block, int num_threa
         }
     }
 
-    // 3. Codes, and what the packet does to the mirror or leaves in the residual.
+    // 3. Codes, and the new mirror or residual.
 #pragma omp parallel for collapse(2) num_threads(threads) schedule(static)
     for (int64_t tensor = 0; tensor < input.n; ++tensor) {
         for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Low rank on the CPU.  What each function computes is told in hybridep_codecs.h; the scheme is explained in
-// ds_hybridep/codecs/low_rank.py.
+// Low rank on the CPU.  hybridep_codecs.h says what each function computes; ds_hybridep/codecs/low_rank.py explains
+// the scheme.
 
 #include <algorithm>
 #include <bit>
@@ -15,7 +15,7 @@
 namespace hybridep {
 namespace {
 
-constexpr int64_t kWide = 64;  // columns summed at a time, so that they stay in registers
+constexpr int64_t kWide = 64;  // columns summed at a time, so that their sums stay in registers
 constexpr int64_t kRowsAtOnce = 4;
 constexpr int64_t kFactorBlock = 256;  // elements of a factor column that share a scale
 constexpr int64_t kLanes = 16;
@@ -26,7 +26,7 @@ template <bool kIsWhole>
 void decode_piece(const float* p, int64_t rows, const float* q, int64_t cols, int64_t rank, int64_t size, bool is_add,
                   float* to) {
     alignas(64) float sum[kWide];
-    const int64_t count = kIsWhole ? kWide : size;  // a constant, so that the sum stays in registers
+    const int64_t count = kIsWhole ? kWide : size;  // a constant if kIsWhole, so that the sum stays in registers
     for (int64_t i = 0; i < count; ++i) sum[i] = p[0] * q[i];
     for (int64_t column = 1; column < rank; ++column) {
         const float left = p[column * rows];
@@ -83,7 +83,7 @@ inline void scale_by(float* values, float factor, int64_t size) {
     for (int64_t i = 0; i < size; ++i) values[i] *= factor;
 }
 
-// Takes from row `idx` of p what lies in the rows before it, which are orthonormal; returns the squared length left.
+// Removes from row `idx` of p its parts along the orthonormal rows before it.  Returns the squared length left.
 float project_out(float* p, int64_t idx, int64_t rows) {
     float* row = p + idx * rows;
     for (int64_t other = 0; other < idx; ++other) subtract(row, dot(p + other * rows, row, rows), p + other * rows, rows);
@@ -94,7 +94,7 @@ void orthonormalise_one(float* p, int64_t rank, int64_t rows) {
     constexpr float kDependent = 1e-9f;  // of the squared length before: what rounding leaves of a dependent row
     for (int64_t idx = 0; idx < rank; ++idx) {
         float* row = p + idx * rows;
-        // Largest element 1 first: squares of numbers near the ends of the fp32 range over- or underflow.
+        // Scale the largest element to 1 first: squares of numbers near the ends of the fp32 range over- or underflow.
         const float largest = std::bit_cast<float>(largest_magnitude_bits(row, rows));
         bool is_found = false;
         if (largest > 0.0f && std::isfinite(largest)) {
@@ -102,7 +102,7 @@ void orthonormalise_one(float* p, int64_t rank, int64_t rows) {
             const float before = dot(row, row, rows);
             is_found = project_out(p, idx, rows) > kDependent * before;
         }
-        // Among the unit vectors one at least keeps (rows - idx) / rows of its squared length.
+        // At least one of the unit vectors keeps (rows - idx) / rows of its squared length.
         const float enough = 0.5f * static_cast<float>(rows - idx) / static_cast<float>(rows);
         for (int64_t axis = idx; !is_found && axis < idx + rows; ++axis) {
             std::fill(row, row + rows, 0.0f);
@@ -184,7 +184,7 @@ void multiply_rows(const float* x, int64_t cols, const float* qt, float* out) {
     std::memcpy(out, sum, sizeof(sum));
 }
 
-// Columns [begin, begin + count) of q, count at most kWidth, times all of x.
+// Multiplies columns [begin, begin + count) of q by all of x; count is at most kWidth.
 template <int64_t kWidth>
 void times_some_columns(const float* x, const float* q, int64_t rank, int64_t begin, int64_t count, int64_t n,
                         int64_t rows, int64_t cols, int threads, float* out) {
@@ -290,7 +290,7 @@ int64_t factor_bytes(int64_t length, Factor factor) {
     return ceil_div(ceil_div(length, kFactorBlock) * 2 + ceil_div(length * bits, 8), 2) * 2;
 }
 
-// One column in kLog4; payload is all zeros before.  Returns whether a scale overflowed.
+// Writes one column in kLog4 to a payload of zeros.  Returns whether a scale overflowed.
 bool write_log4(const float* values, int64_t length, uint8_t* payload) {
     uint8_t* packed = payload + 2 * ceil_div(length, kFactorBlock);
     bool is_overflow = false;
@@ -339,7 +339,7 @@ void read_factor(const uint8_t* payload, int64_t num_columns, int64_t length, Fa
     }
 }
 
-// columns [num_columns, length] of one tensor become what a decoder reads of them, and payload what it reads.
+// Writes columns [num_columns, length] of one tensor to payload.  The columns become what a decoder reads from it.
 // Returns whether something overflowed.
 bool write_factor(float* columns, int64_t num_columns, int64_t length, Factor factor, uint8_t* payload) {
     const int64_t bytes = factor_bytes(length, factor);
@@ -368,9 +368,9 @@ bool write_factor(float* columns, int64_t num_columns, int64_t length, Factor fa
 // --- Weighting by root mean squares ---
 
 constexpr double kRmsDecay = 0.95;   // of the mean of squares, each step
-constexpr float kSmallestRms = 1e-3f;  // of the largest: rows and columns below count as if they had this
+constexpr float kSmallestRms = 1e-3f;  // of the largest: rows and columns below this count as if they had it
 
-// rms [size] moves towards the root mean square of `lines`, and weight becomes it relative to the largest.
+// Moves rms [size] towards the root of mean_square(i), and sets weight [size] to rms relative to the largest.
 template <typename MeanSquare>
 void update_rms(int64_t size, MeanSquare mean_square, float* rms, float* weight) {
     float largest = 0.0f;
@@ -385,7 +385,7 @@ void update_rms(int64_t size, MeanSquare mean_square, float* rms, float* weight)
     }
 }
 
-// Weights of rows [rows] and columns [cols] of one tensor x, and the state they come from.
+// Makes the weights of rows [rows] and columns [cols] of one tensor x, and updates the state that they come from.
 void weigh(const float* x, int64_t rows, int64_t cols, float* row_rms, float* col_rms, float* row_weight,
            float* col_weight) {
     std::vector<double> row_sum(static_cast<size_t>(rows), 0.0), col_sum(static_cast<size_t>(cols), 0.0);
@@ -428,7 +428,7 @@ void low_rank_encode(const Input& input, const LowRank& shape, const float* star
         std::copy(from, from + rank * cols, q.data() + tensor * rank * cols);
     }
 
-    // 1. Rows and columns of about one size, if asked for.
+    // 1. If asked for, scale rows and columns to about the same size.
     std::vector<float> row_weight, col_weight, weighted, row_rms, col_rms;
     if (is_weighted) {
         weighted = x;
@@ -450,7 +450,7 @@ void low_rank_encode(const Input& input, const LowRank& shape, const float* star
     }
     const float* balanced = is_weighted ? weighted.data() : x.data();
 
-    // 2. P, as the decoder will see it.
+    // 2. P as the decoder will read it.
     for (int iteration = 0; iteration < iterations; ++iteration) {
         if (iteration > 0) times_rows(balanced, p.data(), n, rank, rows, cols, num_threads, q.data());
         times_columns(balanced, q.data(), n, rank, rows, cols, num_threads, p.data());

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Patches of 16-bit weights on the CPU: a thread per segment.  What each function computes is told in
-// hybridep_codecs.h; the layout is told in ds_hybridep/codecs/patch_format.py.
+// Patches of 16-bit weights on the CPU: a thread per segment.  hybridep_codecs.h says what each function computes;
+// ds_hybridep/codecs/patch_format.py defines the layout.
 
 #include <algorithm>
 #include <array>
@@ -51,10 +51,10 @@ uint64_t gather_bits(const uint8_t* bytes, int bit) {
 #endif
 }
 
-// Masks of a block of `count` weights; `changed` only where `values` is given.  Returns whether any has changed.
+// Makes the masks of a block of `count` weights; `changed` is 0 without kIsChange.  Returns whether any has changed.
 template <bool kIsChange>
 bool make_masks(const uint16_t* values, const uint16_t* old, int count, int top, int mantissa_bits, Masks& masks) {
-    // 1. A byte for each weight: its class in three bits, and whether it has changed.
+    // 1. A byte for each weight: its class in three bits, and one bit that says whether it has changed.
     alignas(64) uint8_t marks[kBlock];
     const auto highest = static_cast<uint16_t>(top);
 #pragma omp simd
@@ -67,7 +67,7 @@ bool make_masks(const uint16_t* values, const uint16_t* old, int count, int top,
     }
     std::memset(marks + count, 0, static_cast<size_t>(kBlock - count));
 
-    // 2. Bit by bit of these, masks of 64 weights, and from them those of the classes.
+    // 2. For each bit of these bytes, masks of 64 weights; from those, the masks of the classes.
     alignas(64) uint64_t planes[3][kWords];
     for (int word = 0; word < kWords; ++word) {
         for (int bit = 0; bit < 3; ++bit) planes[bit][word] = gather_bits(marks + word * 64, bit);
@@ -118,11 +118,11 @@ uint32_t check_segment(const uint16_t* weights, int64_t length, int64_t segment)
 
 // --- Encoding -------------------------------------------------------------------------------------------------------
 
-// Memory that grows, and is not cleared.
+// Memory that grows and is not cleared.
 template <typename T>
 class Buffer {
 public:
-    // Room for `size` elements, of which the first `kept` stay.
+    // Makes room for `size` elements; the first `kept` elements stay.
     T* reserve(size_t size, size_t kept) {
         if (size > size_) {
             size_ = std::max(size, 2 * size_);
@@ -139,7 +139,7 @@ private:
     size_t size_ = 0;
 };
 
-// What one thread needs for one segment; made once for all its segments.
+// Memory that one thread needs for a segment.  A thread makes it once for all its segments.
 struct Encoder {
     Masks masks;
     Buffer<Token> tokens;
@@ -165,12 +165,12 @@ int top_exponent(const uint16_t* old, int64_t length, int mantissa_bits) {
     return top;
 }
 
-// Bits from the most significant on; up to 8 bytes behind the last one are overwritten.
+// Writes bits, most significant first.  It may overwrite up to 8 bytes behind the last one.
 class BitWriter {
 public:
     explicit BitWriter(uint8_t* out) : begin_(out), out_(out) {}
 
-    // Up to 56 bits, and no others in `bits`.
+    // Appends up to 56 bits.  All other bits of `bits` must be 0.
     void put(uint64_t bits, int num_bits) {
         filled_ += num_bits;
         word_ |= bits << (64 - filled_);
@@ -196,8 +196,8 @@ int64_t raw_segment(const uint16_t* values, int64_t length, uint8_t* out) {
     return 1 + 2 * length;
 }
 
-// The tokens of a segment, and how often each symbol occurs.  Where the compiler makes it part of a parallel region it
-// runs out of registers, and is a third slower.
+// Finds the tokens of a segment, and counts each symbol.  It must not be inlined: in a parallel region the compiler
+// runs out of registers, and the code is a third slower.
 [[gnu::noinline]] void find_tokens(const uint16_t* values, const uint16_t* old, int64_t length, int top,
                                    int mantissa_bits, Encoder& encoder) {
     std::memset(encoder.counts, 0, sizeof(encoder.counts));
@@ -219,7 +219,7 @@ int64_t raw_segment(const uint16_t* values, int64_t length, uint8_t* out) {
     }
 }
 
-// Bytes of the tokens [first, end) in encoder.block.
+// Writes the tokens [first, end) to encoder.block.  Returns their bytes.
 int64_t write_tokens(size_t first, size_t end, Encoder& encoder) {
     BitWriter writer(encoder.block);
     for (const Token* token = encoder.tokens.get() + first; token < encoder.tokens.get() + end; ++token) {
@@ -283,7 +283,7 @@ void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shap
     const int64_t num_segments = ceil_div(shape.n, kSegment);
     uint32_t checksum = 0;
 
-    // 1. Segments, each where it would be if none were shorter than its values.
+    // 1. Write segments, each at the place where it lies if all segments are as long as they can be.
     uint8_t* first = payload + kLengthBytes * num_segments;
 #pragma omp parallel num_threads(threads_of(shape, num_threads)) reduction(+ : checksum)
     {
@@ -299,7 +299,7 @@ void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shap
         }
     }
 
-    // 2. One behind the other.
+    // 2. Move them to their places, one behind the other.
     uint8_t* to = first;
     for (int64_t segment = 0; segment < num_segments; ++segment) {
         const int64_t bytes = load32(payload + kLengthBytes * segment);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Row movement on the CPU: plain loops, split over OpenMP threads by token or by row so that each output element has
-// one writer and one order of summation.  What each function computes is told in hybridep_rows.h.
+// one writer and one order of summation.  hybridep_rows.h says what each function computes.
 
 #include "hybridep_rows.h"
 
@@ -17,10 +17,10 @@
 namespace hybridep {
 namespace {
 
-// Columns summed at a time: the fp32 accumulators stay in the first-level cache, the inner loops stay vectors.
+// Columns summed at a time: the fp32 accumulators stay in the first-level cache, and the inner loops stay vectors.
 constexpr int64_t kTile = 512;
 
-// A thread is woken for this many bytes at least; less is done sooner than the wake-up.
+// A thread is woken for at least this many bytes.  Fewer take less time than the wake-up.
 constexpr int64_t kBytesPerThread = 64 * 1024;
 
 int threads_for_bytes(int64_t num_bytes, int num_threads) {
@@ -264,7 +264,7 @@ void list_slots(const int64_t* slot_to_row, const CombineSizes& sizes, int64_t* 
     }
 }
 
-// In kLanes partial sums, whether or not a compiler makes vectors of them: one sum after the other loses accuracy.
+// Makes kLanes partial sums, whether or not a compiler makes vectors of them: a single running sum loses accuracy.
 float sum_of(const float* values, int64_t count) {
     constexpr int64_t kLanes = 16;
     float lanes[kLanes] = {};

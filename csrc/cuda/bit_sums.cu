@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums of bits on CUDA devices.  What is computed is told in hybridep_rows.h.
+// Sums of bits on CUDA devices.  hybridep_rows.h says what is computed.
 
 #include "hybridep_cuda.h"
 #include "hybridep_rows.h"

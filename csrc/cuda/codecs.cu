@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Blockwise quantisation and packet headers on CUDA devices.  What each function computes is told in
-// hybridep_codecs.h; the layouts are drawn in ds_hybridep/codecs/.
+// Blockwise quantisation and packet headers on CUDA devices.  hybridep_codecs.h says what each function computes;
+// ds_hybridep/codecs/ draws the layouts.
 //
 // A warp takes pieces of kSegments * 128 elements of a tensor: lane l holds elements s * 128 + 4 l .. + 3 of segment
-// s, in one vector of 16 bytes.  Sums by halving add the upper half of a block to the lower one again and again; the
-// upper half is the other segments, then the other lanes, then the other half of a vector.
+// s, in one vector of 16 bytes.  Sums by halving add the upper half of a block to the lower half repeatedly.  The
+// upper half is first in other segments, then in other lanes, then in the other half of a vector.
 
 #include "hybridep_codecs.h"
 
@@ -18,19 +18,19 @@ namespace {
 
 // What a pass over the tensors is for.
 enum class Pass {
-    kTry,     // all tensors as if they were good, and flags
-    kProbe,   // flags only
+    kTry,     // all tensors as if they were good; sets flags
+    kProbe,   // sets flags only
     kAll,     // all tensors; flags are known
-    kFlagged  // tensors with flags
+    kFlagged  // only tensors with flags
 };
 
 struct Blocks {
     int bits;
     int block;
-    int lanes;  // that hold a block, or one segment of it
+    int lanes;  // number of lanes that hold a block, or one segment of it
 };
 
-// The codes of 4 elements go to where the tensor's element `at` has its code; past `length` they are not written.
+// Writes the codes of the tensor's 4 elements from `at` on.  Codes of elements past `length` are not written.
 __device__ __forceinline__ void store_codes(uint8_t* codes, int64_t at, int64_t length, int bits,
                                             const uint32_t (&code)[kVector]) {
     uint32_t word = 0;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_codes(uint8_t* codes, int64_t at, int64_t 
     }
 }
 
-// The mean or largest magnitude of the block that this lane's elements are of, which has `count` real ones.
+// The mean or largest magnitude of the block that has this lane's elements.  The block has `count` real elements.
 template <int kSegments>
 __device__ __forceinline__ float size_of_block(const float (&values)[kSegments][kVector], Blocks blocks, float count) {
     if (blocks.bits >= 4) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ float size_of_block(const float (&values)[kSegments][
     return ((sums[0][0] + sums[0][2]) + (sums[0][1] + sums[0][3])) / count;
 }
 
-// A warp per piece, grid-stride.  With so many blocks at a time on a multiprocessor no register spills.
+// A warp per piece, grid-stride.  With this many blocks at a time on a multiprocessor, no register spills.
 template <int kSegments>
 inline constexpr int kBlocksAtATime = kSegments == 1 ? 4 : kSegments == 2 ? 3 : 2;
 
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kCodecBlock, kBlocksAtATime<kSegments>)
         const uint32_t flag = is_known ? flags[tensor] : 0;
         if (pass == Pass::kFlagged && flag == 0) continue;
 
-        // 1. What is encoded: zeros where the tensor is bad.
+        // 1. The values to encode: zeros if the tensor is bad.
         const float* a = input.a + tensor * length;
         float* other = input.other + tensor * length;
         float values[kSegments][kVector], others[kSegments][kVector];
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kCodecBlock, kBlocksAtATime<kSegments>)
         }
 
         // 3. Payload, and the mirror or the residual.
-        // A tensor that only overflowed has its packet already, and its mirror is no more what was encoded.
+        // A tensor that only overflowed has its packet already.  Its mirror has changed, so codes would differ now.
         const bool is_written = pass != Pass::kFlagged || (flag & kBad) != 0;
         uint8_t* payload = payloads.data + tensor * payloads.stride;
         uint8_t* codes = payload + 2 * num_blocks;
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kCodecBlock, kBlocksAtATime<kSegments>)
     }
 }
 
-// Calls body(encode_blocks<...>) with the kernel for blocks of `block`.
+// Calls body(kernel, number of segments) with the kernel for blocks of `block` elements.
 template <bool kIsAligned, typename Body>
 void with_segments(int64_t block, Body&& body) {
     switch (block) {
@@ -232,8 +232,8 @@ void blockwise_encode(const Input& input, int bits, int64_t block, Stream stream
             launch({.grid = of_blocks, .block = kCodecBlock, .stream = stream}, kernel, input, blocks, payloads, which,
                    flags.get());
         };
-        // A residual must stay as it is where a packet is lost, so that is found out first.  A mirror becomes nan, so
-        // it is written at once and what was lost is restored.
+        // A residual must stay as it is if its packet is lost, so lost packets are found first.  A mirror becomes nan
+        // then, so all mirrors are written at once, and tensors with flags a second time.
         if (input.source == Source::kResidual) {
             pass(Pass::kProbe, grid);
             pass(Pass::kAll, grid);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Low rank on CUDA devices.  What each function computes is told in hybridep_codecs.h; the scheme is explained in
-// ds_hybridep/codecs/low_rank.py.
+// Low rank on CUDA devices.  hybridep_codecs.h says what each function computes; ds_hybridep/codecs/low_rank.py
+// explains the scheme.
 //
-// The matrix X that is approximated (W - M, say) is never stored: every pass reads what it is made of.  Sums go over
-// rows and columns in an order that depends on the shape alone.
+// The approximated matrix X (such as W - M) is never stored: every pass reads the parts that it is made of.  The order
+// of sums over rows and columns depends on the shape alone.
 
 #include <type_traits>
 
@@ -16,9 +16,9 @@ namespace {
 constexpr int kBlock = 256;
 constexpr int kWarps = kBlock / kLanes;
 constexpr int kMaxRank = 256;
-constexpr int kRowsAtOnce = 4;         // of a warp, for one load of q
+constexpr int kRowsAtOnce = 4;         // rows of a warp for one load of q
 constexpr int kChunk = 64;             // rows whose products are summed before they are added to others
-constexpr int kColumnsAtOnce = 128;    // of a block, one to a thread
+constexpr int kColumnsAtOnce = 128;    // columns of a block, one for each thread
 constexpr int64_t kFactorBlock = 256;  // elements of a factor column that share a scale
 constexpr int kPerLane = static_cast<int>(kFactorBlock) / kLanes;
 
@@ -30,7 +30,7 @@ Launch plain(int64_t num_threads, Stream stream, std::source_location where = st
 
 // --- X --------------------------------------------------------------------------------------------------------------
 
-// X [n, rows, cols]; 0 in tensors with flags, and divided by the weights of rows and columns where there are any.
+// X [n, rows, cols], divided by the weights of rows and columns if these are given.  It is 0 in tensors with flags.
 struct Matrix {
     Input input;
     int64_t rows;
@@ -49,7 +49,7 @@ struct Matrix {
     }
 };
 
-// p [n, rank, rows] in columns [begin, begin + kWidth) = X times q [n, rank, cols].  A warp per kRowsAtOnce rows.
+// Columns [begin, begin + kWidth) of p [n, rank, rows] = X times q [n, rank, cols].  A warp per kRowsAtOnce rows.
 template <int kWidth>
 __global__ void __launch_bounds__(kBlock)
     times_columns(Matrix x, const float* __restrict__ q, int64_t rank, int64_t begin, float* __restrict__ p) {
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kBlock)
     }
 }
 
-// partial [n, chunks, rank, cols] = p [n, rank, rows] times X, for each chunk of rows apart.  A block per tensor,
+// partial [n, chunks, rank, cols] = p [n, rank, rows] times X, separately for each chunk of rows.  A block per tensor,
 // chunk and kColumnsAtOnce columns.
 template <int kWidth>
 __global__ void __launch_bounds__(kColumnsAtOnce)
@@ -128,7 +128,7 @@ __global__ void add_chunks(const float* __restrict__ partial, int64_t n, int64_t
     }
 }
 
-// Calls body(first, width) for columns of factors that are made together: 4, 8 or 16.
+// Calls body(first, width) for groups of factor columns that are made together; width is 4, 8 or 16.
 template <typename Body>
 void for_columns(int64_t rank, Body&& body) {
     for (int64_t begin = 0; begin < rank; begin += 16) {
@@ -184,15 +184,15 @@ __device__ float over_block(float value) {
     return result;
 }
 
-// By one warp; every lane gets it.
+// Dot product by one warp; every lane gets it.
 __device__ __forceinline__ float warp_dot(const float* a, const float* b, int64_t size) {
     float sum = 0.0f;
     for (int64_t i = lane_idx(); i < size; i += kLanes) sum = fmaf(a[i], b[i], sum);
     return warp_sum(sum);
 }
 
-// Takes from row `idx` of p [rank, rows] what lies in the rows before it, which are orthonormal; returns the squared
-// length left.
+// Removes from row `idx` of p [rank, rows] its parts along the rows before it, which are orthonormal.  Returns the
+// squared length left.
 __device__ float project_out(float* p, int64_t idx, int64_t rows, float* dots) {
     float* row = p + idx * rows;
     for (int64_t other = warp_idx(); other < idx; other += kWarps) {
@@ -207,7 +207,7 @@ __device__ float project_out(float* p, int64_t idx, int64_t rows, float* dots) {
         row[i] = value;
         squares = fmaf(value, value, squares);
     }
-    return over_block<true>(squares);  // its barriers also let all threads see the row and reuse dots
+    return over_block<true>(squares);  // after its barriers all threads see the row and may reuse dots
 }
 
 __device__ void scale_row(float* row, float factor, int64_t rows) {
@@ -215,7 +215,7 @@ __device__ void scale_row(float* row, float factor, int64_t rows) {
     __syncthreads();
 }
 
-// p [n, rank, rows], in place; 0 is taken for tensors with flags, which may be null.
+// Makes rows of p [n, rank, rows] orthonormal, in place.  Tensors with flags count as 0; flags may be null.
 __global__ void __launch_bounds__(kBlock)
     orthonormalise_rows(float* __restrict__ all, int64_t rank, int64_t rows, const uint32_t* __restrict__ flags) {
     constexpr float kDependent = 1e-9f;  // of the squared length before: what rounding leaves of a dependent row
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kBlock)
         for (int64_t i = threadIdx.x; i < rows; i += kBlock) largest = larger(largest, fabsf(row[i]));
         largest = over_block<false>(largest);
         bool is_found = false;
-        // Largest element 1 first: squares of numbers near the ends of the fp32 range over- or underflow.
+        // Scale the largest element to 1 first: squares of numbers near the ends of the fp32 range over- or underflow.
         if (largest > 0.0f && magnitude_bits(largest) < kInfinity) {
             float squares = 0.0f;
             for (int64_t i = threadIdx.x; i < rows; i += kBlock) {
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kBlock)
             const float before = over_block<true>(squares);
             is_found = project_out(p, idx, rows, dots) > kDependent * before;
         }
-        // Among the unit vectors one at least keeps (rows - idx) / rows of its squared length.
+        // At least one of the unit vectors keeps (rows - idx) / rows of its squared length.
         const float enough = 0.5f * static_cast<float>(rows - idx) / static_cast<float>(rows);
         for (int64_t axis = idx; !is_found && axis < idx + rows; ++axis) {
             for (int64_t i = threadIdx.x; i < rows; i += kBlock) row[i] = i == axis % rows ? 1.0f : 0.0f;
@@ -384,7 +384,7 @@ __device__ __forceinline__ float code_value(uint32_t code, uint16_t scale, Facto
     return value_of(code, scale_value(scale), bits_of(factor));
 }
 
-// Size of a block of 256, of which lane l holds elements 8 l .. 8 l + 7: the largest magnitude, or the mean.
+// Size of a block of 256 elements: the largest magnitude, or the mean.  Lane l holds elements 8 l .. 8 l + 7.
 __device__ __forceinline__ float size_of_lanes(const float (&values)[kPerLane], bool is_mean, float count) {
     float sizes[kPerLane];
 #pragma unroll
@@ -406,9 +406,9 @@ __device__ __forceinline__ float size_of_lanes(const float (&values)[kPerLane], 
     return is_mean ? sizes[0] / count : sizes[0];
 }
 
-// A warp per 256 elements of a column: columns times weight [n, length] (or as they are) go to the payload; `read`
-// becomes what a decoder reads, and `balanced`, if asked for, that divided by weight; it may be `columns`.  flags may
-// be null.
+// A warp per 256 elements of a column.  Writes columns, times weight [n, length] if given, to the payload.  `read`
+// becomes what a decoder reads.  `balanced`, if given, becomes `read` divided by weight, and may be `columns`.  flags
+// may be null.
 __global__ void __launch_bounds__(kBlock)
     write_columns(const float* columns, FactorPlace place, const float* __restrict__ weight, float* __restrict__ read,
                   float* balanced, uint32_t* __restrict__ flags) {
@@ -436,7 +436,7 @@ __global__ void __launch_bounds__(kBlock)
                 if (begin + j >= place.length) continue;
                 if (bits == 16) {
                     halves[begin + j] = rounded;
-                } else {  // at an even address
+                } else {  // as two halves, because the address is only even
                     halves[2 * (begin + j)] = static_cast<uint16_t>(word);
                     halves[2 * (begin + j) + 1] = static_cast<uint16_t>(word >> 16);
                 }
@@ -478,7 +478,7 @@ __global__ void __launch_bounds__(kBlock)
     }
 }
 
-// A thread per element: the inverse.
+// A thread per element: reads what write_columns wrote.
 __global__ void read_columns(FactorPlace place, float* __restrict__ columns) {
     const int bits = bits_of(place.factor);
     for (int64_t idx = global_thread(); idx < place.n * place.rank * place.length; idx += num_threads()) {
@@ -512,7 +512,7 @@ void read(const FactorPlace& place, Stream stream, float* columns) {
 enum class Apply {
     kAssign,    // out  = P Q
     kAdd,       // out += P Q, nan where the packet is lost
-    kResidual,  // out  = a + out - P Q, as it was where the packet is lost
+    kResidual,  // out  = a + out - P Q, unchanged where the packet is lost
 };
 
 // A thread per 4 columns of a row: ((p0 q0 + p1 q1) + ...), p [n, rank, rows], q [n, rank, cols].  flags may be null.
@@ -562,9 +562,9 @@ void apply(const float* p, const float* q, int64_t n, const LowRank& shape, Appl
 // --- Weighting by root mean squares ---------------------------------------------------------------------------------
 
 constexpr double kRmsDecay = 0.95;     // of the mean of squares, each step
-constexpr float kSmallestRms = 1e-3f;  // of the largest: rows and columns below count as if they had this
+constexpr float kSmallestRms = 1e-3f;  // of the largest: rows and columns below this count as if they had it
 
-// A warp per row, or a thread per column where kIsColumn: sums of squares.  Also flags bad tensors.
+// Sums of squares: a warp per row, or a thread per column if kIsColumn.  Also flags bad tensors.
 template <bool kIsColumn>
 __global__ void __launch_bounds__(kBlock, 1) sum_squares(Matrix x, double* __restrict__ sums) {
     const int64_t num_lines = kIsColumn ? x.cols : x.rows, size = kIsColumn ? x.rows : x.cols;
@@ -582,8 +582,8 @@ __global__ void __launch_bounds__(kBlock, 1) sum_squares(Matrix x, double* __res
     }
 }
 
-// A block per tensor: next [n, size] = the root mean squares rms [n, size] moved on, and weight [n, size] = next
-// relative to the largest; ones in tensors with flags.
+// A block per tensor: next [n, size] = the root mean squares rms [n, size] after this step, and weight [n, size] =
+// next relative to its largest.  Weights are 1 in tensors with flags.
 __global__ void __launch_bounds__(kBlock)
     update_rms(const double* __restrict__ sums, const float* __restrict__ rms, int64_t size, int64_t of_how_many,
                const uint32_t* __restrict__ flags, float* __restrict__ next, float* __restrict__ weight) {
@@ -603,7 +603,7 @@ __global__ void __launch_bounds__(kBlock)
 
 // --- State ----------------------------------------------------------------------------------------------------------
 
-// to [n, size] = from [n, size], or from [size] for every tensor where kIsShared; not where flags, if given, are set.
+// to [n, size] = from [n, size], or from [size] for every tensor if kIsShared.  Skips tensors with flags, if given.
 template <bool kIsShared>
 __global__ void copy_tensors(const float* __restrict__ from, int64_t n, int64_t size,
                              const uint32_t* __restrict__ flags, float* __restrict__ to) {
@@ -649,7 +649,7 @@ void low_rank_encode(const Input& input, const LowRank& shape, const float* star
     launch(plain(q_size, stream), start != nullptr ? copy_tensors<true> : copy_tensors<false>,
            start != nullptr ? start : state.q, n, rank * cols, nullptr, q.get());
 
-    // 1. Rows and columns of about one size, if asked for.
+    // 1. If asked for, weights that scale rows and columns to about the same size.
     const int64_t num_weights = is_weighted ? n * (rows + cols) : 0;
     Scratch<double> squares(num_weights, stream);
     Scratch<float> next_rms(num_weights, stream), weights(num_weights, stream);
@@ -667,7 +667,7 @@ void low_rank_encode(const Input& input, const LowRank& shape, const float* star
         col_weight = x.col_weight = weights.get() + n * rows;
     }
 
-    // 2. P, as the decoder will see it.  The first pass finds bad tensors, whose P is 0 from then on.
+    // 2. P as the decoder will read it.  The first pass finds bad tensors; their P is 0 from then on.
     for (int iteration = 0; iteration < iterations; ++iteration) {
         if (iteration > 0) multiply_rows(x, p.get(), rank, stream, q.get());
         multiply_columns(x, q.get(), rank, stream, p.get());

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Patches of 16-bit weights on CUDA devices.  What each function computes is told in hybridep_codecs.h; the layout is
-// told in ds_hybridep/codecs/patch_format.py.
+// Patches of 16-bit weights on CUDA devices.  hybridep_codecs.h says what each function computes;
+// ds_hybridep/codecs/patch_format.py defines the layout.
 //
-// A warp takes a block of 4096 weights: all lanes make its masks, one lane makes or reads its tokens, with the code
-// that the CPU has.  Thousands of blocks are at work at a time, and each is read once more for each pass:
+// A warp takes a block of 4096 weights: all lanes make its masks, and one lane makes or reads its tokens with the same
+// code as on the CPU.  Warps work on thousands of blocks at a time.  Each pass reads every block again:
 //
 //     encode   tops, counts of symbols, codes, lengths of blocks, places, and then the bytes
 //     decode   places of segments, codes and places of blocks, and then the weights
@@ -20,7 +20,7 @@ using namespace patch;
 
 constexpr int kPatchWarps = 4;
 constexpr int kPatchBlock = kPatchWarps * kLanes;
-constexpr int kTurns = 4;  // blocks of weights that a warp takes, one after the other
+constexpr int kTurns = 4;  // blocks of weights that a warp takes one after the other
 constexpr int kGroups = kBlocksPerSegment / (kPatchWarps * kTurns);  // CUDA blocks to a segment
 constexpr int kSampleBlock = 256;
 
@@ -47,7 +47,7 @@ struct Place {
     }
 };
 
-// All lanes: the masks of a block, of which `changed` only where `values` is given.
+// All lanes: makes the masks of a block; `changed` only if `values` is given.  Returns whether any has changed.
 __device__ __forceinline__ bool make_masks(const uint16_t* values, const uint16_t* old, int count, int top,
                                            int mantissa_bits, Masks& masks) {
     auto* in_class = reinterpret_cast<uint32_t*>(masks.in_class);
@@ -82,11 +82,11 @@ __device__ __forceinline__ void add_to_checksum(const uint16_t* weights, int cou
         sum += weights[i] * check_factor(i);
     }
     sum = warp_sum(sum);
-    // The low half of the result, the other half stays 0.
+    // This adds to the low half of the result; the other half stays 0.
     if (lane_idx() == 0) atomicAdd(reinterpret_cast<uint32_t*>(results + 1), sum * check_factor_of_block(block));
 }
 
-// All lanes: `count` weights to or from bytes at any address.
+// All lanes: copies `count` weights to or from bytes at any address.
 __device__ __forceinline__ void copy_raw(const uint16_t* values, int64_t count, uint8_t* to) {
     for (int64_t i = lane_idx(); i < count; i += kLanes) {
         to[2 * i] = static_cast<uint8_t>(values[i]);
@@ -113,7 +113,7 @@ struct Plan {
     uint8_t* lengths;         // the same shape: bits of code words
     uint16_t* words;          // the same shape
     uint32_t* block_bytes;    // [segments][kBlocksPerSegment]
-    uint32_t* block_begins;   // the same shape: from where the segment's first block begins
+    uint32_t* block_begins;   // the same shape: counted from the begin of the segment's first block
     int64_t* segment_bytes;   // [segments]
     int64_t* segment_begins;  // [segments]: in the payload
 };
@@ -140,17 +140,17 @@ __global__ void __launch_bounds__(kSampleBlock)
     tops[blockIdx.x] = top;
 }
 
-// What is done with tokens could also be called on the host, as far as the compiler knows.
+// Functions of tokens are for host and device, because for_each_token is, and the compiler checks its calls for both.
 struct CountToken {
     uint32_t* counts;
     HYBRIDEP_BOTH void operator()(const Token& token) const {
 #if defined(__CUDA_ARCH__) || defined(HYBRIDEP_EMULATION)
-        atomicAdd(counts + token.which, 1u);  // other warps have the same counts
+        atomicAdd(counts + token.which, 1u);  // all warps of the block share the counts
 #endif
     }
 };
 
-// How often each symbol occurs in each class.
+// Counts how often each symbol occurs in each class.
 __global__ void __launch_bounds__(kPatchBlock)
     count_symbols(const uint16_t* __restrict__ values, const uint16_t* __restrict__ old, PatchShape shape, Plan plan) {
     __shared__ Masks masks[kPatchWarps];
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kPatchBlock)
     }
 }
 
-// A warp per segment, of which each of the first lanes makes one code.
+// A warp per segment.  Each of its first kClasses lanes makes one code.
 __global__ void __launch_bounds__(kLanes) make_codes(Plan plan) {
     if (lane_idx() >= kClasses) return;
     const int64_t first = blockIdx.x * static_cast<int64_t>(kCodes) + lane_idx() * kSymbols;
@@ -189,7 +189,7 @@ struct MeasureToken {
     }
 };
 
-// The bytes of each block.
+// Computes the bytes of each block.
 __global__ void __launch_bounds__(kPatchBlock)
     measure_tokens(const uint16_t* __restrict__ values, const uint16_t* __restrict__ old, PatchShape shape,
                    Plan plan) {
@@ -268,7 +268,7 @@ __device__ __forceinline__ void write_tokens(const Masks& masks, const uint16_t*
     if (filled > 0) *to = static_cast<uint8_t>(bits << (8 - filled));
 }
 
-// The bytes of segments, the checksum, and sent = values.
+// Writes the bytes of segments and the checksum, and sets sent = values.
 __global__ void __launch_bounds__(kPatchBlock)
     write_patch(const uint16_t* __restrict__ values, uint16_t* __restrict__ sent, PatchShape shape, Plan plan,
                 uint8_t* __restrict__ payload, int64_t* __restrict__ results) {
@@ -374,7 +374,7 @@ __global__ void find_segments(const uint8_t* __restrict__ payload, int64_t bytes
     results[1] = 0;
 }
 
-// One lane: the kind of a segment, its codes, and where its blocks begin.  kSkipped where something is wrong.
+// One lane: reads the kind of a segment, its codes, and where its blocks begin.  kSkipped if something is wrong.
 __device__ __forceinline__ Damage read_head(const uint8_t* payload, int64_t begin, int64_t bytes, int64_t length,
                                             uint8_t* lengths, int64_t* block_begins, Kind* kind) {
     *kind = Kind::kSkipped;
@@ -410,7 +410,7 @@ __global__ void __launch_bounds__(kLanes)
     __shared__ Kind kind;
     const int64_t segment = blockIdx.x;
     if (lane_idx() == 0) {
-        // Where the lengths of segments are wrong, nothing else may be looked at.
+        // If the lengths of segments are wrong, nothing else may be read.
         Damage damage = Damage::kNone;
         kind = Kind::kSkipped;
         if (results[0] != static_cast<int64_t>(Damage::kSegmentLengths)) {
@@ -429,7 +429,7 @@ __global__ void __launch_bounds__(kLanes)
     }
 }
 
-// The weights, and the checksum.
+// Changes the weights and computes the checksum.
 __global__ void __launch_bounds__(kPatchBlock)
     apply_patch(const uint8_t* __restrict__ payload, PatchShape shape, Found found, uint16_t* __restrict__ held,
                 int64_t* __restrict__ results) {

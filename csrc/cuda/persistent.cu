@@ -2,8 +2,8 @@
 //
 // Dispatch and combine on a few multiprocessors: a block stays on each and takes every num_sms-th piece of work.
 //
-// Where there are bulk copies, a pipeline of stages in shared memory keeps many bytes on their way with few threads.
-// Elsewhere blocks of 512 threads run the loops of rows.cu.
+// With bulk copies, a pipeline of stages in shared memory keeps many bytes on their way with few threads.  Without
+// them, blocks of 512 threads run the same kernels as rows.cu.
 
 #include "hybridep_bulk.h"
 #include "hybridep_cuda_rows.h"
@@ -17,15 +17,15 @@ void require_sms(int num_sms) {
     if (num_sms < 1) throw std::runtime_error("num_sms: got " + std::to_string(num_sms) + ", wanted 1 or more");
 }
 
-// The work of this block: tasks blockIdx.x, blockIdx.x + gridDim.x, ... below `all`.
+// Number of tasks of this block: blockIdx.x, blockIdx.x + gridDim.x, ... below `all`.
 [[maybe_unused]] __device__ __forceinline__ int64_t num_own_tasks(int64_t all) {
     return (all - blockIdx.x + gridDim.x - 1) / gridDim.x;
 }
 
 // --- Dispatch -------------------------------------------------------------------------------------------------------
 //
-// One warp.  A stage holds a piece of a row, which the first lane loads and stores.  A stage may be loaded again when its
-// store has read it, which is looked at kLag tasks later.
+// One warp.  A stage holds a piece of a row, which the first lane loads and stores.  A stage may be loaded again after
+// its store has read it; the warp checks that kLag tasks later.
 
 constexpr int kStageBytes = 16 * 1024;
 [[maybe_unused]] constexpr int kLag = 2;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kLanes)
         const int64_t left = row_bytes - begin_of(i);
         return static_cast<int>(left < kStageBytes ? left : kStageBytes);
     };
-    int64_t tokens = 0;  // of the 32 tasks from the last multiple of 32 on, one in each lane
+    int64_t tokens = 0;  // tokens of 32 tasks, from the last multiple of 32 on; one in each lane
     const auto start_load = [&](int64_t i) {
         if (i % kLanes == 0 && i + lane < num_tasks) {
             tokens = row_to_token[row_of(i + lane)];
@@ -86,13 +86,13 @@ __global__ void __launch_bounds__(kLanes)
 
 // --- Combine --------------------------------------------------------------------------------------------------------
 //
-// The first warp loads, the others sum.  A stage holds a piece of each of a token's rows, their weights, and which of
-// its slots have a row.
+// The first warp loads, the others sum.  A stage holds a piece of each row of a token, the weights of the rows, and a
+// mask of the slots that have a row.
 
 constexpr int kSummers = 256;
 [[maybe_unused]] constexpr int kSummerWarps = kSummers / kLanes;
 constexpr int kPieceBytes = 16 * kSummers;
-constexpr int kMaxSlots = 32;  // a lane starts the load of one
+constexpr int kMaxSlots = 32;  // each lane starts the load of one slot
 
 struct StageInfo {
     Barrier is_full;

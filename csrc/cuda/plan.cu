@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Route plans on CUDA devices.  What is computed is told in hybridep_rows.h.
+// Route plans on CUDA devices.  hybridep_rows.h says what is computed.
 
 #include "hybridep_rows.h"
 
@@ -9,8 +9,8 @@
 namespace hybridep {
 namespace {
 
-// Tokens are taken in chunks of 32, so that the tokens of a chunk which go to a destination are the bits of one word:
-// repeats of a destination in a token set the same bit, a row's place among its neighbours is a count of lower bits.
+// Tokens are taken in chunks of 32.  For each destination, the bits of one word say which tokens of a chunk go there.
+// A destination that a token repeats sets the same bit.  A row's place in its chunk is the count of lower bits.
 
 constexpr int kPlanBlock = 256;
 
@@ -29,7 +29,7 @@ PlanScratch plan_scratch(void* scratch, int64_t num_tokens, int64_t num_destinat
             num_chunks};
 }
 
-// Where slot's expert is, or -1 where it is nowhere or wrong.
+// Destination of the slot's expert; -1 if there is none, or if an id is out of range.
 __device__ __forceinline__ int64_t destination_of(const Routes& routes, int64_t slot) {
     const int32_t expert = routes.topk_idx[slot];
     if (expert < 0 || expert >= routes.num_experts) return -1;
@@ -56,7 +56,7 @@ __global__ void mark_tokens(Routes routes, PlanScratch scratch, int64_t* first_w
     atomicOr(scratch.token_bits + destination * scratch.num_chunks + token / 32, 1u << (token % 32));
 }
 
-// Sum of `value` over the threads before this one; `total` becomes that over all.  For blocks of kPlanBlock threads.
+// Sum of `value` over the threads before this one; `total` becomes the sum over all.  For kPlanBlock threads a block.
 __device__ int64_t exclusive_sum(int64_t value, int64_t* total) {
     __shared__ int64_t of_warp[kPlanBlock / kLanes];
     int64_t sum = value;
@@ -78,7 +78,7 @@ __device__ int64_t exclusive_sum(int64_t value, int64_t* total) {
     return before + sum - value;
 }
 
-// A block per destination: rows before each chunk, and rows altogether.
+// A block per destination: counts the rows before each chunk, and all rows.
 __global__ void __launch_bounds__(kPlanBlock) count_rows(PlanScratch scratch, int64_t* rows_per_destination) {
     const int64_t first = blockIdx.x * scratch.num_chunks;
     int64_t before = 0;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kPlanBlock) count_rows(PlanScratch scratch, in
     if (threadIdx.x == 0) rows_per_destination[blockIdx.x] = before;
 }
 
-// One block: rows before each destination.
+// One block: counts the rows before each destination.
 __global__ void __launch_bounds__(kPlanBlock)
     start_destinations(const int64_t* rows_per_destination, int64_t num_destinations, int64_t* destination_start) {
     int64_t before = 0;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kPlanBlock)
     }
 }
 
-// A thread per slot.  The first slot of a row also writes what the row is for.
+// A thread per slot.  The first slot of a row also writes the row's token and experts.
 __global__ void fill_plan(Routes routes, PlanScratch scratch, int64_t* row_to_token, int32_t* row_topk_idx,
                           int64_t* slot_to_row, int64_t* first_slot_to_row) {
     const int64_t slot = global_thread();
@@ -145,7 +145,7 @@ std::string code_error() {
     cudaFuncAttributes attributes{};
     const cudaError_t error = cudaFuncGetAttributes(&attributes, fill_plan);
     if (error == cudaSuccess) return "";
-    cudaGetLastError();  // or the next launch would report it
+    cudaGetLastError();  // otherwise the next launch would report the error
     return cudaGetErrorString(error);
 #endif
 }

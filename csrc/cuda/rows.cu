@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Row movement on CUDA devices.  What each function computes is told in hybridep_rows.h; here each output element has
-// one writer and one order of summation too, so results do not change from run to run.
+// Row movement on CUDA devices.  hybridep_rows.h says what each function computes.  Here too, each output element has
+// one writer and one order of summation, so results do not change from run to run.
 //
-// Rows whose bytes are a multiple of 16 are moved in pieces of 16 bytes, others element by element.
+// Rows move in pieces of 16 bytes if their size and addresses are multiples of 16, else in smaller pieces.
 
 #include "hybridep_cuda_rows.h"
 #include "hybridep_scales.h"
@@ -31,7 +31,7 @@ int64_t dispatch_rows(const void* x, const int64_t* row_to_token, int64_t num_to
 
 namespace {
 
-// A warp per row, several blocks of it at a time: kLanesEach lanes hold a block, kVectors vectors in each.
+// A warp per row takes several blocks of it at a time: kLanesEach lanes hold a block, kVectors vectors in each lane.
 template <typename Code, typename Rows>
 __global__ void __launch_bounds__(kRowBlock)
     quantise_tokens(Rows x, const int64_t* __restrict__ row_to_token, RowSizes sizes, int64_t length,
@@ -164,8 +164,8 @@ __global__ void find_slots(const int64_t* __restrict__ slot_to_row, CombineSizes
     atomicMax(reinterpret_cast<long long*>(last_slot + row), static_cast<long long>(slot));
 }
 
-// A warp per slot that is the first of its token with its row: the dot product of all such slots, and the gradient of
-// the row where no other token uses it.
+// A warp per slot that is the first of its token with its row.  It computes the dot product of all the token's slots
+// with that row, and the gradient of the row if no other token uses it.
 template <typename Rows, typename Grad>
 __global__ void __launch_bounds__(kRowBlock)
     combine_backward_by_slot(Grad grad, Rows rows, const int64_t* __restrict__ slot_to_row,
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kRowBlock)
     }
 }
 
-// A warp per row that several tokens use, or none: slow, and rare.
+// A warp per row that several tokens use, or no token.  It is slow, but such rows are rare.
 template <typename Rows, typename Grad>
 __global__ void __launch_bounds__(kRowBlock, 1)
     combine_backward_by_row(Grad grad, const int64_t* __restrict__ slot_to_row, const float* __restrict__ weights,

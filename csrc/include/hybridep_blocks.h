@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the codecs on the CPU share: codes of a few bits, and the reading of what is to be encoded.
+// What the codecs on the CPU share: codes of a few bits, and the reading of inputs.
 
 #pragma once
 
@@ -17,7 +17,7 @@ namespace hybridep {
 inline constexpr int64_t kMaxBlock = 1024;
 inline constexpr int64_t kBlocksPerChunk = 32;  // a chunk is what one thread takes at a time
 
-// A thread is woken for this many elements at least; less is done sooner than the wake-up.
+// A thread is woken for at least this many elements.  Fewer take less time than the wake-up.
 inline constexpr int64_t kElementsPerThread = 16 * 1024;
 
 inline int threads_for(int64_t num_elements, int num_threads) {
@@ -32,7 +32,7 @@ inline uint16_t load16(const uint8_t* from) {
 
 inline void store16(uint8_t* to, uint16_t value) { std::memcpy(to, &value, sizeof(value)); }
 
-// Sum of values [size], a power of two, by halving.  Overwrites them.
+// Sum of values [size] by halving; size is a power of two.  Overwrites the values.
 inline float halving_sum(float* values, int64_t size) {
     for (int64_t half = size / 2; half > 0; half /= 2) {
 #pragma omp simd
@@ -131,7 +131,7 @@ inline void unpack_codes(const uint8_t* packed, int64_t count, int bits, uint8_t
 
 // --- Input ----------------------------------------------------------------------------------------------------------
 
-// values [block] = what is to be encoded of elements [begin, begin + count), then zeros.  All zeros if is_bad.
+// values [block] = the inputs to encode for elements [begin, begin + count), then zeros.  All zeros if is_bad.
 inline void load(const Input& input, int64_t begin, int64_t count, int64_t block, bool is_bad, float* values) {
     const float* a = input.a + begin;
     const float* other = input.other == nullptr ? nullptr : input.other + begin;
@@ -171,7 +171,7 @@ inline void find_bad(const Input& input, int64_t block, int threads, uint8_t* is
     }
 }
 
-// What happens to `other` where whole tensors are bad.
+// Fills the mirrors of bad tensors with nan.  Residuals stay as they are.
 inline void finish_bad(const Input& input, const uint8_t* is_bad) {
     if (input.source != Source::kUpdate) return;
     for (int64_t tensor = 0; tensor < input.n; ++tensor) {

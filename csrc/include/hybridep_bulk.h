@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Bulk copies between global and shared memory, and the barriers that tell when they are done: compute capability 9.0
-// and later, one thread starts a copy of up to a megabyte.  For .cu files only.
+// Bulk copies between global and shared memory, and the barriers that tell when they are done.  They need compute
+// capability 9.0 or later.  One thread starts a copy of up to a megabyte.  For .cu files only.
 //
-// Addresses and sizes of copies are multiples of 16 bytes.  A barrier counts arrivals and bytes; when the arrivals of
-// a phase and all bytes that they announced are there, the phase ends.  Phases are numbered 0, 1, 0, 1, ...
+// Addresses and sizes of copies are multiples of 16 bytes.  A barrier counts arrivals and bytes.  A phase ends when
+// all its arrivals and all bytes that they announced have come.  Phases are numbered 0, 1, 0, 1, ...
 
 #pragma once
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// By one thread, before barrier_publish and a barrier of the block.
+// Called by one thread, before barrier_publish and a barrier of the block.
 __device__ __forceinline__ void barrier_init(Barrier* barrier, int num_arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(num_arrivals)
                  : "memory");
@@ -57,7 +57,7 @@ __device__ __forceinline__ void barrier_arrive(Barrier* barrier, int num_bytes) 
                  : "memory");
 }
 
-// Until the phase has ended.
+// Waits until the phase has ended.
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, int phase) {
     uint32_t is_done = 0;
     while (is_done == 0) {
@@ -86,10 +86,10 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, int
                  : "memory");
 }
 
-// Makes the stores that this thread has started since the last call a group.
+// Makes a group of the stores that this thread has started since the last call.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until all but this thread's last kAllowed groups have read what they store.
+// Waits until all groups of this thread, except the last kAllowed, have read the bytes that they store.
 template <int kAllowed>
 __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
@@ -102,8 +102,8 @@ __device__ __forceinline__ void bulk_wait_read() {
 #define HYBRIDEP_HAS_BULK 1
 #endif
 
-// Whether the code of `kernel` that the current device runs has bulk copies.  The device alone does not tell: code for
-// an earlier one, kept as PTX, runs on it too.
+// Whether the code of `kernel` that the current device runs has bulk copies.  The device alone does not tell: it can
+// also run PTX that was compiled for an earlier device.
 template <typename... Wanted>
 bool has_bulk_copies([[maybe_unused]] void (*kernel)(Wanted...)) {
 #ifdef HYBRIDEP_EMULATION
@@ -115,7 +115,7 @@ bool has_bulk_copies([[maybe_unused]] void (*kernel)(Wanted...)) {
 #endif
 }
 
-// What a block can have on the current device.
+// Bytes of shared memory that a block can have on the current device.
 inline int64_t max_shared_bytes() {
 #ifdef HYBRIDEP_EMULATION
     return 64 * 1024;

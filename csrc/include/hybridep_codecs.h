@@ -2,8 +2,8 @@
 //
 // Payloads of compressed tensors on raw pointers.  No torch header: callers own all memory and have checked sizes.
 //
-// The layouts and the arithmetic are those of ds_hybridep/codecs/*.py, to the bit: every product, sum and quotient is
-// rounded by itself, and sums over a block are made by halving.  Nothing depends on the number of threads or on n.
+// Layouts, blockwise codes and decoded values equal those of ds_hybridep/codecs/*.py to the bit: each product, sum and
+// quotient is rounded by itself, and sums over a block are made by halving.  Results depend on neither threads nor n.
 //
 // Legend: n tensors of `length` = rows * cols fp32 elements; payloads of all tensors are `stride` bytes apart.
 // num_threads is an upper bound: small inputs run on the calling thread alone.
@@ -16,7 +16,7 @@
 
 namespace hybridep {
 
-// Where payloads lie: that of tensor i at data + i * stride, `bytes` long.
+// Where payloads lie: the payload of tensor i starts at data + i * stride and has `bytes` bytes.
 struct Payloads {
     uint8_t* data;
     int64_t stride;
@@ -26,8 +26,8 @@ struct Payloads {
 // What is encoded, and what becomes of `other` afterwards.
 //
 //   kEncode    a           other is not read
-//   kUpdate    a - other   other += value of the packet (a mirror; nan throughout where the packet is bad)
-//   kResidual  a + other   other  = that sum - value of the packet (a residual; untouched where the packet is bad)
+//   kUpdate    a - other   other += value of the packet (a mirror; all nan if the packet is bad)
+//   kResidual  a + other   other  = that sum - value of the packet (a residual; unchanged if the packet is bad)
 enum class Source : int { kEncode = 0, kUpdate = 1, kResidual = 2 };
 
 struct Input {
@@ -38,21 +38,21 @@ struct Input {
     int64_t length;
 };
 
-// x [n, length] = what is encoded of each tensor, all zeros where the tensor is bad; is_bad [n] becomes 1 where an
+// x [n, length] = the values to encode of each tensor, all zeros if the tensor is bad.  is_bad [n] becomes 1 if an
 // element is inf or nan, else 0.  For codecs that need the whole tensor at once.
 void prepare(const Input& input, int num_threads, float* x, uint8_t* is_bad);
 
-// Blocks of `block` elements (a power of two, at most 1024) to `bits` bits (8, 4 or 2) and a bf16 scale.
-// is_bad [n] becomes 1 where an element is inf or nan, or a scale overflowed, else 0.
+// Encodes blocks of `block` elements (a power of two, at most 1024) to `bits` bits (8, 4 or 2) each and a bf16 scale.
+// is_bad [n] becomes 1 if an element is inf or nan, or a scale overflowed, else 0.
 //   bits = 2, block = 8, a = {1, -3, 2, 2, 0, 0, 0, 0}  ->  scale 1.25, codes {2, 0, 3, 3, 2, 2, 2, 2}
 void blockwise_encode(const Input& input, int bits, int64_t block, int num_threads, const Payloads& payloads,
                       uint8_t* is_bad);
 
-// out [n, length] = or += the values of payloads; is_add chooses.
+// out [n, length] = the values of payloads, or += if is_add.
 void blockwise_decode(const Payloads& payloads, int64_t n, int64_t length, int bits, int64_t block, bool is_add,
                       int num_threads, float* out);
 
-// How an element of a factor is written; quantised ones in blocks of 256 that share a scale.
+// How an element of a factor is written.  Each 256 quantised elements share a scale.
 enum class Factor : int { kFp32 = 0, kBf16 = 1, kInt8 = 2, kInt4 = 3, kInt2 = 4, kLog4 = 5 };
 
 struct LowRank {
@@ -64,15 +64,15 @@ struct LowRank {
 };
 
 // What an encoder remembers: q [n, rank, cols], and for weighting the root mean squares of rows [n, rows] and of
-// columns [n, cols], both null without.
+// columns [n, cols].  Without weighting, both are null.
 struct LowRankState {
     float* q;
     float* row_rms;
     float* col_rms;
 };
 
-// One step of power iteration from state.q, or for every tensor from `start` [rank, cols] where it is given: P and Q
-// as written, and the next step's state, which a bad tensor leaves alone.  As blockwise_encode otherwise.
+// Does `iterations` steps of power iteration from state.q, or for every tensor from `start` [rank, cols] if given.
+// Writes P and Q, and the next step's state, which a bad tensor does not change.  Otherwise like blockwise_encode.
 void low_rank_encode(const Input& input, const LowRank& shape, const float* start, int num_threads,
                      const LowRankState& state, const Payloads& payloads, uint8_t* is_bad);
 
@@ -87,34 +87,34 @@ void orthonormalise(float* p, int64_t n, int64_t rank, int64_t rows, int num_thr
 // q [n, rank, cols] = (P P^T + a little on the diagonal)^-1 q, in place, for p [n, rank, rows].
 void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads);
 
-// The first 16 bytes of n packets: `words` [4], with is_bad [n] as the flags in byte 3.
+// Writes the first 16 bytes of n packets: `words` [4], with is_bad [n] as the flags in byte 3.
 void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, const uint8_t* is_bad);
 
-// All flags of n packets together; -1 where one does not begin with the three bytes `start` or has another stamp.
+// The flags of n packets, joined by OR; -1 if one does not begin with the three bytes `start` or has another stamp.
 int check_headers(const Payloads& packets, int64_t n, uint32_t start, uint32_t stamp);
 
 // --- Patches of 16-bit weights --------------------------------------------------------------------------------------
 
-// n weights of a type with so many bits of mantissa: 7 (bf16) or 10 (fp16).
+// n weights of a type with mantissa_bits bits of mantissa: 7 (bf16) or 10 (fp16).
 struct PatchShape {
     int64_t n;
     int mantissa_bits;
 };
 
-// Writes to `payload` what turns `sent` [n] into `values` [n], and sets sent to values.  The payload has room for
-// 2 n + 5 * ceil(n / 2^20) bytes.  results [2] become the bytes that were written, and the checksum of the values.
+// Writes to `payload` the patch that turns `sent` [n] into `values` [n], and sets sent to values.  The payload has
+// room for 2 n + 5 * ceil(n / 2^20) bytes.  results [2] become the bytes written and the checksum of the values.
 void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shape, int num_threads, uint8_t* payload,
                   int64_t* results);
 
-// Turns `held` [n] into the values that were encoded.  Reads no byte but those of payload [bytes], whatever they are.
-// results [2] become a number of patch::Damage, 0 where the payload can be read, and the checksum of `held`.
+// Turns `held` [n] into the values that were encoded.  Reads no byte outside payload [bytes], even a damaged one.
+// results [2] become a number of patch::Damage, 0 if the payload can be read, and the checksum of `held`.
 void patch_decode(const uint8_t* payload, int64_t bytes, const PatchShape& shape, int num_threads, uint16_t* held,
                   int64_t* results);
 
-// --- On CUDA devices, see hybridep_stream.h
-// -------------------------------------------------------------------------- Payloads start at even addresses and are
-// an even number of bytes apart.  What else is needed of memory comes from a pool of CUDA's, in the order of the
-// stream.
+// --- On CUDA devices, see hybridep_stream.h -------------------------------------------------------------------------
+//
+// Payloads start at even addresses and are an even number of bytes apart.  Scratch memory comes from a pool of CUDA's,
+// in the order of the stream.
 
 void prepare(const Input& input, Stream stream, float* x, uint8_t* is_bad);
 

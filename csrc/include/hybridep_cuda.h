@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What all CUDA sources share: checked calls and launches, vectors of 16 bytes, sums over warps and blocks.  For .cu
-// files only.
+// What all CUDA sources share: checked calls and launches, vectors of 16 bytes, sums over warps.  For .cu files only.
 //
-// The sources are compiled with -fmad=false, so products and sums round apart as on the CPU; where that does not
-// matter they say fmaf.  With HYBRIDEP_EMULATION they compile as C++ and run on the CPU, in tests.
+// The sources are compiled with -fmad=false, so products and sums round separately, as on the CPU.  Where that does
+// not matter, they call fmaf.  With HYBRIDEP_EMULATION they compile as C++ and run on the CPU, in tests.
 
 #pragma once
 
@@ -42,7 +41,7 @@ inline void check(cudaError_t error, std::source_location where = std::source_lo
 }
 
 #ifndef HYBRIDEP_EMULATION
-// Of the current device.
+// Attribute of the current device.
 inline int device_attribute(cudaDeviceAttr attribute) {
     int device = 0, value = 0;
     check(cudaGetDevice(&device));
@@ -53,7 +52,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 
 inline int64_t blocks_for(int64_t num_threads, int block) { return (num_threads + block - 1) / block; }
 
-// How a kernel is launched; a grid of 0 blocks is no launch.
+// How a kernel is launched.  A grid of 0 blocks launches nothing.
 struct Launch {
     int64_t grid;
     int block;
@@ -63,7 +62,7 @@ struct Launch {
 };
 
 inline constexpr int64_t kMaxGrid = 0x7fffffff;
-inline constexpr size_t kPlainSharedBytes = 48 * 1024;  // a kernel must ask for more than this
+inline constexpr size_t kPlainSharedBytes = 48 * 1024;  // for more than this, a kernel needs an attribute
 
 template <typename... Wanted, typename... Given>
 void launch(const Launch& how, void (*kernel)(Wanted...), Given... arguments) {
@@ -93,7 +92,7 @@ inline void fill_bytes(void* at, int value, int64_t bytes, Stream stream,
 #ifndef HYBRIDEP_EMULATION
 inline constexpr uint64_t kKeptScratchBytes = 64 << 20;
 
-// The current device's pool for scratch, which keeps up to kKeptScratchBytes of what it was given back.
+// The current device's pool for scratch.  It keeps up to kKeptScratchBytes of freed memory.
 inline cudaMemPool_t scratch_pool() {
     static std::mutex mutex;
     static std::map<int, cudaMemPool_t> pools;
@@ -103,7 +102,7 @@ inline cudaMemPool_t scratch_pool() {
     const auto found = pools.find(device);
     if (found != pools.end()) return found->second;
     cudaMemPoolProps properties{};
-    properties.allocType = cudaMemAllocationTypePinned;  // of the device: the only type there is
+    properties.allocType = cudaMemAllocationTypePinned;  // the only type that there is for memory of a device
     properties.location = {cudaMemLocationTypeDevice, device};
     cudaMemPool_t pool;
     check(cudaMemPoolCreate(&pool, &properties));
@@ -113,7 +112,7 @@ inline cudaMemPool_t scratch_pool() {
 }
 #endif
 
-// Memory of the device for the time of a launcher's work in a stream.
+// Memory of the device for a launcher's work in a stream.
 template <typename T>
 class Scratch {
    public:
@@ -131,7 +130,7 @@ class Scratch {
 #ifdef HYBRIDEP_EMULATION
         std::free(data_);
 #else
-        cudaFreeAsync(data_, stream_);  // what is wrong with the stream is told by the next checked call
+        cudaFreeAsync(data_, stream_);  // the next checked call reports an error of the stream
 #endif
     }
     T* get() const { return data_; }
@@ -141,7 +140,7 @@ class Scratch {
     Stream stream_;
 };
 
-// Whether every one of the pointers is a multiple of `bytes`.
+// Whether every pointer is a multiple of `bytes`.
 template <typename... Pointers>
 bool is_aligned(size_t bytes, Pointers... pointers) {
     return ((reinterpret_cast<uintptr_t>(pointers) % bytes == 0) && ...);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the codecs on CUDA devices share: how a warp reads a tensor, and what becomes of bad ones.  For .cu files only.
+// What the codecs on CUDA devices share: how a warp reads a tensor, and flags of bad tensors.  For .cu files only.
 //
 // A warp takes segments of 128 elements: lane l holds elements 4 l .. 4 l + 3 of a segment, in one vector of 16 bytes
-// where the tensor allows it.
+// if the tensor allows it.
 
 #pragma once
 

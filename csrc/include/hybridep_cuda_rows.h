@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Kernels that move and sum rows, and the ways to look at rows, which the launchers for whole devices (rows.cu) and
-// for a few multiprocessors (persistent.cu) share.  For .cu files only.
+// Kernels that move and sum rows, and views of rows.  The launchers for whole devices (rows.cu) and for a few
+// multiprocessors (persistent.cu) share them.  For .cu files only.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace hybridep {
 
 // --- Dispatch -------------------------------------------------------------------------------------------------------
 
-inline constexpr int kInFlight = 4;  // loads of a thread before their first use
+inline constexpr int kInFlight = 4;  // loads that a thread starts before it uses the first one
 
 // A warp per row of out.
 template <typename Unit, int kBlock>
@@ -67,7 +67,7 @@ struct Vectors {
     }
 };
 
-// One element at a time, of a type known when the kernel runs: for rows that vectors do not fit, one kernel for all.
+// A tensor read and written one element at a time, for rows that vectors do not fit.  One kernel serves all types.
 struct Scalars {
     static constexpr int kWidth = 1;
     using Raw = float;

@@ -109,8 +109,8 @@ HYBRIDEP_BOTH Float16 from_float<Float16>(float value) {
 #endif
 }
 
-// As above with 20 dropped bits and the exponent lowered by 120; what is too large becomes 448.  Below the smallest
-// normal 2^-6, adding 2^14 moves the kept bits to the low end.
+// As above with 20 dropped bits and the exponent lowered by 120.  Values that are too large become 448.  Below the
+// smallest normal 2^-6, adding 2^14 moves the kept bits to the low end.
 template <>
 HYBRIDEP_BOTH Float8 from_float<Float8>(float value) {
     const uint32_t bits = std::bit_cast<uint32_t>(value);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What CPU and CUDA kernels of patches share: codes, tokens, and the coding and decoding of one block.  The layout is
-// told in ds_hybridep/codecs/patch_format.py, which is the definition.
+// What CPU and CUDA kernels of patches share: codes, tokens, and the coding and decoding of one block.
+// ds_hybridep/codecs/patch_format.py defines the layout.
 //
 // The weights of a block are never sorted.  For each class a mask of 4096 bits says which weights are in it, and
 // another mask which weights have changed; a gap is a number of set bits.
@@ -69,10 +69,10 @@ HYBRIDEP_BOTH int class_of(uint16_t bits, int top, int mantissa_bits) {
     return below < 0 ? 0 : below < kClasses - 1 ? below : kClasses - 1;
 }
 
-// Where the number with these bits stands among all of its type; its own inverse.
+// The place of the number with these bits in the order of all numbers of its type.  The function is its own inverse.
 HYBRIDEP_BOTH uint16_t place_in_order(uint16_t bits) { return static_cast<uint16_t>(bits ^ ((bits >> 15) * 0x7fffu)); }
 
-// What the bits of the weight at `place` of its block are multiplied by in the checksum.
+// The checksum multiplies the bits of the weight at `place` of its block by this.
 HYBRIDEP_BOTH constexpr uint32_t check_factor(int place) {
     const uint32_t mixed = 0x9e3779b1u * static_cast<uint32_t>(place + 1);
     return (mixed ^ mixed >> 15) * 0x85ebca77u | 1u;
@@ -104,7 +104,7 @@ HYBRIDEP_BOTH int bit_length(uint32_t x) {
 #endif
 }
 
-// The bit of `x` that has `rank` set bits below it; x has more than `rank`.
+// The set bit of `x` that has `rank` set bits below it; x has more than `rank` set bits.
 HYBRIDEP_BOTH uint64_t select_bit(uint64_t x, int rank) {
 #if defined(__BMI2__) && !defined(__CUDACC__)
     return __builtin_ia32_pdep_di(uint64_t{1} << rank, x);
@@ -123,10 +123,10 @@ HYBRIDEP_BOTH uint64_t select_bit(uint64_t x, int rank) {
 
 // --- Codes ----------------------------------------------------------------------------------------------------------
 
-// lengths [kSymbols] of the code words of symbols that occur so many times, 0 for those that do not.
+// lengths [kSymbols] of code words, from counts [kSymbols] of symbols; 0 for a symbol that does not occur.
 //
 // Huffman's rule with two queues: symbols by count, and sums in the order in which they are made.  Of equal counts the
-// lower symbol goes first, and symbols before sums.  Where a word is too long, counts are halved, rounded up.
+// lower symbol goes first, and symbols before sums.  If a word is too long, all counts are halved, rounded up.
 HYBRIDEP_BOTH void code_lengths(const uint32_t* counts, uint8_t* lengths) {
     uint32_t weights[2 * kSymbols];  // symbols in order of count, then sums
     uint8_t symbols[kSymbols];
@@ -189,7 +189,7 @@ HYBRIDEP_BOTH void code_words(const uint8_t* lengths, uint16_t* words) {
     }
 }
 
-// Bytes that codes take from lengths [kClasses * kSymbols]; they are written to `out` where that is given.
+// Writes the codes with lengths [kClasses * kSymbols] to `out`, if that is given.  Returns the bytes that they take.
 HYBRIDEP_BOTH int write_codes(const uint8_t* lengths, uint8_t* out) {
     int at = 0;
     for (int code = 0; code < kClasses; ++code) {
@@ -212,10 +212,10 @@ HYBRIDEP_BOTH int write_codes(const uint8_t* lengths, uint8_t* out) {
     return at;
 }
 
-// An entry of a table that decodes, for all bits that begin with the symbol's code word; 0 where none does.
+// Entry of a decoding table, for all bits that begin with the symbol's code word.  An entry without a symbol is 0.
 //
 //   bits 0-3    bits of the word            bits 8-11   bits of the size that are written
-//   bits 4-7    those of the gap            bit 12      the gap is not 0, so it has a leading bit
+//   bits 4-7    bits of the gap, written    bit 12      the gap is not 0, so it has a leading bit
 //   bit 13      the size's bit length is written, and bits 8-11 say nothing
 HYBRIDEP_BOTH uint16_t table_entry(int symbol, int length) {
     const int gap_bits = symbol < 16 ? 0 : (symbol - 13) / 3;
@@ -225,7 +225,7 @@ HYBRIDEP_BOTH uint16_t table_entry(int symbol, int length) {
                                  has_length << 13);
 }
 
-// lengths [kClasses * kSymbols] from codes at data [bytes]; *used_bytes becomes the bytes that they take.
+// Reads lengths [kClasses * kSymbols] from codes at data [bytes]; *used_bytes becomes the bytes that the codes take.
 HYBRIDEP_BOTH Damage read_codes(const uint8_t* data, int64_t bytes, uint8_t* lengths, int* used_bytes) {
     int64_t at = 0;
     for (int code = 0; code < kClasses; ++code) {
@@ -245,7 +245,7 @@ HYBRIDEP_BOTH Damage read_codes(const uint8_t* data, int64_t bytes, uint8_t* len
             lengths[code * kSymbols + symbol] = static_cast<uint8_t>(length);
             share += kCodeTable >> length;
         }
-        // Every stream of bits must mean something, or, where there is one symbol, each word be one 0.
+        // Every sequence of bits must mean something.  If there is one symbol only, its word is one bit, a 0.
         if (num_used > 0 && share != (num_used == 1 ? kCodeTable / 2 : kCodeTable)) return Damage::kCodeWords;
         if (num_used % 2 == 1 && data[at + num_used / 2] >> 4 != 0) return Damage::kCodePadding;
         at += (num_used + 1) / 2;
@@ -275,11 +275,11 @@ HYBRIDEP_BOTH void fill_table(const uint8_t* lengths, uint16_t* table, int first
 struct Token {
     uint32_t bits;
     uint16_t num_bits;
-    uint16_t which;  // class * kSymbols + symbol, where the class says in which code
+    uint16_t which;  // class * kSymbols + symbol; the class chooses the code
 };
 
-// `move` is how far the weight moves, modulo 2^16; the token that ends a block has none.  No branches: they would be
-// taken at random.
+// `move` is how far the weight moves, modulo 2^16; the token that ends a block has none.  There are no branches,
+// because no processor could predict them.
 template <bool kIsEnd>
 HYBRIDEP_BOTH Token make_token(int code, uint32_t gap, uint16_t move) {
     const uint32_t is_down = kIsEnd ? 0 : move >> 15;
@@ -311,7 +311,7 @@ struct Masks {
 template <typename Body>
 HYBRIDEP_BOTH void for_each_token(const Masks& masks, const uint16_t* values, const uint16_t* old, int count,
                                   Body&& body) {
-    int start = 0, passed = 0, code = 0;  // weights that tokens, and that the loop has passed, in order of class
+    int start = 0, passed = 0, code = 0;  // start, passed: weights passed by tokens and by the loop, in order of class
     for (int c = 0; c < kClasses; ++c) {
         if (start == passed) code = c;
         for (int word = 0; word < kWords; ++word) {
@@ -332,7 +332,7 @@ HYBRIDEP_BOTH void for_each_token(const Masks& masks, const uint16_t* values, co
 
 // --- Decoding -------------------------------------------------------------------------------------------------------
 
-// A stream of bits, most significant first.  Behind its end there are zeros.
+// Reads bits, most significant first.  Behind the end of the data it reads zeros.
 struct BitReader {
     const uint8_t* data;
     int64_t bytes;
@@ -355,22 +355,22 @@ struct BitReader {
     }
 };
 
-// Turns old [count] into the new weights by the tokens at data [bytes].  tables [kClasses * kCodeTable].
+// Turns weights [count] from old to new ones by the tokens at data [bytes].  tables [kClasses * kCodeTable].
 HYBRIDEP_BOTH Damage decode_tokens(const Masks& masks, const uint8_t* data, int64_t bytes, const uint16_t* tables,
                                    int count, uint16_t* weights) {
     BitReader reader{data, bytes};
     const uint64_t* words = masks.in_class;
     int word = 0, passed = 0;  // passed: weights, in order of class
-    uint64_t left = words[0];  // of this word, weights that no token has passed
+    uint64_t left = words[0];  // weights of this word that no token has passed
     while (passed < count) {
-        while (left == 0) left = words[++word];  // there is one, since not all were passed
+        while (left == 0) left = words[++word];  // a next word exists, since not all weights were passed
         uint64_t bits = reader.peek();
         const uint32_t entry = tables[(word / kWords) * kCodeTable + static_cast<int>(bits >> (64 - kMaxCodeBits))];
         if (entry == 0) return Damage::kUnusedWord;
         const int length = entry & 15, gap_bits = entry >> 4 & 15;
         int size_bits = entry >> 8 & 15, used = length + gap_bits;
         bits <<= length;
-        // Shifted twice, since a word cannot be shifted by all its bits.
+        // Two shifts, since a word cannot be shifted by all its bits at once.
         int gap =
             static_cast<int>((entry >> 12 & 1) << gap_bits | static_cast<uint32_t>(bits >> 1 >> (63 - gap_bits)));
         bits <<= gap_bits;
@@ -391,7 +391,7 @@ HYBRIDEP_BOTH Damage decode_tokens(const Masks& masks, const uint8_t* data, int6
         passed += gap + 1;
         for (int here = count_bits(left); gap >= here; here = count_bits(left)) {
             gap -= here;
-            left = words[++word];  // there is one, since fewer are passed than are left
+            left = words[++word];  // a next word exists, since the gap is below the number of weights left
         }
         const uint64_t bit = select_bit(left, gap);
         left &= ~(bit | (bit - 1));

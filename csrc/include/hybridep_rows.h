@@ -5,9 +5,9 @@
 // Legend: T tokens, K top_k, D hidden, R rows, N destinations, E experts.  All arrays are dense and row-major, and an
 // empty one may be a null pointer.  A negative index means "none".  Products row * stride are int64.
 //
-// Functions that read indices return the position of the first one that is out of range, or kAllInRange; out of range
-// means that nothing was written.  num_threads is an upper bound: small inputs run on the calling thread alone.  The
-// results do not depend on it.
+// Functions that read indices return the position of the first index out of range, or kAllInRange.  If an index is out
+// of range, they write nothing.  num_threads is an upper bound: small inputs run on the calling thread alone.  The
+// results do not depend on num_threads.
 
 #pragma once
 
@@ -46,11 +46,10 @@ struct Routes {
 //
 // A row is a distinct (token, destination).  Example, experts 0 and 1 at destination 0, expert 2 at destination 1:
 //   topk_idx = {2, 0,  1, 0}, T = 2, K = 2  ->  rows_per_destination = {2, 1}
-// Returns a position in topk_idx of an id of E or more.  expert_to_destination must be below N (see first_not_below).
+// Returns the position of the first id >= E in topk_idx.  expert_to_destination must be below N (see first_not_below).
 int64_t plan_count(const Routes& routes, int64_t num_chunks, int64_t* chunk_rows, int64_t* rows_per_destination);
 
-// Second half of a plan: writes the maps between slots and rows.  chunk_rows is what plan_count wrote, and is
-// consumed.
+// Second half of a plan: writes the maps between slots and rows.  Takes chunk_rows from plan_count and overwrites it.
 //
 //   row_to_token [R], row_topk_idx [R, K], slot_to_row [T, K], first_slot_to_row [T, K]
 //
@@ -102,8 +101,8 @@ struct CombineSizes {
 };
 
 // out [T, D] = sum over k of weights [T, K] * rows [R, D] at slot_to_row [T, K]; weights may be null for ones.
-// Sums are fp32 in slot order and rounded once.  Product and sum round apart (no fused multiply-add), so the result is
-// the one of the same loop in any other language, bit for bit.
+// Sums are fp32 in slot order and rounded once.  Product and sum round separately (no fused multiply-add), so the same
+// loop in any other language gives the same bits.
 //   rows = {1, 10, 100}, D = 1, slot_to_row = {0, 2,  -1, 1}, weights = {.5, .5,  9, 2}  ->  out = {50.5, 20}
 int64_t combine_rows(const void* rows, Type rows_type, const int64_t* slot_to_row, const float* weights,
                      const CombineSizes& sizes, int num_threads, void* out, Type out_type);
@@ -122,8 +121,8 @@ int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows
 
 // --- Sums of bits ---------------------------------------------------------------------------------------------------
 
-// sums [2] = the sum of the words of data, and that of the words times their position modulo kPositions plus 1, both
-// modulo 2^64.  A word is 2 bytes with their sign, or a byte without.
+// sums [2] = the sum of the words of data, and the sum of word * (position % kPositions + 1), both modulo 2^64.  A
+// word is a signed integer of 2 bytes or an unsigned one of 1 byte.
 //   data = {1, 2, -3} as 2-byte words  ->  sums = {0, -4}
 void bit_sums(const void* data, int64_t num_words, int word_bytes, int num_threads, int64_t* sums);
 
@@ -131,15 +130,15 @@ inline constexpr int64_t kPositions = 65521;  // a word times its position fits 
 
 // --- On CUDA devices, see hybridep_stream.h -------------------------------------------------------------------------
 
-// Why the current device has no code of this module to run, in CUDA's words; empty where it has.
+// Why the current device has no code of this module to run, in CUDA's words; empty if it has.
 std::string code_error();
 
-// A plan whose sizes are not known on the host: the outputs have room for T * min(K, N) rows, of which the first R are
+// A plan whose sizes the host does not know: the outputs have room for T * min(K, N) rows, and the first R rows are
 // written.
 //
 //   scratch  plan_scratch_bytes(...) bytes
 //   counts   [N + 2]: rows_per_destination, then the first id of topk_idx and of expert_to_destination that is out of
-//            range as position << 32 | id, or kNoneWrong; where one is, the rows say nothing
+//            range as position << 32 | id, or kNoneWrong; if one is out of range, the rows are meaningless
 int64_t plan_scratch_bytes(int64_t num_tokens, int64_t num_destinations);
 
 void plan_routes(const Routes& routes, Stream stream, void* scratch, int64_t* counts, int64_t* row_to_token,
@@ -165,8 +164,8 @@ int64_t combine_rows_backward(const void* grad, Type grad_type, const void* rows
 
 void bit_sums(const void* data, int64_t num_words, int word_bytes, Stream stream, int64_t* sums);
 
-// The same on at most num_sms multiprocessors, so that other kernels have the rest: blocks that stay, one to each.
-// Rows that bulk copies can move (compute capability 9.0, addresses and rows of whole 16 bytes) go through them.
+// The same on at most num_sms multiprocessors, with one block that stays on each; other kernels have the rest.  Bulk
+// copies move the rows where they can (compute capability 9.0 or later, addresses and rows of whole 16 bytes).
 int64_t dispatch_rows_on(int num_sms, const void* x, const int64_t* row_to_token, int64_t num_tokens, int64_t num_rows,
                          int64_t row_bytes, Stream stream, void* out);
 

@@ -12,7 +12,7 @@
 namespace hybridep {
 
 inline constexpr uint32_t kInfinity = 0x7f800000u;
-inline constexpr uint32_t kNan = 0x7fc00000u;  // the one that stands where a packet was lost
+inline constexpr uint32_t kNan = 0x7fc00000u;  // written where a packet was lost
 inline constexpr float kSmallestNormal = 0x1p-126f;
 
 HYBRIDEP_BOTH int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -22,7 +22,7 @@ HYBRIDEP_BOTH uint32_t magnitude_bits(float value) { return std::bit_cast<uint32
 // --- Scales ---------------------------------------------------------------------------------------------------------
 // A scale is the upper half of an fp32 number that is not negative.
 
-inline constexpr uint16_t kScaleNan = 0x7fc0;  // of any nan: to round the one that GPUs make, 0x7fffffff, would give 0
+inline constexpr uint16_t kScaleNan = 0x7fc0;  // for every nan: rounding the nan of GPUs, 0x7fffffff, would give 0
 
 HYBRIDEP_BOTH bool is_nan(float value) { return magnitude_bits(value) > kInfinity; }
 
@@ -49,7 +49,7 @@ HYBRIDEP_BOTH uint16_t round_value(float value) {
     return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// What to divide by: infinite where the scale is 0, which makes codes of 0.
+// The number to divide elements by.  It is infinite if the scale is 0, so that quotients are 0.
 HYBRIDEP_BOTH float divisor(uint16_t scale) {
     const float value = scale_value(scale);
     return value == 0.0f ? std::bit_cast<float>(kInfinity) : value;
@@ -84,17 +84,17 @@ HYBRIDEP_BOTH uint16_t scale_from(float size, int bits) {
 }
 
 // --- Rows of one byte an element ------------------------------------------------------------------------------------
-// The scale of a block is a power of two, given by a byte: its exponent as fp32 has it.  An element is divided by
-// multiplying with the inverse, which is exact.
+// The scale of a block is a power of two.  It is stored as one byte, its exponent in fp32.  Elements are multiplied by
+// the inverse of the scale, which is exact.
 
-inline constexpr int32_t kSmallestExponent = 17;  // no step of a format is then a subnormal number
-inline constexpr uint8_t kNotFinite = 255;        // inf times the codes, 0, makes nan
+inline constexpr int32_t kSmallestExponent = 17;  // so that no step of a format is a subnormal number
+inline constexpr uint8_t kNotFinite = 255;        // a scale of inf; all codes are 0, and inf times 0 makes nan
 
-// Codes of elements that are divided by their scale, which are at most kLargest: what rounds to the largest code.
+// Codes of elements divided by their scale.  kLargest is the largest magnitude that still rounds to the largest code.
 struct Int8Code {
     static constexpr float kLargest = 127.0f;
     static HYBRIDEP_BOTH uint8_t encode(float scaled) {
-        return static_cast<uint8_t>(std::bit_cast<uint32_t>(scaled + 0x1.8p23f));  // whose low bits are the integer
+        return static_cast<uint8_t>(std::bit_cast<uint32_t>(scaled + 0x1.8p23f));  // the low bits are the integer
     }
     static HYBRIDEP_BOTH float decode(uint8_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
 };
@@ -116,10 +116,10 @@ void with_code(RowFormat format, Body&& body) {
     }
 }
 
-// Exponent of the least scale that brings the largest magnitude, given by its bits, to kLargest or less.
+// Exponent of the least scale that brings the largest magnitude to kLargest or less; `largest` holds its bits.
 template <typename Code>
 HYBRIDEP_BOTH uint8_t exponent_of(uint32_t largest) {
-    // Magnitudes are ordered as their bits are, and an exponent more is 2^23 more.
+    // Magnitudes have the order of their bits, and one more in the exponent is 2^23 more in the bits.
     constexpr int32_t code_bits = std::bit_cast<int32_t>(Code::kLargest);
     const int32_t exponent = ((static_cast<int32_t>(largest) - code_bits + 0x7fffff) >> 23) + 127;
     const int32_t finite = exponent < kSmallestExponent ? kSmallestExponent : exponent;
@@ -130,7 +130,7 @@ HYBRIDEP_BOTH float scale_of_exponent(uint8_t exponent) {
     return std::bit_cast<float>(static_cast<uint32_t>(exponent) << 23);
 }
 
-// What to multiply elements with; that of kNotFinite is not used.
+// The number to multiply elements by.  The one of kNotFinite is not used.
 HYBRIDEP_BOTH float inverse_scale(uint8_t exponent) {
     return std::bit_cast<float>((254u - static_cast<uint32_t>(exponent)) << 23);
 }

@@ -8,10 +8,10 @@ struct CUstream_st;
 
 namespace hybridep {
 
-// cudaStream_t.  Where a function takes a stream instead of num_threads, all its pointers are of the current device,
-// work is only queued, and errors of CUDA are thrown as std::runtime_error with file and line.  Indices that are out
-// of range end the kernel with a message on standard output and a CUDA error, since nobody reads them on the host;
-// unless told otherwise such functions return kAllInRange.
+// cudaStream_t.  If a function takes a stream instead of num_threads, all its pointers are of the current device, and
+// it only queues work.  It throws errors of CUDA as std::runtime_error with file and line.  An index out of range ends
+// the kernel with a message on standard output and a CUDA error, since the host does not read indices.  Unless told
+// otherwise, such a function returns kAllInRange.
 using Stream = CUstream_st*;
 
 }  // namespace hybridep

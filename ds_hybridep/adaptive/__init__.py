@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that measures its links and its steps, and plans itself anew."""
+"""Measures the links and steps of a running job, and changes its plan."""

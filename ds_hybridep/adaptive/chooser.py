@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the plan of a running job: predictions, corrected by what was measured.
+"""Chooses the plan of a running job by predictions that measured steps correct.
 
-The stream model knows bytes and links.  What it does not know of a machine (shared cores, the cost of a call) shows as
-the difference between the measured and the predicted step of an option that has run:
+The stream model knows bytes and links, but not a machine's shared cores or the cost of a call.  Those show as the
+difference between the measured and the predicted step of an option that has run:
 
     expected = predicted + (measured - predicted when it ran)
 
-An option that has not run is given the difference of the one most like it.  What is as good as the best or nearly so
-is tried too, one after the other.  A choice holds until links or work change: what was measured is worthless then.
+An option that has not run gets the difference of the most similar one that has.  Options that are nearly as good as
+the best are tried too, one by one.  A choice holds until links or work change: the differences are useless then.
 """
 
 import math
@@ -18,27 +18,27 @@ from ds_hybridep.adaptive.options import Job, Option
 from ds_hybridep.plan.planner import TIE
 from ds_hybridep.plan.stream_model import TERM_WORDS, StepPrediction
 
-MOST_CHANGES = 6  # of plan in one choice
-RETURNS = 3  # so many of them only go back to what has run
+MOST_CHANGES = 6  # changes of plan in one choice, at most
+RETURNS = 3  # the last changes of a choice, which may only go back to an option that has run
 THRESHOLD = 0.03  # share of a step that another option must save
 HOPE = 0.1  # share of a step by which an option that has not run may be faster than expected
-CHANGE = 0.2  # of the tokens of a call, from which on it is other work
-CHANGED_STEP = 0.2  # share of a step by which other links must change it to bring a new choice
-LEAST_HORIZON = 100  # steps that a choice is expected to last, and in which a change must be worth its time
+CHANGE = 0.2  # share by which the tokens of a call must change to count as other work
+CHANGED_STEP = 0.2  # share by which new links must change a step to start a new choice
+LEAST_HORIZON = 100  # steps that a choice is expected to last at least; a change must pay off in them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The option to run next, which is the present one where the choice is over."""
+    """The option to run next; it is the current one when the choice is over."""
 
     best: Option
-    expected_s: float  # of a step, with its share of the change to it
+    expected_s: float  # of a step, with its share of the time that the change takes
     runner_up: Option | None
     runner_up_s: float | None
     reason: str
 
     def describe(self) -> str:
-        """Why, in one line."""
+        """The reason, in one line."""
         text = f"{self.expected_s:.4g} s a step expected, {self.reason}"
         return (
             text if self.runner_up is None else f"{text}; runner-up {self.runner_up.label}, {self.runner_up_s:.4g} s"
@@ -47,18 +47,18 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What is known of a job when its plan is looked at; `before` and `job` are links and work then and now."""
+    """What is known when a plan is looked at; `before` and `job` hold links and work at the last look and now."""
 
     step: int  # optimizer steps so far
-    step_s: float  # the median of those that were measured
+    step_s: float  # the median of the measured steps
     before: Job
     job: Job
-    was_settled: bool  # steps have changed under a plan that was to stay
-    change_s: float = 0.0  # of a change of plan, without filling replicas
-    fits: Callable[[Option], bool] = lambda option: True  # there is memory for it; asked of all but the current one
+    was_settled: bool  # the plan was settled before its steps changed
+    change_s: float = 0.0  # seconds that a change of plan takes, without filling replicas
+    fits: Callable[[Option], bool] = lambda option: True  # whether memory suffices; not asked for the current option
 
     def has_changed(self, options: Sequence[Option]) -> bool:
-        """Whether work or links are others than before, by as much as matters to one of the options."""
+        """Whether work or links have changed by enough to matter to one of the options."""
         if abs(self.job.workload.tokens_per_rank / self.before.workload.tokens_per_rank - 1) > CHANGE:
             return True
         earlier = replace(self.job, cluster=self.before.cluster)
@@ -68,17 +68,17 @@ class Look:
 
 @dataclass
 class Chooser:
-    """Chooses among options, in one choice after another.
+    """Chooses among options; a new choice starts when links or work change.
 
-    known: of each option that has run, by how much the measured step was longer than the predicted one.
+    known: for each option that has run, the measured minus the predicted seconds of a step.
     """
 
     options: tuple[Option, ...]
-    horizon: float = LEAST_HORIZON  # steps that the choice is expected to last; infinite where it is the only one
+    horizon: float = LEAST_HORIZON  # steps that the choice is expected to last; infinite if it is the only choice
     known: dict[Option, float] = field(default_factory=dict)
     changes_left: int = MOST_CHANGES
     is_open: bool = True  # the next look may change the plan
-    begin_step: int | None = None  # since which links and work are what they are; None before the first choice
+    begin_step: int | None = None  # when links or work last changed; None before the first choice
     choice: Choice | None = None  # the last one
 
     def look(self, current: Option, look: Look) -> tuple[Option, bool]:
@@ -87,16 +87,16 @@ class Chooser:
         if is_first or look.has_changed((current, self.options[0])):
             self.begin(look.step)
         elif not self.is_open:
-            # Steps have changed, links and work have not; a few more steps tell whether the work has.
+            # Steps have changed, but links and work measured the same.  A few more steps show if the work has changed.
             return current, not look.was_settled
-        # After a change nobody knows whether the measured steps are of now or of before.
+        # Right after a change, the measured steps may be from before it.
         if is_first or self.begin_step != look.step:
             self.note(current, look.job.predict(current).step_s, look.step_s)
         self.choice = self.choose(current, look)
         return self.choice.best, not self.is_open
 
     def begin(self, step: int) -> None:
-        """Links or work are others: choose anew.  They are expected to last as long as those before did."""
+        """Start a new choice after links or work have changed.  It should last as long as the one before did."""
         if math.isfinite(self.horizon):
             lasted_steps = 0 if self.begin_step is None else step - self.begin_step
             self.horizon = max(lasted_steps, LEAST_HORIZON)
@@ -104,7 +104,7 @@ class Chooser:
         self.changes_left, self.is_open, self.begin_step = MOST_CHANGES, True, step
 
     def note(self, option: Option, predicted_s: float, measured_s: float) -> None:
-        """`option` ran at `measured_s` a step; where it ran before, the mean of both counts."""
+        """Note that `option` took `measured_s` a step.  If it ran before, the mean of both differences counts."""
         difference_s = measured_s - predicted_s
         self.known[option] = (self.known.get(option, difference_s) + difference_s) / 2
 
@@ -113,7 +113,7 @@ class Chooser:
         job, change_s, fits = look.job, look.change_s, look.fits
         predictions = {one: job.predict(one) for one in self.options if one == current or fits(one)}
         expected = {current: self._expected_s(current, predictions[current].step_s)}
-        # What counts is the step with the change there, and for an option that may disappoint, the way back.
+        # The worth of an option includes the change to it, and for one that has not run, also the change back.
         worth = dict(expected)
         for option in predictions:
             if option == current:
@@ -144,16 +144,16 @@ class Chooser:
         )
 
     def _expected_s(self, option: Option, predicted_s: float) -> float:
-        """Seconds of a step; a difference below zero must not make a step of nothing out of a short one."""
+        """Expected seconds of a step; a difference below zero must not bring them near or below zero."""
         if not self.known:
             return predicted_s
-        # Of the options that ran, `option` itself is most like it.
+        # If `option` itself has run, it is the most similar one.
         like = min(self.known, key=lambda other: option.settings_other_than(other))
         return max(predicted_s + self.known[like], 0.1 * predicted_s)
 
 
 def _why(best: Option, other: Option | None, predictions: Mapping[Option, StepPrediction]) -> str:
-    """The term on which `best` is predicted to save most."""
+    """Names the term on which `best` is predicted to save most against `other`."""
     if other is None:
         return "the only option"
     ours, theirs = predictions[best].terms.as_dict(), predictions[other].terms.as_dict()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The links of a running job: given, or measured at its start; measured again by short bursts.
+"""The links of a running job.  They are given or measured at its start, and measured again by short bursts.
 
-Transfers of training are no measure: they wait for the slower of two ranks, and DeepSpeed's are not ours to see.
+Transfers of training cannot measure links: they wait for the slower of two ranks, and DeepSpeed's are not visible.
 """
 
 import hashlib
@@ -18,17 +18,17 @@ from ds_hybridep.plan.costs import ranks_below
 from ds_hybridep.plan.summary import level_settings
 from ds_hybridep.transport.channels import Transport
 
-PROBE_LIMIT_S = 2.0  # of the links at start-up
-CHANGE = 0.2  # of a rate, from which on it is another one
+PROBE_LIMIT_S = 2.0  # for measuring all links at start-up
+CHANGE = 0.2  # share by which a rate must differ to count as changed
 LEAST_BURST_BYTES, MOST_BURST_BYTES = 1 << 15, 1 << 26
-GROWTH = 4  # of a burst that was too short
-LEAST_BURST_S = 0.02  # a shaper lets about a millisecond pass at once, and other processes take as many
+GROWTH = 4  # factor by which a burst grows that was too short
+LEAST_BURST_S = 0.02  # a shaper lets about a millisecond pass at once, and other processes take about as long
 LEAST_BURST_LATENCIES = 8  # a connection takes a few round trips to get up to speed
-REPETITIONS = 4  # of a burst that says that the link has changed
+REPETITIONS = 4  # bursts in all, once one of them says that the link has changed
 
 
 class JobLinks:
-    """What is known of the links; all ranks must make the same calls, with nothing else under way."""
+    """The known links of a job.  All ranks must make the same calls, while no other transfer runs."""
 
     def __init__(self, config: HybridEPConfig, transport: Transport, device: torch.device) -> None:
         self.probe = LinkProbe(transport, device)
@@ -44,11 +44,11 @@ class JobLinks:
         self.cluster = Cluster(tuple(levels))
 
     def record(self) -> list[dict[str, Any]]:
-        """Each level as in a block."""
+        """The levels as they would stand in a "hybridep" block."""
         return [level_settings(level) for level in self.cluster.levels]
 
     def measure(self) -> None:
-        """Look at all links again.  A rate that is about what it was stays."""
+        """Measure all links again.  A known rate stays if the new one differs by no more than CHANGE."""
         levels = []
         for index, level in enumerate(self.cluster.levels):
             known = level.link.bandwidth_bytes_per_s
@@ -62,8 +62,8 @@ class JobLinks:
     def _burst_rate(self, level: int, latency_s: float, known: float) -> float:
         """Bytes per second of the slowest uplink of a level, by bursts that grow until they take long enough.
 
-        The first is short, for the link may have become much slower.  What else a machine does can only make a burst
-        slower: of several the fastest counts.
+        The first burst is short, because the link may have become much slower.  Other work on a machine can only make
+        a burst slower, so the fastest of several counts.
         """
         least_s, below = max(LEAST_BURST_S, LEAST_BURST_LATENCIES * latency_s), ranks_below(self.cluster)[level]
         num_bytes = min(max(int(known * least_s / below / GROWTH), LEAST_BURST_BYTES), MOST_BURST_BYTES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured of a job when its plan is looked at: links, work and memory."""
+"""Measures links, work and memory of a job when its plan is looked at."""
 
 import math
 import resource
@@ -21,11 +21,11 @@ from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.streams import streams_of
 
-ROOM_SHARE = 0.9  # of the memory that is free; packets and other buffers of the moment need some
+ROOM_SHARE = 0.9  # of the free memory; packets and other short-lived buffers need the rest
 
 
 class RunningPlan(Protocol):
-    """What a planner reads of the runtime; `codec_s` is of this plan, all else goes on from plan to plan."""
+    """What a planner reads from the runtime; `codec_s` starts at 0 with each plan, the rest continues."""
 
     transport: Transport
     layer_stats: dict[str, LayerStats]
@@ -38,15 +38,15 @@ class RunningPlan(Protocol):
 
 @dataclass
 class LayerWatch:
-    """Counts what goes into one MoE layer, whoever serves it; a forward pre-hook of the layer."""
+    """Forward pre-hook of one MoE layer: counts its calls and tokens, also while DeepSpeed serves it."""
 
     calls: int = 0
     tokens: int = 0
     recomputed: int = 0
-    begin_s: float | None = None  # of the first call in this optimizer step
+    begin_s: float | None = None  # when the first call of this optimizer step began
 
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Before a forward of the layer; evaluations are not counted."""
+        """Counts one forward of the layer.  Evaluations are not counted."""
         if not layer.training or not inputs:
             return
         if self.begin_s is None:
@@ -59,28 +59,28 @@ class LayerWatch:
 
 
 class JobMeter:
-    """Keeps what is known of a job; all ranks must make the same calls, with nothing else under way."""
+    """Keeps what is known of a job.  All ranks must make the same calls, while no other transfer runs."""
 
     def __init__(
         self, links: JobLinks, job: Job, num_layers: int, micro_steps: Callable[[], int], device: torch.device
     ) -> None:
         self.job = job
         self.watches = tuple(LayerWatch() for _ in range(num_layers))
-        self.memory = (math.inf, 0.0)  # free bytes of the fullest rank, and what a step takes of them for a while
+        self.memory = (math.inf, 0.0)  # free bytes of the fullest rank, and bytes that a step needs temporarily
         self.begin_s = self.end_s = 0.0  # of the last optimizer step
         self._links, self._micro_steps, self._device = links, micro_steps, device
-        self._counted = [0] * 5  # by `_totals`, at the last look
+        self._counted = [0] * 5  # result of `_totals` at the last look
         self._begin_step, self._begin_exposed_s, self._begin_sent = 0, dict[str, float](), dict[tuple[int, str], int]()
 
     def begin(self, runtime: RunningPlan, step: int) -> None:
-        """Another plan runs from here, after so many steps."""
+        """Another plan starts here, after `step` optimizer steps."""
         traffic = runtime.transport.traffic
         self._counted = self._totals(runtime)
         self._begin_step = step
         self._begin_exposed_s, self._begin_sent = dict(traffic.exposed_s), dict(traffic.sent_bytes)
 
     def since_begin(self, runtime: RunningPlan, step: int) -> dict[str, Any]:
-        """What this rank did per step of the plan: seconds waited, seconds of codecs, bytes of its uplinks."""
+        """Per step of the plan on this rank: seconds waited, seconds in codecs, and bytes over its uplinks."""
         traffic, below = runtime.transport.traffic, ranks_below(self.job.cluster)
         steps = max(step - self._begin_step, 1)
         sent: list[dict[str, float]] = [{} for _ in below]
@@ -90,7 +90,7 @@ class JobMeter:
         return {"waited_s": waited, "codec_s": runtime.codec_s / steps, "uplink_bytes": sent}
 
     def begin_step(self) -> None:
-        """Call before the optimizer.  A step begins with its first layer: what a script does between is not its."""
+        """Call before the optimizer.  A step begins at its first layer, without the script's work between steps."""
         begins = [watch.begin_s for watch in self.watches if watch.begin_s is not None]
         self.begin_s = min(begins, default=time.perf_counter())
         for watch in self.watches:
@@ -103,15 +103,15 @@ class JobMeter:
         return self.end_s - self.begin_s
 
     def measure(self, runtime: RunningPlan, option: Option | None, step_s: float | None) -> float | None:
-        """Bring `job` and `memory` up to date.  Returns `step_s` of rank 0; None where no layer has trained.
+        """Update `job` and `memory`.  Returns `step_s` of rank 0; None if that is None or no layer has trained.
 
-        option: has run since `begin` or the last call.
+        option: the option that has run since `begin` or the last call.
         """
         before, self._counted = self._counted, self._totals(runtime)
         own = [now - earlier for now, earlier in zip(self._counted, before, strict=True)]
         memory = memory_left(self._device, self._links.num_neighbours)
         table = self._links.probe.table([step_s or -1.0, *memory, *own])
-        # Later on, plans and their changes are in what steps have taken for a while.
+        # Temporary bytes are taken from the first look: later peaks also contain plans and their changes.
         self.memory = min(row[1] for row in table), self.memory[1] or max(row[2] for row in table)
         calls, tokens, recomputed, rows, row_calls = (sum(column) for column in list(zip(*table, strict=True))[3:])
         if not calls or table[0][0] < 0:
@@ -132,7 +132,7 @@ class JobMeter:
         return table[0][0]
 
     def _totals(self, runtime: RunningPlan) -> list[int]:
-        """Calls of layers on this rank, their tokens and recomputations; rows sent, and the calls that sent them."""
+        """On this rank: calls of layers, their tokens, recomputations, rows sent, and the calls that sent rows."""
         counts = [[watch.calls, watch.tokens, watch.recomputed, 0, 0] for watch in self.watches]
         counts += [[0, 0, 0, one.rows_sent, one.calls] for one in runtime.layer_stats.values()]
         return [sum(column) for column in zip(*counts, strict=True)]
@@ -145,9 +145,9 @@ class JobMeter:
 
 
 def memory_left(device: torch.device, num_neighbours: int) -> tuple[float, float]:
-    """Bytes that this rank may still take, and by how many more than now it has had at most.
+    """Bytes that this rank may still take, and the bytes by which its peak was above what it holds now.
 
-    num_neighbours: ranks on this host, which share its memory; a GPU is taken to be of one rank alone.
+    num_neighbours: ranks on this host, which share its memory.  A GPU is assumed to belong to one rank.
     """
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
@@ -160,7 +160,7 @@ def memory_left(device: torch.device, num_neighbours: int) -> tuple[float, float
 
 
 def _left_in_container(folder: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes below this process's memory limit, files read long ago not counted; infinite where there is no limit."""
+    """Bytes left below the container's memory limit; inactive file cache counts as free.  Infinite without a limit."""
     try:
         limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
         if limit == "max":

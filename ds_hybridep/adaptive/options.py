@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way that the settings of a running job leave open, and what a step of it is predicted to take."""
+"""The options that the settings of a running job leave open, and the predicted step of each."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ TokenExchange = Literal["direct", "hierarchical", "deepspeed", "auto"]
 
 @dataclass(frozen=True)
 class Option:
-    """All that can be changed while a job runs; `layout` is what the stream model takes it for."""
+    """Everything that can change while a job runs; `layout` describes it to the stream model."""
 
     config: HybridEPConfig
     layout: Layout
@@ -31,12 +31,12 @@ class Option:
 
     @property
     def is_lossy(self) -> bool:
-        """True where something that travels is not exact."""
+        """True if some level has a codec for experts other than the exact default."""
         return any(settings_of(self.config)[1])
 
     @property
     def label(self) -> str:
-        """Short, for people; different for different options."""
+        """A short text for people; different options have different labels."""
         sizes, codecs, exchange, *_ = settings_of(self.config)
         names = ["/".join(dict.fromkeys(map(describe_codec, pair))) for pair in codecs if pair]
         text = " ".join(["[" + ",".join(map(str, sizes)) + "]", *names])
@@ -44,7 +44,7 @@ class Option:
 
 
 def settings_of(config: HybridEPConfig) -> tuple[Any, ...]:
-    """Domain sizes, codecs of experts (None for exact), the way of tokens, and what no option changes."""
+    """Domain sizes, codecs of experts (None for exact), the token exchange, and settings that no option changes."""
     pairs = [(level.weight_codec, level.gradient_codec) for level in config.levels]
     codecs = tuple(None if pair == (IDENTITY, IDENTITY) else pair for pair in pairs)
     of_dense = tuple(
@@ -63,12 +63,12 @@ def open_options(
     token_codecs: Sequence[CodecCost],
     dense_codecs: Mapping[CodecConfig, CodecCost] | None = None,
 ) -> tuple[Option, ...]:
-    """Every option that settings leave open, each once; the first is what DeepSpeed does, as far as that is open.
+    """Every option that the settings leave open, once.  The first is as close to DeepSpeed as the settings allow.
 
     spans: positions of the expert-parallel group at each level.
-    codecs: all but the exact default that may be used; none where nothing travels encoded.
-    token_codecs: of each level; without effect where tokens are left to DeepSpeed.
-    dense_codecs: of dense parameters; by default the same.
+    codecs: every codec that may be used except the exact default; empty if expert packets are never encoded.
+    token_codecs: one for each level; they have no effect where DeepSpeed sends the tokens.
+    dense_codecs: the same for dense parameters; `codecs` by default.
     """
     exchange = config.token_exchange
     exchanges: tuple[TokenExchange, ...] = ("deepspeed", "direct", "hierarchical") if exchange == AUTO else (exchange,)
@@ -79,7 +79,7 @@ def open_options(
     options = []
     for domain_sizes in itertools.product(*sizes):
         levels = [_settings_at(*pair, config, codecs) for pair in zip(config.levels, domain_sizes, strict=True)]
-        # Level by level is another way only where tokens cross several levels; DeepSpeed's exchange knows no domains.
+        # "hierarchical" differs from "direct" only where tokens cross several levels.  DeepSpeed knows no domains.
         is_nested = sum(span > size for span, size in zip(spans, domain_sizes, strict=True)) > 1
         is_possible = {"direct": True, "hierarchical": is_nested or len(exchanges) == 1}
         is_possible["deepspeed"] = max(domain_sizes) == 1
@@ -94,9 +94,9 @@ def open_options(
 def _settings_at(
     level: LevelConfig, domain_size: int, config: HybridEPConfig, codecs: Mapping[CodecConfig, CodecCost]
 ) -> list[LevelConfig]:
-    """A level with all codecs that may be taken there."""
+    """The level once for each choice of codecs that it may have."""
 
-    # Without domains over a level, sums of what its sides hold alike cross it.
+    # Without domains over a level, sums of the parameters that several of its children hold still cross it.
     is_crossed = domain_size > 1 or (level.size > 1 and config.dense_sync == "hierarchical")
 
     def choices(codec: CodecConfig) -> list[CodecConfig]:
@@ -105,9 +105,9 @@ def _settings_at(
         return [codec if codecs or domain_size == 1 else IDENTITY]
 
     pairs = list(itertools.product(choices(level.weight_codec), choices(level.gradient_codec)))
-    if AUTO_CODEC == level.weight_codec == level.gradient_codec:  # they go together
+    if AUTO_CODEC == level.weight_codec == level.gradient_codec:  # both get the same codec
         pairs = [pair for pair in pairs if pair[0] == pair[1]]
-    # Dense parameters keep theirs, also where experts have nothing that travels.
+    # Dense parameters keep their codecs, also where nothing of the experts crosses the level.
     kinds = {
         "dense_weight_codec": level.all_codecs.dense_weight,
         "dense_gradient_codec": level.all_codecs.dense_gradient,
@@ -127,7 +127,7 @@ def _layout_of(
     costs: tuple[Mapping[CodecConfig, CodecCost], Mapping[CodecConfig, CodecCost]],
     token_codecs: Sequence[CodecCost],
 ) -> Layout:
-    """costs: of experts, and of dense parameters."""
+    """costs: those of codecs for experts, then those of codecs for dense parameters."""
     levels = []
     for level, token in zip(config.levels, token_codecs, strict=True):
         of_experts, of_dense = costs
@@ -154,7 +154,7 @@ def _layout_of(
 
 @dataclass(frozen=True)
 class Job:
-    """What an option is priced for; links and workload as measured last."""
+    """What predictions start from; links and workload are those measured last."""
 
     cluster: Cluster
     workload: Workload
@@ -170,7 +170,7 @@ class Job:
         return memory_of(self.cluster, option.layout, self.workload)
 
     def filling_s(self, option: Option) -> float:
-        """Seconds in which replicas are filled, exactly, over levels where later steps send less."""
+        """Seconds to fill replicas with exact weights over the levels where later steps send less."""
         layout = option.layout
         is_encoded = [codecs.weight.is_lossy for codecs in layout.codecs]
         if not any(is_encoded):

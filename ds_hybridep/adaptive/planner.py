@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans a running job: one choice after a short warm-up, and a new one when links or work have changed lastingly.
+"""Plans a running job: one choice after a short warm-up, and a new one after a lasting change of links or work.
 
-    attach    links, experts and codecs are measured; the job begins as DeepSpeed has it
-    choice    every option is priced, the best one runs for a few steps and is measured, and so on until one stays
-    watch     steps that become longer or shorter bring a look: links are measured; where they are others, or the
-              tokens of a call are, what was learnt is forgotten and there is a new choice
+    attach    links, experts and codecs are measured; the job begins as DeepSpeed would run it
+    choice    the step of every option is predicted; the best option runs a few steps and is measured, until one stays
+    watch     steps that become longer or shorter trigger a look, which measures the links; if links or the tokens of
+              a call have changed, earlier measurements are forgotten and a new choice starts
 
-Looks are made right before the optimizer.  Rank 0 decides and tells the others, so that ranks cannot differ.
+A look happens right before the optimizer.  Rank 0 decides and tells the others, so all ranks have the same plan.
 """
 
 import json
@@ -43,15 +43,15 @@ from ds_hybridep.version import __version__
 
 log = logging.getLogger(__name__)
 
-PATCH_BYTES_PER_S = 1e9  # assumed of a CPU, to encode and to decode
+PATCH_BYTES_PER_S = 1e9  # assumed speed of a CPU, to encode and to decode
 
 
 class JobPlanner:
     """The plan of one attached model; all ranks must make the same calls at the same steps.
 
-    workload: before any step was counted; `micro_steps` of an optimizer step are asked for each time.
-
-    Raises UnsupportedError where layers have different expert-parallel groups, AgreementError where ranks
+    workload: the estimate before any step is measured.
+    micro_steps: returns the micro-steps of an optimizer step; called at each look.
+    Raises UnsupportedError if layers differ in expert-parallel group or number of experts, AgreementError if ranks
     differ or one fails.
     """
 
@@ -100,11 +100,11 @@ class JobPlanner:
         self._meter = JobMeter(self._links, job, len(specs), micro_steps, device)
         self._config = config
         self._chooser = Chooser(options, LEAST_HORIZON if config.advanced.replan else math.inf)
-        self.current: Option | None = options[0]  # None while settings given by hand are none of the options
+        self.current: Option | None = options[0]  # None while settings given by hand match no option
         self.start_config, self.watches = options[0].config, self._meter.watches
         self._num_steps = 0
-        self._next: HybridEPConfig | None = None  # chosen and not carried out yet
-        self._change_s = 0.0  # that the last change of plan took, without filling replicas
+        self._next: HybridEPConfig | None = None  # chosen, but not applied yet
+        self._change_s = 0.0  # seconds that the last change of plan took, without filling replicas
         self._watch, self._pulse = StepWatch(), Pulse(self._transport)
 
     @property
@@ -113,7 +113,7 @@ class JobPlanner:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing changes until links or work do.  Equal on all ranks."""
+        """True if no choice of a plan is under way.  Equal on all ranks."""
         return self._watch.mode != "trial"
 
     @property
@@ -125,7 +125,7 @@ class JobPlanner:
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
     def before_step(self, runtime: RunningPlan) -> HybridEPConfig | None:
-        """Call when gradients are complete.  Returns the settings to go on with after this step; None: as before."""
+        """Call when gradients are complete.  Returns the settings to use after this step, or None to keep them."""
         entry_s = time.perf_counter()
         self._meter.begin_step()
         self._num_steps += 1
@@ -140,8 +140,8 @@ class JobPlanner:
             self._pulse.send(is_due)
 
     def follow(self, config: HybridEPConfig, runtime: RunningPlan, reason: str) -> None:
-        """Other settings have taken over.  Planning ends where they are none of the options."""
-        if config is self._next:  # else somebody else wanted it, at any time
+        """Call when other settings have taken over.  Planning stops if they match no option."""
+        if config is self._next:  # else the change was not the planner's and may have come at any time
             self._change_s = time.perf_counter() - self._meter.end_s
         before, is_off = self._label, self._watch.mode == "off"
         wanted = settings_of(config.model_copy(update={"token_exchange": runtime.token_exchange}))
@@ -152,17 +152,17 @@ class JobPlanner:
             self.hold()
 
     def choose_anew(self, runtime: RunningPlan) -> None:
-        """Forget what was learnt, and choose after the next few steps; all ranks must call between two steps."""
+        """Forget what was measured and choose again after a few steps.  All ranks must call this between two steps."""
         self._chooser.is_open, self._chooser.begin_step = True, None
         self._begin_trial(runtime)
 
     def hold(self) -> None:
-        """Keep the plan, until `choose_anew`; all ranks must call."""
+        """Keep the plan until `choose_anew`.  All ranks must call this."""
         self._watch.mode = "off"
 
     def _begin_trial(self, runtime: RunningPlan) -> None:
-        self._watch.try_plan(skipped=1)  # the first step ships all weights and makes connections
-        self._pulse.take()  # it told of steps before
+        self._watch.try_plan(skipped=1)  # the first step sends all weights and makes connections
+        self._pulse.take()  # drop the bit, which is about earlier steps
         self._meter.begin(runtime, self._num_steps)
 
     def _look(self, runtime: RunningPlan) -> HybridEPConfig | None:
@@ -194,9 +194,9 @@ class JobPlanner:
     # -- checkpoints and records ------------------------------------------------------------------------------------
 
     def recall(self, path: Path) -> HybridEPConfig | None:
-        """The settings in the file that rank 0 wrote beside a checkpoint, if they are others than now.
+        """The settings in the file that rank 0 wrote beside a checkpoint; None if they are the current ones.
 
-        All ranks must call; only rank 0 reads.
+        All ranks must call this; only rank 0 reads the file.
         """
         label = _plan_in(path) if self._transport.rank == 0 else None
         index = next((i for i, option in enumerate(self._chooser.options) if option.label == label), -1)
@@ -217,7 +217,7 @@ class JobPlanner:
         )
 
     def record(self, runtime: RunningPlan) -> dict[str, Any]:
-        """The plan, what was predicted of it and what was measured; JSON-able.  Complete on rank 0 only."""
+        """The plan, its predictions and its measurements as JSON values.  Complete on rank 0 only."""
         job, option, choice, prediction = self._meter.job, self.current, self._chooser.choice, None
         if option is not None:
             predicted = job.predict(option)
@@ -241,12 +241,12 @@ class JobPlanner:
         }
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         self._transport.close()
 
 
 def assumed_patch(workload: Workload) -> CodecCost:
-    """What changes of weights cost; 16-bit ones alone are patched, others travel as they are."""
+    """The assumed cost of patches.  Only 16-bit weights are patched; others are sent as they are."""
     if workload.param_bytes != PATCHED_BYTES:
         return replace(EXACT_COST, name="patch")
     estimate = patch_cost(workload.learning_rate)
@@ -254,7 +254,7 @@ def assumed_patch(workload: Workload) -> CodecCost:
 
 
 def _codecs_in_use(config: HybridEPConfig) -> list[CodecConfig]:
-    """Every codec but the exact default that may be used, once."""
+    """Every codec that may be used, once, except the exact default."""
     fixed = [codec for level in config.levels for codec in level.all_codecs]
     return [codec for codec in dict.fromkeys([*config.auto_codecs, *fixed]) if codec not in (IDENTITY, AUTO_CODEC)]
 
@@ -272,7 +272,7 @@ def _same_of_all(specs: Sequence[LayerSpec]) -> LayerSpec:
 
 
 def _plan_in(path: Path) -> str | None:
-    """The plan in the file beside a checkpoint; None where it cannot be read, or the plan was made by hand."""
+    """The plan in the file beside a checkpoint; None if it cannot be read or the settings were given by hand."""
     if not path.is_file():
         return None
     try:

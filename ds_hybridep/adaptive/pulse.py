@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When to look at the plan: rank 0 watches its steps, and tells all ranks without making them wait.
+"""Decides when to look at the plan: rank 0 watches its steps, and tells all ranks without making them wait.
 
-Its verdict travels as one bit while the next step computes, and all ranks read it before that step's optimizer.
+Rank 0 sends its verdict as one bit during the next step.  All ranks read the bit before that step's optimizer.
 """
 
 import statistics
@@ -11,36 +11,36 @@ import torch
 
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
 
-WARM_UP_STEPS = 2  # not measured: first calls, connections that are slow to start
-TRIAL_STEPS = 3  # measured before anything is said of a plan
-WINDOW = 9  # steps that say what is usual
+WARM_UP_STEPS = 2  # not measured: first calls and new connections are slow
+TRIAL_STEPS = 3  # measured before a plan is judged
+WINDOW = 9  # steps whose median is the usual step
 FAR, NEAR = 1.6, 1.25  # a step longer or shorter by the first factor, or two in a row by the second, is a change
 
 
 class StepWatch:
     """Says when it is time to look at the plan.
 
-    While a plan is on "trial" that is after TRIAL_STEPS steps; once it is "settled", when steps are no longer what
-    they were in its first WINDOW steps; never while the watch is "off".
+    For a plan on "trial", that is after TRIAL_STEPS steps.  For a "settled" plan, it is when steps differ from those
+    of its first WINDOW steps.  A watch that is "off" never says so.
     """
 
     def __init__(self) -> None:
         self.try_plan(WARM_UP_STEPS)
 
     def try_plan(self, skipped: int = 0) -> None:
-        """Measure the steps to come, but for the first `skipped`."""
+        """Measure the coming steps, except the first `skipped`."""
         self.mode: Literal["trial", "settled", "off"] = "trial"
         self._steps: list[float] = []
         self._skipped = skipped
-        self._before = 1.0  # the last step over the usual one
+        self._before = 1.0  # the last step divided by the usual one
 
     @property
     def step_s(self) -> float | None:
-        """The median of the steps that say what is usual; None where there is none yet."""
+        """The usual step: the median of the steps kept so far; None before the first."""
         return statistics.median(self._steps) if self._steps else None
 
     def note(self, step_s: float) -> bool:
-        """One step took `step_s`.  True: look at the plan."""
+        """Note that a step took `step_s`.  Returns True if it is time to look at the plan."""
         if self._skipped > 0:
             self._skipped -= 1
             return False
@@ -51,7 +51,7 @@ class StepWatch:
         now, before = step_s / usual_s, self._before
         is_longer, is_shorter = min(now, before) > NEAR, max(now, before) < 1 / NEAR
         if is_longer or is_shorter or not 1 / FAR < now < FAR:
-            self._steps, self._before = [step_s], 1.0  # the first of those that are usual from now on
+            self._steps, self._before = [step_s], 1.0  # the first of the new usual steps
             return True
         if len(self._steps) < WINDOW:
             self._steps.append(step_s)
@@ -72,7 +72,7 @@ class Pulse:
         self._transfer: Transfer | None = None
 
     def send(self, is_set: bool) -> None:
-        """Start the step's bit on its way; what ranks other than 0 give is not looked at.  Never blocks."""
+        """Start to send the step's bit; only rank 0's `is_set` counts.  Does not block if `take` was called before."""
         self.take()
         if self._is_source:
             self._value = torch.tensor([is_set], dtype=torch.uint8)
@@ -82,7 +82,7 @@ class Pulse:
             self._transfer = self._channel.start(sends, receives, Purpose("control", "notice to look at the plan"))
 
     def take(self) -> bool:
-        """The bit that was sent last, once.  Raises CommunicationError where it did not come in time."""
+        """The bit sent last, only once: then False.  Raises CommunicationError if it did not arrive in time."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()

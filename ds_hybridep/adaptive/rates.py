@@ -25,14 +25,14 @@ TIMINGS = 3
 
 
 def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rates:
-    """Speed of an expert in FLOP/s, forward and backward, and seconds of a call; of all ranks, which must call."""
+    """FLOP/s of an expert, forward and backward, and seconds of a call: means over all ranks, which must all call."""
     probe.table([0.0])
     few_s, many_s = (_expert_s(spec, rows) for rows in EXPERT_ROWS)
     few, many = EXPERT_ROWS
     few_s, many_s = _means(probe, few_s, many_s)
     row_s = max(many_s - few_s, 1e-9) / (many - few)
     call_s = max(few_s - few * row_s, 0.0) / 3.0  # a backward takes twice as long as a forward
-    latency_s = cluster.levels[-1].link.latency_s or 0.0  # what a message is taken to cost the host
+    latency_s = cluster.levels[-1].link.latency_s or 0.0  # what a message is assumed to cost the host
     return Rates(
         flops_per_s=6.0 * expert_params(spec) / row_s,
         expert_call_s=call_s,
@@ -44,7 +44,7 @@ def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rate
 
 
 def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernels: Mode) -> CodecCost:
-    """Sizes and speed of a codec, measured on one layer's experts; the mean over all ranks, which must all call."""
+    """Sizes and speed of a codec on one layer's experts: the mean over all ranks, which must all call."""
     codec = make_codec(config, kernels=kernels)
     parts = tuple(
         PacketPart(piece.name, piece.shape, spec.num_local)
@@ -97,7 +97,7 @@ def _expert_s(spec: LayerSpec, rows: int) -> float:
             begin_s = time.perf_counter()
             x = values.clone().requires_grad_()
             output = spec.call(expert, {}, x, [rows] * num_experts)
-            # autograd.grad: no hook of DeepSpeed on a parameter's gradient may run.
+            # autograd.grad, because DeepSpeed's hooks on gradients of parameters must not run.
             torch.autograd.grad(output.sum(), [x, *parameters], allow_unused=True)
             streams.synchronize()
             timings.append(time.perf_counter() - begin_s)

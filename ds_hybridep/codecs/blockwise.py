@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """int8, int4 and int2: blocks of consecutive elements share a scale, elements become 8, 4 or 2 bits.
 
-Payload of a tensor of L elements: the scales of ceil(L / block) blocks as bf16, then the codes, lowest bits first.
+The payload of a tensor of L elements: the scales of ceil(L / block) blocks as bf16, then the codes, lowest bits first.
 The last block may be short.  Values, with the block's scale s:
 
     bits  codes       values                     scale
@@ -11,7 +11,7 @@ The last block may be short.  Values, with the block's scale s:
 
 A scale below the smallest normal number counts as 0, so that processors which flush subnormal numbers agree.
 
-Sums are made by halving: x[:h] + x[h:] until one number is left.  That order is the same in every language.
+Sums are computed by halving: x[:h] + x[h:] until one number is left.  That order is the same in every language.
 """
 
 from dataclasses import dataclass
@@ -47,20 +47,20 @@ def to_blocks(x: Tensor, block: int) -> Tensor:
 
 
 def to_bf16(x: Tensor) -> Tensor:
-    """Scales fp32 -> bf16, and 0 where they are subnormal."""
+    """Convert scales fp32 -> bf16; subnormal ones become 0."""
     rounded = x.to(torch.bfloat16)
     return torch.where(rounded < SMALLEST_NORMAL, 0.0, rounded)
 
 
 def to_bf16_up(x: Tensor) -> Tensor:
-    """Scales fp32 -> bf16 rounded up, and 0 where they are subnormal."""
-    # Adding all that is cut off carries into the kept bits wherever it is not zero.
+    """Convert scales fp32 -> bf16, rounded up; subnormal ones become 0."""
+    # Adding 0xFFFF carries into the kept bits unless the bits that are cut off are all zero.
     bits = (x.view(torch.int32) + 0xFFFF) & ~0xFFFF
     return to_bf16(bits.view(torch.float32))
 
 
 def quantise(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x [N, L] fp32: uint8 [N, L], one code a byte, and bf16 [N, num_blocks]."""
+    """Return codes and scales of x [N, L] fp32: uint8 [N, L], one code per byte, and bf16 [N, num_blocks]."""
     length = x.shape[-1]
     blocks = to_blocks(x, block)
     if bits in LARGEST_CODE:
@@ -76,19 +76,19 @@ def quantise(x: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
 
 
 def divisor(scales: Tensor) -> Tensor:
-    """Scales to divide by, [..., num_blocks, 1] fp32: infinite where they are 0, which makes codes of 0."""
+    """Return scales to divide by, [..., num_blocks, 1] fp32: inf in place of 0, so that quotients are 0."""
     s = scales.float()
     return torch.where(s == 0, torch.inf, s).unsqueeze(-1)
 
 
 def times_scales(levels: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Levels fp32 [N, L] times the scales bf16 [N, num_blocks] of their blocks."""
+    """Return levels fp32 [N, L] times the scales bf16 [N, num_blocks] of their blocks."""
     scaled = to_blocks(levels, block) * scales.float().unsqueeze(-1)
     return scaled.flatten(-2)[..., : levels.shape[-1]]
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [N, L], one a byte, packed to [N, ceil(L * bits / 8)], the first code in the lowest bits."""
+    """Pack codes uint8 [N, L], one per byte, to [N, ceil(L * bits / 8)], the first code in the lowest bits."""
     per_byte = 8 // bits
     if per_byte == 1:
         return codes
@@ -109,19 +109,19 @@ def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
 
 
 def quantised_bytes(length: int, bits: int, block: int) -> int:
-    """Bytes of L elements: scales and codes."""
+    """Return the bytes of L elements: scales and codes."""
     return -(-length // block) * SCALE_BYTES + -(-length * bits // 8)
 
 
 def write_quantised(x: Tensor, payload: Tensor, bits: int, block: int) -> Tensor:
-    """Quantise x [N, L] fp32 into payload [N, quantised_bytes].  Returns [N] bool: where a scale overflowed."""
+    """Quantise x [N, L] fp32 into payload [N, quantised_bytes].  Returns [N] bool: True if a scale overflowed."""
     codes, scales = quantise(x, bits, block)
     write_codes(codes, scales, payload, bits)
     return ~scales.isfinite().all(dim=-1)
 
 
 def write_codes(codes: Tensor, scales: Tensor, payload: Tensor, bits: int) -> None:
-    """Lay out codes uint8 [N, L], one a byte, and scales bf16 [N, num_blocks] in payload [N, quantised_bytes]."""
+    """Write codes uint8 [N, L], one per byte, and scales bf16 [N, num_blocks] to payload [N, quantised_bytes]."""
     scale_bytes = scales.shape[-1] * SCALE_BYTES
     payload[:, :scale_bytes] = scales.view(torch.uint8)
     payload[:, scale_bytes:] = pack(codes, bits)
@@ -135,7 +135,7 @@ def read_codes(payload: Tensor, length: int, bits: int, block: int) -> tuple[Ten
 
 
 def read_quantised(payload: Tensor, length: int, bits: int, block: int) -> Tensor:
-    """Values of payload [N, quantised_bytes], fp32 [N, length]."""
+    """Return the values of payload [N, quantised_bytes], fp32 [N, length]."""
     codes, scales = read_codes(payload, length, bits, block)
     offset = LARGEST_CODE[bits] + 1 if bits in LARGEST_CODE else 1.5
     return times_scales(codes.float() - offset, scales, block)
@@ -145,13 +145,13 @@ def read_quantised(payload: Tensor, length: int, bits: int, block: int) -> Tenso
 class Blockwise(Codec):
     """Quantisation to `bits` bits with one scale for each `block` elements.
 
-    Error, with a the largest and m the mean magnitude of a block of B elements, s the scale, bf16 rounding included:
+    Error of a block of B elements with the largest magnitude a and the scale s, bf16 rounding included:
 
         8 bits  at most s / 2 per element, s <= a / 127 * (1 + 2^-7)
         4 bits  at most s / 2 per element, s <= a / 7 * (1 + 2^-7)
         2 bits  sum of squares at most (1 - 0.8 / B) of the block's
 
-    2 bits let error feedback converge; for normal numbers they leave 12%.
+    So error feedback converges with 2 bits too; of normally distributed numbers, they leave 12%.
     """
 
     codec_id: ClassVar[int] = 1

@@ -16,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Identity(Codec):
     """Elements as they are, rounded to `dtype`.  Error: none in fp32; else half a unit in the last place.
 
-    Ships values.  As the codec of a mirrored delta it is not exact, since mirror + (weight - mirror) rounds.
+    It sends values.  As the codec of a mirror it is not exact, because mirror + (weight - mirror) rounds.
     """
 
     codec_id: ClassVar[int] = 0
@@ -28,7 +28,7 @@ class Identity(Codec):
         return round_up(rows * cols * DTYPES[self.dtype].itemsize)
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
-        """What overflows fp16 counts as not finite."""
+        """Encode; elements that overflow fp16 count as not finite."""
         values = x.flatten(1).to(DTYPES[self.dtype])
         num_bytes = values.shape[1] * values.element_size()
         payload[:, :num_bytes] = values.view(torch.uint8)

@@ -4,10 +4,10 @@
 A codec works on n tensors of one shape at a time (the same weight of n experts), [n, rows, cols] fp32; a vector is
 [n, 1, cols].  Encoding gives [n, packet_bytes] uint8, one packet for each tensor.
 
-Two promises carry the rest:
+The rest depends on two promises:
 
-- What a packet decodes to is a fixed sequence of fp32 operations on its bytes, each rounded by itself.  It depends on
-  nothing else: not on n, the number of threads, alignment, or whether compiled kernels are at hand.
+- A packet is decoded by a fixed sequence of fp32 operations on its bytes, each rounded by itself.  The value depends
+  on nothing else: not on n, the number of threads, alignment, or whether there are compiled kernels.
 - `decode_add` adds that value with one rounding, and `encode_update` does the same to the mirror.  So a replica that
   applies every packet once and in order equals its owner's mirror bit for bit.
 """
@@ -34,11 +34,11 @@ class CodecState:
     tensors: dict[str, Tensor] = field(default_factory=dict)  # the experts are the first dimension
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy as plain dicts, ints and tensors."""
+        """Return a copy as plain dicts, ints and tensors."""
         return {"step": self.step, "tensors": {name: tensor.clone() for name, tensor in self.tensors.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Become what `saved` was.  PacketError where that has other settings or shapes; nothing was changed."""
+        """Load a saved state.  PacketError, and no change, if it has other settings or shapes."""
         mine, other = _shapes(self.tensors), _shapes(saved["tensors"])
         if mine != other:
             raise PacketError(f"codec state is {other}, wanted {mine}; load it with the settings that saved it")
@@ -55,7 +55,7 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
 class Codec(ABC):
     """Settings of one way to encode, and the encoding itself.  Frozen: what changes is in a CodecState.
 
-    All `kernels` give the same bytes and values, but encoding of low rank may round differently.
+    All `kernels` give the same bytes and values, except that low-rank encoding may round differently.
     """
 
     kernels: Mode = field(default="auto", compare=False, repr=False)
@@ -69,38 +69,38 @@ class Codec(ABC):
     # ---- what a codec is asked ----
 
     def packet_bytes(self, rows: int, cols: int, *, step: int | None = None) -> int:
-        """Bytes of one packet at encoder step `step`, exact; without `step` the largest over all steps."""
+        """Return the exact bytes of one packet at encoder step `step`; without `step`, the most over all steps."""
         codecs = self.stages if step is None else (self.at(step),)
         return max(self._layout(rows, cols, codec).num_bytes for codec in codecs)
 
     def ratio(self, rows: int, cols: int, dtype: torch.dtype = torch.float32) -> float:
-        """Bytes of [rows, cols] in `dtype` over those of its packet, headers included, after the first steps."""
+        """Return bytes of [rows, cols] in `dtype` over those of its packet, header included, after the first steps."""
         return rows * cols * dtype.itemsize / self._layout(rows, cols, self.stages[-1]).num_bytes
 
     @property
     def stages(self) -> tuple["Codec", ...]:
-        """The codecs of the first steps and of all later ones; one where no step differs."""
+        """The codecs of the first steps and of all later ones; one codec if no step differs."""
         return (self,)
 
     def at(self, step: int) -> "Codec":
         return self
 
     def resolve(self, rows: int, cols: int) -> "Codec":
-        """The codec that really encodes this shape: this one, or the one that it leaves small tensors to."""
+        """Return the codec that really encodes this shape: this one, or its fallback for small tensors."""
         return self
 
     def new_state(self, n: int, rows: int, cols: int, *, device: torch.device | str = "cpu") -> CodecState:
-        """The state of an encoder of [n, rows, cols] that has encoded nothing yet."""
+        """Return the state of an encoder of [n, rows, cols] that has encoded nothing yet."""
         tensors: dict[str, Tensor] = {}
         for codec in self.stages:
             tensors |= codec.resolve(rows, cols).initial_tensors(n, rows, cols, torch.device(device))
         return CodecState(tensors=tensors)
 
     def encode(self, x: Tensor, state: CodecState, *, out: Tensor | None = None) -> Tensor:
-        """Packets [n, packet_bytes] uint8 of x [n, rows, cols] fp32, in `out` if given; `state` advances by one step.
+        """Return packets [n, packet_bytes] uint8 of x [n, rows, cols] fp32, in `out` if given.
 
-        A tensor with inf or nan gives a flagged packet, which decodes to nan throughout, and leaves its part of the
-        state alone.
+        Advances `state` by one step.  A tensor with inf or nan keeps its part of the state and gives a flagged packet,
+        which decodes to nan throughout.
         """
         return self._encode(Source.ENCODE, x, None, state, out)
 
@@ -118,13 +118,13 @@ class Codec(ABC):
     def encode_update(
         self, weights: Tensor, mirror: Tensor, state: CodecState, *, out: Tensor | None = None
     ) -> Tensor:
-        """Packets of weights - mirror, added to the mirror as every replica adds them.  All [n, rows, cols] fp32."""
+        """Encode weights - mirror, and add the packets to the mirror as replicas do.  All [n, rows, cols] fp32."""
         return self._encode(Source.UPDATE, weights, mirror, state, out)
 
     def encode_with_residual(
         self, x: Tensor, residual: Tensor, state: CodecState, *, out: Tensor | None = None
     ) -> Tensor:
-        """Packets of x + residual, which becomes what they leave out, or stays where a tensor has inf or nan."""
+        """Encode x + residual; the residual becomes what packets leave out.  Tensors with inf or nan keep theirs."""
         return self._encode(Source.RESIDUAL, x, residual, state, out)
 
     # ---- what a subclass says ----
@@ -135,7 +135,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
-        """Write finite x [n, rows, cols] to payload [n, payload_bytes] and update `state` except where is_bad [n].
+        """Write finite x [n, rows, cols] to payload [n, payload_bytes], and update `state` except where is_bad [n].
 
         Returns [n] bool: tensors that overflowed in the encoding.
         """
@@ -149,20 +149,20 @@ class Codec(ABC):
     ) -> Tensor | None:
         """Encode, and update `other` and `state`, in one call of a compiled kernel.
 
-        Returns [n] uint8, 1 for tensors that are not finite or overflowed; None where there is no such kernel.
+        Returns [n] uint8, 1 for tensors that are not finite or overflowed; None if there is no such kernel.
         """
         return None
 
     def initial_tensors(self, n: int, rows: int, cols: int, device: torch.device) -> dict[str, Tensor]:
-        """Tensors of the state before the first step."""
+        """Return the tensors of the state before the first step."""
         return {}
 
     def header_number(self, rows: int, cols: int) -> int:
-        """The codec's own number in the header."""
+        """Return the codec's own number in the header."""
         return 0
 
     def settings(self) -> str:
-        """Name and options in one form, for the stamp.  Options that are not in use are left out."""
+        """Return name and options as text for the stamp.  Options that are None are left out."""
         options = {item.name: getattr(self, item.name) for item in fields(self) if item.compare}
         parts = ", ".join(
             f"{name}={value.settings() if isinstance(value, Codec) else value!r}"
@@ -176,7 +176,7 @@ class Codec(ABC):
     def _encode(
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, out: Tensor | None
     ) -> Tensor:
-        """Packets of what `source` says of a and other [n, rows, cols]; then other is updated."""
+        """Encode what `source` makes of a and other [n, rows, cols], and update other."""
         n, rows, cols = require_tensors("x", a)
         if other is not None and require_tensors("mirror or residual", other) != (n, rows, cols):
             raise ValueError(f"mirror or residual: got shape {tuple(other.shape)}, wanted that of x, {tuple(a.shape)}")
@@ -196,7 +196,7 @@ class Codec(ABC):
         state.step += 1
         if is_done or other is None:
             return packets
-        # As decode_add and decode, without the checks of packets that come from elsewhere.
+        # Like decode_add and decode, without the checks that packets from elsewhere need.
         if source == Source.UPDATE:
             codec.decode_payload(payload, other, is_add=True)
             _poison(packets, other)
@@ -204,7 +204,7 @@ class Codec(ABC):
             value = torch.empty_like(x)
             codec.decode_payload(payload, value, is_add=False)
             x = x - value
-            # On an accelerator without a look, which would be a device-to-host sync.
+            # On an accelerator, looking at is_bad would be a device-to-host sync.
             keeps = a.device.type != "cpu" or bool(is_bad.any())
             other.copy_(torch.where(is_bad[:, None, None], other, x) if keeps else x)
         return packets
@@ -216,7 +216,7 @@ class Codec(ABC):
         return _poison(packets, target) if has_bad else target
 
     def _prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What `source` says of a and other, zeros in tensors that are not finite; and [n] bool, which those are."""
+        """Return what `source` makes of a and other, and [n] bool: tensors that are not finite, which become zeros."""
         kernels = self.compiled(a.device)
         if kernels is not None:
             return kernels.prepare(source, a, other)
@@ -225,7 +225,7 @@ class Codec(ABC):
         return torch.where(is_bad[:, None, None], 0.0, x), is_bad
 
     def compiled(self, device: torch.device) -> CompiledCodecs | None:
-        """Compiled kernels for tensors on `device`; None: use PyTorch."""
+        """Return compiled kernels for tensors on `device`, or None: use PyTorch."""
         return load_codec_kernels(self.kernels, device.type)
 
     # ---- checks ----
@@ -242,12 +242,12 @@ class Codec(ABC):
         return out
 
     def _open(self, packets: Tensor, name: str, target: Tensor) -> tuple["Codec", bool]:
-        """The codec that made packets of a tensor like `target`, and whether some may be flagged."""
+        """Return the codec that made packets of a tensor like `target`, and whether some may be flagged."""
         n, rows, cols = require_tensors(name, target)
         layouts = [self._layout(rows, cols, codec) for codec in self.stages]
         layout = next((one for one in layouts if one.num_bytes == packets.shape[-1]), layouts[-1])
         if layout.num_bytes == layouts[-1].num_bytes and layout.stamp != layouts[-1].stamp and n:
-            # Two codecs whose packets happen to be of one length.
+            # Packets of two codecs may have the same length: the stamp decides.
             layout = layouts[int(packet.header_words(packets[:1])[0, 3]) % 2**32 == layouts[-1].stamp]
         if packets.shape != (n, layout.num_bytes) or packets.dtype != torch.uint8:
             raise PacketError(
@@ -289,12 +289,12 @@ class _Layout:
     codec: Codec  # the one that really encodes this shape
     num_bytes: int
     start: int  # the first three bytes of the header as a number
-    number: int  # the codec's own in the header
+    number: int  # the codec's own number in the header
     stamp: int
 
 
 def require_tensors(name: str, tensor: Tensor) -> tuple[int, int, int]:
-    """n, rows and cols of a contiguous fp32 tensor; ValueError or TypeError for any other."""
+    """Return n, rows and cols of a contiguous fp32 tensor; ValueError or TypeError for any other."""
     if tensor.dim() != 3:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted [n, rows, cols]; a vector is [n, 1, cols]")
     if tensor.dtype != torch.float32:
@@ -306,7 +306,7 @@ def require_tensors(name: str, tensor: Tensor) -> tuple[int, int, int]:
 
 
 def round_up(num_bytes: int, multiple: int = 4) -> int:
-    """The next multiple: payloads keep packets aligned to 4 bytes."""
+    """Round up to the next multiple.  The default keeps packets aligned to 4 bytes."""
     return math.ceil(num_bytes / multiple) * multiple
 
 
@@ -326,7 +326,7 @@ def _poison(packets: Tensor, values: Tensor) -> Tensor:
 
 
 def sequence_of(packets: Tensor) -> int:
-    """The sequence number that all n packets carry, else PacketError.  A device-to-host sync on an accelerator."""
+    """Return the one sequence number of all n packets, else PacketError.  A device-to-host sync on an accelerator."""
     numbers = set(packet.header_words(packets)[:, 2].tolist())
     if len(numbers) != 1:
         raise PacketError(
@@ -339,17 +339,17 @@ def sequence_of(packets: Tensor) -> int:
 class PacketOrder:
     """Says which packets of one tensor group and sender are due, so that each is applied once.
 
-    On an accelerator all are taken to be due: reading their numbers would be a device-to-host sync, and the transport
-    loses and repeats none.
+    On an accelerator all count as due: reading their numbers would be a device-to-host sync, and the transport neither
+    loses nor repeats packets.
     """
 
     def __init__(self, expected: int = 0) -> None:
         self.expected = expected % SEQUENCE_MODULUS
 
     def accept(self, packets: Tensor) -> bool:
-        """True where packets [n, packet_bytes] are due, False where they were applied before.
+        """Return True if packets [n, packet_bytes] are due, False if they were applied before.
 
-        Raises PacketError where packets before these are missing; nothing was changed.
+        Raises PacketError, and changes nothing, if earlier packets are missing.
         """
         sequence = sequence_of(packets) if packets.device.type == "cpu" else self.expected
         ahead = (sequence - self.expected) % SEQUENCE_MODULUS

@@ -4,22 +4,22 @@
 One step, X [rows, cols], Q [cols, rank]:
 
 1. P = X Q, orthogonalised; then quantised as it will be sent.
-2. Q = X^T P (P^T P)^-1, the best Q for that very P; quantised.  It is the start of the next step.
+2. Q = X^T P (P^T P)^-1, the best Q for this quantised P.  The next step starts from this Q; what is sent is quantised.
 
-Before every `refresh_interval`-th step Q starts anew from a fixed random matrix: directions that Q has become
-orthogonal to would otherwise never be found.
+Every `refresh_interval` steps, Q starts again from a random matrix that is fixed for the step.  Otherwise, directions
+that Q has become orthogonal to would never be found.
 
-Payload: the columns of P, then those of Q, in fp32, bf16, or as `blockwise` payloads, one for each column.  The value
-is
+The payload: the columns of P, then those of Q, in fp32, bf16, or as `blockwise` payloads, one for each column.  Its
+value is
 
     ((p0 q0 + p1 q1) + p2 q2) + ...        every product and sum rounded by itself
 
-log4 is laid out as int4, but its steps grow with the magnitude: codes 0-7 stand for LOG_VALUES times the scale, which
-is the largest magnitude / 32, rounded up; 8 more for the negative ones.
+log4 is laid out like int4, but its steps grow with the magnitude.  Codes 0-7 stand for LOG_VALUES times the scale,
+codes 8-15 for their negatives.  The scale is the largest magnitude / 32, rounded up.
 
-With weighting, steps 1 and 2 work on X with each row and each column divided by its running root mean square, and the
-factors are multiplied by those again before they are sent: the best approximation where an error counts relative to
-the size of its row and column, as it does under an optimizer such as Adam, which divides each element by its size.
+With weighting, steps 1 and 2 work on X with each row and each column divided by its running root mean square.  The
+factors are multiplied by those again before they are sent.  This is the best approximation if an error counts relative
+to the size of its row and column, as with an optimizer such as Adam, which divides each element by its size.
 
 Source: the scheme is PowerSGD's (arXiv 1905.13727), with the refresh and the projection onto quantised factors added.
 """
@@ -43,9 +43,9 @@ FACTOR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FACTOR_CODES = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3, "int2": 4, "log4": 5}  # as in csrc
 LOG_VALUES = (0.0, 2.0, 4.0, 6.0, 10.0, 15.0, 22.0, 32.0)
 LOG_BETWEEN = (1.0, 3.0, 5.0, 8.0, 12.5, 18.5, 27.0)
-LARGEST_RANK = 256  # that a ratio leads to: more do not fit the CUDA kernels, nor the time of a step
+LARGEST_RANK = 256  # largest rank from a ratio: more fits neither the CUDA kernels nor the time of a step
 RMS_DECAY = 0.95  # of the mean of squares, each step
-SMALLEST_RMS = 1e-3  # of the largest: rows and columns below count as if they had this
+SMALLEST_RMS = 1e-3  # of the largest: smaller rows and columns count as if they had this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +53,15 @@ class LowRank(Codec):
     """Two thin factors, sent as `factors`; `iterations` power iterations are made each step.
 
     rank: columns of a factor.  Exactly one of `rank` and `wanted_ratio` is given.
-    wanted_ratio: a matrix gets the largest rank, at least 1 and at most LARGEST_RANK, at which its fp32 bytes are this
+    wanted_ratio: a matrix gets the largest rank, from 1 to LARGEST_RANK, at which its fp32 bytes are at least this
         many times those of its packet.
-    fallback: encodes vectors, and matrices of which its packet is not longer than the factors.
-    rest: encodes what the factors leave out, and its payload follows theirs.  It does not count for the ratio.
+    fallback: encodes vectors, and matrices for which its payload is not longer than the factors.
+    rest: encodes what the factors leave out.  Its payload follows theirs, and does not count for the ratio.
     first_ratio: the ratio of the first `first_steps` packets.  They have a state of their own, and the packets after
-        them begin as those of a new encoder.
+        them begin like those of a new encoder.
 
-    Error: the sum of squares left is never more than there was by more than the rounding of Q; with fp32 factors it is
-    that of a projection onto `rank` directions near the largest.  With weighting this holds for the balanced matrix.
+    Error: the sum of squares left exceeds the one before by the rounding of Q at most.  With fp32 factors, it is that
+    of a projection onto `rank` directions near the largest.  With weighting, this holds for the divided matrix.
     """
 
     codec_id: ClassVar[int] = 3
@@ -78,7 +78,7 @@ class LowRank(Codec):
     first_ratio: float | None = None
     first_steps: int | None = None
 
-    # Of a stage: what its tensors are called in the state, and how many steps were made before it.
+    # For a stage: the prefix of its tensors' names in the state, and the number of steps before it.
     _prefix: str = field(default="", compare=False, repr=False)
     _steps_before: int = field(default=0, compare=False, repr=False)
 
@@ -104,7 +104,7 @@ class LowRank(Codec):
         is_small = self.factor_bytes(rows, cols) >= self.fallback.payload_bytes(rows, cols)
         if min(rows, cols) <= 1 or is_small:
             return self.fallback
-        # With a rank in place of the ratio: state and payload are those of that rank.
+        # Put a rank in place of the ratio: state and payload depend on the rank only.
         if self.rank is not None:
             return self
         return replace(self, wanted_ratio=None, rank=self.effective_rank(rows, cols))
@@ -158,7 +158,7 @@ class LowRank(Codec):
         )
 
     def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
-        """Factors stand as rows here, [n, rank, rows or cols]."""
+        """Encode; the columns of factors are rows here, [n, rank, rows or cols]."""
         if self.rest is not None:
             end = self.factor_bytes(x.shape[1], x.shape[2])
             is_overflow = self.factors_alone.encode_payload(x, state, payload[:, :end], is_bad)
@@ -192,13 +192,13 @@ class LowRank(Codec):
 
         # 2. Q for that P.
         q = divide_by_gram(_times_rows(x, p), p)
-        # In its place: memory of another stream must not be freed in this one.
+        # Copy in place: memory of another stream must not be freed in this one.
         state.tensors[self._prefix + "q"].copy_(q)
         self._write(q * col_weight, q_payload)
         return ~self._read(q_payload, cols).isfinite().flatten(1).all(dim=1)
 
     def _weights(self, x: Tensor, state: CodecState) -> tuple[Tensor, Tensor]:
-        """Sizes of the rows [n, 1, rows] and columns [n, 1, cols] of x relative to the largest; moves the state on."""
+        """Update the state; return sizes of x's rows [n, 1, rows] and columns [n, 1, cols] relative to the largest."""
         if self.weighting == "none":
             return x.new_ones(()).expand(len(x), 1, x.shape[1]), x.new_ones(()).expand(len(x), 1, x.shape[2])
         weights = []
@@ -211,7 +211,7 @@ class LowRank(Codec):
         return weights[0], weights[1]
 
     def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
-        """The value of the factors is added first, then that of the rest."""
+        """Decode; the value of the factors is added first, then the value of the rest."""
         if self.rest is not None:
             end = self.factor_bytes(out.shape[1], out.shape[2])
             self.factors_alone.decode_payload(payload[:, :end], out, is_add=is_add)
@@ -231,7 +231,7 @@ class LowRank(Codec):
         assign_or_add(out, value, is_add=is_add)
 
     def _fresh_start(self, step: int, q: Tensor) -> Tensor | None:
-        """Where to begin [rank, cols], if not from the previous step's q [n, rank, cols]: a function of the step."""
+        """Return a start [rank, cols] that depends on the step only; None: start from the q [n, rank, cols] before."""
         step -= self._steps_before
         if step % self.refresh_interval:
             return None
@@ -239,7 +239,7 @@ class LowRank(Codec):
         return torch.randn(q.shape[1], q.shape[2], generator=generator).to(q.device)
 
     def _split(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-        """The parts of P and of Q, [n, rank, bytes of a column] each."""
+        """Return the parts of P and of Q, [n, rank, bytes of a column] each."""
         rank = self.effective_rank(rows, cols)
         p_bytes, q_bytes = self._column_bytes(rows), self._column_bytes(cols)
         p_end = rank * p_bytes
@@ -285,34 +285,34 @@ def write_log4(x: Tensor, payload: Tensor) -> None:
 
 
 def read_log4(payload: Tensor, length: int) -> Tensor:
-    """The inverse: fp32 [N, length]."""
+    """The inverse of `write_log4`: fp32 [N, length]."""
     codes, scales = blockwise.read_codes(payload, length, 4, FACTOR_BLOCK)
     levels = torch.tensor([*LOG_VALUES, *(-value for value in LOG_VALUES)], device=payload.device)
     return blockwise.times_scales(levels[codes.long()], scales, FACTOR_BLOCK)
 
 
 def _times_columns(x: Tensor, q: Tensor) -> Tensor:
-    """[n, rank, rows]: x [n, rows, cols] times q [n, rank, cols]; one by one, so that n changes nothing."""
+    """Return x [n, rows, cols] times q [n, rank, cols], [n, rank, rows]; one by one, so that n changes nothing."""
     return torch.stack([other @ one.T for one, other in zip(x, q, strict=True)])
 
 
 def _times_rows(x: Tensor, p: Tensor) -> Tensor:
-    """[n, rank, cols]: p [n, rank, rows] times x [n, rows, cols], likewise."""
+    """Return p [n, rank, rows] times x [n, rows, cols], [n, rank, cols]; one by one too."""
     return torch.stack([other @ one for one, other in zip(x, p, strict=True)])
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """Orthonormal rows that span those of p [n, rank, rows], whatever p's own rank; zeros give unit vectors."""
-    # Rows of largest element 1 first: a product of numbers near the ends of the fp32 range would over- or underflow.
+    """Return orthonormal rows that span the rows of p [n, rank, rows], dependent or not; zeros give unit vectors."""
+    # Scale rows to the largest element 1: a product of numbers near the ends of fp32 would over- or underflow.
     largest = p.abs().amax(dim=2, keepdim=True)
     factor: Tensor = torch.linalg.qr((p / torch.where(largest > 0, largest, 1.0)).transpose(1, 2)).Q
     return factor.transpose(1, 2).contiguous()
 
 
 def divide_by_gram(q: Tensor, p: Tensor) -> Tensor:
-    """(P P^T)^-1 q for rows p [n, rank, rows], near-orthonormal but for their quantisation; q is [n, rank, cols]."""
+    """Return (P P^T)^-1 q [n, rank, cols] for rows p [n, rank, rows] that are orthonormal up to quantisation."""
     gram = torch.stack([one @ one.T for one in p])
-    # Quantised rows can be dependent; a little on the diagonal keeps the solution finite and barely moves others.
+    # Quantised rows can be dependent.  A little on the diagonal keeps the solution finite, and barely changes others.
     diagonal = gram.diagonal(dim1=1, dim2=2)
     gram = gram + torch.diag_embed(1e-6 * diagonal.clamp(min=1e-3))
     solution: Tensor = torch.linalg.solve(gram, q)

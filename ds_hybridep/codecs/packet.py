@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in front of every payload.
+"""The header before every payload.
 
-A packet is HEADER_BYTES bytes, then a payload whose length follows from codec, shape and step:
+A packet is a header of HEADER_BYTES bytes, then a payload whose length follows from codec, shape and step:
 
     byte  0     magic 0x9d
     byte  1     version of this layout
     byte  2     id of the codec that made the payload
-    byte  3     flags: bit 0, the tensor held inf or nan (the payload says nothing then)
+    byte  3     flags: bit 0, the tensor held inf or nan (the payload then has no meaning)
     bytes 4-7   the codec's own number, for example the rank
     bytes 8-11  sequence number: the encoder's step, modulo 2^32
     bytes 12-15 stamp: CRC-32 of the codec's settings and of the tensor's shape
@@ -29,7 +29,7 @@ SEQUENCE_MODULUS = 2**32
 
 
 def stamp_of(settings: str, rows: int, cols: int) -> int:
-    """Number that two packets share if they were made by equal settings from tensors of one shape."""
+    """Return a number that packets share if they were made by equal settings from tensors of one shape."""
     return zlib.crc32(f"{settings} {rows} {cols}".encode())
 
 
@@ -46,7 +46,7 @@ def write_headers(packets: Tensor, *, start: int, number: int, sequence: int, st
 
 
 def non_finite(packets: Tensor) -> Tensor:
-    """[n] bool: which packets carry the non-finite flag."""
+    """Return [n] bool: which packets carry the non-finite flag."""
     return (packets[:, 3] & NON_FINITE).bool()
 
 
@@ -67,5 +67,5 @@ def check_headers(packets: Tensor, *, start: int, stamp: int, what: str) -> None
 
 
 def header_words(packets: Tensor) -> Tensor:
-    """Headers as [n, 4] int32.  Reading them is a device-to-host sync on an accelerator."""
+    """Return headers as [n, 4] int32.  Reading them is a device-to-host sync on an accelerator."""
     return packets[:, :HEADER_BYTES].contiguous().view(torch.int32)

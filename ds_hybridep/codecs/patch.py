@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches: what changed between two versions of 16-bit weights, without loss.
+"""Patches: the exact changes between two versions of 16-bit weights.
 
 A training step changes few bits of a bf16 or fp16 weight.  The receiver has the old weights, so a packet need only
-say which changed and by how much.  How likely a change is depends on the size of the weight: that is why weights are
-taken in order of their old exponent, and why each class of exponents has a code of its own.
+say which changed and by how much.  How likely a change is depends on the size of the weight.  So weights are taken in
+the order of their old exponents, and each class of exponents has a code of its own.
 
     encoder                                                decoder
     length = patch.encode(new, sent, out, sequence)        patch.decode(out[:length], held)
     sent == new                                            held == new, bit for bit
 
-The layout is in `patch_format.py`, which is also the definition that the compiled kernels agree with.
+The layout is in `patch_format.py`.  The compiled kernels do the same as the code there.
 """
 
 from dataclasses import dataclass, field
@@ -30,9 +30,9 @@ MODULUS = 2**32
 class Patch:
     """Packets that turn the weights sent last into the present ones, exactly.
 
-    A packet starts with the header of `packet.py`, whose number is a checksum of the new values and the sequence
-    number, and 8 bytes with the packet's length.  The checksum makes it an error to apply a packet twice, out of
-    order, or after damage: what `decode` returns from has the encoder's values.
+    A packet starts with the header of `packet.py` and 8 bytes with the packet's length.  The header's number is a
+    checksum of the new values and the sequence number.  It makes it an error to apply a packet twice, out of order, or
+    after damage: when `decode` returns, `held` has the encoder's values.
 
     All `kernels` make the same bytes.
     """
@@ -47,7 +47,7 @@ class Patch:
         return self.name
 
     def max_bytes(self, num_elements: int) -> int:
-        """Most bytes that a packet of so many elements can have: 2 for each, 5 for each 2^20, and 24."""
+        """Return the most bytes of a packet of `num_elements`: 2 for each, 5 for each 2^20 of them, and 24."""
         return PREFIX_BYTES + patch_format.max_payload_bytes(num_elements)
 
     def encode(self, new: Tensor, sent: Tensor, out: Tensor, sequence: int) -> int:
@@ -86,14 +86,14 @@ class Patch:
         return length
 
     def length(self, message: Tensor) -> int:
-        """Bytes of the packet at the start of `message`, uint8 [PREFIX_BYTES] or longer; the rest need not be there.
+        """Return the bytes of the packet at the start of `message`, uint8 [PREFIX_BYTES] or longer.
 
-        Raises PacketError where no packet of a patch starts there.
+        The rest of the packet need not be there.  Raises PacketError if no packet of a patch starts there.
         """
         return self._words(message)[4]
 
     def sequence(self, message: Tensor) -> int:
-        """The sequence number of the packet at the start of `message`; otherwise as `length`."""
+        """Return the sequence number of the packet at the start of `message`; otherwise like `length`."""
         return self._words(message)[2]
 
     def decode(self, packet: Tensor, held: Tensor) -> None:
@@ -105,7 +105,7 @@ class Patch:
 
         Raises:
             PacketError: the packet is of another dtype or size, is damaged, or was made for other values than `held`
-                has.  Some of `held` may have been overwritten by then: get the values anew from their owner.
+                has.  Some of `held` may have been overwritten by then: get the values again from their owner.
         """
         num_elements = _require_weights("held", held)
         if packet.device != held.device:
@@ -133,7 +133,7 @@ class Patch:
             )
 
     def _words(self, message: Tensor) -> tuple[int, int, int, int, int]:
-        """Start, checksum, sequence, stamp and length of the packet at the start of `message`."""
+        """Return start, checksum, sequence, stamp and length of the packet at the start of `message`."""
         if message.dtype != torch.uint8 or message.dim() != 1:
             raise ValueError(f"packet: got {_describe(message)}, wanted torch.uint8 [bytes]")
         if len(message) < PREFIX_BYTES:
@@ -158,7 +158,7 @@ class Patch:
 
 
 def _require_weights(name: str, weights: Tensor) -> int:
-    """Elements of a flat, contiguous tensor of 16-bit numbers; TypeError or ValueError for any other."""
+    """Return the length of a flat, contiguous bf16 or fp16 tensor; TypeError or ValueError for any other."""
     if weights.dtype not in MANTISSA_BITS:
         raise TypeError(f"{name}: got {weights.dtype}, wanted torch.bfloat16 or torch.float16")
     if weights.dim() != 1 or not weights.is_contiguous():

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a patch, as slow and plain as can be.  csrc/include/hybridep_patch.h does the same, faster.
+"""The bytes of a patch, in plain and slow code.  csrc/include/hybridep_patch.h does the same, faster.
 
-Behind a packet's header and length:
+A packet's header and length are followed by:
 
     lengths of the segments     4 bytes each
     segments
 
 A segment holds 256 blocks of 4096 weights; the last segment and the last block may be short.  It takes
 
-    0 bytes                     where no weight of it changed
-    1 + 2 bytes per weight      byte 0, then the new values, where nothing shorter was found
+    0 bytes                     if no weight of it changed
+    1 + 2 bytes per weight      if nothing shorter was found: byte 0, then the new values
     otherwise                   byte 1, top, 8 codes, the blocks' lengths in 2 bytes each, the blocks
 
-Weights of a block are taken in order of their *class*, and within it in order of place.  The class of a weight is how
-far its old exponent is below `top`, from 0 to 7; larger weights are of class 0, smaller ones of class 7.
+The weights of a block are ordered by *class*, and within a class by place.  The class of a weight is how far its old
+exponent is below `top`, from 0 to 7; larger weights have class 0, smaller ones class 7.
 
-A block takes 0 bytes where no weight of it changed, and 2 bytes per weight where it is the new values; any other
-length is that of a stream of bits, most significant bit of each byte first, with zeros up to a whole byte.  Each
-changed weight is a *token*, and one more token may end the block:
+A block takes 0 bytes if no weight of it changed, and 2 bytes per weight if it is the new values.  Any other length is
+that of a stream of bits, the most significant bit of each byte first, with zeros up to a whole byte.  Each changed
+weight is a *token*, and one more token may end the block:
 
-    code        of a symbol, up to 10 bits, in the code of the class of the first weight that no token has passed
+    code        a symbol's code word, up to 10 bits; the class of the first weight not passed yet gives the code
     gap         how many weights to pass, without its leading bit: gap 5 = 101 is the bits 01, gaps 0 and 1 no bits
-    bit length  4 bits, that of the size less one; only where the symbol says "3 or more"
+    bit length  the size's bit length minus one, in 4 bits; only if the symbol says "3 or more"
     size        how far the weight moved, without its leading bit
     sign        1 for down
 
@@ -29,11 +29,11 @@ changed weight is a *token*, and one more token may end the block:
                 16 + 3 g + s    gap of g + 1 bits (g = 0..12), and size of 1 bit, of 2 bits, or of 3 or more (s = 0..2)
 
 A weight moves along the numbers of its type in order: to the next larger number is 1 up, from +0 to -0 is 1 down.
-A token that passes all weights that are left has size 1, no sign, and ends the block.  Where the last weight in order
-has changed there is no such token.
+A token that passes all remaining weights has size 1 and no sign, and ends the block.  If the last weight in order has
+changed, there is no such token.
 
-A code is written as 8 bytes, in which bit s says that symbol s is in use, and 4 bits for the length of the code word
-of each such symbol, the first one in the low half of its byte, with zeros up to a whole byte.  Code words of equal
+A code is written as 8 bytes, in which bit s says that symbol s is in use, and then the length of each used symbol's
+code word in 4 bits, the first one in the low half of its byte, with zeros up to a whole byte.  Code words of equal
 length are in order of their symbols, and shorter ones come first.  Numbers of several bytes are little-endian.
 """
 
@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
-PREFIX_BYTES = 24  # of a packet, before what is described here
+PREFIX_BYTES = 24  # of a packet before the payload, which is described here
 LENGTH_LIMIT = 2**48  # of a packet in bytes
 
 BLOCK = 4096
@@ -54,19 +54,19 @@ NUM_CLASSES = 8
 NUM_SYMBOLS = 55
 MAX_CODE_BITS = 10
 RAW, CODED = 0, 1  # first byte of a segment
-SAMPLE = 64  # weights at the start of each block that `top` is chosen by
-TOP_SHARE = 8  # more than one in so many has an exponent of `top` or above
+SAMPLE = 64  # weights at the start of each block, from which `top` is chosen
+TOP_SHARE = 8  # more than 1 / TOP_SHARE of the sampled weights have an exponent of `top` or above
 
 CHECK_MODULUS = 2**32
 
 
 def max_payload_bytes(num_elements: int) -> int:
-    """Most bytes of a payload: every segment as its new values."""
+    """Return the most bytes of a payload: every segment as its new values."""
     return 2 * num_elements + 5 * -(-num_elements // SEGMENT)
 
 
 def encode(new: Tensor, sent: Tensor, payload: Tensor, *, mantissa_bits: int) -> tuple[int, int]:
-    """Write the payload that turns `sent` into `new`, set sent to new; the bytes that were written, and `checksum`."""
+    """Write the payload that turns `sent` into `new`, and set sent to new.  Returns bytes written and `checksum`."""
     values, old = _bits(new), _bits(sent)
     segments = [
         encode_segment(part, before, mantissa_bits)
@@ -82,7 +82,7 @@ def encode(new: Tensor, sent: Tensor, payload: Tensor, *, mantissa_bits: int) ->
 
 
 def decode(payload: Tensor, held: Tensor, *, mantissa_bits: int) -> tuple[str, int]:
-    """Turn `held` into the new values; what is wrong with the payload, "" if nothing, and `checksum` of the values."""
+    """Turn `held` into the new values.  Returns what is wrong with the payload ("" if nothing) and `checksum`."""
     data, values = bytes(payload.tolist()), _bits(held)
     try:
         parts = list(values.split(SEGMENT)) if len(values) else []
@@ -100,10 +100,10 @@ def decode(payload: Tensor, held: Tensor, *, mantissa_bits: int) -> tuple[str, i
 
 
 def checksum(values: Tensor) -> int:
-    """Sum over blocks b of (2 b + 1) times the sum over weights i of factor i times their bits, modulo 2^32.
+    """Return the sum over blocks b of (2 b + 1) times the sum over weights i of factor i times bits i, modulo 2^32.
 
-    Factors are odd, so that no single change leaves the sum as it is, and without order, since what damage does to
-    one weight is much like what it does to the next.
+    Factors are odd, so that every single change changes the sum.  They are without order, because damage often does
+    much the same to one weight as to the next.
     """
     place = 0x9E3779B1 * torch.arange(1, BLOCK + 1) % CHECK_MODULUS
     factors = (place ^ place >> 15) * 0x85EBCA77 % CHECK_MODULUS | 1
@@ -118,12 +118,12 @@ class _Damaged(Exception):
 
 
 def _bits(weights: Tensor) -> Tensor:
-    """The bits of 16-bit weights as int64 from 0 to 65535, on the CPU."""
+    """Return the bits of 16-bit weights as int64 from 0 to 65535, on the CPU."""
     return weights.view(torch.int16).cpu().long() & 0xFFFF
 
 
 def place_in_order(bits: Tensor) -> Tensor:
-    """Where the number with these bits stands among all of its type, -32768 to 32767; its own inverse modulo 2^16."""
+    """Return the place of these bits among all numbers of their type, -32768 to 32767; its own inverse modulo 2^16."""
     signed = bits - (bits >> 15 << 16)
     return signed ^ ((signed >> 15) & 0x7FFF)
 
@@ -132,7 +132,7 @@ def place_in_order(bits: Tensor) -> Tensor:
 
 
 def top_exponent(old: Tensor, mantissa_bits: int) -> int:
-    """The largest exponent that more than 1 / TOP_SHARE of the sampled weights reach."""
+    """Return the largest exponent that more than 1 / TOP_SHARE of the sampled weights reach."""
     sample = torch.cat([block[:SAMPLE] for block in old.split(BLOCK)])
     exponents = (sample & 0x7FFF) >> mantissa_bits
     reached = torch.bincount(exponents).flip(0).cumsum(0).flip(0)  # [e]: how many have exponent e or above
@@ -148,7 +148,7 @@ class Tokens:
     """The tokens of a segment, in order; [N] int64 each."""
 
     block: Tensor
-    code: Tensor  # the class whose code it is in
+    code: Tensor  # the class whose code it uses
     gap: Tensor
     move: Tensor  # 0: the token ends its block
 
@@ -163,16 +163,16 @@ class Tokens:
 
 
 def tokens_of(new: Tensor, old: Tensor, classes: Tensor) -> Tokens:
-    """What changed from `old` to `new`, bits of one segment."""
+    """Return the tokens of what changed from `old` to `new`, the bits of one segment."""
     n = len(new)
     block = torch.arange(n) // BLOCK
-    # Block by block, and in each class by class: `order` is stable, so places stay in order.
+    # Order by block, and in a block by class.  The sort is stable, so places stay in order.
     order = (block * NUM_CLASSES + classes).argsort(stable=True)
     moves = (place_in_order(new) - place_in_order(old) + 2**15) % 2**16 - 2**15
     found = moves[order].nonzero()[:, 0]
     changed_blocks = block[found].unique()
     ends = ((changed_blocks + 1) * BLOCK).clamp(max=n)
-    # Tokens by where they lead to; an end comes before a first weight of the next block, which is at the same place.
+    # Order tokens by where they lead to; an end comes before the next block's first weight, at the same place.
     to = torch.cat([ends, found])
     to_block = torch.cat([changed_blocks, block[found]])
     move = torch.cat([torch.zeros_like(ends), moves[order][found]])
@@ -186,15 +186,15 @@ def tokens_of(new: Tensor, old: Tensor, classes: Tensor) -> Tokens:
 
 
 def bit_length(x: Tensor) -> Tensor:
-    """Bits of the binary form of x from 0 to 65535, 0 for 0."""
+    """Return the number of bits of the binary form of x from 0 to 65535, 0 for 0."""
     return torch.frexp(x.double())[1].long()
 
 
 def code_lengths(counts: list[int]) -> list[int]:
-    """Bits of the code word of each symbol by Huffman's rule, 0 where its count is 0.
+    """Return the bits of each symbol's code word by Huffman's rule, 0 if its count is 0.
 
-    Of equal counts the lower symbol is merged first, and symbols before what was merged already.  Where a word gets
-    longer than MAX_CODE_BITS, all counts are halved, rounded up, and the words made anew.
+    Among equal counts, the lower symbol is merged first, and symbols before what was merged already.  If a word gets
+    longer than MAX_CODE_BITS, all counts are halved, rounded up, and the words are made again.
     """
     used = [symbol for symbol, count in enumerate(counts) if count]
     if len(used) <= 1:
@@ -216,7 +216,7 @@ def code_lengths(counts: list[int]) -> list[int]:
 
 
 def code_words(lengths: list[int]) -> list[int]:
-    """The code word of each symbol, as a number of so many bits; 0 for symbols that have none."""
+    """Return the code word of each symbol, as a number with that many bits; 0 for symbols that have none."""
     words, word, bits = [0] * len(lengths), 0, 0
     for length, symbol in sorted((length, symbol) for symbol, length in enumerate(lengths) if length):
         word <<= length - bits
@@ -229,7 +229,7 @@ def code_words(lengths: list[int]) -> list[int]:
 
 
 def encode_segment(new: Tensor, old: Tensor, mantissa_bits: int) -> bytes:
-    """The bytes of a segment that turns the bits `old` into `new`."""
+    """Return the bytes of a segment that turns the bits `old` into `new`."""
     if torch.equal(new, old):
         return b""
     top = top_exponent(old, mantissa_bits)
@@ -248,7 +248,7 @@ def encode_segment(new: Tensor, old: Tensor, mantissa_bits: int) -> bytes:
 
 
 def fields_of(tokens: Tokens, codes: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Numbers and their bits, [N, 5] each: code word, gap, bit length, size and sign of each token."""
+    """Return numbers and how many bits each has, [N, 5]: code word, gap, bit length, size and sign of each token."""
     lengths, words = torch.tensor(codes), torch.tensor([code_words(lengths) for lengths in codes])
     is_end = tokens.move == 0
     gap_bits, size_bits = bit_length(tokens.gap), bit_length(tokens.size)
@@ -265,7 +265,7 @@ def fields_of(tokens: Tokens, codes: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def pack(values: Tensor, widths: Tensor) -> bytes:
-    """The low `widths` bits of each of `values`, one behind the other, with zeros up to a whole byte."""
+    """Join the low `widths` bits of each of `values`, and add zeros up to a whole byte."""
     end = widths.cumsum(0).repeat_interleave(widths)
     bits = values.repeat_interleave(widths) >> (end - 1 - torch.arange(len(end))) & 1
     padded = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
@@ -273,7 +273,7 @@ def pack(values: Tensor, widths: Tensor) -> bytes:
 
 
 def write_code(lengths: list[int]) -> bytes:
-    """A code, from the lengths of its words."""
+    """Write a code, given the lengths of its words."""
     used = sum(1 << symbol for symbol, length in enumerate(lengths) if length)
     halves = [length for length in lengths if length]
     halves += [0] * (len(halves) % 2)
@@ -291,7 +291,7 @@ def _from_raw(data: bytes) -> Tensor:
 
 
 class _Bits:
-    """A stream of bits.  Behind its end there are zeros, and `close` finds that they were read."""
+    """A stream of bits.  Zeros follow its end; `close` raises _Damaged unless exactly the stream was read."""
 
     def __init__(self, data: bytes) -> None:
         self.text = "".join(f"{byte:08b}" for byte in data) + "0" * 64
@@ -344,7 +344,7 @@ def decode_segment(data: bytes, values: Tensor, mantissa_bits: int) -> None:
 
 
 def read_codes(data: bytes) -> tuple[list[dict[str, int]], int]:
-    """Symbols by code word for each class, and where the codes end."""
+    """Return the symbols by code word for each class, and where the codes end."""
     codes, at = [], 2
     for _ in range(NUM_CLASSES):
         used = int.from_bytes(data[at : at + 8], "little")
@@ -356,7 +356,7 @@ def read_codes(data: bytes) -> tuple[list[dict[str, int]], int]:
         lengths = [0] * NUM_SYMBOLS
         for symbol, length in zip(symbols, halves, strict=False):
             lengths[symbol] = length
-        # Every stream of bits must mean something, or, where there is one symbol, each word be one 0.
+        # Every stream of bits must mean something; only a code with one symbol is the bit 0 and leaves 1 unused.
         share = sum(2.0**-length for length in halves[: len(symbols)])
         is_whole = share == (0.5 if len(symbols) == 1 else 1.0)
         if any(not 1 <= length <= MAX_CODE_BITS for length in halves[: len(symbols)]) or (symbols and not is_whole):
@@ -380,7 +380,7 @@ def decode_block(bits: _Bits, block: Tensor, classes: Tensor, codes: list[dict[s
 
 
 def _moves(bits: _Bits, of_class: list[int], codes: list[dict[str, int]]) -> Iterator[tuple[int, int]]:
-    """Changed weights as (place in the order of classes, move)."""
+    """Yield the changed weights as (place in the order of classes, move)."""
     start, count = 0, len(of_class)
     while start < count:
         symbol = bits.symbol(codes[of_class[start]])

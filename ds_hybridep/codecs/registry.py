@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codec objects from their settings."""
+"""Makes codec objects from their settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,9 +17,9 @@ BITS = {"int8": 8, "int4": 4, "int2": 2}
 
 
 def make_codec(spec: str | Mapping[str, Any] | CodecConfig, *, where: str = "codec", kernels: Mode = "auto") -> Codec:
-    """The codec that `spec` describes: a name, an object with "type" and that type's options, or its settings.
+    """Make the codec that `spec` describes: a name, an object with "type" and that type's options, or its settings.
 
-    where: key path of `spec`, for the ConfigError of a bad one.
+    where: key path of `spec`, for a ConfigError.
     kernels: "compiled" and "reference" insist on one implementation, "auto" prefers the compiled one.
     """
     settings = spec if isinstance(spec, CodecConfig) else parse_codec(spec, where=where)

@@ -12,11 +12,11 @@ EXIT_MISUSED = 2  # as argparse does
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. Returns the exit code: 0, what the subcommand says, or 2 with the error on stderr."""
+    """Runs one subcommand. Returns its exit code, 2 with the error on stderr, or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="ds_hybridep", description="Tools for training Mixture-of-Experts models with DeepSpeed over slow links."
     )
-    # DeepSpeed's launcher puts it before all arguments of what it starts.
+    # DeepSpeed's launcher passes this before all other arguments.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     for command in (plan, simulate, probe, lab, report, show):

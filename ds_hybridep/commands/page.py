@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a run as one HTML page that needs nothing else."""
+"""Writes the record of a run as one HTML page that needs no other file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ REST = "computation and all else"
 class Run:
     """One of several ways to train the same model.
 
-    step_s: median; uplink_bytes: over one datacentre's uplink and direction, per step, None where not counted;
-    loss, valid_loss: at the end.
+    step_s: median step time.  loss, valid_loss: values at the end.
+    uplink_bytes: bytes per step over one datacentre's uplink in one direction; None if they were not counted.
     """
 
     title: str
@@ -39,7 +39,7 @@ class Run:
 
 
 class Part(NamedTuple):
-    """A coloured run of a bar; `percent` of the longest bar."""
+    """A coloured part of a bar; `percent` is its length as a percentage of the longest bar."""
 
     kind: str
     words: str
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A labelled bar: its parts, one behind the other, and what it says at its end."""
+    """A labelled bar: its parts in order, and the text at its end."""
 
     title: str
     parts: list[Part]
@@ -55,9 +55,9 @@ class Bar(NamedTuple):
 
 
 def write_page(path: Path, record: Mapping[str, Any], runs: Sequence[Run] = ()) -> None:
-    """Write the page of a run record; with several `runs`, a comparison too.
+    """Write a run record as a page; with several `runs`, the page also compares them.
 
-    record: as `commands.record.format_run_record` describes it.
+    record: the content of `report_file`, described at `commands.record.format_run_record`.
     """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -114,7 +114,7 @@ def _speed_up(run: Run, runs: Sequence[Run]) -> str:
 
 
 def _time_bars(record: Mapping[str, Any]) -> list[Bar]:
-    """What a mean step consists of."""
+    """Bars for the parts of a mean step."""
     waits = {kind: (seconds or 0.0) / record["steps"] for kind, seconds in record["exposed_s"].items()}
     step_s = record.get("step_s")
     parts = waits | ({REST: max(step_s - sum(waits.values()), 0.0)} if step_s else {})
@@ -123,7 +123,7 @@ def _time_bars(record: Mapping[str, Any]) -> list[Bar]:
 
 
 def _load_bars(record: Mapping[str, Any], name: str) -> list[Bar]:
-    """Max over mean, by layer."""
+    """One bar per layer with the value `name`, a maximum over a mean."""
     return _bars(
         [(layer["name"], {REST: layer[name]}, f"{layer[name]:.2f}") for layer in record["layers"] if name in layer]
     )

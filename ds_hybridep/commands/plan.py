@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def answer_json(question: Question, plan: Plan) -> dict[str, Any]:
-    """The plan and what else was predicted, as JSON values."""
+    """The plan and the other predictions, as JSON values."""
     return {
         **plan.to_json(),
         "verdict": verdict(question, plan),

@@ -13,9 +13,9 @@ from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.summary import aligned, level_settings
 
 LIMIT_S = 10.0
-MANY = 8  # connections between two ranks, where one does not fill a link
-LONG_S = 0.002  # one way, from which on a link is long
-GAIN = 1.25  # by several connections, from which on they are worth it
+MANY = 8  # connections to try between two ranks over a long link
+LONG_S = 0.002  # a link is long if its one-way latency is at least this
+GAIN = 1.25  # several connections are kept if they are faster by more than this factor
 TIMEOUT_S = 120.0
 LEVEL = re.compile(r"(?:([A-Za-z_]\w*)=)?([1-9]\d*)")
 HEADER = ("level", "children", "latency [ms]", "rate [Gbit/s]", "connections")
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             )
         found = probe_links(transport, limit_s=LIMIT_S)
         transport.close()
-        # Over long links again with several connections: over one that loses frames they carry more.
+        # Measure long links again with several connections: over a link that loses frames, several carry more.
         many = with_connections(found)
         if many != found:
             transport = Transport(many, TIMEOUT_S, agree({"levels": levels}, TIMEOUT_S))
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_connections(cluster: Cluster) -> Cluster:
-    """Long links with several connections."""
+    """The cluster with MANY connections on each long link."""
     return Cluster(
         tuple(
             replace(level, link=replace(level.link, connections=MANY))
@@ -96,7 +96,7 @@ def with_connections(cluster: Cluster) -> Cluster:
 
 
 def better_of(one: Cluster, several: Cluster) -> Cluster:
-    """The links with one connection, but those that are clearly faster with several."""
+    """Takes each level from `several` if its link is clearly faster there, else from `one`."""
     return Cluster(
         tuple(
             b if (b.link.bandwidth_bytes_per_s or 0.0) > GAIN * (a.link.bandwidth_bytes_per_s or 0.0) else a
@@ -106,7 +106,7 @@ def better_of(one: Cluster, several: Cluster) -> Cluster:
 
 
 def read_levels(text: str) -> Cluster:
-    """The levels of "dc=2,gpu=8".  Raises ConfigError for other text."""
+    """Parses levels such as "dc=2,gpu=8".  Raises ConfigError for other text."""
     levels = []
     for index, part in enumerate(text.split(",")):
         match = LEVEL.fullmatch(part.strip())
@@ -117,7 +117,7 @@ def read_levels(text: str) -> Cluster:
 
 
 def cluster_file(cluster: Cluster) -> str:
-    """The levels and their links in JSON, which is YAML too."""
+    """The text of a cluster file: the levels and their links as JSON, which is also YAML."""
     return json.dumps({"levels": [level_settings(level) for level in cluster.levels]}, indent=2) + "\n"
 
 

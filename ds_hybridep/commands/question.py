@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `plan` and `simulate` are asked: cluster, model, training and machines."""
+"""Reads the question for `plan` and `simulate` from the command line: cluster, model, training and machines."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ DEFAULT_TOKENS = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `read_question` reads."""
+    """Adds the arguments that `read_question` reads."""
     _add_job_arguments(parser)
     machine = parser.add_argument_group("machines")
     machine.add_argument(
@@ -149,7 +149,7 @@ def _positive(text: str) -> int:
 
 
 def read_question(args: argparse.Namespace) -> Question:
-    """What the command line asks.  Raises ConfigError or PlanError that name an argument."""
+    """The question on the command line.  Raises ConfigError or PlanError that name an argument."""
     content = read_model_file(args.model)
     model = model_from_mapping(content, Path(args.model).stem if "/" in args.model else args.model)
     workload = read_workload(args, content, model)
@@ -175,7 +175,7 @@ def read_question(args: argparse.Namespace) -> Question:
 
 
 def read_cluster(args: argparse.Namespace) -> Cluster:
-    """The cluster that was given, with the links of --wan and the others.  Raises ConfigError unless there is one."""
+    """The cluster with its links.  Raises ConfigError unless exactly one of --dcs and --cluster is given."""
     if (args.dcs is None) == (args.cluster is None):
         raise ConfigError("--dcs, --cluster: give one of them, as in --dcs 2x8 --wan 10gbps or --cluster FILE")
     if args.dcs is not None:
@@ -186,7 +186,7 @@ def read_cluster(args: argparse.Namespace) -> Cluster:
             raise ConfigError("--wan: missing; --dcs needs the rate of a datacentre's uplink, such as 10gbps")
         cluster = Cluster((Level("dc", int(match[1])), Level("gpu", int(match[2]))))
     else:
-        # Switched off, its sizes need not fit a world size.
+        # A block that is not enabled may have sizes that do not match the world size.
         cluster = parse_config({"enabled": False, "levels": str(args.cluster)}, world_size=0).cluster()
     for level, rate, delay, prefix in ((0, args.wan, args.delay, ""), (-1, args.lan, args.lan_delay, "lan-")):
         bits_per_s = None if rate is None else parse_bits_per_s(rate, "--lan" if prefix else "--wan")
@@ -199,7 +199,7 @@ def read_cluster(args: argparse.Namespace) -> Cluster:
 
 
 def parse_bits_per_s(text: str, argument: str) -> float:
-    """Bits per second of "10gbps" or "200mbit".  Raises ConfigError for anything else, bytes included."""
+    """Parses a rate such as "10gbps" or "200mbit" to bits/s.  Raises ConfigError for other text, also for bytes/s."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*", text)
     unit = "" if match is None else match[2].lower()
     if match is None or unit not in BITS_PER_UNIT or float(match[1]) <= 0 or match[2].endswith("Bps"):
@@ -215,7 +215,7 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
     of_expert: tuple[Shape, ...] = ()
     of_dense: tuple[Shape, ...] = ()
     if (rank := args.lora_rank) is not None:
-        # Three matrices between hidden and ffn, each with two adapters; and four of hidden x hidden in attention.
+        # Two adapter matrices for each of an expert's three matrices and attention's four (hidden x hidden).
         ffn = model.expert_params // (3 * model.hidden)
         of_expert = ((rank, model.hidden), (ffn, rank)) * 2 + ((rank, ffn), (model.hidden, rank))
         of_dense = ((rank, model.hidden), (model.hidden, rank)) * 4 * model.num_moe_layers
@@ -238,7 +238,7 @@ def read_workload(args: argparse.Namespace, content: Mapping[str, Any], model: M
 
 
 def read_codecs(args: argparse.Namespace, workload: Workload) -> tuple[LevelCodecs, ...]:
-    """Sets of codecs to try at each level: none, and the recommended ones.  Raises ConfigError for a bad record."""
+    """Sets of codecs to try at each level: exact, and by default recommended.  Raises ConfigError for a bad record."""
     if args.codecs == EXACT:
         return (LevelCodecs(),)
     rates = {} if args.codec_rates is None else read_rates(args.codec_rates)
@@ -267,9 +267,9 @@ def read_codecs(args: argparse.Namespace, workload: Workload) -> tuple[LevelCode
 
 
 def read_rates(path: Path) -> dict[str, tuple[float, float]]:
-    """Read bytes of bf16 per second to encode and to decode by codec type, as benchmarks/codecs.py measures them.
+    """Reads the encode and decode rates of each codec type, in bytes of bf16 per second, from benchmarks/codecs.py.
 
-    Of the largest tensors in the record.  Raises ConfigError where the file is none.
+    The rates are those of the largest tensors in the record.  Raises ConfigError if the file is no such record.
     """
     largest: dict[str, tuple[int, float, float]] = {}
     try:

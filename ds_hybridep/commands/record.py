@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a run, the JSON that `report_file` names, as tables to read."""
+"""Formats the record of a run, the JSON file at `report_file`, as tables."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,14 +9,14 @@ from ds_hybridep.plan.summary import aligned
 
 BYTES_PER_MB = 1e6
 MISSING = "-"
-NOT_COUNTED = "not counted"  # null in a record: DeepSpeed sends it
-WAITS = {  # by term of the stream model: the kind of which a rank counts what it waits
+NOT_COUNTED = "not counted"  # shown for null in a record: DeepSpeed sends these bytes
+WAITS = {  # term of the stream model -> kind under which a rank counts its waits
     "tokens_s": "tokens",
     "expert_weights_s": "expert_weights",
     "expert_gradients_s": "expert_gradients",
-    "dense_sync_s": "dense",  # with those of "expert_sync_s"
+    "dense_sync_s": "dense",  # includes the waits of "expert_sync_s"
 }
-SHARED = "dense_sync_s", "expert_sync_s"  # one kind, as far as it is counted
+SHARED = "dense_sync_s", "expert_sync_s"  # ranks count these two terms as one kind
 CODEC_TITLE = "encoded, MB per step of all ranks, ratios to fp32, relative error of replicas; times per step and rank"
 SHARED_WORDS = "sums and gathers of what several ranks hold"
 
@@ -24,8 +24,8 @@ SHARED_WORDS = "sums and gathers of what several ranks hold"
 def format_run_record(record: Mapping[str, Any]) -> str:
     """A table of the megabytes sent per step on each level by kind, beside what plain EP would have sent.
 
-    What is null was not counted, and the table says so: DeepSpeed sends it.  The share "of plain EP" leaves out the
-    kind "dense", which plain EP has to synchronise too.  `report_file` holds:
+    DeepSpeed sends the bytes that are null; the table shows "not counted" for them.  The share "of plain EP" leaves
+    out the kind "dense", because plain EP has to synchronise it too.  `report_file` holds:
 
         {"steps": 100, "world_size": 4, "exposed_s": {"tokens": 0.5, ...},
          "levels": [{"name": "dc", "sent_bytes": {"tokens": 0, "expert_weights": 1000, ...}, "plain_ep_bytes": 4000}]}
@@ -57,7 +57,7 @@ def format_run_record(record: Mapping[str, Any]) -> str:
 
 
 def slowest_rank(record: Mapping[str, Any]) -> str:
-    """The rank that others wait for, or "": it waits least itself."""
+    """A line about the rank that the others wait for, which waits least itself; "" if there is none."""
     slowest = record.get("slowest")
     if slowest is None or slowest["others_waited_s"] <= 0:
         return ""
@@ -66,7 +66,7 @@ def slowest_rank(record: Mapping[str, Any]) -> str:
 
 
 def codec_rows(record: Mapping[str, Any]) -> list[list[str]]:
-    """What codecs did in each layer, below one row of titles."""
+    """A row of titles, then a row for each layer that has codecs."""
     steps = record["steps"]
     rows = [["layer", "weights", "ratio", "error", "gradients", "ratio", "residual", "encode", "decode", "waited"]]
     for layer in record["layers"]:
@@ -89,9 +89,9 @@ def codec_rows(record: Mapping[str, Any]) -> list[list[str]]:
 def explain_plan(record: Mapping[str, Any]) -> str:
     """Why a planned job runs as it does: the plan, its reason, and predicted beside measured, term by term.
 
-    Measured are the seconds that rank 0 waited, for slower ranks too. What this program does not send itself
-    (DeepSpeed's token exchange, its sums and gathers) it cannot measure: "-", or "not counted". "All else" completes
-    the step.
+    The measured seconds are those that rank 0 waited, also for slower ranks. What DeepSpeed sends itself (its token
+    exchange, its sums and gathers) cannot be measured: the table shows "-" or "not counted". "All else" is the rest
+    of the step.
     """
     planning = record.get("planning")
     if planning is None:
@@ -117,7 +117,7 @@ def _terms_table(planning: Mapping[str, Any]) -> str:
             words = SHARED_WORDS
         expected_s, seconds = terms.get(term), found.get(term)
         if expected_s and not seconds:
-            seconds = None  # DeepSpeed's
+            seconds = None  # DeepSpeed sends it, so nothing was measured
         known_s += seconds or 0.0
         if expected_s or seconds:
             unknown = NOT_COUNTED if term in SHARED else MISSING

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `report` subcommand: which kernels this machine has, or why not.  ds_report says what else it has."""
+"""The `report` subcommand: prints the kernels and packages of this machine.  DeepSpeed's ds_report prints the rest."""
 
 import argparse
 import importlib
@@ -17,7 +17,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(_args: argparse.Namespace) -> int:
-    """Prints the report.  Returns 0, whatever was found."""
+    """Prints the report.  Always returns 0."""
     builders: Any = importlib.import_module("ds_hybridep.op_builder")
     for device_type in ("cpu", "cuda"):
         builder = builders.HybridEPBuilder(device_type)

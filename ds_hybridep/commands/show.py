@@ -24,7 +24,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what `args.describe` makes of the record.  Returns 0.  Raises ConfigError where it is none."""
+    """Prints the record as text.  Returns 0.  Raises ConfigError if the file is no record of a run."""
     try:
         record = json.loads(args.record.read_text())
         text = args.describe(record)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `simulate` subcommand: steps of plans on a cluster, event by event, as a table, JSON, plot or trace."""
+"""The `simulate` subcommand: simulates steps event by event and writes a table, JSON, a plot or a trace."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.simulate import chakra, comparison
 from ds_hybridep.simulate.scenario import Assumptions, Deviation
 
-MAX_EXPORTED = 64  # ranks, where none are named
+MAX_EXPORTED = 64  # ranks to export where --rank names none
 
 DESCRIPTION = """\
 Simulates one training step of plans event by event: the best plan that `plan` finds, the ways to compare with, and the
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--plot: needs --sweep-dcs, the numbers of DCs to draw over")
     traced = traced_ranks(args, question.cluster)
     for rank in traced:
-        question.cluster.place_of(rank)  # refuses a rank that is not there
+        question.cluster.place_of(rank)  # raises for a rank that does not exist
     results = comparison.simulate_all(question, conditions, comparison.layouts_of(question, domains), traced)
     if args.trace is not None:
         args.trace.write_text(json.dumps(comparison.chrome_trace(results[0].step)))
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def traced_ranks(args: argparse.Namespace, cluster: Cluster) -> list[int]:
-    """Ranks of which something is written."""
+    """The ranks whose trace is written."""
     if args.rank:
         return list(dict.fromkeys(args.rank))
     if args.export_chakra is not None:
@@ -138,7 +138,7 @@ def read_conditions(args: argparse.Namespace) -> comparison.Conditions:
 
 
 def read_deviation(text: str) -> Deviation:
-    """A place that is slower, from "3.1:bandwidth=0.5,compute=2,from=10".  Raises ConfigError for other text."""
+    """Parses a slower place, such as "3.1:bandwidth=0.5,compute=2,from=10".  Raises ConfigError for other text."""
     names = {"bandwidth": "bandwidth_factor", "compute": "slowdown", "from": "from_s"}
     place, _, changes = text.partition(":")
     try:
@@ -154,7 +154,7 @@ def read_deviation(text: str) -> Deviation:
 
 
 def read_domains(text: str, cluster: Cluster) -> tuple[int, ...]:
-    """The domain sizes of "4,1".  Raises ConfigError for other text."""
+    """Parses domain sizes such as "4,1".  Raises ConfigError for other text."""
     try:
         sizes = tuple(int(part) for part in text.split(","))
     except ValueError as error:

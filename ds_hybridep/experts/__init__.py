@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of an expert: replicas of a domain's experts, and their gradients back to the owners."""
+"""Replicas of a domain's experts, and the return of their gradients to the owners."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lossy codecs keep between steps, in a checkpoint: each rank writes and reads a file of its own.
+"""Saves what lossy codecs keep between steps in a checkpoint: each rank writes and reads its own file.
 
-At the same plan everything comes back as it was, and training goes on bit for bit.  At another plan mirrors begin anew
-from the weights, and gradients that were not delivered yet go to the owners of their experts, who add them to the next
-ones.  For that a rank opens the files of all, and reads from each what concerns its own experts.
+Under the same plan everything comes back as it was, and training goes on bit for bit.  Under another plan mirrors
+start again from the weights.  Undelivered gradients go to the experts' owners, who add them to the next gradients:
+each rank opens the files of all ranks, and reads what concerns its own experts.
 """
 
 import os
@@ -25,7 +25,7 @@ class OwnedExperts:
     """One layer's experts on this rank, by id.
 
     shapes: [e, *shape] of each trainable parameter.
-    share: one over the number of ranks that own the same experts, whose gradients are summed in the end.
+    share: one over the number of ranks that own the same experts; the gradients of these ranks are summed in the end.
     """
 
     name: str
@@ -40,14 +40,14 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def rank_of(path: Path) -> int:
-    """The inverse of `file_of`."""
+    """Return the rank whose file this is."""
     return int(path.stem.rpartition("_")[2])
 
 
 def write(folder: Path, rank: int, world_size: int, saved: Mapping[str, Any] | None) -> None:
-    """Write this rank's file, or remove it where there is nothing to save.
+    """Write this rank's file, or remove it if there is nothing to save.
 
-    Files of earlier checkpoints in the same folder, of more ranks, are removed.
+    Rank 0 also removes files that an earlier checkpoint of more ranks left in the same folder.
     """
     path = file_of(folder, rank)
     if saved is not None:
@@ -63,7 +63,7 @@ def write(folder: Path, rank: int, world_size: int, saved: Mapping[str, Any] | N
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `write` has written.  Tensors are mapped: only those that are used are read from the disk."""
+    """Return what `write` has written.  Tensors are memory-mapped: the disk delivers only those in use."""
     saved: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     return saved
 
@@ -75,7 +75,7 @@ def capture(
     plan: str,
     step: int,
 ) -> dict[str, Any]:
-    """This rank's state at `plan` and `step`; nothing may be under way, and replicas must hold the weights."""
+    """Return this rank's state at `plan` and `step`; nothing may be under way, and replicas must hold weights."""
     captured = {replicas.layer: _capture_layer(replicas) for replicas in layers}
     for layer in owned:
         if layer.name in undelivered:
@@ -85,9 +85,9 @@ def capture(
 
 
 def restore(layers: Sequence[Replicas], saved: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-    """Become what `capture` saw at the same plan; replicas must hold exact weights by now.
+    """Restore the state that `capture` saw under the same plan; replicas must already hold exact weights.
 
-    Returns by layer what waited for the next gradients of the owned experts.
+    Returns, by layer, what waited for the next gradients of the owned experts.
     """
     for replicas in layers:
         _restore_layer(replicas, saved["layers"][replicas.layer])
@@ -99,9 +99,9 @@ def restore(layers: Sequence[Replicas], saved: Mapping[str, Any]) -> dict[str, l
 
 
 def undelivered(layers: Sequence[OwnedExperts], files: Sequence[Path], step: int) -> dict[str, list[Tensor]]:
-    """What no rank of the saved job had delivered of the owned experts, fp32 [e, *shape], by layer.
+    """Return the owned experts' gradients that the saved job had not delivered, fp32 [e, *shape], by layer.
 
-    Each owner of an expert takes its share.  Layers of which nothing was kept are left out.
+    Each owner of an expert takes its share.  Layers without such gradients are left out.
     """
     found: dict[str, list[Tensor]] = {}
     for path in files:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package must know of one MoE layer, and which experts can have replicas."""
+"""Describes one MoE layer for the package, and checks whether its experts can have replicas."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from ds_hybridep.experts.slots import lay_out
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What the runtime must know of one MoE layer, whoever its host is.
+    """What the runtime must know of one MoE layer of any kind.
 
     Attributes:
         name: dotted module name.
         group: name of its expert-parallel group.
         group_ranks: global ranks of that group, in group-rank order.
-        experts: modules with the e experts owned by this rank: one each, or, `is_grouped`, one for all.
+        experts: modules of this rank's e experts: one module each, or one for all if `is_grouped`.
         call: runs one of `experts`, as in `HybridMoE`.
         is_grouped: parameters of the module are [e, *shape].
-        weighs_inputs: gate weights multiply the experts' inputs; otherwise their outputs.
+        weighs_inputs: gate weights multiply the experts' inputs instead of their outputs.
     """
 
     name: str
@@ -37,17 +37,17 @@ class LayerSpec:
 
     @property
     def num_local(self) -> int:
-        """e."""
+        """Number of experts that each rank owns (e)."""
         return self.num_experts // len(self.group_ranks)
 
     @property
     def sample(self) -> nn.Parameter:
-        """A parameter that shows dtype and device."""
+        """A parameter to read dtype and device from."""
         return next(self.experts[0].parameters())
 
 
 def check_experts(spec: LayerSpec) -> None:
-    """Raise UnsupportedError for experts with buffers or hooks, without parameters, or with different ones."""
+    """Raise UnsupportedError for experts with buffers or hooks, without parameters, or with different parameters."""
     advice = "or set every hybridep domain_size to 1, which needs no copies of experts"
     blocks = lay_out(spec.experts[0], is_grouped=spec.is_grouped)
     if not blocks:
@@ -75,7 +75,7 @@ def check_experts(spec: LayerSpec) -> None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """DeepSpeed's own do not count: ZeRO-3 gathers parameters by them, and experts that it partitions run without."""
+    """Return True for hooks other than DeepSpeed's: ZeRO-3 gathers by its hooks, and its experts run without them."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for kind in kinds for hook in getattr(module, kind).values()]
     return any(not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When weights and gradients of experts move.
+"""Decides when weights and gradients of experts move.
 
-Weights are shipped right after an applied optimizer step, and waited for by the layer that needs them.  Gradients of
-replicas are summed here in fp32 until the accumulation boundary.  Then they return to their owners through a pair of
+Weights leave right after an applied optimizer step, and the layer that needs them waits for them.  This rank sums
+gradients of replicas in fp32 until the accumulation boundary.  Then they return to their owners through a pair of
 autograd nodes per layer:
 
     forward    prefetch(l+depth) ... acquire(l) -> experts of layer l
     backward   experts of layer l -> acquire(l): start the return ... prefetch(l): wait, add, hand to the parameter
 
-Autograd runs the node made last first, so a prefetch made `depth` layers before its acquire waits `depth` later.
-Forward and step communicate from the main thread, the backward from autograd's; no other thread starts anything.
+Autograd runs the newest node first, so a prefetch made `depth` layers before its acquire waits `depth` layers later.
+Forward and step communicate from the main thread, the backward from autograd's; no other thread starts a transfer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +53,7 @@ class Gradients(Enum):
 
 @dataclass
 class ReturnHandle:
-    """Shared by the two autograd nodes of one layer call: what acquire's backward has started, and what came of it."""
+    """Shared by the two autograd nodes of a layer call: the return that acquire's backward starts, and its result."""
 
     operation: Reduce | None = None
     collected: list[Tensor] | None = None
@@ -61,20 +61,20 @@ class ReturnHandle:
 
 @dataclass
 class LayerExperts:
-    """One layer's replicas, the state that they are in, and the pipelines of their expert-parallel group."""
+    """One layer's replicas, their state, and the pipelines of their expert-parallel group."""
 
     replicas: Replicas
     weight_pipeline: StagePipeline
     gradient_pipeline: StagePipeline
     weights: Weights = Weights.STALE
     gradients: Gradients = Gradients.EMPTY
-    shipment: WeightShipment | None = None  # until it was waited for
+    shipment: WeightShipment | None = None  # until a wait for it has ended
     returning: ReturnHandle | None = None
     prefetched: tuple[ReturnHandle, tuple[Tensor, ...]] | None = None
-    versions: list[tuple[int, int]] = field(default_factory=list)  # of the owned parameters, when they were shipped
+    versions: list[tuple[int, int]] = field(default_factory=list)  # of the owned parameters at their last shipment
 
     def ship(self, *, is_exact: bool) -> None:
-        """Any state to SHIPPING.  Does not block."""
+        """Go from any state to SHIPPING.  Does not block."""
         self.shipment = WeightShipment(self.replicas, is_exact=is_exact)
         self.shipment.load()
         self.versions = self._versions()
@@ -82,7 +82,7 @@ class LayerExperts:
         self.weights = Weights.SHIPPING
 
     def finish_shipment(self) -> None:
-        """SHIPPING to FRESH, once the weights are there."""
+        """Wait for the weights, and go from SHIPPING to FRESH."""
         if self.shipment is None:
             return
         self._wait(self.weight_pipeline, self.shipment)
@@ -92,72 +92,72 @@ class LayerExperts:
             self.weights = Weights.FRESH
 
     def add_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """EMPTY or ACCUMULATING to ACCUMULATING."""
+        """Add to the sums, and go from EMPTY or ACCUMULATING to ACCUMULATING."""
         if self.returning is not None:  # the layer ran twice in this backward, or an earlier backward failed
             self.finish_return(self.returning)
         self.replicas.add_gradients(gradients)
         self.gradients = Gradients.ACCUMULATING
 
     def start_return(self, handle: ReturnHandle) -> None:
-        """ACCUMULATING to RETURNING.  Does not block."""
-        self.replicas.prepare_return()  # in the current stream, which is the one that frees what is made here
+        """Go from ACCUMULATING to RETURNING.  Does not block."""
+        self.replicas.prepare_return()  # in the current stream, which also frees what is made here
         purpose = Purpose("expert_gradients", "return of expert gradients", self.replicas.layer)
         handle.operation, handle.collected = Reduce(self.replicas, purpose), None
         self.gradient_pipeline.start(handle.operation)
         self.returning, self.gradients = handle, Gradients.RETURNING
 
     def finish_return(self, handle: ReturnHandle) -> list[Tensor]:
-        """RETURNING, DROPPED or UNDONE to EMPTY; the gradients that came back for the owned experts, fp32."""
+        """Go from RETURNING, DROPPED or UNDONE to EMPTY.  Returns what came back for the owned experts, fp32."""
         if handle.collected is None:
             assert handle.operation is not None, f"{self.replicas.layer}: no return was started"
             self._wait(self.gradient_pipeline, handle.operation)
             handle.collected = self.replicas.take_returned()
             if self.gradients is Gradients.UNDONE and (feedback := self.replicas.feedback) is not None:
-                # Of what was encoded and decoded after the drop.
+                # Undo what was encoded and decoded after the drop.
                 feedback.changes.undo_of([*feedback.encoders.values(), *feedback.decoders.values()])
             self.returning, self.gradients = None, Gradients.EMPTY
         return handle.collected
 
     def finish_dropped(self) -> None:
-        """DROPPED or UNDONE to EMPTY."""
+        """Wait for a return that was dropped, and go from DROPPED or UNDONE to EMPTY."""
         if self.gradients in (Gradients.DROPPED, Gradients.UNDONE) and self.returning is not None:
             self.finish_return(self.returning)
 
     def drop_gradients(self, *, is_undone: bool) -> None:
-        """ACCUMULATING to EMPTY; RETURNING to DROPPED, or to UNDONE where `StepChanges.undo` was called."""
+        """Go from ACCUMULATING to EMPTY; from RETURNING to DROPPED, or to UNDONE if `StepChanges.undo` was called."""
         if self.gradients in (Gradients.ACCUMULATING, Gradients.RETURNING):
             self.replicas.clear_sums(is_in_use=self.returning is not None)
             on_their_way = Gradients.UNDONE if is_undone else Gradients.DROPPED
             self.gradients = Gradients.EMPTY if self.returning is None else on_their_way
 
     def refuse_changed(self) -> None:
-        """Raise VerificationError where owned parameters were written to since they were shipped, as torch counts.
+        """Raise VerificationError if torch has counted a write to owned parameters since they were shipped.
 
-        Not seen: writes to `parameter.data` or to a flat buffer, and all under ZeRO-3.
+        Misses writes to `parameter.data` or to a flat buffer, and all writes under ZeRO-3.
         """
         if self.weights in (Weights.SHIPPING, Weights.FRESH) and self.versions != self._versions():
-            # The other ranks do not know: a shipment that this one starts alone would never end.
+            # The other ranks do not know of the write: a shipment that this rank starts alone would never end.
             raise VerificationError(
                 f"{self.replicas.layer}: parameters of this rank's experts were changed outside engine.step() and "
                 f"loading, so their replicas are old; call ds_hybridep.refresh(engine) on all ranks after that"
             )
 
     def _versions(self) -> list[tuple[int, int]]:
-        """What torch changes with every write to an owned parameter, and with every replacement of its memory."""
+        """Return values that change when torch writes to an owned parameter, or when its memory is replaced."""
         if self.replicas.own.is_partitioned:
             return []
         return [(p._version, p.data_ptr()) for expert in self.replicas.own.experts for p in expert.parameters()]
 
     def release(self) -> None:
-        """Any state to RELEASED: an earlier graph, which a layer may keep, would keep the memory."""
+        """Go from any state to RELEASED.  Frees memory that an earlier graph, which a layer may keep, would hold."""
         self.shipment = self.returning = self.prefetched = None
         if self.replicas.streams is not None:
-            self.replicas.streams.join()  # what is freed must not be in use in the side stream
+            self.replicas.streams.join()  # the side stream must not be using what is freed
         self.replicas.release()
         self.weights, self.gradients = Weights.RELEASED, Gradients.EMPTY
 
     def refuse_released(self) -> None:
-        """Raise GradientNotReturnedError where another plan has taken over from this one."""
+        """Raise GradientNotReturnedError if another plan has taken over from this one."""
         if self.weights is Weights.RELEASED:
             raise GradientNotReturnedError(
                 f"{self.replicas.layer}: this backward belongs to a forward that ran before hybridep changed its plan "
@@ -176,7 +176,7 @@ class MigrationManager:
     Args:
         layers: in the order in which the model runs them.
         prefetch_depth: layers between a gradient's return and the wait for it.
-        is_boundary: True when the backward that runs is the last before the optimizer step.
+        is_boundary: returns True if the running backward is the last before the optimizer step.
     """
 
     def __init__(
@@ -198,16 +198,16 @@ class MigrationManager:
 
     @property
     def is_stale(self) -> bool:
-        """True where the next forward ships all weights."""
+        """True if the next forward ships all weights."""
         return any(layer.weights is Weights.STALE for layer in self.layers)
 
     # -- forward -------------------------------------------------------------------------------------------------
 
     def acquire(self, position: int) -> list[list[dict[str, Tensor]]]:
-        """Weights of the domain's experts by [slot][module of the layer's `experts`], entered into autograd.
+        """Return weights of the domain's experts by [slot][module of the layer's `experts`], as part of the graph.
 
-        The values are valid after `wait_for_weights`.  Slots of other ranks are views of the replicas, and under
-        ZeRO-3 the own slot too.  For the own slot only trainable parameters are given, unless the module is grouped.
+        The values are valid after `wait_for_weights`.  Slots of other ranks are views of the replicas; under ZeRO-3
+        the own slot is a view of its copy.  The own slot has only trainable parameters, unless the module is grouped.
         """
         layer = self.layers[position]
         replicas = layer.replicas
@@ -228,20 +228,20 @@ class MigrationManager:
         self.layers[position].finish_shipment()
 
     def watch_backward(self, _position: int, outputs: Tensor) -> Tensor:
-        """The outputs of a layer's experts, [R, D] -> [R, D]; for managers that must know when a backward begins."""
+        """Return the outputs of a layer's experts, [R, D] -> [R, D]; subclasses note here when a backward begins."""
         return outputs
 
     def hold(self, position: int) -> None:
         """Make the layer's replicas readable; all ranks must call, with nothing under way."""
 
     def stamp(self) -> None:
-        """Call after owned experts' copies were written outside a shipment."""
+        """Call after copies of owned experts were written outside a shipment."""
 
     def _take_prefetched(self, position: int) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
-        """The prefetch node of this call's layer.  In a recomputation it is made on the spot, adjacent to acquire.
+        """Return the prefetch node of this call's layer.  A recomputation makes its own, right before acquire.
 
-        A re-entrant recomputation runs the backward of what it builds; a non-re-entrant one discards it.  Neither may
-        touch the nodes of the first forward.
+        A re-entrant recomputation runs the backward of the graph that it builds; a non-re-entrant one discards its
+        graph.  Neither may touch the nodes of the first forward.
         """
         layer = self.layers[position]
         if is_in_backward():
@@ -277,19 +277,19 @@ class MigrationManager:
             layer.finish_dropped()
         self.finish_shipments()
         if self.is_stale and any(layer.replicas.sends_patches for layer in self.layers):
-            self.refresh()  # patches say how weights differ from what the other ranks have
+            self.refresh()  # patches say how weights differ from what other ranks hold
         for layer in self.layers:
             layer.replicas.remember_sent()
 
     def skip_step(self) -> None:
-        """The step that `before_step` announced did not change the weights."""
+        """Call if the step that `before_step` announced did not change the weights."""
         for layer in self.layers:
             layer.replicas.forget_sent()
 
     def after_step(self, *, ships: bool) -> None:
-        """The optimizer step was applied: ship the new weights in the background.
+        """Call after an applied optimizer step: ship the new weights in the background.
 
-        ships: False where the next forward, or another plan, ships them all.
+        ships: False if the next forward, or another plan, ships all weights.
         """
         if ships:
             self._ship(is_exact=False)
@@ -298,7 +298,7 @@ class MigrationManager:
             self.mark_weights_changed()
 
     def mark_weights_changed(self) -> None:
-        """Weights changed outside the optimizer step: the next forward ships everything."""
+        """Call after weights changed outside the optimizer step: the next forward ships everything."""
         for layer in self.layers:
             layer.weights = Weights.STALE
 
@@ -310,7 +310,7 @@ class MigrationManager:
             self.finish_shipments()
 
     def refresh_stale(self) -> None:
-        """`refresh` now rather than in the next forward, if weights have changed; all ranks must call."""
+        """Call `refresh` now instead of in the next forward, if weights have changed; all ranks must call."""
         if self.is_stale:
             self.refresh()
 
@@ -327,7 +327,7 @@ class MigrationManager:
             )
 
     def clear_gradients(self, *, is_undone: bool) -> None:
-        """Forget replica gradients that have not returned; `is_undone` as in `LayerExperts.drop_gradients`."""
+        """Drop replica gradients that have not returned; `is_undone` as in `LayerExperts.drop_gradients`."""
         for layer in self.layers:
             layer.drop_gradients(is_undone=is_undone)
 
@@ -348,7 +348,7 @@ class MigrationManager:
             layer.release()
 
     def describe_memory(self) -> str:
-        """For the log."""
+        """Describe the memory of replicas, for the log."""
         return f"replicas and their gradients {self.replica_bytes / 2**20:.1f} MiB per rank"
 
     @property
@@ -358,7 +358,7 @@ class MigrationManager:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes held now in host memory, of what codecs keep."""
+        """Bytes that codecs hold now in host memory."""
         return sum(layer.replicas.num_host_bytes for layer in self.layers)
 
     def _ship(self, *, is_exact: bool) -> None:
@@ -376,17 +376,17 @@ def is_in_backward() -> bool:
 
 
 def _held(replicas: Replicas, own: Sequence[Tensor]) -> list[Tensor]:
-    """Trainable weights, own ones first: `own`, or under ZeRO-3 the copy of the last shipment; then the replicas'."""
+    """Return trainable weights: first `own`, or under ZeRO-3 the copy of the last shipment; then the replicas'."""
     given = replicas.trainable_weights([replicas.own_slot]) if replicas.own.is_partitioned else list(own)
     return given + replicas.trainable_weights(replicas.replica_slots)
 
 
 def _by_slot(replicas: Replicas, tensors: Iterator[Tensor]) -> list[list[dict[str, Tensor]]]:
-    """Weights by [slot][module]: own ones first in `tensors`, then the replicas' in slot order."""
+    """Return weights by [slot][module]; `tensors` has own ones first, then the replicas' in slot order."""
     slots: list[list[dict[str, Tensor]]] = [[] for _ in replicas.domain_ranks]
     for slot in (replicas.own_slot, *replicas.replica_slots):
         for held in replicas.weights_by_name(slot):
-            # A grouped module gets all its weights: called as it is, it would run ZeRO-3's hooks.
+            # A grouped module gets all its weights: without them it would run with ZeRO-3's hooks.
             weights = {} if slot == replicas.own_slot and not replicas.is_grouped else dict(held)
             weights.update({name: next(tensors) for name in replicas.trainable_names})
             slots[slot].append(weights)
@@ -406,7 +406,7 @@ def _prefetch(layer: LayerExperts) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
 
 
 class _Prefetch(Function):
-    """Identity on the owned parameters; its backward waits for what the other ranks computed, and adds it."""
+    """Identity on the owned parameters; its backward waits for the other ranks' gradients and adds them."""
 
     @staticmethod
     def forward(ctx: Any, layer: LayerExperts, handle: ReturnHandle, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -416,7 +416,7 @@ class _Prefetch(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # Autograd accumulates what is returned here before anything else.
+        # Autograd accumulates these gradients before it does anything else, and then needs the parameters' shapes.
         away = _stand_in(ctx.layer.replicas)
         if away:
             torch.autograd.Variable._execution_engine.queue_callback(partial(take_away, away))
@@ -424,13 +424,13 @@ class _Prefetch(Function):
             return None, None, *gradients
         with profiler_range("prefetch_backward", ctx.layer.replicas.layer):
             returned = ctx.layer.finish_return(ctx.handle)
-            ctx.handle.operation = ctx.handle.collected = None  # a graph may live on
+            ctx.handle.operation = ctx.handle.collected = None  # the graph may live on
             summed = [other.add_(own).to(own.dtype) for own, other in zip(gradients, returned, strict=True)]
             return None, None, *summed
 
 
 class _Acquire(Function):
-    """Owned parameters and replicas for the experts; its backward keeps or returns the replicas' gradients."""
+    """Gives experts the owned parameters and replicas; its backward sums or returns the replicas' gradients."""
 
     @staticmethod
     def forward(

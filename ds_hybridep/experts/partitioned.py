@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of which ZeRO-3 keeps only a part on this rank.
+"""Handles parameters of which ZeRO-3 keeps only a part on this rank.
 
-DeepSpeed puts what it knows of such a parameter, and what it does with it, on the parameter itself; others have none
-of that, and everything here takes them as they are.
+DeepSpeed stores its data and methods for such a parameter on the parameter itself.  Other parameters have none of
+these attributes, and the functions here leave them as they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def stand_in(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Give parameters that are away their whole shape, over one element of memory, and return them.
+    """Give parameters that are not whole here their full shape, over one element of memory, and return them.
 
     Autograd asks for the shape twice: when a parameter enters a graph, and when its gradient is accumulated.
     """
@@ -46,12 +46,12 @@ def stand_in(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def take_away(parameters: Sequence[nn.Parameter]) -> None:
-    """The end of `stand_in`: no data, as ZeRO-3 leaves it."""
+    """Undo `stand_in`: leave parameters without data, as ZeRO-3 does."""
     for parameter in parameters:
         if _is_away(parameter):
             parameter.data = parameter.data.new_empty(0)
 
 
 def _is_away(parameter: Any) -> bool:
-    # Neither whole nor on its way: ZeRO-3 fetches ahead for modules that ran in earlier forwards.
+    # True in any state but whole.  ZeRO-3 may have fetched it ahead, for modules that ran in earlier forwards.
     return is_partitioned(parameter) and bool(parameter.ds_status.name != "AVAILABLE")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Working copies of a domain's experts for one layer, and their gradients until these return to the owners.
+"""Replicas of a domain's experts for one layer, and their gradients until these return to the owners.
 
     weights  M x [e * n]  slot i = the experts of the domain rank with offset index i
     sums     M x [e * n]  fp32 partial gradients since the last return (own slot: what came back)
 
-One tensor for each block of `experts.slots`.  The own slot has weights while they are sent.  Sums have memory from a
-step's first gradients until these were sent, those of the own slot during a return.
+Each row has one tensor for each block of `experts.slots`.  The own slot has weights only while they are sent.  Sums
+have memory from a step's first gradients until they were sent.  Sums of the own slot have memory during a return.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,10 +31,10 @@ class Replicas:
     """One layer's replicas on this rank.
 
     Args:
-        experts: the e experts owned by this rank, one module each; `is_grouped`: one, with parameters [e, *shape].
-        partition: of the layer's expert-parallel group.
+        experts: this rank's e experts, one module each; if `is_grouped`, one module with parameters [e, *shape].
+        partition: domains of the layer's expert-parallel group.
         changes: shared by all layers.
-        is_transient: weights have no memory until `TransientWeights` gives them some, and must travel as they are.
+        is_transient: weights have no memory until `TransientWeights` gives them some, and must travel unencoded.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Replicas:
         is_transient: bool = False,
     ) -> None:
         self.layer, self.is_grouped = layer, is_grouped
-        self.lane = 0  # from `MigrationManager`
+        self.lane = 0  # `MigrationManager` sets it
         self.partition, self.stages, self.encoding = partition, stages, encoding
         self.device = next(experts[0].parameters()).device
         self.layout = SlotLayout(experts, self.device, is_grouped=is_grouped)
@@ -64,13 +64,13 @@ class Replicas:
         self.replica_slots = tuple(slot for slot in range(len(self.domain_ranks)) if slot != self.own_slot)
         # 2. Weights, and views of them.
         streams = streams_of(self.device)
-        self.streams = streams if isinstance(streams, DeviceStreams) else None  # None: work runs where it is written
+        self.streams = streams if isinstance(streams, DeviceStreams) else None  # None: there is no side stream
         self.own = OwnSlot(layer, experts, self.layout, encoding.master_of, is_lasting=is_transient)
         self._weights = {slot: [*map(self.layout.new, self.layout.blocks)] for slot in self.replica_slots}
         self._views = {slot: self.layout.by_name(weights) for slot, weights in self._weights.items()}
         if is_transient:
             for weights in self.weights:
-                weights.untyped_storage().resize_(0)  # views cannot be made without memory, but stay
+                weights.untyped_storage().resize_(0)  # only making the views needed memory
         # 3. Sums of gradients, by slot, for each trainable block.
         self._sums: dict[int, list[Tensor]] = {}
         # 4. What lossy codecs keep.
@@ -78,11 +78,11 @@ class Replicas:
 
     @property
     def weights(self) -> list[Tensor]:
-        """All that is held of weights, of all slots and blocks."""
+        """All weights that are held, of all slots and blocks."""
         return [*self.own.held, *(weights for slot in self._weights.values() for weights in slot)]
 
     def level_between(self, slot: int, other: int) -> int:
-        """The slowest level between the ranks of two slots."""
+        """Return the slowest level between the ranks of two slots."""
         level = self.partition.cluster.level_between(self.domain_ranks[slot], self.domain_ranks[other])
         assert level is not None, f"{self.layer}: slots {slot} and {other} are of one rank"
         return level
@@ -90,22 +90,22 @@ class Replicas:
     # -- what slots hold ----------------------------------------------------------------------------------------
 
     def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
-        """Weights of a slot, [e * n] for each block; the own slot must have been staged."""
+        """Return the weights of a slot, [e * n] for each block; the own slot must have been staged."""
         if slot == self.own_slot:
             return self.own.values(trainable_only=trainable_only)
         pairs = zip(self.layout.blocks, self._weights[slot], strict=True)
         return [weights for block, weights in pairs if block.is_trainable or not trainable_only]
 
     def weight_parts(self, slot: int) -> list[Tensor]:
-        """Trainable weights of a slot, [e, *shape] in the order of `parts`."""
+        """Return the trainable weights of a slot, [e, *shape] in the order of `parts`."""
         return self.layout.parts(self.values(slot, trainable_only=True))
 
     def weights_by_name(self, slot: int) -> list[dict[str, Tensor]]:
-        """Weights of a slot by parameter name for each module of `experts`."""
+        """Return the weights of a slot by parameter name, for each module of `experts`."""
         return self.own.by_name() if slot == self.own_slot else self._views[slot]
 
     def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
-        """Partial gradients of a slot, fp32 [e * n] for each trainable block, and the type in which they travel."""
+        """Return a slot's partial gradients, fp32 [e * n] for each trainable block, and the type they travel in."""
         dtypes = [block.dtype for block in self.layout.trainable_blocks]
         return list(zip(self._sums[slot], dtypes, strict=True))
 
@@ -119,7 +119,7 @@ class Replicas:
         return self.encoding.loss_scale()
 
     def trainable_weights(self, slots: Iterable[int]) -> list[Tensor]:
-        """Trainable weights as they are held, by slot, `experts` and `trainable_names`."""
+        """Return trainable weights, ordered by slot, then `experts`, then `trainable_names`."""
         return [
             weights[name] for slot in slots for weights in self.weights_by_name(slot) for name in self.trainable_names
         ]
@@ -129,7 +129,7 @@ class Replicas:
     def add_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Add one backward's gradients of all replicas to the fp32 sums.
 
-        gradients: in the order of `replica_slots`, then of `experts`, then `trainable_names`.
+        gradients: ordered by `replica_slots`, then `experts`, then `trainable_names`.
         """
         iterator = iter(gradients)
         for slot in self.replica_slots:
@@ -142,27 +142,27 @@ class Replicas:
         self._sums[slot] = [self.layout.new(block, torch.float32) for block in self.layout.trainable_blocks]
 
     def prepare_return(self) -> None:
-        """Make what a return of gradients needs: sums for what comes back, and the senders."""
+        """Make what a return of gradients needs: sums for the gradients that come back, and the encoders."""
         self._make_sums(self.own_slot)
         self.make_encoders()
 
     def take_returned(self) -> list[Tensor]:
-        """What came back for the owned experts, fp32, by `experts` and `trainable_names`; there are no sums then."""
+        """Return what came back for the owned experts, fp32, by `experts` and `trainable_names`, and drop all sums."""
         returned = self.layout.by_module(self.sum_parts(self.own_slot))
         self.clear_sums()
         return returned
 
     def clear_sums(self, *, is_in_use: bool = False) -> None:
-        """Forget all partial gradients; is_in_use: a return that is under way goes on, with zeros."""
+        """Drop all partial gradients; is_in_use: a return is under way, and goes on with zeros."""
         if not is_in_use:
             self._sums = {}
         for sums in (one for slot in self._sums.values() for one in slot):
             sums.zero_()
 
-    # -- what patches say the change of --------------------------------------------------------------------------
+    # -- what was sent before, for patches -----------------------------------------------------------------------
 
     def remember_sent(self) -> None:
-        """Before the optimizer step, when parameters are what was sent last: keep that where patches need it."""
+        """Keep what was sent last if patches need it; call before the step, while the parameters still equal it."""
         for sender in [] if self.feedback is None else self.feedback.patch_senders:
             in_place = self.own.is_partitioned
             sender.sent = self.own.values(trainable_only=True) if in_place else self.own.copy()
@@ -177,7 +177,7 @@ class Replicas:
             sender.sent = []
 
     def free_behind_side(self, tensors: Iterable[Tensor]) -> None:
-        """Call before tensors are freed with which the side stream may be working."""
+        """Call before tensors are freed that the side stream may be using."""
         if self.streams is not None:
             for tensor in tensors:
                 self.streams.free_behind_side(tensor)
@@ -197,7 +197,7 @@ class Replicas:
 
     @property
     def sends_own_slot(self) -> bool:
-        """True where a level takes weights of the own slot as they are, rather than encoded."""
+        """True if any level carries weights of the own slot unencoded."""
         feedback = self.feedback
         return feedback is None or any(
             stage.weights is not None and stage.weights.has_equal_lengths
@@ -207,7 +207,7 @@ class Replicas:
         )
 
     def make_encoders(self) -> None:
-        """Make the senders of all gradients that leave here; otherwise each is made at its first use."""
+        """Make now the encoders of all gradients that leave this rank; otherwise each is made at its first use."""
         if self.feedback is not None:
             for stage in self.stages:
                 for peer in stage.peers:
@@ -224,7 +224,7 @@ class Replicas:
 
 
 def _feedback_of(replicas: Replicas, changes: StepChanges) -> Feedback | None:
-    """None where everything travels as it is, or nothing does but at the start because all is frozen."""
+    """Return the codecs' state; None if nothing is encoded, or if all is frozen and travels only at the start."""
     levels = [stage.level for stage in replicas.stages]
     weights, gradients = replicas.encoding.weight_codecs, replicas.encoding.gradient_codecs
     if not replicas.parts or not any(weights[level] or gradients[level] for level in levels):
@@ -254,8 +254,8 @@ def _feedback_of(replicas: Replicas, changes: StepChanges) -> Feedback | None:
 class WeightShipment(Gather):
     """One gather of a layer's weights.
 
-    An exact one ships every parameter as it is, frozen ones too, and begins the mirrors anew.  Otherwise trainable
-    parameters go, as the codec of the slowest level between owner and replica has it.
+    An exact gather ships every parameter unencoded, frozen ones too, and resets the mirrors.  Other gathers ship
+    trainable parameters, encoded by the codec of the slowest level between owner and replica.
     """
 
     def __init__(self, replicas: Replicas, *, is_exact: bool) -> None:
@@ -265,11 +265,11 @@ class WeightShipment(Gather):
         self._replicas = replicas
 
     def load(self) -> None:
-        """Take the owned experts' weights as they are now, and encode them.  Comes before the first `advance`."""
+        """Read the owned experts' current weights and encode them.  Call before the first `advance`."""
         replicas, feedback = self._replicas, self._replicas.feedback
         senders = [] if feedback is None or self._is_exact else feedback.patch_senders
         is_sent = self._is_exact or replicas.sends_own_slot
-        # In the current stream: under ZeRO-3 DeepSpeed gathers parameters for that.
+        # In the current stream, because under ZeRO-3 DeepSpeed gathers parameters for this.
         weights = replicas.own.copy() if senders else []
         if not senders and (is_sent or replicas.own.is_partitioned):
             replicas.own.stage(trainable_only=not self._is_exact)

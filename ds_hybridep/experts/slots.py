@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a layer's experts lie in memory, and the slot of those that this rank owns.
+"""Lays out a layer's experts in memory, and holds the slot of the experts that this rank owns.
 
-A *slot* holds the experts of one rank of the domain.  Within a slot parameter follows parameter, each as [e, *shape]:
-a slot is one message, and a parameter of all its experts is one contiguous tensor.
+A *slot* holds the experts of one rank of the domain.  Each of its blocks stores one parameter after the other, as
+[e, *shape].  So a block is one message, and each parameter of all e experts is one contiguous tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class Block:
 
 
 def lay_out(expert: nn.Module, *, is_grouped: bool = False) -> tuple[Block, ...]:
-    """Blocks of an expert, in the order of its parameters; `is_grouped`: these are [e, *shape]."""
+    """Return the blocks of an expert, in the order of its parameters, which are [e, *shape] if `is_grouped`."""
     members: dict[tuple[torch.dtype, bool], list[ParameterSlice]] = {}
     for name, parameter in expert.named_parameters():
         slices = members.setdefault((parameter.dtype, parameter.requires_grad), [])
@@ -55,9 +55,9 @@ def num_local_experts(experts: Sequence[nn.Module], *, is_grouped: bool) -> int:
 
 
 class SlotLayout:
-    """A slot of e experts of this kind, and views of tensors that are laid out like it.
+    """The layout of a slot of e experts, and views of tensors with this layout.
 
-    experts: e modules; `is_grouped`: one, with parameters [e, *shape].
+    experts: e modules; if `is_grouped`, one module with parameters [e, *shape].
     """
 
     def __init__(self, experts: Sequence[nn.Module], device: torch.device, *, is_grouped: bool) -> None:
@@ -69,26 +69,26 @@ class SlotLayout:
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of an fp32 sum of gradients."""
+        """Bytes of the fp32 gradient sums of a slot."""
         return 4 * self.num_local * sum(block.num_elements for block in self.trainable_blocks)
 
     def new(self, block: Block, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros [e * n] for a block, by default in its type."""
+        """Return zeros [e * n] for a block, by default in its dtype."""
         return torch.zeros(self.num_local * block.num_elements, dtype=dtype or block.dtype, device=self.device)
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Views [e, *shape] of trainable parameters, in tensors [e * n] for each trainable block."""
+        """Return views [e, *shape] of trainable parameters, in tensors [e * n] for each trainable block."""
         pairs = zip(self.trainable_blocks, tensors, strict=True)
         return [self._part(tensor, piece) for block, tensor in pairs for piece in block.slices]
 
     def by_module(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The same by module of `experts`, then parameter."""
+        """Return `parts` ordered by module of `experts`, then by parameter."""
         if self.is_grouped:
             return list(parts)
         return [part[module_idx] for module_idx in range(self.num_modules) for part in parts]
 
     def by_name(self, tensors: Sequence[Tensor], *, trainable_only: bool = False) -> list[dict[str, Tensor]]:
-        """Views by parameter name for each of `experts`, in tensors [e * n] for each block or trainable block."""
+        """Return views by parameter name for each of `experts`, in tensors [e * n] for each (trainable) block."""
         parts = {
             piece.name: self._part(tensor, piece)
             for block, tensor in zip(self.trainable_blocks if trainable_only else self.blocks, tensors, strict=True)
@@ -105,12 +105,12 @@ class SlotLayout:
 
 
 class OwnSlot:
-    """The own slot of one layer.  It has memory between `stage` or `adopt` and `unstage`.
+    """The slot of this rank's own experts in one layer.  It has memory between `stage` or `adopt` and `unstage`.
 
     Args:
         experts: as in `SlotLayout`.
-        master_of: the optimizer's fp32 copy of a parameter; None where it is not here.
-        is_lasting: it has memory all the time.
+        master_of: returns the optimizer's fp32 copy of a parameter; None if this rank does not have it.
+        is_lasting: the slot has memory all the time.
     """
 
     def __init__(
@@ -131,16 +131,16 @@ class OwnSlot:
 
     @property
     def is_partitioned(self) -> bool:
-        """True where ZeRO-3 keeps a part of each owned expert here, and the slot is what is computed with."""
+        """True if ZeRO-3 keeps only a part of each owned expert here; then experts compute with the slot."""
         return any(hasattr(parameter, "ds_id") for parameter in self.experts[0].parameters())
 
     def parameters(self) -> list[nn.Parameter]:
-        """Trainable ones, by `experts` and name; ZeRO-3 does not gather them."""
+        """Return trainable parameters, by `experts` and name; ZeRO-3 does not gather them for this."""
         named = [dict(expert.named_parameters()) for expert in self.experts]
         return [parameters[name] for parameters in named for name in self._trainable_names]
 
     def check_trainability(self) -> None:
-        """Raise UnsupportedError where a parameter was unfrozen since the blocks were laid out."""
+        """Raise UnsupportedError if a parameter was unfrozen since the blocks were laid out."""
         if all(block.is_trainable for block in self._layout.blocks):
             return
         for expert_idx, expert in enumerate(self.experts):
@@ -152,17 +152,17 @@ class OwnSlot:
                     )
 
     def sources(self) -> list[Tensor]:
-        """Trainable weights as exact as this rank has them, [e, *shape] by name.
+        """Return trainable weights as exact as this rank has them, [e, *shape] in the order of the layout.
 
-        The optimizer's fp32 masters where they are here; otherwise the parameters, or under ZeRO-3 the slot.
-        Rounding noise of a bf16 weight does not compress.
+        These are the optimizer's fp32 masters if they are here; otherwise the parameters, or under ZeRO-3 the slot.
+        Masters are better because the rounding noise of a bf16 weight does not compress.
         """
         return [self._source(piece) for piece in self._layout.trainable]
 
     def _source(self, piece: ParameterSlice) -> Tensor:
         parameters = [dict(expert.named_parameters())[piece.name] for expert in self.experts]
         held: list[Tensor] = [weights[piece.name] for weights in self.by_name()]
-        if held[0].dtype != torch.float32:  # otherwise a master holds no more
+        if held[0].dtype != torch.float32:  # an fp32 weight is as exact as its master
             masters = [master for parameter in parameters if (master := self._master_of(parameter)) is not None]
             held = masters if len(masters) == len(parameters) else held
         shaped = [one.detach().reshape(-1, *piece.shape) for one in held]
@@ -176,7 +176,7 @@ class OwnSlot:
         return [weights for weights in self._weights if weights is not None]
 
     def values(self, *, trainable_only: bool) -> list[Tensor]:
-        """[e * n] for each block; it must have been staged."""
+        """Return [e * n] for each block; the slot must have been staged."""
         pairs = zip(self._layout.blocks, self._weights, strict=True)
         wanted = [weights for block, weights in pairs if block.is_trainable or not trainable_only]
         values = [weights for weights in wanted if weights is not None]
@@ -184,7 +184,7 @@ class OwnSlot:
         return values
 
     def by_name(self) -> list[dict[str, Tensor]]:
-        """What is computed with, by parameter name for each of `experts`: parameters, or under ZeRO-3 the slot."""
+        """Return the weights to compute with, by name for each of `experts`: parameters, or under ZeRO-3 the slot."""
         if self.is_partitioned:
             return self._layout.by_name(self.values(trainable_only=False))
         return [dict(expert.named_parameters()) for expert in self.experts]
@@ -195,31 +195,31 @@ class OwnSlot:
         self._load(self.values(trainable_only=trainable_only), trainable_only=trainable_only)
 
     def make_room(self, *, trainable_only: bool) -> None:
-        """Memory for the slot."""
+        """Allocate memory for the slot."""
         self._weights = [
             self._layout.new(block) if held is None and (block.is_trainable or not trainable_only) else held
             for held, block in zip(self._weights, self._layout.blocks, strict=True)
         ]
 
     def adopt(self, values: Sequence[Tensor]) -> None:
-        """Take these tensors as the slot; they have its values, as `values` returns them for trainable parameters."""
+        """Use these tensors as the slot's trainable blocks.  They must hold its values, in the order of `values`."""
         iterator = iter(values)
         pairs = zip(self._layout.blocks, self._weights, strict=True)
         self._weights = [next(iterator) if block.is_trainable else held for block, held in pairs]
 
     def unstage(self) -> None:
-        """The slot was sent.  Under ZeRO-3 it stays."""
+        """Free the slot once it was sent.  Under ZeRO-3 it stays."""
         if not (self._is_lasting or self.is_partitioned):
             self._weights = [None for _ in self._weights]
 
     def copy(self) -> list[Tensor]:
-        """Trainable parameters as `values` has those of the slot, which stays as it is."""
+        """Return a copy of the trainable parameters in the form of `values`, without changing the slot."""
         values = [self._layout.new(block) for block in self._layout.trainable_blocks]
         self._load(values, trainable_only=True)
         return values
 
     def _load(self, values: Sequence[Tensor], *, trainable_only: bool) -> None:
-        """Reads parameters afresh: ZeRO re-points them."""
+        """Copy the parameters into `values`.  ZeRO moves their memory, so look them up every time."""
         places_of = self._layout.by_name(values, trainable_only=trainable_only)
         pairs = [
             (places[name], parameter)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Migration with replicas that are held around their use only: gathered ahead of a forward, and again of a backward.
+"""Holds replicas only around their use: gathers them ahead of a forward, and again ahead of a backward.
 
     forward    acquire(l): gather l+1 .. l+depth    experts of layer l
     backward   hold(l): gather l-1 .. l-depth, wait for l    experts of layer l    acquire(l)
 
 `ReplicaPool` decides what is gathered and given back.  It follows calls alone, not times, so all ranks start the same
-transfers in the same order.  The optimizer step makes all that is held old; in between weights do not change, and
-what is gathered twice is the same bit for bit.
+transfers in the same order.  The optimizer step makes all held replicas old.  Between steps weights do not change, so
+a second gather brings the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ from ds_hybridep.transport.channels import Transport, profiler_range
 
 
 class TransientWeights:
-    """The memory of one layer's replica weights, which comes and goes beneath tensors that stay.
+    """The memory of one layer's replica weights, which comes and goes while its tensors stay.
 
-    Graphs save views of these tensors, so memory must come back beneath the same ones.  To autograd weights that are
-    not held were modified: their version is odd, and a backward that would read them raises.  Held ones have the even
-    version of their epoch, so that graphs of before an optimizer step raise likewise.
+    Graphs save views of these tensors, so memory must come back to the same tensors.  Weights that are not held have
+    an odd version: autograd takes them as modified, and a backward that would read them raises.  Held weights have the
+    even version of their epoch, so graphs from before an optimizer step raise too.
 
     Args:
-        tensors: one for each block of a store, each with memory of its own; it is given back at once.
+        tensors: one for each block, each with its own memory, which is given back at once.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -56,7 +56,7 @@ class TransientWeights:
         self.stamp()
 
     def renew(self) -> None:
-        """The weights have changed: what graphs have saved is no longer what will be gathered."""
+        """Call after weights changed: the next gather brings other values than graphs have saved."""
         self._epoch += 1
         self.stamp()
 
@@ -73,7 +73,7 @@ class TransientWeights:
 class TransientMigration(MigrationManager):
     """Holds replica weights of at most `prefetch_depth` + 1 layers.
 
-    prefetch_depth: layers that are gathered ahead, too.
+    prefetch_depth: also the number of layers that are gathered ahead.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class TransientMigration(MigrationManager):
         self._memory = [TransientWeights(layer.replicas.weights) for layer in layers]
 
     def acquire(self, position: int) -> list[list[dict[str, Tensor]]]:
-        """As in `MigrationManager`; views of weights exist only while there is memory for them."""
+        """As in `MigrationManager`, but give the weights memory first: without it they have no views."""
         if self.is_stale and not is_in_backward():
             self.refresh(wait=False)
         self._request(position)
         return super().acquire(position)
 
     def watch_backward(self, position: int, outputs: Tensor) -> Tensor:
-        """The same outputs of a layer's experts; the backward from them first has the replicas again."""
+        """Return the same outputs of a layer's experts; their backward first gathers the replicas again."""
         return _WatchBackward.apply(self, position, outputs) if outputs.requires_grad else outputs
 
     def hold(self, position: int) -> None:
-        """Keep a layer's replicas until another layer's are asked for."""
+        """Gather a layer's replicas, and keep them until a request for another layer needs their room."""
         self.layers[position].refuse_released()
         self._request(position)
         self.progress()
@@ -114,7 +114,7 @@ class TransientMigration(MigrationManager):
         super().release()
 
     def describe_memory(self) -> str:
-        """For the log."""
+        """Describe the memory of replicas, for the log."""
         return (
             f"transient replicas of at most {self._pool.capacity} layers, {self.most_weight_bytes / 2**20:.1f} MiB "
             f"per rank beside their gradients"
@@ -122,7 +122,7 @@ class TransientMigration(MigrationManager):
 
     @property
     def most_weight_bytes(self) -> int:
-        """The most that weights of replicas ever take on this rank."""
+        """The most bytes that weights of replicas ever take on this rank."""
         sizes = [memory.num_bytes for memory in self._memory]
         return max(sum(sizes[first : first + self._pool.capacity]) for first in range(len(sizes)))
 
@@ -137,15 +137,15 @@ class TransientMigration(MigrationManager):
 
     def _give_back(self, position: int) -> None:
         layer = self.layers[position]
-        layer.finish_shipment()  # one that nobody came to need
+        layer.finish_shipment()  # one that nobody waited for
         self._memory[position].give_back()
         if layer.weights is Weights.FRESH:
             layer.weights = Weights.AWAY
 
     def _ship(self, *, is_exact: bool) -> None:
-        """All replicas are old: drop them, and gather those that the next forward needs first.
+        """Drop all replicas, which are old now, and gather those that the next forward needs first.
 
-        Later stages wait for that forward: after the last step of a job others may be gone already.
+        Later stages start only in that forward: after the last step of a job other ranks may be gone already.
         """
         for position in self._pool.held:
             self._give_back(position)
@@ -158,7 +158,7 @@ class TransientMigration(MigrationManager):
 
 
 class _WatchBackward(Function):
-    """Identity on what a layer's experts give; its backward comes before theirs."""
+    """Identity on the outputs of a layer's experts; its backward runs before theirs."""
 
     @staticmethod
     def forward(ctx: Any, manager: TransientMigration, position: int, outputs: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that an earlier plan's codecs had kept back, until an optimizer step has used them.
+"""Holds gradients that an earlier plan's codecs had kept back, until an optimizer step has used them.
 
-The senders of a layer's gradients, and what each has not delivered of the others' experts, differ from plan to plan.
-So before a change every rank sends what it has kept to the owners, exactly, and they add it to the next gradients:
+Each plan has other senders of a layer's gradients, and each sender keeps back other gradients.  So before a change,
+every rank sends what it has kept back to the owners, unencoded.  The owners add it to the next gradients:
 
     before    rank 1: residual of expert 0      rank 0, owner of expert 0: parameter, gradient
     after     rank 1: nothing                   rank 0: ..., and what rank 1 had kept
@@ -24,9 +24,9 @@ from ds_hybridep.transport.channels import Purpose, Transport
 
 
 def collect(replicas: Replicas, transport: Transport) -> list[Tensor]:
-    """What no rank of the domain has delivered of this rank's experts, fp32 [e, *shape] for each of `parts`.
+    """Return gradients of this rank's experts that the domain has not delivered, fp32 [e, *shape] for each of `parts`.
 
-    All ranks of the domain must call, with nothing under way; the residuals are gone from the encoders afterwards.
+    All ranks of the domain must call, with nothing under way.  Afterwards the encoders have no residuals.
     """
     feedback = replicas.feedback
     assert feedback is not None, f"{replicas.layer}: nothing is lossy"
@@ -38,7 +38,7 @@ def collect(replicas: Replicas, transport: Transport) -> list[Tensor]:
         kept[slot] += torch.cat([residual.reshape(-1) for residual in encoder.residuals]).to(kept.device)
     feedback.forget_gradients()
     total = kept[replicas.own_slot]
-    if feedback.is_lossy_for_gradients:  # otherwise nobody has kept anything for others
+    if feedback.is_lossy_for_gradients:  # otherwise no rank has kept anything back
         ranks = [replicas.domain_ranks[slot] for slot in replicas.replica_slots]
         sent = [kept[slot] for slot in replicas.replica_slots]
         arrived = [torch.empty_like(total) for _ in ranks]
@@ -53,7 +53,7 @@ def collect(replicas: Replicas, transport: Transport) -> list[Tensor]:
 class _Waiting:
     """What waits for the gradient of one parameter."""
 
-    values: Tensor  # view of what is kept, of the parameter's shape
+    values: Tensor  # view of the kept gradients, in the parameter's shape
     is_added: bool = False  # to the gradient of the step that is under way
     handle: Any = None
 
@@ -61,10 +61,10 @@ class _Waiting:
 class UndeliveredGradients:
     """Gradients of the owned experts that wait for the next step; none at first.
 
-    Each is added once, to the first gradient that its parameter gets at an accumulation boundary, and is kept until
+    Each is added once, to the first gradient that its parameter gets at an accumulation boundary.  It is kept until
     the step that uses it was applied.
 
-    experts: by layer the modules with those that this rank owns, one each or one for all.
+    experts: by layer, the modules of the experts that this rank owns, one module each or one for all.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class UndeliveredGradients:
 
     def take_over(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
         """Add `parts` to the next gradients: by layer, unscaled fp32 [e, *shape] for each trainable parameter in block
-        order.  They are changed in place, and replace what waited before.
+        order.  `parts` replace what waited before, and are changed in place.
         """
         self.remove()
         self.parts = parts
@@ -100,7 +100,7 @@ class UndeliveredGradients:
         return (gradient.float() + waiting.values * self._loss_scale()).to(gradient.dtype)
 
     def deliver(self) -> None:
-        """The optimizer step was applied: forget what was added to its gradients."""
+        """Call after an applied optimizer step: drop what was added to its gradients."""
         for waiting in self._waiting:
             if waiting.is_added:
                 waiting.values.zero_()
@@ -110,8 +110,8 @@ class UndeliveredGradients:
             self.parts = {}
 
     def remove(self) -> Mapping[str, Sequence[Tensor]]:
-        """Stop adding, for another plan takes over.  Returns what was not added yet."""
-        self.deliver()  # gradients that are there go on to their step
+        """Stop adding because another plan takes over.  Returns what was not added yet."""
+        self.deliver()  # what was added stays in the gradients of the next step
         for waiting in self._waiting:
             waiting.handle.remove()
         left, self.parts, self._waiting = self.parts, {}, []
@@ -119,6 +119,6 @@ class UndeliveredGradients:
 
 
 def _trainable_in_order(expert: nn.Module) -> list[nn.Parameter]:
-    """Trainable parameters in the order of `Replicas.parts`."""
+    """Return trainable parameters in the order of `Replicas.parts`."""
     parameters = dict(expert.named_parameters())
     return [parameters[piece.name] for block in lay_out(expert) if block.is_trainable for piece in block.slices]

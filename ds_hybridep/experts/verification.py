@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof, by checksums, that every replica holds its owner's weights."""
+"""Checks with checksums that every replica holds its owner's weights."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ from ds_hybridep.transport.channels import Purpose, Transport
 
 
 def verify(migration: MigrationManager, transport: Transport, kernels: Kernels) -> None:
-    """Raise VerificationError where replicas differ from their owners; all ranks must call at the same step."""
+    """Raise VerificationError if replicas differ from their owners; all ranks must call at the same step."""
     migration.finish_shipments()
     if migration.is_stale:
         return
@@ -41,10 +41,10 @@ def verify(migration: MigrationManager, transport: Transport, kernels: Kernels) 
 
 
 def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
-    """[M + C, 2] int64 on the CPU: two sums over the bits of each slot, then of the mirror of each lossy codec.
+    """Return [M + C, 2] int64 on the CPU: two sums over the bits of each slot, then of the mirror of each lossy codec.
 
-    The own slot is taken from the parameters.  A replica that comes encoded is compared with its owner's mirror.
-    Everything is read where it lies, one parameter after the other.
+    The own slot is read from the parameters.  A replica that arrives encoded is compared with its owner's mirror.
+    The function reads one parameter after the other, in place.
     """
     feedback = replicas.feedback
     lossy = {} if feedback is None else feedback.lossy_replicas
@@ -65,7 +65,7 @@ def checksums(replicas: Replicas, kernels: Kernels) -> Tensor:
 
 
 class _Sums:
-    """Two sums over the bits of tensors; they depend on the order."""
+    """Two sums over the bits of tensors, which depend on the order of the tensors."""
 
     def __init__(self, kernels: Kernels, device: torch.device) -> None:
         self._kernels, self._weight = kernels, 1
@@ -77,7 +77,7 @@ class _Sums:
             self._weight += 2
 
     def add_slot(self, replicas: Replicas, slot: int, *, frozen_only: bool) -> None:
-        """Weights of a slot, and of the own one parameters, which ZeRO-3 gathers one by one."""
+        """Add the weights of a slot; for the own slot add its parameters, which ZeRO-3 gathers one by one."""
         names = [piece.name for block in replicas.layout.blocks for piece in block.slices]
         names = [name for name in names if not frozen_only or name not in replicas.trainable_names]
         is_own = slot == replicas.own_slot
@@ -93,7 +93,7 @@ class _Sums:
 
 
 def _owners_row(replicas: Replicas, slot: int, holder: int) -> int:
-    """The row of the owner's checksums that the copy of `slot` on the rank of slot `holder` must equal."""
+    """Return the row of the owner's checksums that the copy of `slot` on the rank of slot `holder` must equal."""
     if holder == slot or replicas.feedback is None:
         return slot
     name = replicas.feedback.mirror_names.get(replicas.level_between(slot, holder))
@@ -101,7 +101,7 @@ def _owners_row(replicas: Replicas, slot: int, holder: int) -> int:
 
 
 def _exchange(transport: Transport, replicas: Replicas, own: Tensor) -> dict[int, Tensor]:
-    """Checksums [M + C, 2] of every rank of the domain, by global rank."""
+    """Return the checksums [M + C, 2] of every rank of the domain, by global rank."""
     tables = {rank: torch.empty_like(own) for rank in replicas.domain_ranks}
     tables[transport.rank] = own
     others = [rank for rank in replicas.domain_ranks if rank != transport.rank]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that peft has put on the experts of a Hugging Face model, carried over to AutoEP's grouped weights.
+"""Carries peft's adapters on the experts of a Hugging Face model over to AutoEP's grouped weights.
 
-AutoEP does not find experts below peft's wrapper of all experts of a layer (`target_parameters`).  So the wrappers are
-taken off before AutoEP works, and each rank gets the factors of the experts that AutoEP gave it:
+With `target_parameters`, peft wraps all experts of a layer, and AutoEP does not find experts inside the wrapper.  So
+this module removes the wrappers before AutoEP runs, and then gives each rank the factors of the experts that it owns:
 
     peft    experts.gate_up_proj [E, 2F, D] + scaling * lora_B [E, 2F, r] @ lora_A [E, r, D]
     here    experts.w1 | w3      [e, F, D]  + scaling * (upper | lower half of lora_B [e, 2F, r]) @ lora_A [e, r, D]
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.experts.partitioned import is_partitioned
 
-# Which of AutoEP's weights are rows of which parameter of Hugging Face's, from first to last.
+# By parameter of Hugging Face: the weights of AutoEP that make up its rows, from first to last.
 PARTS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 FILES = "hybridep_expert_adapters_*.pt"
 _MARKS = ("allreduce", "group_name", "ds_zero_placement_family", "ds_zero_partition_group_name")
@@ -38,22 +38,22 @@ class Adapter:
 
     parameter: str
     base: nn.Parameter  # [E, rows, cols]
-    originals: tuple[nn.Parameter, nn.Parameter]  # of peft's own modules, lora_A and lora_B
+    originals: tuple[nn.Parameter, nn.Parameter]  # weights of peft's own modules lora_A and lora_B
     factors: tuple[Tensor, Tensor]  # [E, r, cols] and [E, rows, r]
-    scaling: float  # of their product
+    scaling: float  # multiplies the product of the factors
 
 
 class AdaptedExperts(GroupedExperts):  # type: ignore[misc]  # DeepSpeed has no types
-    """DeepSpeed's grouped experts, computed with base weights plus products of factors.
+    """DeepSpeed's grouped experts, which add the products of factors to the base weights.
 
-    For each key of `scalings` the factors are parameters [e, r, cols] and [e, rows, r] named after it.
+    Each key of `scalings` has two factors, parameters [e, r, cols] and [e, rows, r] with the names of `factor_names`.
     """
 
     is_adapted = True
     scalings: dict[str, float]
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Output rows, [T, D] -> [T, D]."""
+        """Return the output rows, [T, D] -> [T, D]."""
         weights = {name: getattr(self, name) for name in ("w1", "w2", "w3")}
         for parameter, scaling in self.scalings.items():
             lora_a, lora_b = (getattr(self, name) for name in factor_names(parameter))
@@ -67,12 +67,12 @@ class AdaptedExperts(GroupedExperts):  # type: ignore[misc]  # DeepSpeed has no 
 
 
 def factor_names(parameter: str) -> tuple[str, str]:
-    """Names of the parameters of `AdaptedExperts` for one of Hugging Face's."""
+    """Return the names of the two factors of a Hugging Face parameter in `AdaptedExperts`."""
     return f"{parameter}_lora_A", f"{parameter}_lora_B"
 
 
 def take_off(model: nn.Module) -> dict[str, list[Adapter]]:
-    """Put the experts back to where peft has wrapped them; by name of the MoE block what the wrappers added."""
+    """Replace peft's wrappers by the experts inside.  Returns what the wrappers added, by name of the MoE block."""
     if "peft" not in sys.modules:
         return {}
     from peft.tuners.lora.layer import ParamWrapper
@@ -111,10 +111,10 @@ def _adapter_of(name: str, wrapper: Any) -> Adapter:
 
 
 def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -> None:
-    """Give the experts that AutoEP has made their factors, which `take_off` has put aside.
+    """Give the experts that AutoEP has made the factors that `take_off` returned.
 
-    sources: DeepSpeed's record of what replaces which parameter, for optimizers that were given the old ones; None
-        from DeepSpeed before 0.19.7, which keeps no record.
+    sources: DeepSpeed's record of which parameter replaces which, for optimizers that hold the old ones.  None before
+        DeepSpeed 0.19.7, which keeps no record.
     """
     if taken and sources is None:
         raise UnsupportedError(
@@ -145,9 +145,9 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
 
 
 def _experts_of(layer: Any) -> list[int]:
-    """The experts that this rank owns, in the order in which its weights hold them."""
+    """Return the experts that this rank owns, in the order of its weights."""
     descriptor = getattr(layer, "expert_placement_descriptor", None)
-    if descriptor is None:  # DeepSpeed before 0.19.8: in the order of ranks
+    if descriptor is None:  # DeepSpeed before 0.19.8 gives experts out in the order of ranks
         first = layer.ep_rank * layer.num_local_experts
         return list(range(first, first + layer.num_local_experts))
     from deepspeed.checkpoint.autoep_affine import autoep_experts_for_rank
@@ -165,11 +165,11 @@ def _check_layout(name: str, experts: nn.Module, adapter: Adapter, own: list[int
             )
 
 
-# -- checkpoints: DeepSpeed's hold, of what a rank alone has, only w1, w2 and w3 ---------------------------------
+# -- checkpoints: of each rank's own experts, DeepSpeed saves only w1, w2 and w3 ---------------------------------
 
 
 def save(layers: Mapping[str, Any], folder: Path) -> None:
-    """Write the factors of the experts that this rank owns, once for all ranks that own the same."""
+    """Write the factors of this rank's experts; of several ranks that own the same experts, only one writes."""
     first = next(iter(layers.values()))
     if groups._get_expert_data_parallel_rank(first.ep_group_name) != 0:
         return
@@ -185,7 +185,7 @@ def save(layers: Mapping[str, Any], folder: Path) -> None:
 
 
 def load(layers: Mapping[str, Any], folder: Path) -> None:
-    """Read what `save` of all ranks wrote, with any number of experts on a rank."""
+    """Read the files that `save` wrote on all ranks; each rank may own another number of experts than before."""
     found: dict[tuple[str, str, int], Tensor] = {}
     for path in sorted(folder.glob(FILES)):
         for name, entry in torch.load(path, weights_only=True, map_location="cpu", mmap=True).items():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms and overflow flags of a step in one message per level.
+"""Exchanges the norms and overflow flags of a step in one message per level.
 
 DeepSpeed asks for them one by one: a maximum to learn whether gradients overflowed, then a sum for each group of
-parameters.  None of the questions depends on an answer.  So what asks runs twice: the first time what it asks for is
-noted, then all is exchanged together, and the second time it gets the results.
+parameters.  No question depends on an answer, so the code that asks runs twice.  The first run only notes its
+questions.  Then the ranks exchange all of them together, and the second run gets the results.
 """
 
 from collections import deque
@@ -17,19 +17,19 @@ from ds_hybridep.sync.dense import GroupSync
 
 
 class Agreements:
-    """What the ranks of one optimizer agree on; all ask the same, in the same order."""
+    """Numbers that the ranks of one optimizer agree on; all ranks ask the same questions in the same order."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[GroupSync, Tensor, bool]] | None = None
-        self._results: deque[tuple[GroupSync, bool, Tensor]] = deque()  # with what was asked for
+        self._results: deque[tuple[GroupSync, bool, Tensor]] = deque()  # group, is_max, answer
 
     @property
     def is_under_way(self) -> bool:
-        """True while questions are noted, or results wait to be asked for."""
+        """True while questions are being noted, or while results wait for their questions."""
         return self._noted is not None or bool(self._results)
 
     def ask(self, sync: GroupSync, tensor: Tensor, is_max: bool) -> None:
-        """Replace a few numbers by their sums or maxima; while questions are noted, leave them as they are."""
+        """Replace a few numbers by their sums or maxima.  While `prepare` notes questions, leave the numbers alone."""
         if self._noted is not None:
             self._noted.append((sync, tensor.detach().clone(), is_max))
             return
@@ -38,12 +38,12 @@ class Agreements:
             if group is sync and of_max == is_max and result.numel() == tensor.numel():
                 tensor.copy_(result.view_as(tensor))
                 return
-            self._results.clear()  # on all ranks: these are answers to other questions
+            self._results.clear()  # these answer other questions; all ranks clear them here
         (result,) = _exchange([(sync, tensor, is_max)])
         tensor.copy_(result.view_as(tensor))
 
     def prepare(self, *askers: Callable[[], Any]) -> None:
-        """Get the results that the askers are going to ask for, one after the other."""
+        """Run the askers to note their questions, and get the results for their second run in the same order."""
         self._noted = []
         try:
             for ask in askers:
@@ -55,12 +55,12 @@ class Agreements:
         self._results = deque((one[0], one[2], result) for one, result in zip(noted, results, strict=True))
 
     def forget(self) -> None:
-        """Drop results that nobody has asked for: after an overflow norms are of no use."""
+        """Drop results that nobody has asked for: after an overflow, nobody needs norms."""
         self._results.clear()
 
 
 def _exchange(noted: list[tuple[GroupSync, Tensor, bool]]) -> list[Tensor]:
-    """Results in the order of the questions; those of one group travel together."""
+    """Return the results in the order of the questions.  Questions of one group travel together."""
     results: list[Tensor | None] = [None] * len(noted)
     for group in dict.fromkeys(sync for sync, _, _ in noted):
         places = [at for at, (sync, _, _) in enumerate(noted) if sync is group]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions, and how an engine with the block attaches itself.  What they change stands in patches.py."""
+"""The public functions, and how an engine with the block attaches itself.  patches.py lists what they change."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -24,18 +24,18 @@ BLOCK = "hybridep"
 
 
 def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None) -> None:
-    """Take over the MoE layers; all ranks must call.  Not needed where ds_config has a "hybridep" block.
+    """Take over the MoE layers; all ranks must call.  Not needed if ds_config has a "hybridep" block.
 
-    With `"enabled": false` in the block nothing happens, and `stats` and `detach` say that nothing is attached.
+    With `"enabled": false` in the block this does nothing, and `stats` and `detach` raise ConfigError.
 
     Args:
-        engine: what `deepspeed.initialize` returned first.
-        config: the block's content; by default that of the engine's ds_config.
+        engine: the first value that `deepspeed.initialize` returned.
+        config: content of the block; by default the block in the engine's ds_config.
 
     Raises:
         ConfigError, PlanError: the block is wrong or does not fit the model.
-        UnsupportedError: a version or feature of DeepSpeed that was not tested with hybridep is in use.
-        AgreementError: ranks differ, or one failed or did not come.
+        UnsupportedError: the job uses a version or feature of DeepSpeed that was not tested with hybridep.
+        AgreementError: ranks differ, or a rank failed or did not call in time.
     """
     if not hasattr(engine, "_take_model_step"):
         raise ConfigError(
@@ -98,17 +98,17 @@ def detach(engine: nn.Module) -> None:
 
 
 def stats(engine: nn.Module) -> dict[str, Any]:
-    """Counters of this rank since attach: bytes and messages per level, direction and kind, exposed seconds, rows.
+    """Return this rank's counters: bytes and messages per level, direction and kind; exposed seconds; rows.
 
-    Kind "dense" is all that several ranks hold; its counters are None, not counted, where DeepSpeed sends it itself.
-    Beside the counters:
+    Kind "dense" covers all that several ranks hold; its counters are None (not counted) if DeepSpeed sends it itself.
+    Counters begin at attach.  The result also has:
 
-        "synchronised"   what codecs do for dense parameters, and for experts that several groups hold, by name
-        "replica_bytes"  held now on the device for replicas, their gradients and what codecs keep of them
-        "host_bytes"     the same in host memory, where "state" is "host"
-        "job"            counters of all ranks together as of the last report, as in `report_file`; None before the
-                         first one and on ranks other than 0
-        "planning"       the plan of a job that is planned while it runs, as in `report_file`; None elsewhere
+        "synchronised"   what codecs do, by name, for dense parameters and for experts that several groups hold
+        "replica_bytes"  bytes held now on the device for replicas, their gradients and their codecs
+        "host_bytes"     bytes held now in host memory for the same, if "state" is "host"
+        "job"            counters of all ranks as of the last report, as in `report_file`; None before the first
+                         report and on ranks other than 0
+        "planning"       the plan, as in `report_file`, if the job is planned while it runs; else None
     """
     attachment = _attachment_of(engine)
     runtime, planner = attachment.runtime, attachment.planner
@@ -128,24 +128,24 @@ def stats(engine: nn.Module) -> dict[str, Any]:
 def refresh(engine: nn.Module) -> None:
     """Ship all experts' weights again and wait for them; all ranks must call.
 
-    Needed after parameters were changed by anything else than `engine.step()` and checkpoint loading.
+    Call this after anything other than `engine.step()` or checkpoint loading has changed parameters.
     """
     _attachment_of(engine).runtime.refresh()
 
 
 def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> None:
-    """Go on with other settings: domain sizes, codecs, token exchange, dense synchronisation; all ranks must call.
+    """Switch to other settings: domain sizes, codecs, token exchange, dense synchronisation; all ranks must call.
 
-    Nothing is lost: optimizer and parameters stay where they are, and what lossy codecs had kept back of gradients
-    goes to the owners of the experts. Levels must be those of before. Where something is planned ("auto"), planning
-    goes on from here; `config` itself must say all sizes and codecs.
+    Optimizer and parameters stay where they are.  Gradients that lossy codecs had kept back go to the experts' owners
+    and into the next dense sums; those that DeepSpeed synchronises from now on are dropped.  The levels must not
+    change.  If the job is planned ("auto"), planning goes on, but `config` itself must give all sizes and codecs.
 
     Call between two optimizer steps, with the content of a "hybridep" block.
 
     Raises:
         ConfigError, PlanError, UnsupportedError: the block is wrong, leaves something "auto", or does not fit.
-        GradientNotReturnedError: in the middle of a gradient accumulation.
-        AgreementError: ranks differ, or one failed; the settings of before stay.
+        GradientNotReturnedError: the call comes in the middle of a gradient accumulation.
+        AgreementError: ranks differ, or a rank failed; the earlier settings stay.
     """
     attachment = _attachment_of(engine)
     with announcing_failure():
@@ -163,15 +163,15 @@ def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> Non
 
 
 def trace(engine: nn.Module, path: str | Path) -> AbstractContextManager[None]:
-    """Context manager: profile the steps inside and write a Chrome/Perfetto trace of this rank to `path`.
+    """Return a context manager that profiles the steps inside, and writes this rank's Chrome/Perfetto trace to `path`.
 
-    Ranges of the runtime are named `hybridep::...`; transfers of weights and gradients are rows of their own.
+    The runtime names its ranges `hybridep::...`.  Transfers of weights and gradients have their own rows.
     """
     return record_trace(_attachment_of(engine).runtime.transport, path)
 
 
 def configure_distributed_model(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces the engine's method where ds_config has the block; called by the import hook."""
+    """Replaces the engine's method of this name if ds_config has the block; the import hook calls it."""
     original(engine, *args, **kwargs)
     attach(engine)
 
@@ -179,13 +179,13 @@ def configure_distributed_model(original: Callable[..., Any], engine: Any, *args
 def configure_expert_parallel(
     original: Callable[..., Any], engine: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """The same: adapters of experts are put aside while AutoEP makes its layers."""
+    """Replaces the engine's method of this name too: sets adapters of experts aside while AutoEP makes its layers."""
     settings = getattr(engine._config, "expert_parallel_config", None)
     if settings is None or not settings.enabled:
         return original(engine, model, *args, **kwargs)
-    from ds_hybridep.integration import adapters  # needs modules of AutoEP
+    from ds_hybridep.integration import adapters  # here, because it needs modules of AutoEP
 
-    autoep.check_transformers()  # before AutoEP fails on it with an error of its own
+    autoep.check_transformers()  # before AutoEP fails on it with its own error
     taken = adapters.take_off(model)
     sources = original(engine, model, *args, **kwargs)
     adapters.put_on(model, taken, sources)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed on one engine while it is attached: around its step, gradients, checkpoints and end."""
+"""Connects one engine to its runtime, and changes its step, gradients, checkpoints and end while it is attached."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -27,10 +27,10 @@ _attached: list["Attachment"] = []
 
 
 class Attachment:
-    """Connects one engine to its runtime; AgreementError where a rank could not make its own.
+    """Connects one engine to its runtime; raises AgreementError if a rank could not make its runtime.
 
-    prepare: checks given settings and returns what makes their runtime; all ranks must call.
-    planner: chooses other settings while the job runs; None where all are given.
+    prepare: checks settings and returns the function that makes their runtime; all ranks must call it.
+    planner: chooses other settings while the job runs; None if the config gives them all.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Attachment:
         self._dense: DenseSync | None = None
         self._optimizer: Any = None
         build = prepare(config)
-        # Before memory is taken: a rank that is killed for it is missed at once.
+        # Before memory is allocated: if that gets a rank killed, the others notice at once.
         health.start(config.cluster(), config.timeout_s, self)
         try:
             self.runtime = _build_together(build, config.timeout_s)
@@ -59,11 +59,11 @@ class Attachment:
             raise
 
     def num_steps(self) -> int:
-        """Optimizer steps so far."""
+        """Return the number of optimizer steps so far."""
         return int(getattr(self.engine, "global_steps", 0))
 
     def last_transfer(self) -> str:
-        """What this rank has started to move last."""
+        """Describe the transfer that this rank started last."""
         runtime = getattr(self, "runtime", None)
         return str(runtime.transport.last_transfer or "none") if runtime is not None else ""
 
@@ -96,7 +96,7 @@ class Attachment:
         self._bind_runtime()
 
     def _bind_runtime(self) -> None:
-        """What another plan binds anew."""
+        """Connect what every plan connects for itself."""
         patches = self._plan_patches
         for name, hybrid in self.runtime.layers.items():
             patches.put(MODULE, "_hybridep", self.layers[name], hybrid)
@@ -114,7 +114,7 @@ class Attachment:
         self._watch_optimizer()
 
     def unbind(self) -> None:
-        """Undo everything; parameters, optimizer and module tree were never changed.  Waits for nothing."""
+        """Undo all changes without waiting.  Parameters, optimizer and module tree were never changed."""
         _attached.remove(self)
         del self.engine.__dict__["_hybridep_attachment"]
         self._plan_patches.undo()
@@ -125,9 +125,9 @@ class Attachment:
         health.stop(self)
 
     def switch(self, config: HybridEPConfig, reason: str) -> None:
-        """Go on with other settings; all ranks must call, between two optimizer steps.
+        """Switch to other settings; all ranks must call, between two optimizer steps.
 
-        Raises AgreementError where a rank cannot make their runtime; all go on with those of before.
+        Raises AgreementError if a rank cannot make the new runtime; then all ranks keep the earlier settings.
         """
         earlier = self.runtime
         with announcing_failure():
@@ -146,12 +146,12 @@ class Attachment:
         log_dist(runtime.describe(), ranks=[0])
 
     def _destroy(self, original: Callable[..., Any]) -> None:
-        # Also called while an exception is on its way, so nothing is waited for.
+        # May run while an exception propagates, so it waits for nothing.
         self.unbind()
         original()
 
     def ship_partitioned(self) -> None:
-        """Under ZeRO-3 ship weights now: in a forward it fetches ahead what it knows to come next."""
+        """Under ZeRO-3, ship weights now: in a forward, ZeRO-3 prefetches the parameters that it expects next."""
         if self.engine.zero_optimization_stage() == 3 and self.runtime.migration is not None:
             self.runtime.migration.refresh_stale()
 
@@ -162,7 +162,7 @@ class Attachment:
         self._watch_optimizer()
 
     def _watch_optimizer(self) -> None:
-        """DeepSpeed makes the optimizer after we attach."""
+        """Connect the optimizer as soon as it exists: DeepSpeed makes it after we attach."""
         optimizer = getattr(self.engine, "optimizer", None)
         if not hasattr(optimizer, "zero_grad"):
             return
@@ -188,7 +188,7 @@ class Attachment:
         finally:
             if self._dense is not None:
                 self._dense.after_step()
-        # Dense parameters and experts travel together; experts that several groups hold must be here to leave.
+        # Dense parameters and experts travel together.  Experts of several groups must arrive before they are shipped.
         if self._dense is not None:
             self._dense.finish_gathers(of_experts_only=True)
         report = self.runtime.after_step(was_applied=self.engine._step_applied, ships=chosen is None)
@@ -205,7 +205,7 @@ class Attachment:
             log_dist(f"hybridep after step {self.engine.global_steps}: {label}, {reason}", ranks=[0])
 
     def _publish(self, report: dict[str, Any]) -> None:
-        """Log, monitor and file; on rank 0."""
+        """Write a report to the log, the monitor and the report file, on rank 0."""
         if self.planner is not None:
             report["planning"] = self.planner.record(self.runtime)
         self.last_report = report
@@ -225,12 +225,12 @@ class Attachment:
 
     @property
     def _keeps_reduced(self) -> bool:
-        """ZeRO-2 keeps what it has reduced, whoever calls zero_grad."""
+        """True under ZeRO-2, which keeps reduced gradients whoever calls zero_grad."""
         return bool(getattr(self.engine.optimizer, "partition_gradients", False))
 
     @property
     def _has_accumulator(self) -> bool:
-        """Gradients are not in `.grad` between micro-steps: only the optimizer's zero_grad clears them."""
+        """True if gradients are not in `.grad` between micro-steps, so only the optimizer's zero_grad clears them."""
         optimizer = self.engine.optimizer
         return (
             self.engine.zero_optimization_stage() == 3
@@ -239,29 +239,29 @@ class Attachment:
         )
 
     def clear_gradients(self) -> None:
-        """Forget what replicas hold of gradients that their owners forget."""
-        # ZeRO 1 has copied what was returned, and its step applies that whoever calls zero_grad.  After a step the
-        # table has an entry for each group still: None.
+        """Drop the gradients of replicas because their owners drop theirs."""
+        # ZeRO 1 has copied the returned gradients, and its step applies the copy whoever calls zero_grad.  After a
+        # step the table still has an entry for each group: None.
         averaged = getattr(self.engine.optimizer, "averaged_gradients", None) or {}
         self.runtime.clear_gradients(drops_returned=all(gradients is None for gradients in averaged.values()))
 
     def owned_in_grad(self) -> list[nn.Parameter]:
-        """Trainable parameters of owned experts, where their gradients are in `.grad` until the step; else empty."""
+        """Return trainable parameters of owned experts if their gradients stay in `.grad` until the step; else []."""
         if self._keeps_reduced or self._has_accumulator:
             return []
         return [p for layer in self.layers.values() for p in layer.experts.parameters() if p.requires_grad]
 
 
 def loss_scale_of(engine: Any) -> float:
-    """The factor by which gradients are multiplied now."""
+    """Return the factor that gradients are multiplied by now."""
     return float(getattr(engine.optimizer, "loss_scale", 1.0))
 
 
 def boundary_of(engine: Any) -> Callable[[], bool]:
-    """Whether the running backward is the last before the optimizer step.
+    """Return a function that says whether the running backward is the last before the optimizer step.
 
-    Asked inside the backward only.  Without managed accumulation nobody knows, so every backward returns gradients;
-    under no_sync the caller says that more will follow.
+    Call it only inside the backward.  Without managed accumulation nobody knows, so every backward returns gradients.
+    Under no_sync the caller says that more backwards will follow.
     """
 
     def is_boundary() -> bool:
@@ -273,7 +273,7 @@ def boundary_of(engine: Any) -> Callable[[], bool]:
 
 
 def _wrap_zero_grad_of_module(original: Callable[..., Any]) -> Callable[..., None]:
-    """`torch.nn.Module.zero_grad`, also for sums of replicas where a module holds all experts of an engine."""
+    """Let `torch.nn.Module.zero_grad` also clear sums of replicas if the module holds all experts of an engine."""
 
     def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         original(module, *args, **kwargs)
@@ -287,8 +287,8 @@ def _wrap_zero_grad_of_module(original: Callable[..., Any]) -> Callable[..., Non
 
 
 def _noticing(attachment: Attachment) -> Callable[..., None]:
-    """Hook before the model's forward: owners without gradients have no sums of replicas either."""
-    # A function and no method: a deep copy of the model carries it along, and must not copy the attachment.
+    """Return a hook before the model's forward: if no owner has a gradient, it clears sums of replicas too."""
+    # A function, not a method: a deep copy of the model copies its hooks, and must not copy the attachment.
 
     def notice(_module: nn.Module, _inputs: Any) -> None:
         if is_in_backward():
@@ -301,10 +301,10 @@ def _noticing(attachment: Attachment) -> Callable[..., None]:
 
 
 def _refill_after_load(migration: MigrationManager, modules: list[nn.Module]) -> Callable[..., None]:
-    """Hook for modules whose parameters were loaded, on all ranks: the next forward ships them."""
+    """Return a hook for modules whose parameters all ranks have loaded: it lets the next forward ship them."""
 
     def after_load(module: nn.Module, _incompatible_keys: Any) -> None:
-        # A deep copy of a module carries this function along, and may be loaded on one rank only.
+        # A deep copy of a module has this hook too, and may be loaded on one rank only.
         if any(module is own for own in modules):
             migration.mark_weights_changed()
 
@@ -319,7 +319,7 @@ def _refuse(method: str, _original: Callable[..., Any], *_args: Any, **_kwargs: 
 
 
 def _build_together(build: Callable[[], HybridRuntime], timeout_s: float) -> HybridRuntime:
-    """What `build` makes, once every rank has made its own.  Raises AgreementError on all where one has failed."""
+    """Return what `build` makes, once it has worked on every rank.  If one fails, all raise AgreementError."""
     made = ExitStack()
     with together(timeout_s, made.close):
         runtime = build()

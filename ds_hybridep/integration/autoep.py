@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that DeepSpeed's AutoEP makes of Hugging Face MoE blocks, and how the runtime takes part in them.
+"""Describes and runs the layers that DeepSpeed's AutoEP makes of Hugging Face MoE blocks.
 
-AutoEP's router decides, and AutoEP's tail adds shared experts and router logits; in between, the routed experts run
-over expert domains, with the arithmetic of DeepSpeed's `GroupedExperts`, on its own weights and on those of replicas.
+AutoEP's router chooses experts, and AutoEP's tail adds shared experts and router logits.  In between, the routed
+experts run over expert domains.  DeepSpeed's `GroupedExperts` computes them, with own weights and those of replicas.
 """
 
 import copy
@@ -19,17 +19,17 @@ from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.tokens.layer import HybridMoE
 from ds_hybridep.transport.job import group_ranks
 
-# What AutoEP of DeepSpeed 0.19.8 was tried with; setup.py pins the same in the extra "hf".
+# The version that AutoEP of DeepSpeed 0.19.8 was tried with; setup.py pins it in the extra "hf".
 TRANSFORMERS_VERSION = "5.3.0"
 
 
 def is_autoep_layer(module: nn.Module) -> bool:
-    """True for layers of the "expert_parallel" block."""
+    """Return True for layers that AutoEP made for the "expert_parallel" block."""
     return getattr(type(module), "_is_autoep_layer", False)
 
 
 def check_transformers() -> None:
-    """Raise UnsupportedError where the model comes from a version of transformers that does not fit AutoEP."""
+    """Raise UnsupportedError if transformers is imported in another version than the one tried with AutoEP."""
     transformers = sys.modules.get("transformers")
     if transformers is not None and transformers.__version__ != TRANSFORMERS_VERSION:
         raise UnsupportedError(
@@ -40,7 +40,7 @@ def check_transformers() -> None:
 
 
 def spec_of(name: str, layer: Any) -> LayerSpec:
-    """What the runtime must know of an AutoEP layer; raises UnsupportedError for settings that do not go together."""
+    """Describe an AutoEP layer for the runtime; raises UnsupportedError for settings that do not work together."""
     _refuse_unsupported(name, layer)
     if layer.ep_group is None:
         raise ConfigError(f"{name}: the layer has no expert-parallel group yet; attach after deepspeed.initialize")
@@ -59,10 +59,10 @@ def spec_of(name: str, layer: Any) -> LayerSpec:
 
 
 def call_grouped(experts: nn.Module, weights: dict[str, Tensor], rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Output rows of `GroupedExperts`, [n, D] -> [n, D], as DeepSpeed computes them.
+    """Return the output rows of `GroupedExperts`, [n, D] -> [n, D], as DeepSpeed computes them.
 
-    weights: replace all of the module's own parameters; none: the module is called as it is.
-    rows: ordered by expert, of which each has as many as `counts` says.
+    weights: replace all parameters of the module; if empty, the module runs with its own.
+    rows: ordered by expert; `counts` gives the number of rows of each expert.
     """
     from deepspeed.module_inject.auto_ep_layer import permute_by_local_expert, unpermute_by_local_expert
 
@@ -70,7 +70,7 @@ def call_grouped(experts: nn.Module, weights: dict[str, Tensor], rows: Tensor, c
     rows_per_expert = torch.tensor(counts, dtype=torch.int32, device=rows.device)
     padded, places, padded_counts, num_rows = permute_by_local_expert(rows, rows_per_expert)
     if weights:
-        # The module's forward without its hooks, by which ZeRO-3 would gather weights that are not used.
+        # Call the forward without the module's hooks: with them ZeRO-3 would gather weights that are not used.
         other = copy.copy(experts)
         other.__dict__["_parameters"] = dict(weights)
         outputs = other.forward(padded, padded_counts)
@@ -81,7 +81,7 @@ def call_grouped(experts: nn.Module, weights: dict[str, Tensor], rows: Tensor, c
 
 
 def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of layers that are attached: AutoEP routes and adds shared experts, experts run over domains."""
+    """Make the forward of attached layers: AutoEP routes and adds shared experts, experts run over domains."""
 
     def forward(layer: Any, hidden_states: Tensor) -> Any:
         hybrid: HybridMoE | None = layer.__dict__.get("_hybridep")
@@ -101,7 +101,7 @@ def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finalize_output(layer: Any, output: Tensor, x: Tensor, hidden_states: Tensor, hidden: int) -> Any:
-    """What DeepSpeed before 0.19.7 has inside `forward`: shared experts and router logits."""
+    """Add shared experts and router logits, as DeepSpeed before 0.19.7 does inside `forward`."""
     if layer.moe_output_shape == "flat":
         output = output.reshape(-1, hidden)
     if layer.shared_experts is not None:
@@ -116,7 +116,7 @@ def _finalize_output(layer: Any, output: Tensor, x: Tensor, hidden_states: Tenso
 
 
 def adapted_layers(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those whose experts have adapters; see adapters.py, which needs modules of AutoEP."""
+    """Return the layers whose experts have adapters.  Not in adapters.py, because that needs modules of AutoEP."""
     return {name: layer for name, layer in layers.items() if getattr(layer.experts, "is_adapted", False)}
 
 

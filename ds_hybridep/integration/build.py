@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the layers of a plan, from the settings and from what the model's MoE layers are."""
+"""Makes the layers of a plan from the settings and the model's MoE layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,21 +25,21 @@ from ds_hybridep.tokens.exchange import Exchange, build_exchanges
 from ds_hybridep.tokens.layer import HybridMoE, expert_to_slot
 from ds_hybridep.transport.channels import Transport
 
-# Tokens per rank for which the token exchange is chosen where "token_exchange" is "auto"; only the ratio of bytes to
+# If "token_exchange" is "auto", the exchange is chosen for this number of tokens per rank.  Only the ratio of bytes to
 # latency depends on it.
 TYPICAL_NUM_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A layer with its domains and the way of its tokens (None: DeepSpeed's own)."""
+    """A layer with its domains and its token exchange (None: DeepSpeed's own)."""
 
     spec: LayerSpec
     partition: Partition
     exchange: TokenExchange | None
 
     def canonical(self) -> dict[str, Any]:
-        """What ranks must agree on, JSON-able."""
+        """Return what all ranks must agree on, JSON-able."""
         return {
             "name": self.spec.name,
             "num_experts": self.spec.num_experts,
@@ -84,12 +84,12 @@ class Builder:
         self._pipelines: dict[str, tuple[StagePipeline, StagePipeline]] = {}  # by expert-parallel group
 
     def build(self, layers: Sequence[PlannedLayer]) -> tuple[dict[str, HybridMoE], MigrationManager | None]:
-        """The layers by name, and the manager of those that have replicas.
+        """Return the layers by name, and the manager of the layers that have replicas.
 
-        Makes channels: for each layer those of tokens, then those of weights and gradients by level.  All ranks must
-        call with the same layers.
+        Makes channels for each layer: first for tokens, then for weights and gradients by level.  All ranks must call
+        with the same layers.
         """
-        # 1. Connections.  A rank that fails in what follows is not waited for in a connection to it.
+        # 1. Connections.  They come first, so that nobody waits to connect to a rank that fails in a later part.
         connected = [(self._exchanges_of(layer), self._stages_of(layer)) for layer in layers]
         # 2. Memory.
         experts = {
@@ -124,7 +124,7 @@ class Builder:
         )  # fmt: skip
 
     def _stages_of(self, layer: PlannedLayer) -> tuple[GatherStage, ...]:
-        """Empty where every domain is one rank."""
+        """Return the stages of a gather with their channels; empty if every domain is one rank."""
         stages = gather_stages(layer.partition, self._transport.rank)
         return connect(stages, self._transport, layer.spec.group, layer.spec.sample.device)
 
@@ -167,7 +167,7 @@ class Builder:
 def describe(
     planned: Sequence[PlannedLayer], config: HybridEPConfig, backends: Sequence[str], kernels: str, memory: str
 ) -> str:
-    """A plan in one line, for the log."""
+    """Describe a plan in one line, for the log."""
     first = planned[0]
     names = [level.name for level in config.levels]
     domains = ", ".join(f"{n} {s}" for n, s in zip(names, first.partition.domain_sizes, strict=True))
@@ -191,7 +191,7 @@ def _describe_codecs(config: HybridEPConfig, layer: PlannedLayer) -> str:
 
 
 def encoding_of(config: HybridEPConfig, *, is_dense: bool = False) -> Encoding:
-    """How weights and gradients of experts travel, or of dense parameters, without an optimizer."""
+    """Return the encoding of experts, or of dense parameters; it has no `master_of` and `loss_scale` yet."""
 
     kernels = config.advanced.kernels
     codecs = [level.all_codecs for level in config.levels]

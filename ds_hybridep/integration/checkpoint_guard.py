@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses activation checkpointing inside an expert.
 
-An expert runs with the weights of each replica in turn, put into one module for the length of the call.  A checkpoint
-inside it would recompute in the backward, with whatever weights the module holds then: wrong gradients, no error.
+One expert module runs with the weights of each replica in turn, and holds them only during that call.  A checkpoint
+inside it would recompute in the backward with other weights, and give wrong gradients without an error.
 Checkpointing around the MoE layer is fine: the recomputation goes through the layer again.
 """
 
@@ -19,7 +19,7 @@ from ds_hybridep.tokens.layer import computing_layer
 
 
 def install(patches: Patches) -> None:
-    """Refuse checkpoints in threads that compute experts, while anything is attached."""
+    """Refuse checkpoints in threads that compute experts, while any engine is attached."""
     patches.share("torch.autograd.graph:saved_tensors_hooks", "__enter__", _enter)
     patches.share(f"{TORCH_CHECKPOINTING}:CheckpointFunction", "apply", _apply)
     if DEEPSPEED_CHECKPOINTING in sys.modules:
@@ -27,7 +27,7 @@ def install(patches: Patches) -> None:
 
 
 def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Non-re-entrant checkpoints, torch's and DeepSpeed's, enter hooks for saved tensors."""
+    """Refuse non-re-entrant checkpoints of torch and DeepSpeed, which enter hooks for saved tensors."""
 
     def enter(hooks: saved_tensors_hooks) -> Any:
         is_torchs = isinstance(hooks, torch_checkpoint._checkpoint_hook)
@@ -39,7 +39,7 @@ def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Re-entrant checkpoints apply a function."""
+    """Refuse re-entrant checkpoints, which apply a function."""
 
     def apply(*args: Any) -> Any:
         _refuse()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving and loading beside DeepSpeed's own checkpoints: states of codecs, adapters of experts, the plan."""
+"""Saves and loads states of codecs, adapters of experts and the plan, beside DeepSpeed's own checkpoints."""
 
 import inspect
 import json
@@ -31,12 +31,12 @@ def save(
     engine, planner = attachment.engine, attachment.planner
     tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     folder, transport = Path(save_dir) / tag, attachment.runtime.transport
-    # Engines that write in the background say nowhere when they have.
+    # Engines that write in the background do not say when they have finished.
     marks = transport.rank == 0 and not engine.checkpoint_engine.is_decoupled()
     if marks:
         whole_checkpoints.begin(folder)
     agree({"saves": tag}, transport.timeout_s)
-    # First: DeepSpeed's own last acts are the file that names the newest checkpoint and a barrier.
+    # Ours come first: DeepSpeed ends with the file that names the newest checkpoint, and a barrier.
     attachment.runtime.codecs.save(folder, engine.global_steps)
     if adapted := adapted_layers(attachment.layers):
         from ds_hybridep.integration import adapters
@@ -48,23 +48,23 @@ def save(
     with announcing_failure():
         if marks:
             whole_checkpoints.end(folder)
-    agree({"saved": tag}, transport.timeout_s)  # who returns earlier would find the mark
+    agree({"saved": tag}, transport.timeout_s)  # a rank that returned earlier could find the mark
     return saved
 
 
 def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replaces `engine.load_checkpoint`.  Raises AgreementError where one rank finds a checkpoint and another none."""
+    """Replaces `engine.load_checkpoint`.  Raises AgreementError if only some ranks find a checkpoint."""
     engine, timeout_s = attachment.engine, attachment.runtime.config.timeout_s
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
-    # One rank looks: file systems may show others what was there before.
+    # Only rank 0 looks: file systems may show the other ranks an older state.
     tag, why_none = hear(partial(_choose, Path(call.arguments["load_dir"]), call.arguments["tag"], engine), timeout_s)
     if why_none and call.arguments["tag"] is not None:
         raise ConfigError(why_none)
     call.arguments["tag"] = tag
     with announcing_failure():
         loaded = _load_weights(attachment, original, call) if not why_none else (None, None)
-    # Here all ranks hear of one that failed, whatever each has to load next.
+    # Here all ranks learn that one has failed, no matter what each of them loads next.
     agree({"is a checkpoint found": loaded[0] is not None}, timeout_s)
     if loaded[0] is None or not call.arguments["load_optimizer_states"] or call.arguments["load_module_only"]:
         attachment.runtime.codecs.forget()
@@ -73,7 +73,7 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
         recalled = planner.recall(folder / PLAN_FILE) if planner is not None else None
         if recalled is not None:
             log_dist("hybridep: goes on with the plan of the checkpoint", ranks=[0])
-            attachment.runtime.forget_gradients()  # they are of the run that is left, and nothing is handed over
+            attachment.runtime.forget_gradients()  # of the run before: the switch must not hand them over
             attachment.switch(recalled, "the plan of the checkpoint")
         lost = attachment.runtime.codecs.load(folder, engine.global_steps)
         if lost:
@@ -83,7 +83,7 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
 
 
 def _choose(folder: Path, tag: str | None, engine: Any) -> tuple[str | None, str]:
-    """Choose, on rank 0, the tag to load: the newest whole checkpoint where none is named; and why not to load."""
+    """Return, on rank 0, the tag to load (by default the newest whole checkpoint), and why it must not be loaded."""
     if tag is not None:
         return str(tag), whole_checkpoints.why_not(folder / str(tag))
     if engine.load_universal_checkpoint():
@@ -108,12 +108,12 @@ def _load_weights(attachment: "Attachment", original: Callable[..., Any], call: 
 
         adapters.load(adapted, Path(loaded[0]).parent)
         if call.arguments["load_module_only"] and hasattr(engine.optimizer, "refresh_fp32_params"):
-            engine.optimizer.refresh_fp32_params()  # DeepSpeed has, from what the factors were before
+            engine.optimizer.refresh_fp32_params()  # DeepSpeed's own call came before the factors were loaded
     return loaded
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write or replace a file as a whole; one that cannot be written is told of and does not stop the training."""
+    """Write or replace a file as a whole.  If that fails, log the error and let the training go on."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(path.suffix + ".partial")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's classic MoE layers: what the runtime must know of one, and its forward."""
+"""Describes DeepSpeed's classic MoE layers for the runtime, and replaces their forward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from ds_hybridep.transport.job import group_ranks
 
 
 def spec_of(name: str, layer: MOELayer) -> LayerSpec:
-    """What the runtime must know of a layer; raises UnsupportedError where it uses Tutel."""
+    """Describe a layer for the runtime; raises UnsupportedError if it uses Tutel."""
     if layer.use_tutel:
         raise UnsupportedError(f"{name}: Tutel does not work with hybridep; build MoE with use_tutel=False")
     if layer.ep_group is None:
@@ -37,7 +37,7 @@ def spec_of(name: str, layer: MOELayer) -> LayerSpec:
 
 
 def wrap_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`MOELayer.forward` for layers that are attached: DeepSpeed's gate decides, experts run over expert domains."""
+    """Make `MOELayer.forward` of attached layers: DeepSpeed's gate routes, experts run over expert domains."""
 
     def forward(layer: MOELayer, *inputs: Tensor, **kwargs: Any) -> Tensor:
         hybrid: HybridMoE | None = layer.__dict__.get("_hybridep")
@@ -48,8 +48,8 @@ def wrap_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         with _agreeing_on_nothing(layer.gate):
             routed = layer.gate(x, used_token, True, False)
         layer.l_aux, capacity, _, topk_idx, _, topk_weights, layer.exp_counts = routed
-        # Each of plain EP's exchanges carries C rows for each expert; without dropping, C is that of the fullest rank,
-        # and at least this rank's own.
+        # Each exchange of plain EP carries C rows for each expert.  Without dropping, C is the capacity of the fullest
+        # rank; we count this rank's own, which is at most C.
         hybrid.count_plain_ep(capacity * hybrid.num_local)
         output = hybrid.forward(x, topk_idx.t().contiguous(), topk_weights.t().float().contiguous())
         return output.reshape(hidden_states.shape)
@@ -59,7 +59,7 @@ def wrap_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def _agreeing_on_nothing(gate: Any) -> Iterator[None]:
-    """Without dropping, the gate asks all ranks for the largest capacity, to pad to it.  Here nobody pads."""
+    """Stop the gate from asking all ranks for the largest capacity.  Without dropping it pads to that; we do not."""
     group, gate.ep_group = gate.ep_group, None
     try:
         yield

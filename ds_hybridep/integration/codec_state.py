@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What codecs keep between steps, of experts and of what data-parallel groups share: saved, loaded and forgotten."""
+"""Saves, loads and drops what codecs keep between steps for experts and for data-parallel parameters."""
 
 import json
 import math
@@ -41,7 +41,7 @@ class CodecState:
 
     @property
     def plan(self) -> str:
-        """What lossy codecs' state depends on, in one form: levels, domains, codecs and layers."""
+        """One string of all that the state of lossy codecs depends on: levels, domains, codecs and layers."""
         levels = [
             [level.size, level.domain_size, *(codec.spec for codec in level.all_codecs)]
             for level in self._config.levels
@@ -50,12 +50,12 @@ class CodecState:
         return json.dumps({"levels": levels, "layers": layers, "synchronised": synchronised}, sort_keys=True)
 
     def save(self, folder: Path, step: int) -> None:
-        """Write what lossy codecs keep into the folder of a checkpoint; all ranks must call, before it is complete."""
+        """Write what lossy codecs keep into a checkpoint's folder, before it is complete; all ranks must call."""
         saved = None
         if self._migration is not None:
             if self.feedbacks:
                 self._migration.refresh_stale()
-            self._migration.finish()  # a run that resumes begins with replicas as new as their owners
+            self._migration.finish()  # a run that resumes begins with up-to-date replicas
         waiting = self._undelivered.parts
         synchronised = {
             name: sync.memory.capture() for name, sync in self._syncs.items() if sync.is_encoded or sync.memory.kept
@@ -69,7 +69,7 @@ class CodecState:
         """Take over what `save` wrote; all ranks must call, after weights were loaded.
 
         Returns:
-            What could not be kept, for the log; empty where all is well.
+            Text for the log, if gradients that another plan had kept back are handed over or dropped; else empty.
 
         Raises:
             AgreementError: some ranks found the state of this plan and others did not.
@@ -107,10 +107,10 @@ class CodecState:
         return f"the checkpoint is of another plan: mirrors begin anew, {told}" if told else ""
 
     def _take_over_residuals(self, files: Sequence[Path], step: int) -> list[Tensor]:
-        """Add to this rank's next gradients what ranks of the saved job had kept back of dense ones.
+        """Add dense gradients that ranks of the saved job had kept back to this rank's next gradients.
 
-        Each rank takes the files of every `world_size`-th rank.  Returns what is dropped: of experts with several
-        copies, which other ranks may hold now, and of all else where DeepSpeed synchronises.
+        Each rank reads the files of every `world_size`-th rank.  Returns the gradients that are dropped: those of
+        experts with several copies, which other ranks may hold now, and all others if DeepSpeed synchronises them.
         """
         dropped: list[Tensor] = []
         rank, world_size = self._transport.rank, self._transport.world_size
@@ -124,9 +124,9 @@ class CodecState:
         return dropped
 
     def forget(self) -> None:
-        """Weights were loaded without the optimizer: the next forward ships them, residuals are dropped."""
+        """Call after weights were loaded: drops residuals, and lets the next forward ship the weights."""
         self._undelivered.remove()
-        self._changes.keep()  # nothing of before the load can be undone
+        self._changes.keep()  # changes from before the load cannot be undone
         if self._migration is not None:
             self._migration.mark_weights_changed()
         for feedback in self.feedbacks:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets DeepSpeed's own sums of gradients and gathers of parameters travel level by level.
 
-These are the dense parameters, which all ranks hold, and experts that several groups hold.  DeepSpeed's
-code is not replaced: its scaling, data types and buckets stay as they are.  What changes is the process groups that it
-calls torch with, on one engine and its optimizer.
+This covers dense parameters, which all ranks hold, and experts that several groups hold.  DeepSpeed's code stays, with
+its scaling, data types and buckets.  Only the process groups that it passes to torch change, on one engine and its
+optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ EXPERTS = "experts of "
 
 
 def why_unsupported(engine: Any) -> str:
-    """The setting that makes DeepSpeed sum gradients in a way that is not covered, and what to do; else empty."""
+    """Return the setting that makes DeepSpeed sum gradients in an unsupported way, and what to do; else empty."""
     zero, is_partitioned = engine._config.zero_config, engine.zero_optimization()
     is_sparse = any(getattr(module, "sparse", False) is True for module in engine.module.modules())
     owners_only = "leave it at true: level by level, each sum goes to its owner alone anyway"
@@ -54,10 +54,10 @@ def why_unsupported(engine: Any) -> str:
 
 
 def groups_of(engine: Any, specs: Sequence[LayerSpec], config: HybridEPConfig) -> dict[str, tuple[int, ...]]:
-    """Ranks that hold the same parameters, by name: of dense ones, and of experts with several copies.
+    """Return the ranks that hold the same parameters, by name: dense ones, and experts with several copies.
 
-    None where DeepSpeed is to synchronise them.  Copies of experts whose ranks are no regular part of the levels are
-    left to it too.
+    Empty if DeepSpeed is to synchronise them.  DeepSpeed also synchronises copies of experts whose ranks are not a
+    regular part of the levels.
     """
     if config.dense_sync != "hierarchical":
         return {}
@@ -78,11 +78,11 @@ def _expert_data_parallel_group(group: str) -> Any:
 
 
 class DenseSync:
-    """Carries DeepSpeed's sums and gathers for one engine that `why_unsupported` has nothing against.
+    """Carries DeepSpeed's sums and gathers for one engine that `why_unsupported` accepts.
 
     Args:
         syncs: by name, as in `groups_of`.
-        is_boundary: True when the sums that run are the last before the optimizer step.
+        is_boundary: returns True if the running sums are the last before the optimizer step.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class DenseSync:
         self._stand_ins: dict[Any, Any] = {}  # by the group that each stands in for
         self._syncs: dict[Any, GroupSync] = {}  # by stand-in
         self._optimizer: Any = None
-        self._bucket: tuple[Tensor, list[Span]] | None = None  # what `average_tensor` works on
+        self._bucket: tuple[Tensor, list[Span]] | None = None  # buffer of `average_tensor`, and its spans
         self._call = _Call()
-        self._before: dict[int, Tensor] = {}  # own slices as they were before this step, by address of their group
+        self._before: dict[int, Tensor] = {}  # own partitions before this step, by address of the flat buffer
         self._is_stepping = False
-        self._gathers: list[tuple[GroupSync, Callable[[], None]]] = []  # started in a step, with what waits for each
+        self._gathers: list[tuple[GroupSync, Callable[[], None]]] = []  # started in a step; the function waits for it
         self._agreements = Agreements()
         self._is_in_norm = False
         for name, sync in syncs.items():
@@ -117,7 +117,7 @@ class DenseSync:
         patches.wrap(ENGINE, "allreduce_bucket", engine, self._allreduce_bucket)
 
     def watch(self, optimizer: Any) -> None:
-        """Take over the groups of an optimizer that partitions its state (ZeRO 1 and 2); others have none."""
+        """Take over the process groups of an optimizer that partitions its state (ZeRO 1 and 2); ignore others."""
         real_groups = getattr(optimizer, "real_dp_process_group", None)
         if real_groups is None or optimizer is self._optimizer:
             return
@@ -142,34 +142,34 @@ class DenseSync:
                 self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, replacement)
 
     def shared_parameters(self, name: str) -> list[Tensor]:
-        """Flat parameters that the optimizer gathers over the group of this name."""
+        """Return the flat parameters that the optimizer gathers over the group of this name."""
         flats = [(flat, self._syncs.get(group)) for flat, _, group in self._partitioned()]
         return [flat for flat, sync in flats if sync is not None and sync.name == name]
 
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Remember what all ranks hold of this rank's partitions: the optimizer is about to change them."""
+        """Copy this rank's partitions, which all ranks hold, before the optimizer changes them."""
         self._is_stepping, self._gathers = True, []
         for flat, partitions, group in self._partitioned():
             if group in self._syncs and self._syncs[group].encodes_parameters:
                 self._before[flat.data_ptr()] = partitions[group.rank()].detach().reshape(-1).clone()
 
     def after_step(self) -> None:
-        """Outside a step nobody knows what other ranks hold: parameters are gathered as they are."""
+        """Drop the copies of `before_step`.  Outside a step nobody knows what other ranks hold: gathers are exact."""
         self._is_stepping = False
         self._before.clear()
         self._agreements.forget()
 
     def finish_gathers(self, *, of_experts_only: bool) -> None:
-        """Wait for parameters that were gathered in the step; meanwhile others may have left."""
+        """Wait for the gathers that the step started, or only for those of experts: dense ones may go on."""
         for sync, finish in self._gathers:
             if sync.name != DENSE or not of_experts_only:
                 finish()
         self._gathers = [(sync, finish) for sync, finish in self._gathers if of_experts_only and sync.name == DENSE]
 
     def _partitioned(self) -> Iterator[tuple[Tensor, Sequence[Tensor], Any]]:
-        """Flat parameters, their partitions by rank, and the group that shares them."""
+        """Yield flat parameters, their partitions by rank, and the group that shares them."""
         for flats, partitions in (
             ("bit16_groups_flat", "parallel_partitioned_bit16_groups"),
             ("bf16_groups_flat", "bf16_partitioned_groups"),  # of BF16_Optimizer
@@ -191,7 +191,7 @@ class DenseSync:
             return original(bucket, stand_in, *args)
 
     def _average_tensor(self, original: Callable[..., Any], tensor: Tensor, dtype: Any) -> Any:
-        """Remember which parameters' gradients `tensor` holds, one behind the other."""
+        """Note the parameters whose gradients `tensor` holds, in order."""
         params = self._optimizer.ipg_buckets[dtype].params
         self._bucket = tensor, [self._span(self._optimizer.bit16_groups[i][at]) for i, at, _ in params]
         try:
@@ -202,14 +202,14 @@ class DenseSync:
     def _sum_for_owners_only(
         self, original: Callable[..., Any], bucket: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> Any:
-        """ZeRO sums whole buckets over all ranks, and each rank reads its partition of them: sum no more than that."""
+        """Sum each slice only for the rank that reads it, where ZeRO would sum whole buckets for all ranks."""
         if not isinstance(kwargs.get("process_group"), StandInGroup):
             return original(bucket, *args, **kwargs)
         with self._calling(slices=self._slices_of(bucket, kwargs.get("bucket_ranks"))):
             return original(bucket, *args, **kwargs)
 
     def _slices_of(self, bucket: Sequence[Tensor], ranks: Sequence[Any] | None) -> list[tuple[int, Span]] | None:
-        """(owner, span) of what the bucket consists of; None where something is read by several ranks."""
+        """Return (owner, span) of each slice of the bucket; None if several ranks read a slice."""
         owners = [rank if isinstance(rank, frozenset) else frozenset((rank,)) for rank in ranks or ()]
         if self._bucket is None or len(owners) != len(bucket) or any(len(some) != 1 for some in owners):
             return None
@@ -226,7 +226,7 @@ class DenseSync:
         if self._call.slices is None:
             sync.all_reduce(tensor, self._call.spans)
         else:
-            # ZeRO 2 adds what each micro-step's sums leave in the owner's slices; ZeRO 1 sums once.
+            # ZeRO 2 adds up what the sums of each micro-step leave in the owner's slices; ZeRO 1 sums once.
             sync.reduce_to_owners(tensor, self._call.slices, is_last=self._is_boundary())
 
     def _all_gather(self, sync: GroupSync, output: Tensor, own: Tensor) -> None:
@@ -239,10 +239,10 @@ class DenseSync:
             finish()
 
     def _end_of_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Under ZeRO 2, before the last buckets of a backward are summed.
+        """Runs under ZeRO 2, before DeepSpeed sums the last buckets of a backward.
 
-        A parameter may have had gradients in an earlier micro-step and none in the last one.  Its sums still wait for
-        the slow levels: it takes part with a gradient of zero.
+        A parameter may get gradients in an earlier micro-step and none in the last one.  Its sums still wait to cross
+        the slow levels, so it takes part with a gradient of zero.
         """
         names = {name for sync in self._syncs.values() for name in sync.waiting_names}
         if names and self._is_boundary():
@@ -261,12 +261,12 @@ class DenseSync:
 
     def _agree(self, sync: GroupSync, tensor: Tensor, is_max: bool) -> None:
         if sync.name != DENSE and self._is_in_norm:
-            tensor.mul_(len(sync.ranks))  # a mean over copies of experts: all have the same from the sum before
+            tensor.mul_(len(sync.ranks))  # DeepSpeed takes a mean over copies; the sum before made all equal
         else:
             self._agreements.ask(sync, tensor, is_max)
 
     def _has_overflow(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The norm is asked for next."""
+        """Get the flag and the norm together: DeepSpeed asks for the norm next."""
         if not self._optimizer.cpu_offload:
             asks_norm = getattr(self._optimizer, "compute_grad_norm", True)
             others = (self._optimizer.scaled_global_norm,) if asks_norm else ()
@@ -296,7 +296,7 @@ class DenseSync:
         return whole(self._names.get(id(parameter), ""), parameter.shape)
 
     def _spans_of(self, bucket: Sequence[Tensor]) -> tuple[Span, ...]:
-        """Spans of gradients, or of the flat buffers in which BF16_Optimizer adds them up."""
+        """Return the spans of gradients, or of the flat buffers in which BF16_Optimizer adds them up."""
         known = {
             parameter.grad.data_ptr(): [self._span(parameter)]
             for parameter in self._engine.module.parameters()
@@ -315,7 +315,7 @@ class DenseSync:
         return tuple(found)
 
     def _layout_of(self, flat: Tensor) -> tuple[Span, ...]:
-        """Spans of a flat buffer whose views are parameters."""
+        """Return the spans of a flat buffer whose views are parameters."""
         members = [p for p in self._engine.module.parameters() if _is_view(p, flat)]
         members.sort(key=lambda parameter: int(parameter.data_ptr()))
         spans: list[Span] = []
@@ -340,6 +340,6 @@ def _is_view(parameter: Tensor, flat: Tensor) -> bool:
 
 
 def _padded(spans: list[Span], num_elements: int, position: int | None = None) -> list[Span]:
-    """Add a span of padding, so that all spans together have so many elements."""
+    """Add a span of padding, so that all spans together have `num_elements` elements."""
     held = sum(span.num_elements for span in spans) if position is None else position
     return spans if held == num_elements else [*spans, whole(f"padding {held}", (num_elements - held,))]

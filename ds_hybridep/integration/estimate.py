@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory replicas take, before a job is started: beside DeepSpeed's estimators, in their manner."""
+"""Estimates the memory of replicas before a job starts, in the style of DeepSpeed's own estimators."""
 
 import itertools
 import math
@@ -27,16 +27,16 @@ from ds_hybridep.sync.stages import gather_stages
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeeds:
-    """Bytes on one rank beside what DeepSpeed holds; packets and other buffers of the moment are not counted.
+    """Bytes on one rank beside what DeepSpeed holds, without packets and other short-lived buffers.
 
     replicas: weights of the domain's other experts, in the type they are trained in.
-    codecs: mirrors, replicas in fp32 beside others, residuals, and encoders' state.
-    staging: copies of owned weights that travel as they are, from a step to the next forward.
+    codecs: mirrors, fp32 values of 16-bit replicas, residuals, and encoders' state.
+    staging: copies of owned weights that travel unencoded, from a step to the next forward.
     gradient_sums: the most that sums of replicas' gradients take in a step, fp32.
-    returns: the most that gradients on their way take beside these, and residuals until the step is applied.
+    returns: the most that returning gradients take beside these sums, and residuals until the step is applied.
     step: the same residuals, and what patches sent last, during the optimizer step.
-    host: in host memory, with "state": "host".
-    host_returns: likewise, from the return of gradients until the step is applied.
+    host: what codecs keep in host memory, with "state": "host".
+    host_returns: residuals in host memory, from the return of gradients until the step is applied.
     """
 
     replicas: int = 0
@@ -50,21 +50,21 @@ class MemoryNeeds:
 
     @property
     def after_step(self) -> int:
-        """While new weights travel, on the device."""
+        """Bytes on the device while new weights travel."""
         return self.replicas + self.codecs + self.staging
 
     @property
     def total(self) -> int:
-        """The most in a step, on the device."""
+        """The most bytes on the device in a step."""
         return self.replicas + self.codecs + max(self.staging, self.gradient_sums + self.returns, self.step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LayerNeeds:
-    """Bytes of one layer; those that are held between steps first.
+    """Bytes of one layer.  The fields that last between steps come first.
 
     sent: what patches sent last, during the optimizer step.
-    own_sums: of the owned experts' gradients, while they return; residuals: those of a step, until it is applied.
+    own_sums: sums of the owned experts' gradients while they return; residuals: of a step, until it is applied.
     """
 
     replicas: int = 0
@@ -78,7 +78,7 @@ class _LayerNeeds:
 
 
 DomainSizes = tuple[int, ...]
-Layer = tuple[nn.Module, int, int]  # an expert without memory, experts of a rank, ranks of the group
+Layer = tuple[nn.Module, int, int]  # an expert without memory, experts per rank, ranks in the group
 
 
 def estimate_hybridep_mem_needs_all_live(
@@ -91,24 +91,24 @@ def estimate_hybridep_mem_needs_all_live(
     expert_parallel: Mapping[str, Any] | None = None,
     zero_stage: int = 0,
 ) -> dict[DomainSizes, MemoryNeeds]:
-    """Print what each rank needs for replicas of the model's experts, for all domain sizes.
+    """Print the memory that each rank needs for replicas of the model's experts, for all domain sizes.
 
-    Exact for what stays between steps, and at most a few layers too much for the most in a step.  Codecs that are
-    "auto" count as exact.  Expert-parallel groups are taken to be consecutive ranks.  Nothing of that size is
-    allocated, and no process group is needed.
+    Memory that stays between steps is exact.  The most in a step may be a few layers too high.  Codecs that are
+    "auto" count as exact.  Expert-parallel groups are assumed to be consecutive ranks.  The function allocates
+    nothing of that size, and needs no process group.
 
     Args:
-        model: with `deepspeed.moe.layer.MoE` layers or those that AutoEP has made; with `expert_parallel` one of
-            Hugging Face, without adapters of experts.  Frozen parameters count as such.
-        block: content of the "hybridep" block; its domain sizes are marked with `*` where they are given.
-        world_size: ranks of the job.
-        dtype: in which DeepSpeed will train; by default parameters stay as they are.
-        accumulation: gradient_accumulation_steps; above 1, gradient sums of all layers wait for the last one.
-        expert_parallel: content of the "expert_parallel" block, for a model that AutoEP has yet to change.
-        zero_stage: of DeepSpeed; with 3, copies of owned experts stay, for they are what is computed with.
+        model: has layers of `deepspeed.moe.layer.MoE` or of AutoEP; with `expert_parallel`, a model of Hugging Face
+            without adapters of experts.  Frozen parameters count as frozen.
+        block: content of the "hybridep" block; the output marks its domain sizes with `*` if it gives them.
+        world_size: number of ranks of the job.
+        dtype: type in which DeepSpeed will train; by default that of each parameter.
+        accumulation: gradient_accumulation_steps; above 1, gradient sums of all layers wait for the last micro-step.
+        expert_parallel: content of the "expert_parallel" block, for a model that AutoEP has not changed yet.
+        zero_stage: ZeRO stage of DeepSpeed; with 3, copies of owned experts stay, because the computation uses them.
 
     Returns:
-        Needs by domain sizes, one for each level.
+        Memory needs by domain sizes; each key has one size for each level.
 
     Raises:
         ConfigError, PlanError: the block is wrong or does not fit the model.
@@ -126,7 +126,7 @@ def estimate_hybridep_mem_needs_all_live(
 
 
 def _layers_of(module: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
-    """The module as a layer, if it is one of DeepSpeed's."""
+    """Return the module as a `Layer` if it is one of DeepSpeed's MoE layers; else an empty list."""
     layer: Any = module  # AutoEP's class does not exist everywhere
     if isinstance(module, MoE):
         pairs = [(p, p.shape) for p in module.deepspeed_moe.experts.deepspeed_experts[0].parameters()]
@@ -139,7 +139,7 @@ def _layers_of(module: nn.Module, dtype: torch.dtype | None) -> list[Layer]:
 
 
 def _future_layers(model: nn.Module, expert_parallel: Mapping[str, Any], dtype: torch.dtype | None) -> list[Layer]:
-    """The layers that AutoEP will make of the model, which stays as it is."""
+    """Return the layers that AutoEP will make of the model, without changing the model."""
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
     from deepspeed.moe.ep_repack import repack_expert_requires_grad_flags
@@ -164,7 +164,7 @@ def _future_layers(model: nn.Module, expert_parallel: Mapping[str, Any], dtype: 
 
 
 def _shell(parameters: Iterable[tuple[Sequence[int], torch.dtype, bool]]) -> nn.ParameterList:
-    """An expert without memory, of parameters of that shape, type and trainability."""
+    """Return an expert without memory, with parameters of these shapes, types and trainability."""
     return nn.ParameterList(
         nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=is_trained)
         for shape, dtype, is_trained in parameters
@@ -174,9 +174,9 @@ def _shell(parameters: Iterable[tuple[Sequence[int], torch.dtype, bool]]) -> nn.
 def _memory_of_layer(
     experts: Sequence[nn.Module], partition: Partition, encoding: Encoding, *, keeps_own: bool
 ) -> _LayerNeeds:
-    """What each rank of the group needs for one layer, found by building its replicas without memory.
+    """Return what each rank of the group needs for one layer, by building its replicas without memory.
 
-    keeps_own: copies of the owned experts stay as long as those of others.
+    keeps_own: copies of the owned experts stay as long as copies of other experts.
     """
     if partition.domain_size == 1:
         return _LayerNeeds()
@@ -206,18 +206,18 @@ def _memory_of_layer(
 def _most_at_once(
     layers: Sequence[_LayerNeeds], depth: int, leaving: int, *, is_transient: bool, is_on_host: bool, accumulates: bool
 ) -> MemoryNeeds:
-    """What replicas of these layers need, of which gradients of `depth` + 1 neighbours return at a time.
+    """Return what replicas of these layers need; gradients of `depth` + 1 neighbouring layers return at a time.
 
-    leaving: as `leaving_depth` says.
-    is_transient: weights of as many are held.
-    accumulates: several micro-steps are added up, for which the gradient sums of all layers wait.
+    leaving: the result of `leaving_depth`.
+    is_transient: only `depth` + 1 neighbouring layers hold weights at a time.
+    accumulates: several micro-steps are added up, and the gradient sums of all layers wait for the last one.
     """
 
     def most(name: str, *, of_all: bool = False, beside: int = depth) -> int:
         sizes = [getattr(layer, name) for layer in layers]
         return max((sum(sizes) if of_all else sum(sizes[at : at + beside + 1]) for at in range(len(sizes))), default=0)
 
-    # A layer whose gradients were sent has new residuals in the place of larger sums.
+    # Once a layer's gradients are sent, new residuals take the place of its larger sums.
     in_flight, of_step = (0 if is_on_host else most("residuals", of_all=of_all) for of_all in (not accumulates, True))
     return MemoryNeeds(
         replicas=most("replicas", of_all=not is_transient),
@@ -280,7 +280,7 @@ def _print_needs(
 
 
 def _exact_where_planned(config: HybridEPConfig) -> HybridEPConfig:
-    """A codec that the job is to choose counts as none."""
+    """Return the settings with no codec where the job is to choose one."""
     levels = []
     for level in config.levels:
         planned = [key for key in ("weight_codec", "gradient_codec") if getattr(level, key) == AUTO_CODEC]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runtime and planner ask about a model and its engine."""
+"""Answers what the runtime and the planner ask about a model and its engine."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from ds_hybridep.plan.workload import MoEModel, Workload
 
 
 def find_layers(model: nn.Module) -> dict[str, Any]:
-    """DeepSpeed's MoE layers, classic ones and AutoEP's, by module name, in module order."""
+    """Return DeepSpeed's MoE layers, classic ones and AutoEP's, by module name, in module order."""
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -33,15 +33,15 @@ def find_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def spec_of(name: str, layer: Any) -> LayerSpec:
-    """What the runtime must know of a layer of either kind."""
+    """Describe a layer of either kind for the runtime."""
     return autoep.spec_of(name, layer) if autoep.is_autoep_layer(layer) else classic.spec_of(name, layer)
 
 
 def workload_of(engine: Any, layers: Mapping[str, Any], specs: Sequence[LayerSpec]) -> Workload:
-    """The job's work before any step was counted."""
+    """Return the job's workload before any step was counted."""
     experts = {id(p) for layer in layers.values() for p in layer.experts.parameters()}
     others = [p for p in engine.module.parameters() if id(p) not in experts]
-    # A table is looked up; where it is the head too, it is in another module as well and counted there.
+    # An embedding table is only looked up.  If it is the head too, another module has it as well and it counts there.
     tables = {id(m.weight) for m in engine.module.modules() if isinstance(m, nn.Embedding)}
     multiplied = {
         id(p) for m in engine.module.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)
@@ -77,7 +77,7 @@ def workload_of(engine: Any, layers: Mapping[str, Any], specs: Sequence[LayerSpe
 
 
 def _learning_rate_of(engine: Any) -> float:
-    """The one in ds_config, since a schedule may begin at 0; else the optimizer's."""
+    """Return the learning rate of ds_config, since a schedule may begin at 0; else the optimizer's."""
     rates = [
         (engine.optimizer_params() or {}).get("lr"),
         *(group.get("lr") for group in getattr(engine.optimizer, "param_groups", ())),
@@ -86,7 +86,7 @@ def _learning_rate_of(engine: Any) -> float:
 
 
 def master_of(parameter: Any) -> Tensor | None:
-    """The fp32 copy that DeepSpeed's optimizer updates; None where it is in parts, or there is none."""
+    """Return the fp32 copy that DeepSpeed's optimizer updates; None if this rank has only a part of it, or none."""
     stage3 = getattr(parameter, "_z3_optimizer", None)
     if stage3 is not None and parameter.requires_grad:
         is_whole = parameter.partition_numel() == parameter.ds_numel

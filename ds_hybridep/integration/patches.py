@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of everything that this package changes in foreign code, and how a change is made and undone.
+"""The table of everything that this package changes in foreign code, and the code that makes and undoes a change.
 
-    TABLE      what may be changed, and why; nothing else may be
-    Patches    what one attachment has changed; `undo` takes it back, last change first
+    TABLE      all changes that are allowed, and why
+    Patches    the changes of one attachment; `undo` takes them back, last change first
 
 Rows with `until` "detach" change one engine, its optimizer or its layers.  Rows with "last detach" change a class that
-all engines of the process share: they are there while anything is attached.  Rows with "exit" are made by the import
-hook (`_autoload`), leave an engine without the block as it was, and stay.
+all engines of the process share, as long as any engine is attached.  The import hook (`_autoload`) makes the changes
+of rows with "exit": they stay, and leave an engine without the block as it was.
 """
 
 import inspect
@@ -29,14 +29,14 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Patch:
-    """One row."""
+    """One row of `TABLE`."""
 
-    owner: str  # "module:Class" whose attribute it is
+    owner: str  # "module:Class" that has the attribute
     attribute: str
     why: str
     until: Literal["detach", "last detach", "exit"] = "detach"
-    parameters: tuple[str, ...] = ()  # of the method that the replacement relies on
-    is_method: bool = True  # False for what instances get only when they are made
+    parameters: tuple[str, ...] = ()  # method parameters that the replacement relies on
+    is_method: bool = True  # False for an attribute that only instances have
 
 
 TABLE = (
@@ -105,9 +105,9 @@ class Patches:
         self.keep(owner, attribute, lambda: _restore(instance, attribute, before))
 
     def share(self, owner: str, attribute: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put `make(original)` in the place of a method of a class, until the last attachment is undone.
+        """Replace a method of a class by `make(original)` until the last attachment is undone.
 
-        A user's own wrapper may call it even later, so it must do as `original` where nothing is attached.
+        A user's own wrapper may call it even later, so it must act like `original` when nothing is attached.
         """
         key = owner, attribute
         users, undo = _shared.get(key) or (0, _replace(find(owner), attribute, make))
@@ -123,31 +123,31 @@ class Patches:
         self.keep(owner, attribute, give_up)
 
     def keep(self, owner: str, attribute: str, undo: Callable[[], None]) -> None:
-        """Note a change that was made already, with what takes it back."""
+        """Note a change that was already made, and the function that undoes it."""
         assert (owner, attribute) in _ROWS, f"{owner}.{attribute} has no row in the table"
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Take everything back, last change first."""
+        """Undo all changes, last change first."""
         while self._undo:
             self._undo.pop()()
 
 
 def find(owner: str) -> Any:
-    """The class of a row."""
+    """Return the class of a row."""
     module, name = owner.split(":")
     return getattr(import_module(module), name)
 
 
 def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
-    """What rows rely on and the installed DeepSpeed or torch does not have."""
+    """Return what rows rely on but the installed DeepSpeed or torch does not have."""
     missing = []
     for row in rows:
         method = None
         try:
             method = getattr(find(row.owner), row.attribute) if row.is_method else find(row.owner)
         except (ImportError, AttributeError):
-            if row.owner != AUTOEP_LAYER:  # needed by models that have such layers, and found there
+            if row.owner != AUTOEP_LAYER:  # only models with such layers need it, and they have it
                 missing.append(f"{row.owner}.{row.attribute}")
         if row.parameters and method is not None:
             known = inspect.signature(method).parameters
@@ -156,7 +156,7 @@ def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
 
 
 def _wrap(owner: Any, attribute: str, replacement: Callable[..., Any]) -> Callable[[], None]:
-    """Call `replacement(original, ...)` in place of a method.  Returns what ends that."""
+    """Call `replacement(original, ...)` in place of a method.  Returns the function that undoes this."""
     is_on = True
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,12 +178,12 @@ def _wrap(owner: Any, attribute: str, replacement: Callable[..., Any]) -> Callab
 def _replace(
     owner: Any, attribute: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Put `make(original)` in the place of a method.  Returns what puts the method back."""
+    """Replace a method by `make(original)`.  Returns the function that puts the method back."""
     original, before = getattr(owner, attribute), vars(owner).get(attribute, _ABSENT)
     made = wraps(original)(make(original))
 
     def undo() -> None:
-        if vars(owner).get(attribute) is made:  # else the user's own wrapper, which keeps calling what it wraps
+        if vars(owner).get(attribute) is made:  # else it is a user's wrapper, which goes on calling ours
             _restore(owner, attribute, before)
 
     setattr(owner, attribute, made)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that one attached model has under one plan, driven around the optimizer step."""
+"""The runtime of one attached model under one plan; `Attachment` calls it around the optimizer step."""
 
 import math
 import time
@@ -49,8 +49,8 @@ class HybridRuntime:
             {layer.spec.name: layer.spec.experts for layer in planned}, is_boundary, encoding.loss_scale, self._changes
         )
         self._is_stepping = False
-        self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of their group
-        # Channels are made here, in the same order on all ranks, and before memory is taken.
+        self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of the group
+        # This makes channels, in the same order on all ranks, and before memory is allocated.
         of_dense = replace(encoding_of(config, is_dense=True), loss_scale=encoding.loss_scale)
         self.syncs = {
             name: GroupSync(
@@ -85,7 +85,7 @@ class HybridRuntime:
         self._is_stepping = True
 
     def verify(self) -> None:
-        """Raise VerificationError where ranks do not hold the same weights; all must call at the same step."""
+        """Raise VerificationError if ranks hold different weights; all ranks must call at the same step."""
         if self.migration is not None:
             verify(self.migration, self.transport, self.kernels)
         for name, sync in self.syncs.items():
@@ -93,7 +93,7 @@ class HybridRuntime:
                 sync.verify([self.kernels.bit_sums(flat) for flat in self.shared_parameters(name)])
 
     def abandon_step(self) -> None:
-        """The optimizer failed in the step that `before_step` announced, and may have changed some weights."""
+        """Call if the optimizer failed in the step that `before_step` announced; some weights may have changed."""
         self._is_stepping = False
         if self.migration is not None:
             self.migration.after_step(ships=False)
@@ -101,7 +101,7 @@ class HybridRuntime:
     def after_step(self, *, was_applied: bool, ships: bool = True) -> dict[str, Any] | None:
         """Call right after the optimizer step.  Returns the job's record on rank 0 every `report_interval` steps.
 
-        ships: send the new weights to their replicas; False where another plan follows, which ships them all.
+        ships: send the new weights to their replicas; False if another plan follows, which ships all weights.
         """
         self._is_stepping = False
         if was_applied:
@@ -123,11 +123,11 @@ class HybridRuntime:
         return self.statistics.gather_job() if interval and self.statistics.num_steps % interval == 0 else None
 
     def clear_gradients(self, *, drops_returned: bool) -> None:
-        """Forget replica gradients, as zero_grad does for the owners'.
+        """Drop replica gradients, as zero_grad drops the owners' gradients.
 
-        drops_returned: those that were returned to their owners are forgotten there too.
+        drops_returned: the owners also drop the gradients that were already returned to them.
         """
-        # The step's own zero_grad comes after they were used.
+        # The step calls zero_grad itself, after it has used the gradients.
         is_undone = drops_returned and not self._is_stepping
         if is_undone and self._changes.notes:
             self._changes.undo()
@@ -142,7 +142,7 @@ class HybridRuntime:
             self.migration.refresh()
 
     def finish(self) -> None:
-        """Wait for what is under way; all ranks must call.
+        """Wait for everything under way; all ranks must call.
 
         Raises GradientNotReturnedError in the middle of an accumulation.
         """
@@ -166,12 +166,12 @@ class HybridRuntime:
     # -- a change of plan -------------------------------------------------------------------------------------------
 
     def hand_over(self) -> dict[str, list[Tensor]]:
-        """Give the owners what senders of gradients had kept back, before another plan; all ranks must call.
+        """Give the owners the gradients that senders had kept back, before another plan; all ranks must call.
 
-        Returns by layer what was not delivered of the owned experts, fp32 [e, *shape] for each trainable parameter.
+        Returns the undelivered gradients of owned experts by layer, fp32 [e, *shape] for each trainable parameter.
         """
         self.finish()
-        self._changes.keep()  # gradients that are there go on to their step
+        self._changes.keep()  # the next step uses the gradients that are there
         kept = {layer: list(parts) for layer, parts in self._undelivered.remove().items()}
         for replicas in self.codecs.replicas:
             if replicas.feedback is not None and replicas.feedback.is_lossy_for_gradients:
@@ -183,7 +183,7 @@ class HybridRuntime:
     def follow(self, earlier: "HybridRuntime", kept: Mapping[str, list[Tensor]]) -> float:
         """Go on counting where `earlier` stopped, and take over what it had not delivered.
 
-        Returns the norm of what is lost, where DeepSpeed synchronises from now on.
+        Returns the norm of the gradients that are lost because DeepSpeed synchronises them from now on.
         """
         self.transport.traffic = earlier.transport.traffic
         self.statistics.num_steps = earlier.statistics.num_steps
@@ -201,10 +201,10 @@ class HybridRuntime:
                 lost += sync.memory.sums().squared_residual
         return math.sqrt(lost)
 
-    # -- a load, and what others ask ----------------------------------------------------------------------------
+    # -- a load -------------------------------------------------------------------------------------------------
 
     def forget_gradients(self) -> None:
-        """What was computed so far is left behind: drop residuals, and sums that did not return to their owners."""
+        """Drop all gradients of the run so far: residuals, and sums that have not returned to their owners."""
         self.codecs.forget()
         for sync in self.syncs.values():
             sync.drop_waiting()
@@ -214,7 +214,7 @@ class HybridRuntime:
 
     @property
     def sample(self) -> nn.Parameter:
-        """A parameter that shows dtype and device."""
+        """A parameter to read dtype and device from."""
         return self._planned[0].spec.sample
 
     @property
@@ -237,7 +237,7 @@ class HybridRuntime:
         return math.sqrt(sum(encoder.squared_residual() for encoder in encoders))
 
     def describe(self) -> str:
-        """The plan in one line, for the log."""
+        """Describe the plan in one line, for the log."""
         memory = "no replicas" if self.migration is None else self.migration.describe_memory()
         return describe(self._planned, self.config, self.transport.backends, self.kernels.name, memory)
 
@@ -251,19 +251,19 @@ def prepare_runtime(
     master_of: Callable[[nn.Parameter], Tensor | None] = no_master,
     loss_scale: Callable[[], float] = no_scale,
 ) -> Callable[[], HybridRuntime]:
-    """What makes the runtime of a model; all ranks must call at the same point, and make the same use of it.
+    """Return the function that makes a model's runtime.  All ranks must call both, each at the same point.
 
-    All that settings, layers and ranks may be refused for is refused here, before anything is built.
+    All checks of settings, layers and ranks are made here, before anything is built.
 
     Args:
-        specs: of the model's MoE layers, in the order in which they run.
-        is_boundary: True when the backward that runs is the last before the optimizer step.
-        sync_groups: ranks that hold the same parameters, by name, where settings have these synchronised by level.
+        specs: describe the model's MoE layers, in the order in which they run.
+        is_boundary: returns True if the running backward is the last before the optimizer step.
+        sync_groups: returns, by name, the ranks that hold the same parameters, if settings synchronise these by level.
         master_of, loss_scale: as in `Encoding`.
 
     Raises:
-        PlanError: an expert-parallel group is no regular part of the levels, or cannot be split into the domains.
-        AgreementError: ranks differ in config, layers or version, or one is missing.
+        PlanError: an expert-parallel group is not a regular part of the levels, or cannot be split into the domains.
+        AgreementError: ranks differ in config, layers or version, or a rank is missing.
     """
     with announcing_failure():
         planned = [plan_layer(config, spec) for spec in specs]

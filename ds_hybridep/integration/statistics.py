@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank and the whole job moved, as plain dicts: for `ds_hybridep.stats`, the monitor and the run record."""
+"""Counts what a rank and the job moved, as plain dicts for `ds_hybridep.stats`, the monitor and the run record."""
 
 import itertools
 import statistics
@@ -26,8 +26,8 @@ LAYER_COUNTERS = ("calls", "rows_sent", "rows_computed")
 class Statistics:
     """Counters of one attached model.
 
-    layers: with their partition and the bytes of one row.
-    counts_dense: False where DeepSpeed sends what several ranks hold itself: records have None for kind "dense".
+    layers: each with its partition and the bytes of one row.
+    counts_dense: False if DeepSpeed itself sends what several ranks hold; records then have None for kind "dense".
     """
 
     def __init__(
@@ -37,18 +37,18 @@ class Statistics:
         self._layers = list(layers)
         self._counts_dense = counts_dense
         self.num_steps = 0
-        self._reported: tuple[int, Tensor] = 0, torch.zeros(())  # steps and seconds waited by rank, of the last report
+        self._reported: tuple[int, Tensor] = 0, torch.zeros(())  # last report: steps, seconds waited by rank
         self.step_ends: deque[float] = deque(maxlen=NUM_TIMED_STEPS + 1)
 
     def step_s(self) -> float | None:
-        """Median seconds from one step to the next on this rank, of the last ones; None before the second."""
+        """Return the median seconds from one step to the next, over this rank's last steps; None before the second."""
         seconds = [later - earlier for earlier, later in itertools.pairwise(self.step_ends)]
         return statistics.median(seconds) if seconds else None
 
     def local(self) -> dict[str, Any]:
-        """This rank's counters since attach; JSON-able.  Bytes and messages are those handed to the communicator.
+        """Return this rank's counters since attach, JSON-able.  Bytes and messages are those given to the transport.
 
-        What is not counted is None.
+        Values that are not counted are None.
         """
         record = self._counts()
         if not self._counts_dense:
@@ -82,7 +82,7 @@ class Statistics:
         }
 
     def codecs(self) -> list[dict[str, float]]:
-        """What lossy codecs do in each layer on this rank; reads all owned weights."""
+        """Return what lossy codecs do in each layer on this rank; reads all owned weights."""
         return [sums.record() if (sums := self._codec_sums(layer)) is not None else {} for layer, _, _ in self._layers]
 
     def _codec_sums(self, layer: HybridMoE) -> CodecSums | None:
@@ -92,7 +92,7 @@ class Statistics:
         if replicas.feedback is None:
             return None
         streams = replicas.streams
-        # Behind the encoding of the next weights, which changes mirrors.
+        # This runs after the encoding of the next weights, which changes mirrors.
         with nullcontext() if streams is None else streams.aside():
             sums = replicas.feedback.sums(replicas.own.sources())
         if streams is not None:
@@ -100,12 +100,12 @@ class Statistics:
         return sums
 
     def gather_job(self) -> dict[str, Any] | None:
-        """The whole job's counters on rank 0, None elsewhere; all ranks must call at the same step.
+        """Return the job's counters on rank 0, None on other ranks; all ranks must call at the same step.
 
-        Bytes are sums over ranks, exposed seconds and waits means over ranks, "step_s" is rank 0's median, "codecs" of
-        a layer is `CodecSums.record` of the sums over ranks.  Of the rows of a layer, "imbalance" is max over mean of
-        ranks that computed them, "expert_load" of experts that they were meant for.  "slowest" is the rank that has
-        waited least for others since the last report, with its seconds per step and those of the others in the mean.
+        Bytes are sums over ranks; exposed seconds and waits are means.  "step_s" is rank 0's median.  A layer's
+        "codecs" is `CodecSums.record` of the sums over ranks, "imbalance" is max over mean of its rows per rank, and
+        "expert_load" is max over mean of its rows per expert.  "slowest" is the rank that has waited least for others
+        since the last report; it has the seconds that this rank waited per step, and the mean of the other ranks.
         """
         transport = self._transport
         local = self._counts()
@@ -131,7 +131,7 @@ class Statistics:
         return [(layer, len(layer.expert_to_slot)) for layer, _, _ in self._layers]
 
     def _slowest(self, waited_s: Tensor) -> dict[str, Any]:
-        """waited_s: [ranks], since attach."""
+        """Return the rank that waited least since the last report.  waited_s: [ranks], since attach."""
         steps, before_s = self._reported
         self._reported = self.num_steps, waited_s
         per_step_s = (waited_s - before_s) / max(self.num_steps - steps, 1)
@@ -177,9 +177,9 @@ class Statistics:
         return record
 
     def _plain_ep_bytes(self) -> list[int]:
-        """Bytes that this rank would have sent per level in DeepSpeed's own all-to-alls.
+        """Return the bytes per level that this rank would have sent in DeepSpeed's own all-to-alls.
 
-        A combine is counted as its dispatch, of which it is the mirror image: right for the job as a whole.
+        A combine counts as much as its dispatch, which it mirrors.  The sum over all ranks is right.
         """
         transport = self._transport
         totals = [0] * len(transport.cluster.levels)
@@ -192,7 +192,7 @@ class Statistics:
 
 
 def _leave_out_dense(record: dict[str, Any], counters: Sequence[str]) -> None:
-    """Put None for kind "dense", unless an earlier plan has counted some."""
+    """Set kind "dense" to None, unless an earlier plan has counted some."""
     found = [level[name] for level in record["levels"] for name in counters]
     if not any(counts["dense"] for counts in found):
         for counts in (record["exposed_s"], *found):
@@ -200,13 +200,13 @@ def _leave_out_dense(record: dict[str, Any], counters: Sequence[str]) -> None:
 
 
 def summarize(record: Mapping[str, Any]) -> str:
-    """A job record in one line: what was sent over each level, beside what plain EP would have sent."""
+    """Describe a job record in one line: what each level carried, beside what plain EP would have sent."""
     steps = max(record["steps"], 1)
     parts = []
     for level in record["levels"]:
         plain, dense = level["plain_ep_bytes"], level["sent_bytes"]["dense"] or 0
         sent = sum(count or 0 for count in level["sent_bytes"].values())
-        # Dense gradients and parameters travel under plain EP too, and are in no count of it.
+        # Plain EP sends dense gradients and parameters too, but its count leaves them out.
         share = f" ({(sent - dense) / plain:.0%} of plain EP)" if plain else ""
         parts.append(f"{level['name']} {sent / steps / 1e6:.2f} MB{share}")
     waited_s = sum(seconds or 0.0 for seconds in record["exposed_s"].values()) / steps
@@ -218,7 +218,7 @@ def summarize(record: Mapping[str, Any]) -> str:
 
 
 def monitor_events(record: Mapping[str, Any], num_samples: int) -> list[tuple[str, float, int]]:
-    """DeepSpeed monitor events (tag, value, samples) of a job record."""
+    """Return DeepSpeed monitor events (tag, value, samples) of a job record."""
     steps = max(record["steps"], 1)
     values = {
         f"{level['name']}/{kind}_MB_per_step": None if sent is None else sent / steps / 1e6

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hybridep was tested with.  Whatever else a job turns on is refused, with its name and the way out."""
+"""What hybridep was tested with.  It refuses all else that a job turns on, and names the feature and a way out."""
 
 import logging
 import re
@@ -24,7 +24,7 @@ from ds_hybridep.transport.job import backend_name
 
 TESTED_VERSIONS = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
 
-# Sections and switches of a ds_config that were trained with, or do not change what is computed (from "aio" on).
+# Sections and switches of a ds_config that were tested in training; those from "aio" on do not change its results.
 TESTED_SECTIONS = frozenset({
     "activation_checkpointing", "bf16", "checkpoint", "data_types", "expert_parallel", "fp16", "hybridep",
     "managed_gradient_accumulation", "optimizer", "prescale_gradients", "scheduler", "tensor_parallel",
@@ -33,7 +33,7 @@ TESTED_SECTIONS = frozenset({
     "dump_state", "flops_profiler", "memory_breakdown", "monitor_config", "tensorboard", "timers",
     "wall_clock_breakdown", "wandb",
 })  # fmt: skip
-# Of "zero_optimization"; all others must have their default values.
+# Tested settings of "zero_optimization"; all others must have their default values.
 TESTED_ZERO = frozenset({
     "stage", "allgather_bucket_size", "contiguous_gradients", "gather_16bit_weights_on_model_save", "leaf_module",
     "log_trace_cache_warnings", "max_live_parameters", "max_reuse_distance", "model_persistence_threshold",
@@ -45,12 +45,12 @@ TESTED_WRAPPERS = (
     "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "FP16_Optimizer",
     "FP16_UnfusedOptimizer",
 )  # fmt: skip
-TESTED_OPTIMIZERS = ("AdamW", "SGD")  # torch's; others that treat each element alone should do as well
+TESTED_OPTIMIZERS = ("AdamW", "SGD")  # torch's; others that treat each element alone should work too
 _OFF = 'turn it off, or set "hybridep": {"enabled": false}'
 
 
 def on_other_ranks(layers: Mapping[str, nn.Module]) -> str:
-    """What a job on another number of ranks, such as after the loss of a datacentre, can take from checkpoints."""
+    """Say what a job on another number of ranks, as after the loss of a datacentre, can load from checkpoints."""
     if adapted_layers(layers):
         return "hybridep: a checkpoint with adapters of experts can be loaded with the same ep_size alone"
     if not all(is_autoep_layer(layer) for layer in layers.values()):
@@ -62,7 +62,7 @@ def on_other_ranks(layers: Mapping[str, nn.Module]) -> str:
 
 
 def check_version(version: str = deepspeed.__version__) -> None:
-    """Raise UnsupportedError for a DeepSpeed that is too old, or that is untested and differs where we change it."""
+    """Raise UnsupportedError if DeepSpeed is too old, or if it is untested and lacks something that we rely on."""
     tested = f"{TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}"
     if _numbers(version) < _numbers(TESTED_VERSIONS[0]):
         raise UnsupportedError(
@@ -89,10 +89,10 @@ def _warn_once(message: str) -> None:
 
 
 def resolve(engine: Any, config: HybridEPConfig, sample: Tensor) -> HybridEPConfig:
-    """The settings with what only the engine tells: the codecs that are recommended, and who sums dense gradients.
+    """Complete the settings with what depends on the engine: recommended codecs, and who sums dense gradients.
 
     sample: a parameter of an expert.
-    Raises UnsupportedError where patches are asked for and parameters are wider than 16 bits.
+    Raises UnsupportedError if the settings ask for patches and parameters do not have 16 bits.
     """
     config = config.with_dtype(sample.element_size())
     config = config.model_copy(
@@ -155,7 +155,7 @@ def refuse_engine(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.M
 
 
 def untested_settings(ds_config: Mapping[str, Any], zero: Any) -> list[str]:
-    """Key paths of features that are on and not on a list above."""
+    """Return the key paths of features that are on but not in a list above."""
     found = []
     for name, value in ds_config.items():
         is_on = value.get("enabled", bool(value)) if isinstance(value, Mapping) else value is True
@@ -165,7 +165,7 @@ def untested_settings(ds_config: Mapping[str, Any], zero: Any) -> list[str]:
         found.append("gradient_allreduce_op")
     for name, about in type(zero).model_fields.items():
         default = about.get_default(call_default_factory=True)
-        value = getattr(zero, name, default)  # deprecated ones are gone: they were turned into others
+        value = getattr(zero, name, default)  # deprecated ones are gone: DeepSpeed turned them into others
         is_off = getattr(value, "device", None) == "none"  # of an offload section
         if name not in TESTED_ZERO and not is_off and value != default:
             found.append(f"zero_optimization.{about.alias or name}")
@@ -173,7 +173,7 @@ def untested_settings(ds_config: Mapping[str, Any], zero: Any) -> list[str]:
 
 
 def _refuse_partitioned(engine: Any, config: HybridEPConfig, layers: Mapping[str, nn.Module]) -> None:
-    """Raise UnsupportedError for settings that do not go together with ZeRO stage 3."""
+    """Raise UnsupportedError for settings that do not work together with ZeRO stage 3."""
     if config.is_planned:
         raise UnsupportedError(
             'a hybridep setting is "auto", but plans are not made for ZeRO stage 3, whose gathers of parameters they '
@@ -195,7 +195,7 @@ def _refuse_partitioned(engine: Any, config: HybridEPConfig, layers: Mapping[str
 
 
 def check_optimizer(engine: Any) -> None:
-    """Raise UnsupportedError for an untested wrapper of DeepSpeed's; say once that an optimizer was not tested."""
+    """Raise UnsupportedError for an untested wrapper of DeepSpeed; warn once about an untested optimizer."""
     wrapper, basic = type(engine.optimizer), type(getattr(engine, "basic_optimizer", None))
     if wrapper.__module__.startswith("deepspeed.runtime.") and wrapper.__name__ not in TESTED_WRAPPERS:
         raise UnsupportedError(f'{wrapper.__name__} was not tested together with the "hybridep" block; {_OFF}')
@@ -207,7 +207,7 @@ def check_optimizer(engine: Any) -> None:
 
 
 def refuse_devices(specs: Sequence[LayerSpec]) -> None:
-    """Raise UnsupportedError for what the transport does not carry."""
+    """Raise UnsupportedError for devices and backends that the transport does not support; warn once about GPUs."""
     devices, backend = sorted({spec.sample.device.type for spec in specs}), backend_name()
     if devices == ["cuda"] and ("gloo" in backend or "nccl" in backend):
         _warn_once(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are whole.
+"""Tells which checkpoints are whole.
 
-DeepSpeed's rank 0 writes the file `latest` when it has written its own part, maybe before other ranks have written
-theirs, and not in one piece.  So a folder holds the file MARK from before the first rank writes until all have
-written: a checkpoint whose saving was interrupted keeps it, and is skipped when the newest one is asked for.
+DeepSpeed's rank 0 writes the file `latest` after its own part, maybe before other ranks have written theirs, and not
+atomically.  So a folder holds the file MARK from before the first rank writes until all ranks have written.  If saving
+is interrupted, MARK stays, and a load of the newest checkpoint skips the folder.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def end(folder: Path) -> None:
 
 
 def why_not(folder: Path) -> str:
-    """Why a checkpoint that was asked for by its name is not to be loaded; empty where it is."""
+    """Return why a checkpoint that the user has named must not be loaded; empty if it may be."""
     if not (folder / MARK).exists():
         return ""
     return (
@@ -34,12 +34,12 @@ def why_not(folder: Path) -> str:
 
 
 def named(file: Path) -> str | None:
-    """The tag in a file such as `latest`; None for none."""
+    """Return the tag in a file such as `latest`; None if there is none."""
     return (file.read_text(encoding="utf-8").strip() if file.is_file() else "") or None
 
 
 def newest(folder: Path) -> tuple[str | None, list[str]]:
-    """The tag of the newest whole checkpoint in `folder`, None for none; and the incomplete ones that are skipped."""
+    """Return the tag of the newest whole checkpoint in `folder` or None, and the incomplete ones that are skipped."""
     latest = named(folder / LATEST)
     tags = [one.name for one in folder.iterdir() if any(one.glob("*.pt"))] if folder.is_dir() else []
     skipped = sorted(tag for tag in tags if (folder / tag / MARK).exists())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels a process gets: compiled ones where they can be had, else the reference, and the reason in the log."""
+"""Chooses a process's kernels: compiled ones if there are any, else the reference, with the reason in the log."""
 
 import functools
 import importlib
@@ -16,10 +16,10 @@ from ds_hybridep.kernels.reference import ReferenceKernels
 Kernels = CompiledKernels | ReferenceKernels
 Mode = Literal["auto", "compiled", "reference"]
 
-# What a tool chain or a loader can raise; anything else is a mistake of ours and must surface.
+# What a tool chain or a loader can raise.  Any other error is a mistake of ours and must surface.
 BUILD_ERRORS = (RuntimeError, ImportError, OSError, subprocess.SubprocessError)
 
-# Compilers put the first error far above the last line; this much of the end holds it for a file of our size.
+# Compilers print the first error far above the last line.  For files of our size, this much of the end includes it.
 OUTPUT_TAIL_CHARS = 4000
 
 logger = logging.getLogger(__name__)
@@ -29,11 +29,11 @@ def load_kernels(mode: Mode, device_type: str = "cpu", dispatch_sms: int | None 
     """Kernels for tensors on `device_type`.  The first call in a process may compile for some seconds.
 
     Args:
-        mode: "auto" for compiled kernels or, with one warning that tells why, the reference; "compiled" for compiled
+        mode: "auto" for compiled kernels, or else the reference and one warning that says why; "compiled" for compiled
             kernels or an error; "reference" for the PyTorch definitions.
         device_type: as in torch.device.type.
-        dispatch_sms: compiled kernels for "cuda" dispatch and combine rows on at most so many multiprocessors, and the
-            others stay free for kernels that run at the same time; None for all.  Results are the same.
+        dispatch_sms: most multiprocessors on which compiled kernels for "cuda" dispatch and combine rows; the others
+            stay free for kernels that run at the same time.  None for all.  Results are the same.
 
     Raises:
         KernelBuildError: mode is "compiled" and there are no compiled kernels.
@@ -58,9 +58,9 @@ def load_kernels(mode: Mode, device_type: str = "cpu", dispatch_sms: int | None 
     return ReferenceKernels()
 
 
-@functools.cache  # asked at every encoding
+@functools.cache  # called at every encoding
 def load_codec_kernels(mode: Mode, device_type: str = "cpu") -> CompiledCodecs | None:
-    """Compiled kernels for codecs, None for the definitions in `codecs`; arguments and errors as `load_kernels`."""
+    """Return compiled kernels for codecs, or None: use the definitions in `codecs`.  Otherwise like `load_kernels`."""
     return getattr(load_kernels(mode, device_type), "codecs", None)
 
 
@@ -76,9 +76,9 @@ def _warn_once(device_type: str, reason: str) -> None:
     logger.warning("kernels: using the slower PyTorch reference on device type %r: %s", device_type, reason)
 
 
-@functools.cache  # a build that failed is not tried again for every layer
+@functools.cache  # so that layers do not try a failed build again
 def _extension_or_reason(device_type: str) -> Any:
-    """The compiled module, or a string that says why there is none."""
+    """Return the compiled module, or a string that says why there is none."""
     if device_type not in ("cpu", "cuda"):
         return f"ds_hybridep has compiled kernels for 'cpu' and 'cuda', none for {device_type!r}"
     try:

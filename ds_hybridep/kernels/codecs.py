@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The codec kernels of csrc/.  Their definitions are in `ds_hybridep.codecs`.
 
-Callers have checked shapes: payloads are [n, bytes] uint8 with dense rows, all else is contiguous fp32.  Tensors of a
-call on more than one device are a ValueError.
+Callers check shapes: payloads are [n, bytes] uint8 with dense rows; other tensors are contiguous, and fp32 unless a
+method says otherwise.  ValueError if the tensors of a call are on more than one device.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Where a call of the extension runs: gives the extension's `lane` argument, a number of threads or a CUDA stream.
+# Says where a call of the extension runs: gives its argument `lane`, a number of threads or a CUDA stream.
 Lane = Callable[[torch.device], AbstractContextManager[int]]
 
-# By number of `enum class Damage` in csrc/include/hybridep_patch.h.
+# In the order of `enum class Damage` in csrc/include/hybridep_patch.h.
 PATCH_DAMAGES = (
     "",
     "its segments have other lengths",
@@ -35,7 +35,7 @@ PATCH_DAMAGES = (
 
 
 class Source(IntEnum):
-    """What is encoded, as `enum class Source` in csrc/include/hybridep_codecs.h."""
+    """What is encoded; equal to `enum class Source` in csrc/include/hybridep_codecs.h."""
 
     ENCODE = 0  # a
     UPDATE = 1  # a - other; the packet's value is added to other
@@ -43,14 +43,14 @@ class Source(IntEnum):
 
 
 class CompiledCodecs:
-    """Kernels of the module `extension`; results depend neither on the number of threads nor on n."""
+    """Kernels of the module `extension`.  Results depend neither on the number of threads nor on n."""
 
     def __init__(self, extension: Any, lane: Lane) -> None:
         self._extension = extension
         self._lane = lane
 
     def prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What is encoded, shaped as a [n, ...] and all zeros in tensors with inf or nan; and [n] bool, which have."""
+        """Return what is encoded, like a [n, ...], and [n] bool: the tensors with inf or nan, which become zeros."""
         device = _one_device(a=a, other=other)
         x, is_bad = torch.empty_like(a), _flags(a)
         with self._lane(device) as lane:
@@ -90,8 +90,8 @@ class CompiledCodecs:
     ) -> Tensor:
         """Like `blockwise_encode`, with factors of q's rank.
 
-        q [n, rank, cols], row_rms [n, rows], col_rms [n, cols]: become those of the next step.
-        start [rank, cols]: where iterations begin instead of in q.
+        q [n, rank, cols], row_rms [n, rows], col_rms [n, cols]: are updated for the next step.
+        start [rank, cols]: iterations begin with it instead of with q.
         factor: `enum class Factor` in csrc/include/hybridep_codecs.h.
         """
         device = _one_device(a=a, other=other, payload=payload, q=q, row_rms=row_rms, col_rms=col_rms, start=start)
@@ -109,13 +109,13 @@ class CompiledCodecs:
         return is_bad
 
     def low_rank_decode(self, payload: Tensor, out: Tensor, *, rank: int, factor: int, is_add: bool) -> None:
-        """Assign or add the products of factors, over rank in order, to out [n, rows, cols]."""
+        """Assign or add to out [n, rows, cols] the products of factors, summed over rank in order."""
         sizes = (len(out), rank, out.shape[1], out.shape[2])
         with self._lane(_one_device(out=out, payload=payload)) as lane:
             self._extension.low_rank_decode(*_place(payload), *sizes, factor, is_add, lane, out.data_ptr())
 
     def orthonormalise(self, p: Tensor) -> None:
-        """Make the rows of p [n, rank, rows] orthonormal, in place; dependent ones become others that are not."""
+        """Make the rows of p [n, rank, rows] orthonormal, in place; replaces dependent rows by independent ones."""
         with self._lane(p.device) as lane:
             self._extension.orthonormalise(p.data_ptr(), *p.shape, lane)
 
@@ -125,9 +125,9 @@ class CompiledCodecs:
             self._extension.divide_by_gram(p.data_ptr(), q.data_ptr(), *p.shape, q.shape[2], lane)
 
     def patch_encode(self, new: Tensor, sent: Tensor, payload: Tensor, *, mantissa_bits: int) -> tuple[int, int]:
-        """Write what turns `sent` into `new`, both [n] of 16 bits, and set sent to new.
+        """Write to payload [bytes] what turns `sent` into `new`, both [n] of 16 bits, and set sent to new.
 
-        Returns the bytes that were written and a checksum of `new`: a device-to-host sync on an accelerator.
+        Returns the number of bytes written and a checksum of `new`: a device-to-host sync on an accelerator.
         """
         device = _one_device(new=new, sent=sent, payload=payload)
         results = torch.empty(2, dtype=torch.int64, device=device)
@@ -140,9 +140,9 @@ class CompiledCodecs:
         return num_bytes, checksum
 
     def patch_decode(self, payload: Tensor, held: Tensor, *, mantissa_bits: int) -> tuple[str, int]:
-        """Turn `held` [n] of 16 bits into the values that were encoded.
+        """Turn `held` [n] of 16 bits into the values that were encoded in payload [bytes].
 
-        Returns what is wrong with the payload, "" if nothing, and a checksum of the values: a sync as above.
+        Returns what is wrong with the payload ("" if nothing) and a checksum of the values, after a sync as above.
         """
         device = _one_device(held=held, payload=payload)
         results = torch.empty(2, dtype=torch.int64, device=device)
@@ -162,13 +162,13 @@ class CompiledCodecs:
             self._extension.write_headers(*place, start, number, sequence, stamp, is_bad.data_ptr(), lane)
 
     def check_headers(self, packets: Tensor, *, start: int, stamp: int) -> int:
-        """All flags of the packets together; -1 where one begins otherwise or has another stamp."""
+        """Return all packets' flags, or-ed; -1 if a packet begins otherwise or has another stamp."""
         found: int = self._extension.check_headers(packets.data_ptr(), packets.stride(0), len(packets), start, stamp)
         return found
 
 
 def _one_device(**tensors: Tensor | None) -> torch.device:
-    """The device of all tensors, of which the first is not None; ValueError where one is elsewhere."""
+    """Return the device of all tensors that are not None; ValueError if one is on another device."""
     (first, tensor), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
     for name, other in others:
         if other.device != tensor.device:
@@ -177,7 +177,7 @@ def _one_device(**tensors: Tensor | None) -> torch.device:
 
 
 def _flags(a: Tensor) -> Tensor:
-    """[n] uint8 beside a [n, ...], not filled."""
+    """Return [n] uint8 on the device of a [n, ...], not filled."""
     return torch.empty(len(a), dtype=torch.uint8, device=a.device)
 
 
@@ -186,7 +186,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _size(tensor: Tensor) -> tuple[int, int]:
-    """n, and the elements of one tensor."""
+    """Return n and the number of elements of one tensor."""
     return len(tensor), tensor.numel() // max(len(tensor), 1)
 
 
@@ -195,5 +195,5 @@ def _input(source: Source, a: Tensor, other: Tensor | None) -> tuple[int, int, i
 
 
 def _place(payload: Tensor) -> tuple[int, int, int]:
-    """Address, distance of rows and length of rows of payload [n, bytes]."""
+    """Return the address, the row stride and the row length of payload [n, bytes]."""
     return payload.data_ptr(), payload.stride(0), payload.shape[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routing kernels of csrc/ on CPU tensors, and what those on CUDA tensors (`cuda.py`) share with them.
+"""The routing kernels of csrc/ on CPU tensors, and what the kernels on CUDA tensors (`cuda.py`) share with them.
 
 Each call checks what the extension cannot see (shape, dtype, device, contiguity), allocates the result, and passes
 addresses, sizes and type codes.
@@ -38,17 +38,17 @@ class RoutePlan:
     rows_per_destination: Tensor  # [N] int64, sums to R: the send splits
     row_to_token: Tensor  # [R] int64
     row_topk_idx: Tensor  # [R, K] int32, expert ids of the row's token at the row's destination, -1 in other slots
-    slot_to_row: Tensor  # [T, K] int64, the row that serves a slot, -1 where none does
+    slot_to_row: Tensor  # [T, K] int64, the row that serves a slot, -1 if none does
     first_slot_to_row: Tensor  # [T, K] int64, the same with -1 at repeats: a sum over k visits each row once
 
 
 class CompiledKernels:
     """The operations of `ReferenceKernels` on raw memory, split over torch.get_num_threads() threads.
 
-    All tensors must be contiguous and on one device, the CPU here, and those that are summed fp32, bf16 or fp16; a
-    silent copy would hide where the time goes.  Results do not depend on the number of threads, and equal those of
-    theirs bit for bit, except grad_weights, whose dot products sum in another order, and grad_rows where
-    tokens share a row.
+    All tensors must be contiguous and on one device (the CPU here), because a silent copy would hide where the time
+    goes.  Tensors that are summed must be fp32, bf16 or fp16.  Results do not depend on the number of threads.  They
+    equal those of `ReferenceKernels` bit for bit, except grad_weights, whose dot products sum in another order, and
+    grad_rows if tokens share a row.
     """
 
     name: str = "compiled"
@@ -194,7 +194,7 @@ class CompiledKernels:
         return sums
 
     def _device_of(self, **tensors: Tensor | None) -> torch.device:
-        """The device of all tensors; ValueError unless it is one device of ours, and all are contiguous."""
+        """Return the device of all tensors; ValueError unless they are contiguous, on one device of `device_type`."""
         given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         device = next(iter(given.values())).device
         for name, tensor in given.items():
@@ -223,7 +223,7 @@ def _threads(device: torch.device) -> AbstractContextManager[int]:
 
 
 def plan_sizes(topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> tuple[int, int, int]:
-    """T, K and E of a call of plan_routes."""
+    """Check a call of plan_routes, and return T, K and E."""
     if topk_idx.dim() != 2 or topk_idx.shape[1] < 1:
         raise ValueError(f"topk_idx: got shape {tuple(topk_idx.shape)}, wanted [T, K] with K of 1 or more")
     _require_dims("expert_to_destination", expert_to_destination, "[E]", torch.int32)
@@ -235,7 +235,7 @@ def plan_sizes(topk_idx: Tensor, expert_to_destination: Tensor, num_destinations
 
 
 def dispatch_sizes(x: Tensor, row_to_token: Tensor) -> tuple[int, int, int]:
-    """T, R and D of a call of dispatch_rows."""
+    """Check a call of dispatch_rows, and return T, R and D."""
     _require_dims("x", x, "[T, D]")
     _require_dims("row_to_token", row_to_token, "[R]", torch.int64)
     num_tokens, hidden = x.shape
@@ -243,7 +243,7 @@ def dispatch_sizes(x: Tensor, row_to_token: Tensor) -> tuple[int, int, int]:
 
 
 def quantise_sizes(x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> tuple[int, int, int]:
-    """T, R and D of a call of quantise_rows."""
+    """Check a call of quantise_rows, and return T, R and D."""
     sizes = dispatch_sizes(x, row_to_token)
     _require_floating("x", x.dtype)
     _require_format(row_format)
@@ -251,7 +251,7 @@ def quantise_sizes(x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> tu
 
 
 def dequantise_sizes(records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> int:
-    """R of a call of dequantise_rows."""
+    """Check a call of dequantise_rows, and return R."""
     if hidden < 0:
         raise ValueError(f"hidden: got {hidden}, wanted 0 or more")
     if records.dim() != 2 or records.shape[1] != record_bytes(hidden):
@@ -264,7 +264,7 @@ def dequantise_sizes(records: Tensor, hidden: int, row_format: RowFormat, dtype:
 
 
 def combine_sizes(rows: Tensor, slot_to_row: Tensor, weights: Tensor | None) -> tuple[int, int, int, int]:
-    """T, K, R and D of a call of combine_rows."""
+    """Check a call of combine_rows, and return T, K, R and D."""
     _require_dims("rows", rows, "[R, D]")
     _require_dims("slot_to_row", slot_to_row, "[T, K]", torch.int64)
     _require_floating("rows", rows.dtype)
@@ -280,7 +280,7 @@ def combine_sizes(rows: Tensor, slot_to_row: Tensor, weights: Tensor | None) -> 
 
 
 def backward_sizes(grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor) -> tuple[int, int, int, int]:
-    """T, K, R and D of a call of combine_rows_backward."""
+    """Check a call of combine_rows_backward, and return T, K, R and D."""
     num_tokens, top_k, num_rows, hidden = combine_sizes(rows, slot_to_row, weights)
     if grad.shape != (num_tokens, hidden):
         raise ValueError(f"grad: got shape {tuple(grad.shape)}, wanted [T, D] = {(num_tokens, hidden)}")
@@ -294,7 +294,7 @@ def require_contiguous(name: str, tensor: Tensor) -> None:
 
 
 def _require_dims(name: str, tensor: Tensor, wanted: str, dtype: torch.dtype | None = None) -> None:
-    """`wanted` such as "[T, D]" has a letter for each dimension."""
+    """Check dimensions and dtype.  wanted: a letter for each dimension, such as "[T, D]"."""
     if tensor.dim() != wanted.count(",") + 1:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted {wanted}")
     _require_dtype(name, tensor, dtype or tensor.dtype)

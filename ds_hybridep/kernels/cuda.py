@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routing kernels of csrc/ on CUDA tensors.  Work is queued on the current stream; only `plan_routes` waits, for
+"""The routing kernels of csrc/ on CUDA tensors.  They queue work on the current stream; only `plan_routes` waits, for
 the number of rows.
 
-An index out of range is found on the device: where a plan is made, by a ValueError as elsewhere; in the other
-operations by a line on standard output and a CUDA error at the next synchronisation, after which the process cannot
-use its device.
+The device finds an index that is out of range.  `plan_routes` then raises ValueError, as on the CPU.  The other
+operations print a line on standard output and cause a CUDA error at the next synchronisation; after that the process
+cannot use its device.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ from ds_hybridep.kernels.compiled import CompiledKernels, RoutePlan, plan_sizes
 
 @contextmanager
 def current_stream(device: torch.device) -> Iterator[int]:
-    """The current stream of a CUDA device, which is the current device meanwhile."""
+    """Yield the current stream of a CUDA device, and make it the current device inside."""
     with torch.cuda.device(device):
         yield int(torch.cuda.current_stream(device).cuda_stream)
 
 
 class CudaCodecs(CompiledCodecs):
-    """Like `CompiledCodecs`, on a CUDA stream; the host does not wait."""
+    """Like `CompiledCodecs`, on a CUDA stream; the host waits for patches only."""
 
     def check_headers(self, packets: Tensor, *, start: int, stamp: int) -> int:
-        """1, some packet may be flagged: reading them would be a wait for the device."""
+        """Return 1: some packet may be flagged.  Reading the flags would be a wait for the device."""
         return 1
 
 
@@ -51,7 +51,7 @@ class CudaKernels(CompiledKernels):
             self._combine_rows = partial(extension.combine_rows_on, dispatch_sms)
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
-        """The plan is made on the device, with room for the most rows there can be; only counts go to the host."""
+        """Make the plan on the device, with room for the most rows there can be; only counts go to the host."""
         sizes = plan_sizes(topk_idx, expert_to_destination, num_destinations)
         num_tokens, top_k, num_experts = sizes
         device = self._device_of(topk_idx=topk_idx, expert_to_destination=expert_to_destination)
@@ -91,7 +91,7 @@ class CudaKernels(CompiledKernels):
         )
 
     def _require_id(self, name: str, mark: int, limit: int, of_what: str) -> None:
-        """ValueError where the device has marked an id of `limit` or more."""
+        """Raise ValueError if the device has marked an id of `limit` or more."""
         if mark != self._extension.NONE_WRONG:
             found = mark & 0xFFFFFFFF
             raise ValueError(f"{name}: holds {found}, but there are {limit} {of_what}: wanted ids below {limit}")

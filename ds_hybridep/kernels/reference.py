@@ -9,11 +9,11 @@ The operations come in adjoint pairs, so a backward pass needs no kernel of its 
     combine_rows(rows, slot_to_row, weights)         combine_rows_backward(grad, rows, slot_to_row, weights)
 
 None of them records an autograd graph: callers wrap the pairs in `torch.autograd.Function`.  `quantise_rows` is
-dispatch_rows to rows of one byte an element, `dequantise_rows` its inverse.  The pair has no gradient: a caller who
-wants one takes that of dispatch_rows, as if nothing had been rounded.
+`dispatch_rows` with one byte per element, and `dequantise_rows` is its inverse.  This pair has no gradient: a caller
+who wants one uses that of `dispatch_rows`, as if nothing had been rounded.
 
-All raise ValueError where a shape is wrong, an id of a plan is out of range, a tensor is on another device or, for
-compiled kernels, is not contiguous; TypeError where a dtype is wrong; IndexError where an index is out of range.
+All raise ValueError if a shape is wrong, an id of a plan is out of range, a tensor is on another device or (compiled
+kernels only) a tensor is not contiguous; TypeError if a dtype is wrong; IndexError if an index is out of range.
 """
 
 import struct
@@ -26,8 +26,8 @@ from ds_hybridep.kernels.compiled import RoutePlan
 from ds_hybridep.plan.row_format import SCALE_BLOCK, RowFormat, num_scales, record_bytes
 
 FP32_BIAS, FP32_INFINITY, NOT_FINITE = 127, 0x7F800000, 255
-SMALLEST_EXPONENT = 17  # scale 2^-110: no step of a format is then a subnormal number, which processors may flush
-POSITIONS = 65521  # of words in `bit_sums`, then they begin anew: a product of a word and its position fits 32 bits
+SMALLEST_EXPONENT = 17  # scale 2^-110, so that no step of a format is a subnormal number, which processors may flush
+POSITIONS = 65521  # of words in `bit_sums`, then 1 follows again: word times position fits 32 bits
 WORDS_AT_A_TIME = 2**18  # bounds the memory of `bit_sums`
 LARGEST_SCALED = {"int8": 127.0, "fp8": 464.0}  # 464 is the largest that rounds to 448, which is fp8's largest
 
@@ -38,13 +38,13 @@ class ReferenceKernels:
     name: str = "reference"  # what logs and benchmark records call this implementation
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
-        """Rows to send to each of N destinations.
+        """Choose the rows to send to each of N destinations.
 
-        topk_idx: [T, K] int32, expert of each slot; negative where the slot was dropped.
-        expert_to_destination: [E] int32, in 0..N-1; negative where an expert is not routed by this plan.
+        topk_idx: [T, K] int32, expert of each slot; negative if the slot was dropped.
+        expert_to_destination: [E] int32, in 0..N-1; negative if this plan does not route the expert.
         """
         num_tokens, top_k, num_experts = compiled.plan_sizes(topk_idx, expert_to_destination, num_destinations)
-        nowhere = num_destinations  # the destination, past all others, of slots that are not routed
+        nowhere = num_destinations  # a destination past all others, for slots that are not routed
 
         # 1. Destination of every slot.  Dropped slots read the entry appended to the map.
         _require_below("topk_idx", topk_idx, num_experts, "experts")
@@ -55,7 +55,7 @@ class ReferenceKernels:
 
         # 2. The first slot of each distinct (token, destination) owns a row; later ones share it.
         is_same = slot_destination.unsqueeze(2) == slot_destination.unsqueeze(1)  # [T, K, K]
-        first_slot = is_same.int().argmax(dim=2)  # [T, K], argmax names the first of equals
+        first_slot = is_same.int().argmax(dim=2)  # [T, K], argmax returns the first of equals
         is_owner = (first_slot == torch.arange(top_k, device=topk_idx.device)) & (slot_destination != nowhere)
 
         # 3. Rows: owners sorted by destination.  The sort is stable and slots stand in token order.
@@ -84,24 +84,24 @@ class ReferenceKernels:
         )
 
     def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
-        """Rows x[row_to_token], [R, D] in x.dtype, of x [T, D] of any dtype and row_to_token [R] int64 in 0..T-1."""
+        """Return x[row_to_token], [R, D] in x.dtype, for x [T, D] of any dtype, row_to_token [R] int64 in 0..T-1."""
         num_tokens, _, _ = compiled.dispatch_sizes(x, row_to_token)
         _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
         return x.index_select(0, row_to_token)
 
     def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
-        """Records of the rows x[row_to_token], [R, record_bytes(D)] uint8, laid out as in `plan.row_format`.
+        """Return records of the rows x[row_to_token], [R, record_bytes(D)] uint8, laid out as in `plan.row_format`.
 
-        With the largest magnitude a of a block of 128 elements, and its scale s = 2^(exponent byte - 127):
+        A block of 128 elements with the largest magnitude a has the scale s = 2^(exponent byte - 127):
 
             row_format  codes                                 s, a power of two, at least 2^-110
             int8        round(element / s), two's complement  the least with a <= 127 s
             fp8         element / s as float8_e4m3fn          the least with a <= 464 s, which rounds to 448 s
 
-        Halves round to even.  Powers of two divide and multiply exactly, so an element is off by half a step at most
-        (of s; of e4m3 times s), the dtype of x holds what comes of it without another rounding, and rows that were
-        quantised before give the same records again.  A block with inf or nan has the exponent byte 255 and codes of
-        0: all of it becomes nan, and the other blocks stay.
+        Halves round to even.  Division and multiplication by a power of two are exact.  So an element is off by half a
+        step at most (a step is s, or e4m3's step times s), the result fits the dtype of x without another rounding,
+        and quantising it again gives the same record.  A block with inf or nan has the exponent byte 255 and codes of
+        0: all of it becomes nan.  Other blocks are not affected.
 
         x: [T, D] floating point.  Elements beyond the range of fp32 count as inf.
         row_to_token: as in `dispatch_rows`.
@@ -120,10 +120,10 @@ class ReferenceKernels:
         return records
 
     def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
-        """Rows [R, hidden] of records [R, record_bytes(hidden)] uint8 that `quantise_rows` has made.
+        """Return the rows [R, hidden] of records [R, record_bytes(hidden)] uint8 that `quantise_rows` has made.
 
-        Elements are code times scale, at most the largest finite number of `dtype`, a floating point one.  The bound
-        keeps finite what was: an element that is nearly the largest of its dtype may round beyond it.
+        Elements are code times scale, at most the largest finite number of the floating point `dtype`.  Without this
+        bound, a finite element near the largest number of its dtype could round to inf.
         """
         compiled.dequantise_sizes(records, hidden, row_format, dtype)
         code_dtype = torch.float8_e4m3fn if row_format == "fp8" else torch.int8
@@ -136,14 +136,14 @@ class ReferenceKernels:
     def combine_rows(
         self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Sum over the slots of each token, out[t] = sum_k weights[t, k] * rows[slot_to_row[t, k]], [T, D].
+        """Sum over the slots of each token: out[t] = sum_k weights[t, k] * rows[slot_to_row[t, k]], [T, D].
 
         Products and sums are fp32 (fp64 for fp64 rows), in slot order, rounded once at the end.
 
         rows: [R, D] floating point.
-        slot_to_row: [T, K] int64 below R; negative where a slot adds nothing.
+        slot_to_row: [T, K] int64 below R; negative if a slot adds nothing.
         weights: [T, K] fp32; None for ones.
-        out_dtype: of the result; None for rows.dtype.
+        out_dtype: dtype of the result; None for rows.dtype.
         """
         num_tokens, top_k, num_rows, hidden = compiled.combine_sizes(rows, slot_to_row, weights)
         _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
@@ -160,17 +160,17 @@ class ReferenceKernels:
     def combine_rows_backward(
         self, grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of weighted combine_rows: those of `rows`, [R, D] in rows.dtype, and of `weights`, [T, K] fp32.
+        """Return gradients of weighted combine_rows: of `rows`, [R, D] in rows.dtype, and of `weights`, [T, K] fp32.
 
             grad_rows[r]       = sum of weights[t, k] * grad[t] over the slots that r serves, 0 if it serves none
             grad_weights[t, k] = <grad[t], rows[slot_to_row[t, k]]>, 0 where slot_to_row is negative
 
-        grad: [T, D] floating point, of the result; the other arguments as given to combine_rows.
+        grad: [T, D] floating point, gradient of the result; the other arguments as given to combine_rows.
         """
         _, top_k, num_rows, hidden = compiled.backward_sizes(grad, rows, slot_to_row, weights)
         _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
         wide_grad = grad.to(_sum_dtype(rows))
-        # One row more than there are: it takes what slots without a row would add.
+        # An extra row takes what slots without a row add.
         grad_rows = rows.new_zeros((num_rows + 1, hidden), dtype=wide_grad.dtype)
         grad_weights = torch.zeros_like(weights)
         for k in range(top_k if num_rows else 0):
@@ -182,11 +182,11 @@ class ReferenceKernels:
         return grad_rows[:num_rows].to(rows.dtype), grad_weights
 
     def bit_sums(self, tensor: Tensor) -> Tensor:
-        """[2] int64: the sum of a contiguous tensor's words, and that of words times position, both modulo 2^64.
+        """Return [2] int64: the sum of a contiguous tensor's words, and of words times position, both modulo 2^64.
 
-        Two ranks compare these instead of the tensors themselves.  A word is two bytes with their sign; in tensors of
-        one-byte elements it is a byte without sign.  Positions count from 1 and begin anew after 65521 words.  The
-        extra memory is bounded, and nothing is waited for: the result is on the tensor's device.
+        Two ranks compare these instead of the tensors themselves.  A word is two bytes, signed; in tensors of one-byte
+        elements it is one byte, unsigned.  Positions count from 1 and start again after 65521 words.  The extra memory
+        is bounded.  The result is on the tensor's device, and the host does not wait for it.
 
             int16 {1, 2, -3}  ->  {0, -4}
         """
@@ -201,8 +201,8 @@ class ReferenceKernels:
 
 
 def _exponents_of(blocks: Tensor, largest_scaled: float) -> Tensor:
-    """Exponent bytes of fp32 blocks [R, N, 128], [R, N] int32."""
-    # Magnitudes of fp32 are ordered as their bits are, and an exponent more is 2^23 more.
+    """Return the exponent bytes of fp32 blocks [R, N, 128], [R, N] int32."""
+    # fp32 magnitudes have the same order as their bits, and the next exponent is 2^23 more.
     largest = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(dim=2)
     scaled_bits = int.from_bytes(struct.pack("<f", largest_scaled), "little")
     exponents = ((largest - scaled_bits + (1 << 23) - 1) >> 23) + FP32_BIAS
@@ -210,17 +210,17 @@ def _exponents_of(blocks: Tensor, largest_scaled: float) -> Tensor:
 
 
 def _scales_of(exponents: Tensor) -> Tensor:
-    """Scales of exponent bytes [R, N], [R, N, 1] fp32: powers of two, and inf for 255."""
+    """Return the scales of exponent bytes [R, N], [R, N, 1] fp32: powers of two, and inf for 255."""
     return (exponents.to(torch.int32) << 23).view(torch.float32).unsqueeze(-1)
 
 
 def _sum_dtype(rows: Tensor) -> torch.dtype:
-    """What sums over `rows` are kept in: fp32 or wider."""
+    """Return the dtype of sums over `rows`: fp32 or wider."""
     return torch.promote_types(rows.dtype, torch.float32)
 
 
 def _require_below(name: str, ids: Tensor, limit: int, of_what: str) -> None:
-    """ValueError where `ids` holds `limit` or more.  Skipped on an accelerator, where reading it is a sync."""
+    """Raise ValueError if `ids` holds `limit` or more.  Skipped on an accelerator, where reading it is a sync."""
     if ids.numel() and ids.device.type == "cpu":
         largest = int(ids.max())
         if largest >= limit:
@@ -228,7 +228,7 @@ def _require_below(name: str, ids: Tensor, limit: int, of_what: str) -> None:
 
 
 def _require_index(name: str, index: Tensor, size: int, of_what: str, *, may_be_negative: bool) -> None:
-    """IndexError where `index` points past `size`.  Likewise."""
+    """Raise IndexError if `index` is out of range of `size`.  Skipped on an accelerator too."""
     if not index.numel() or index.device.type != "cpu":
         return
     smallest, largest = (int(bound) for bound in index.aminmax())

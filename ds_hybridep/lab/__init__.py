@@ -16,5 +16,5 @@ delay.py      compiles and starts delay_line.c, which holds back every frame for
 launcher.py   one process per host, logs, time limit, failures -> LabResult
 modelled.py   for machines that do not permit namespaces: seconds that the bytes of a run would take
 
-Only the standard library is used, and nothing outside the namespaces made here is touched.
+The lab uses the standard library only, and changes nothing outside the namespaces that it makes.
 """

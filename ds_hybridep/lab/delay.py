@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The delay line: compiled once into a cache folder, then one process per delayed link.
+"""The delay line: a program that is compiled once into a cache folder. Each delayed link runs one process of it.
 
-On two cores, with nothing shaped, TCP got 7.3 Gbit/s through one, and 1 Gbit/s when it handed down single frames of
-1.5 KB, as it does on links far slower than that. At 1 Gbit/s a delay line takes a fifth of a core.
+On two cores without shaping, TCP reached 7.3 Gbit/s through one delay line. It reached 1 Gbit/s with single frames of
+1.5 KB, which TCP sends on links far slower than that. At 1 Gbit/s a delay line takes a fifth of a core.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ PPM = 1e6
 
 
 class LineEnd(NamedTuple):
-    """A TAP device that a delay line makes: its name and the namespace that it stands in."""
+    """A TAP device that a delay line makes: its name, and the namespace that it is in."""
 
     namespace: str
     device: str
@@ -57,7 +57,7 @@ def build_delay_line(cache_dir: Path | None = None) -> Path:
         )
         if run.returncode != 0:
             raise LabError(f"{compiler} could not compile {SOURCE.name}:\n{run.stderr.strip()}")
-        fresh.replace(program)  # at once: another process may be starting it
+        fresh.replace(program)  # in one step, because another process may be starting the program
     return program
 
 
@@ -73,9 +73,9 @@ def why_no_delay() -> str | None:
 class DelayLine:
     """A running cable between two new TAP devices; the devices exist as long as it runs.
 
-    From the constructor until `stop`, every frame that leaves by device a arrives at device b `a_to_b_s` later, and
-    the other way round after `b_to_a_s`. From a to b, a frame takes up to `jitter_s` more, evenly distributed but in
-    order, and the share `loss` of frames is lost. It ends by itself when the process that made it ends.
+    From the constructor until `stop`, every frame that leaves by device a arrives at device b `a_to_b_s` later. Frames
+    from b to a arrive `b_to_a_s` later. From a to b, a frame takes up to `jitter_s` more, evenly distributed but in
+    order, and the share `loss` of frames is lost. The line ends when the process that made it ends.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class DelayLine:
             raise LabError(f"no delay line from {a} to {b}: {message.decode(errors='replace').strip()}")
 
     def change(self, *, a_to_b_s: float, jitter_s: float, loss: float) -> None:
-        """Change the delay of frames that leave from now on. No frame overtakes another."""
+        """Change delay, jitter and loss from a to b for frames that leave from now on. No frame overtakes another."""
         assert self._process.stdin is not None
         orders = struct.pack("=3q", round(a_to_b_s * NS_PER_S), round(jitter_s * NS_PER_S), round(loss * PPM))
         os.write(self._process.stdin.fileno(), orders)
 
     def stop(self) -> str | None:
-        """Ends it, and with it the two devices and the frames that were under way. Returns what went wrong, if any."""
+        """Ends the line, its two devices and the frames under way. Returns what went wrong, or None."""
         ended_before = self._process.poll() is not None
         self._process.kill()
         _, message = self._process.communicate()

@@ -4,16 +4,16 @@
 //
 //     delay_line OWNER_PID  NETNS_A DEVICE_A  NETNS_B DEVICE_B  DELAY_AB_NS DELAY_BA_NS  JITTER_AB_NS LOSS_AB_PPM
 //
-// Creates both devices, prints "ready", and from then on hands every frame that leaves by device A to device B
-// DELAY_AB_NS nanoseconds after it was read, and the other way round. From A to B up to JITTER_AB_NS more pass, evenly
-// distributed, and LOSS_AB_PPM of a million frames are lost. A frame never overtakes another, so a first-in first-out
-// queue is ordered by time. What the sender's kernel put together for later
-// segmentation (up to 64 KB, described by a virtio_net_hdr in front of the frame) passes as one piece: without that,
-// a system call for each 1.5 KB frame would be the bottleneck.
+// Creates both devices and prints "ready". Then it hands every frame that leaves by device A to device B, DELAY_AB_NS
+// nanoseconds after it read the frame. Frames from B to A take DELAY_BA_NS. From A to B, a frame takes up to
+// JITTER_AB_NS more, evenly distributed, and LOSS_AB_PPM of a million frames are lost. No frame overtakes another, so
+// a first-in first-out queue is ordered by time. A packet that the sender's kernel left to be segmented later (up to
+// 64 KB, described by a virtio_net_hdr in front of the frame) passes as one piece: otherwise a system call for each
+// 1.5 KB frame would be the bottleneck.
 //
-// Three int64 on stdin (DELAY_AB_NS JITTER_AB_NS LOSS_AB_PPM) replace those of the command line.
+// Three int64 values on stdin (DELAY_AB_NS JITTER_AB_NS LOSS_AB_PPM) replace those of the command line.
 //
-// Ends when the process OWNER_PID ends, however that happens, and the devices go with it.
+// The program ends, and its devices with it, when the process OWNER_PID ends in any way.
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -37,7 +37,7 @@ enum {
     kMaxFrameBytes = 10 + 14 + 65536,  // virtio_net_hdr, Ethernet header, largest IP packet
     kFramesPerTurn = 64,               // read from one side before looking at the other and at the clock
 };
-static const int64_t kMaxQueuedBytes = (int64_t)1 << 30;  // of one direction; a sign of trouble, not a queue to use
+static const int64_t kMaxQueuedBytes = (int64_t)1 << 30;  // of one direction; reaching it is a sign of trouble
 static const int64_t kNsPerS = 1000000000;
 
 struct frame {
@@ -71,7 +71,7 @@ static int64_t now_ns(void) {
     return time.tv_sec * kNsPerS + time.tv_nsec;
 }
 
-// Creates TAP device `name` in the namespace called `netns`; it lives as long as the descriptor that is returned.
+// Creates TAP device `name` in the namespace called `netns`. The device lives as long as the returned descriptor.
 static int open_tap(const char* netns, const char* name) {
     char path[4096];
     snprintf(path, sizeof path, "/run/netns/%s", netns);
@@ -85,7 +85,7 @@ static int open_tap(const char* netns, const char* name) {
     struct ifreq request = {.ifr_flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR};
     snprintf(request.ifr_name, sizeof request.ifr_name, "%s", name);
     if (ioctl(fd, TUNSETIFF, &request) < 0) fail("cannot create TAP device", name);
-    // Both ends promise to take unsegmented packets, so each may hand them over as it got them.
+    // Both ends promise to take unsegmented packets, so each may pass them on unchanged.
     if (ioctl(fd, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6) < 0) fail("cannot set offloads of", name);
     return fd;
 }
@@ -141,7 +141,7 @@ static void receive(struct direction* way) {
     }
 }
 
-// Takes the orders on stdin, if they are whole; returns 0 at its end.
+// Reads new values from stdin and uses them if they are complete. Returns 0 at the end of stdin.
 static int take_orders(struct direction* way) {
     int64_t orders[3];
     ssize_t num_bytes = read(STDIN_FILENO, orders, sizeof orders);
@@ -153,7 +153,7 @@ static int take_orders(struct direction* way) {
     return num_bytes != 0;
 }
 
-// Delivers what is due; returns when the next frame is, or INT64_MAX.
+// Delivers the frames that are due. Returns the time at which the next one is due, or INT64_MAX if there is none.
 static int64_t deliver_due(struct direction* way) {
     while (way->head != NULL && way->head->due_ns <= now_ns()) {
         struct frame* frame = way->head;
@@ -165,7 +165,7 @@ static int64_t deliver_due(struct direction* way) {
     return way->head == NULL ? INT64_MAX : way->head->due_ns;
 }
 
-// Frames must not wait for the ranks' computations to yield a core. The share of a core that is needed is small.
+// Frames must not wait until the ranks' computations yield a core. This process needs only a small share of a core.
 static void run_before_others(void) {
     struct sched_param param = {.sched_priority = 1};
     if (sched_setscheduler(0, SCHED_RR, &param) < 0) setpriority(PRIO_PROCESS, 0, -20);
@@ -189,7 +189,7 @@ int main(int argc, char** argv) {
         fprintf(stderr, " DELAY_AB_NS DELAY_BA_NS JITTER_AB_NS LOSS_AB_PPM\n");
         return 2;
     }
-    // 1. Be told when the owner ends. A process that is gone already shows as another parent.
+    // 1. Watch the owner. If it has ended already, this process has another parent.
     pid_t owner = (pid_t)parse_number(argv[1]);
     int owner_fd = (int)syscall(SYS_pidfd_open, owner, 0);
     if (owner_fd < 0 || getppid() != owner) fail("cannot watch the owner", argv[1]);

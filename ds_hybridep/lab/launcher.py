@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a command once per host, as a cluster's launcher would, and tells how it went.
+"""Runs a command once per host, as a cluster's launcher would, and reports how each rank ended.
 
-The command is started directly in each host's namespace with the environment that `torch.distributed` and DeepSpeed
+It starts the command directly in each host's namespace, with the environment that `torch.distributed` and DeepSpeed
 read. DeepSpeed's own multi-node launcher would need ssh from host to host.
 """
 
@@ -31,7 +31,7 @@ GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 
 @dataclass(frozen=True)
 class AppliedEvent:
-    """An event of the schedule and when it was in force, in seconds after the ranks were started."""
+    """An event of the schedule, its planned time and its actual time, in seconds after the ranks were started."""
 
     event: str
     planned_s: float
@@ -43,14 +43,14 @@ class LabResult:
     """How a command ran on all hosts.
 
     exit_codes: by rank; -N for a process that signal N ended.
-    failure: None if every rank that was not killed on purpose returned 0; else which rank failed how, or which ranks
-        were still running at the time limit.
-    failed_ranks: those that ended by themselves with another code than 0, the first to be seen first; ranks that
-        were killed because another one failed are not among them.
-    timed_out: the time limit ended it.
-    killed_ranks: those whose host `kill_host` took away.
+    failure: None if every rank returned 0, except ranks killed on purpose; else which rank failed and how, or which
+        ranks were still running at the time limit.
+    failed_ranks: ranks that ended by themselves with a code other than 0, in the order in which that was seen; ranks
+        that were killed because another one failed are not in it.
+    timed_out: whether the time limit ended the run.
+    killed_ranks: ranks whose host `kill_host` took away.
     seconds: from the first start to the last exit.
-    uplinks: what crossed each datacentre's uplink in that time. Empty where nothing was emulated.
+    uplinks: what crossed each datacentre's uplink in that time. Empty if nothing was emulated.
     log_files: standard output and error of each rank, by rank.
     """
 
@@ -81,15 +81,15 @@ class LabResult:
 
 
 def rank_environment(rank: int, num_ranks: int, master_address: str, device: str, port: int) -> dict[str, str]:
-    """What a launcher must set for one rank that is alone on its host.
+    """The environment variables that a launcher must set for one rank that is alone on its host.
 
-    device: network interface by which the host is reached.
+    device: network interface by which other hosts reach this one.
     """
-    # A user's own choice is kept where there is one.
+    # If the user has set one of these, that value is kept.
     defaults = {
         "OMP_NUM_THREADS": "1",  # all hosts share the cores of this machine
         "PYTHONUNBUFFERED": "1",  # logs of a process that is killed must not lose their end
-        # With a GPU, NCCL would see that all hosts are one machine and go past the links. Untried on GPUs.
+        # Otherwise NCCL sees that all hosts are one machine, and bypasses the links. Not tried on GPUs.
         "NCCL_P2P_DISABLE": "1",
         "NCCL_SHM_DISABLE": "1",
     }
@@ -100,8 +100,8 @@ def rank_environment(rank: int, num_ranks: int, master_address: str, device: str
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_RANK": "0",
-        # DeepSpeed takes as many ranks as this for neighbours on one machine: were it WORLD_SIZE, all-reduces would
-        # go through shared memory, which namespaces do not divide, instead of over the links.
+        # DeepSpeed assumes that this many ranks share a machine. With WORLD_SIZE, all-reduces would go through
+        # shared memory, which namespaces do not separate, and not over the links.
         "LOCAL_SIZE": "1",
         "LOCAL_WORLD_SIZE": "1",
         "GROUP_RANK": str(rank),
@@ -117,15 +117,15 @@ def rank_environment(rank: int, num_ranks: int, master_address: str, device: str
 
 
 class RankProcesses:
-    """One process per rank, from the constructor to the end of the `with` block, which kills what still runs.
+    """One process per rank. The constructor starts them; the end of the `with` block kills those that still run.
 
     network: where the hosts are; None runs all ranks on the loopback of this machine.
-    environment: for all ranks, on top of this process's own and of `rank_environment`.
+    environment: for all ranks; added to this process's environment and `rank_environment`, and overrides both.
     log_dir: gets rank0.log, rank1.log, ...; made if missing.
-    live: where rank 0's output is also shown, while `poll` is called.
+    live: stream to which `poll` also writes rank 0's output.
 
-    If the process that started the ranks is killed, they are too. (Where `setpriv` is missing: once the next lab
-    starts.) For that, the thread that starts them must live as long as they do.
+    If the process that started the ranks is killed, the ranks are killed too. (Without `setpriv`, the next lab kills
+    them when it starts.) For this, the thread that starts the ranks must live as long as they do.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class RankProcesses:
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         env={**os.environ, **rank_environment(rank, num_ranks, address, device, port), **environment},
-                        start_new_session=True,  # its children can be killed with it, and Ctrl-C reaches only us
+                        start_new_session=True,  # we can kill its children with it, and Ctrl-C reaches only us
                     )
                 )
         if self._live is not None:
@@ -196,14 +196,14 @@ class RankProcesses:
         return len(self.ended) < len(self._processes)
 
     def failed_ranks(self) -> list[int]:
-        """Ranks that ended by themselves with another exit code than 0, the first to be seen first."""
+        """Ranks that ended by themselves with an exit code other than 0, in the order in which that was seen."""
         return [rank for rank, code in self.ended.items() if code != 0 and rank not in self.killed_ranks]
 
     def running_ranks(self) -> list[int]:
         return [rank for rank in range(len(self._processes)) if rank not in self.ended]
 
     def kill_host(self, rank: int) -> None:
-        """Takes the host of `rank` away: every process on it ends by SIGKILL. The other ranks are left to notice."""
+        """Takes the host of `rank` away: SIGKILL ends every process on it. The other ranks have to notice."""
         if not 0 <= rank < len(self._processes):
             raise ConfigError(f"rank: got {rank}, wanted 0 to {len(self._processes) - 1}")
         if rank not in self.ended:  # a rank that has failed by itself stays failed
@@ -211,7 +211,7 @@ class RankProcesses:
         self._kill(rank)
 
     def kill(self) -> None:
-        """Kills every rank that still runs and, on emulated hosts, whatever else ranks left running."""
+        """Kills every rank that still runs and, on emulated hosts, all other processes that ranks left running."""
         for rank in range(len(self._processes)):
             self._kill(rank)
         self.poll()
@@ -251,9 +251,9 @@ def run_ranks(
 ) -> LabResult:
     """Runs `command` on every host of `network` until all ranks have ended, one has failed, or the time is up.
 
-    When one rank fails or the time is up, the others are killed. Uplinks are left as the schedule left them.
+    When one rank fails or the time is up, the others are killed. Uplinks stay as the schedule left them.
 
-    schedule: events are applied within 0.1 s of their time; those due after the end are not.
+    schedule: events are applied within 0.1 s of their time; events due after the end are not applied.
     environment, live, log_dir: see RankProcesses.
     Raises ConfigError if the command cannot be started, LabError if a link cannot be changed.
     """
@@ -330,7 +330,7 @@ def _supervise(
 
 
 def apply_event(network: EmulatedNetwork, event: ScheduleEvent) -> None:
-    """Does now to the uplinks what `event` says."""
+    """Applies `event` to the uplinks now."""
     if event.action == "rate":
         network.set_wan_rate(event.wan_bits_per_s, dc=event.dc)
     elif event.action == "cut":
@@ -366,7 +366,7 @@ def format_result(result: LabResult) -> str:
 
 @contextmanager
 def log_folder(chosen: Path | None) -> Iterator[Path]:
-    """The folder for logs: a new temporary one if none was chosen, gone again if nothing was started."""
+    """The folder for logs. If none was chosen, it is a new temporary one, removed at the end if it is empty."""
     folder = chosen or Path(tempfile.mkdtemp(prefix="ds_hybridep-lab-"))
     try:
         yield folder
@@ -377,7 +377,7 @@ def log_folder(chosen: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program as Ctrl-C does: by an exception, so that everything is taken down."""
+    """SIGTERM and SIGHUP end the program by an exception, as Ctrl-C does, so that everything is taken down."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

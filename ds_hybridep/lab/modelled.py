@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For machines that do not permit namespaces: what the bytes of a run would have cost on the WAN. Not a measurement.
+"""For machines that do not permit namespaces: computes what the bytes of a run would have cost on the WAN.
 
-The command runs on loopback, where no link is slow. The bytes that the runtime counted on the slowest level are then
-charged latency + bytes / rate. That leaves out how transfers overlap with computation and with each other, so every
-number carries the word "modelled".
+Nothing is measured. The command runs on loopback, where no link is slow. The bytes that the runtime counted on the
+slowest level then cost latency + bytes / rate. Overlap of transfers with computation and with each other is left out,
+so every number carries the word "modelled".
 """
 
 from collections.abc import Mapping
@@ -36,9 +36,9 @@ def modelled_wan(
 ) -> ModelledWan:
     """What the traffic of a run record would cost per step on each datacentre's uplink.
 
-    record: as written at `report_file`; `levels[0].sent_bytes` are bytes per kind, sums over all ranks and steps,
-        taken to be spread evenly over the datacentres.
-    exchanges_per_step: how many exchanges of a step wait for each other; each is charged one one-way delay.
+    record: the content of `report_file`; `levels[0].sent_bytes` are bytes per kind, sums over all ranks and steps,
+        assumed to be spread evenly over the datacentres.
+    exchanges_per_step: number of exchanges of a step that wait for each other; each costs one one-way delay.
     Raises LabError if the record has no such bytes.
     """
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network namespaces: the tools that make them, the processes inside, and those that nobody owns any more."""
+"""Network namespaces: runs the tools that make them, ends the processes inside, and removes those without an owner."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from ds_hybridep.errors import LabError
 TOOL_TIMEOUT_S = 30.0
 KILL_TIMEOUT_S = 10.0
 NETNS_FOLDER = Path("/run/netns")
-# PID and start time of the process that made the namespace, a running number in it, and what the namespace is.
+# PID and start time of the process that made the namespace, a serial number, and what the namespace is.
 NAMESPACE_NAME = re.compile(r"hybridep-(?P<pid>\d+)-(?P<start>\d+)-\d+-\w+")
 HINTS = {
     "not permitted": "this needs root with CAP_NET_ADMIN and CAP_SYS_ADMIN (in Docker: --privileged)",
@@ -25,7 +25,7 @@ HINTS = {
 
 
 def reap_orphans() -> list[str]:
-    """Removes namespaces whose owner was killed, and ends what still runs in them. Returns their names."""
+    """Removes namespaces whose owner was killed, and ends the processes in them. Returns the namespaces' names."""
     orphans = [name for name, match in _lab_namespaces() if start_time(int(match["pid"])) != int(match["start"])]
     for name in orphans:
         kill_processes_in(name)
@@ -40,12 +40,12 @@ def _lab_namespaces() -> Iterator[tuple[str, re.Match[str]]]:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it does not run. Tells reused PIDs apart."""
+    """When a process started, in clock ticks since boot; None if it does not run. With it, a reused PID is noticed."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    state, *fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
+    state, *fields = stat.rpartition(")")[2].split()  # the name before the bracket may contain any character
     return None if state in "ZX" else int(fields[18])
 
 
@@ -77,7 +77,7 @@ def processes_in(namespace: str) -> list[int]:
 def kill_processes_in(namespace: str) -> int:
     killed: set[int] = set()
     deadline_s = time.monotonic() + KILL_TIMEOUT_S
-    # Again until none is left: a process may have forked while the list was read.
+    # Repeat until none is left: a process may have forked while the list was read.
     while pids := set(processes_in(namespace)) - {os.getpid()}:
         if time.monotonic() > deadline_s:
             raise LabError(f"processes {sorted(pids)} in {namespace} do not end on SIGKILL")
@@ -101,7 +101,7 @@ def run_batch(tool: str, namespace: str, lines: Sequence[str]) -> None:
 
 
 def run_tool(command: Sequence[str], stdin: str = "") -> str:
-    """Output of a command. Raises LabError with what it said, and what to do about it if that is known."""
+    """Runs a command and returns its output. Raises LabError with what it said, and with a hint if one is known."""
     try:
         run = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:

@@ -4,17 +4,17 @@
     host  eth0 ---- port of ┌ switch of ┐ uplink ------------- dc0 ┌ core ┐ dc1 ---- the other datacentre
     host  eth0 ---- the DC  └ the DC    ┘ outward ~delay line~ from0 └    ┘
 
-Without delay a veth pair is the uplink in both directions. With one, frames that leave the DC go through a delay line
-and come back to the core; those that enter it still take the veth pair. So a frame from DC 0 to DC 1 is
+Without a delay, a veth pair is the uplink in both directions. With one, frames that leave the DC go through a delay
+line to the core, and frames that enter it still take the veth pair. So a frame from DC 0 to DC 1 is
 
     1. shaped when it leaves DC 0 (queue and rate of 0's uplink),
-    2. held back for the one-way delay, which is the only one on its way,
+    2. held back for the one-way delay, which is the only delay on its way,
     3. shaped when it enters DC 1 (queue and rate of 1's uplink).
 
-Jitter and loss are those of the delay line too.
+The delay line also makes jitter and loss.
 
-Every switch knows by a static table which port leads to which host: no frame is flooded, none is lost while a switch
-learns, and what is counted on an uplink was meant to cross it. Nothing is made in the namespace of the caller.
+A static table tells every switch which port leads to which host. So switches do not flood frames or lose them while
+they learn, and an uplink counts only frames that were meant to cross it. Nothing is made in the caller's namespace.
 """
 
 import json
@@ -55,8 +55,8 @@ HOST_SYSCTLS = {
     # Windows for long fat links: 1 Gbit/s with a round trip of 100 ms has 12.5 MB under way.
     "net/ipv4/tcp_rmem": "4096 131072 67108864",
     "net/ipv4/tcp_wmem": "4096 65536 67108864",
-    # As on hosts tuned for long links: a pause between two steps must not start the window from 10 segments again,
-    # and a run must not begin with what the connections of the run before found out.
+    # As on hosts tuned for long links: after a pause between two steps, the window must not start from 10 segments
+    # again. A run must not use what the connections of an earlier run found out.
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
     # No neighbour discovery or router solicitation among the counted bytes.
@@ -69,9 +69,9 @@ _serial_numbers = count()
 
 @dataclass(frozen=True)
 class UplinkCounters:
-    """What one datacentre's uplink let through so far, and what its queues had no room for.
+    """Bytes that one datacentre's uplink let through so far, and packets that its full queues dropped.
 
-    Bytes are those of Ethernet frames, headers of every segment included, as they count against the rate.
+    Bytes are those of Ethernet frames with the headers of every segment, as they count against the rate.
     """
 
     dc: int
@@ -94,10 +94,10 @@ class UplinkCounters:
 class EmulatedNetwork:
     """The hosts and links of `topology`; they exist inside the `with` block.
 
-    Entering it also removes what owners that were killed left behind. Leaving it ends every process in its
-    namespaces, in any way they were started, and removes the namespaces.
+    Entering the block also removes namespaces whose owner was killed. Leaving it ends every process in its namespaces,
+    however the process was started, and removes the namespaces.
 
-    Raises, on entering, LabError with the reason where this machine does not permit it.
+    Entering raises LabError with the reason if this machine does not permit it.
     """
 
     def __init__(self, topology: Topology, links: LinkSpec) -> None:
@@ -131,11 +131,11 @@ class EmulatedNetwork:
         return f"{self._prefix}host{self.topology.dc_of(rank)}_{rank % self.topology.hosts_per_dc}"
 
     def command_on(self, rank: int, command: Sequence[str]) -> list[str]:
-        """`command` so that it runs on the host of `rank`; for subprocess."""
+        """The command line that runs `command` on the host of `rank`; for subprocess."""
         return ["ip", "netns", "exec", self.namespace_of(rank), *command]
 
     def kill_processes(self, rank: int) -> int:
-        """Ends every process on the host of `rank` by SIGKILL and waits until they are gone. Returns how many."""
+        """Ends every process on the host of `rank` by SIGKILL and waits until all are gone. Returns their number."""
         return kill_processes_in(self.namespace_of(rank))
 
     # What the links do
@@ -147,8 +147,8 @@ class EmulatedNetwork:
     def set_wan_rate(self, bits_per_s: float | None, *, dc: int | None = None) -> None:
         """Changes the rate of the uplink of one datacentre, or of all, in both directions; queued frames stay.
 
-        A connection made at a much higher rate goes on handing down pieces that are large for the new one until TCP
-        itself has slowed down, a few round trips later.
+        A connection made at a much higher rate still hands down pieces that are large for the new rate. It stops
+        when TCP itself has slowed down, a few round trips later.
         """
         check_rate(bits_per_s, "bits_per_s")
         for each in self._dcs(dc):
@@ -157,9 +157,9 @@ class EmulatedNetwork:
         self._limit_segment_batches()
 
     def set_wan_path(self, delay_s: float, *, jitter_s: float = 0.0, loss: float = 0.0, dc: int | None = None) -> None:
-        """Changes one-way delay, jitter and loss of what leaves one datacentre, or any.
+        """Changes one-way delay, jitter and loss of frames that leave one datacentre, or all.
 
-        LabError if the network was made without any of them. Congestion windows and queues stay as they are.
+        Raises LabError if the network was made with none of the three. Congestion windows and queues stay.
         """
         if not self._uplink_lines:
             raise LabError("the uplinks have no delay line: make the network with a delay, jitter or loss")
@@ -167,18 +167,18 @@ class EmulatedNetwork:
             self._uplink_lines[each].change(a_to_b_s=delay_s, jitter_s=jitter_s, loss=loss)
 
     def cut(self, dc: int | None = None) -> None:
-        """Let no frame leave or enter the datacentre (None: any of them); those on the wire arrive."""
+        """Lets no frame leave or enter the datacentre (None: all of them); frames on the wire still arrive."""
         self._set_uplink_ports(dc, state=0)  # disabled
 
     def restore(self, dc: int | None = None) -> None:
-        """Undoes `cut`. A TCP connection goes on at its next retransmission, up to as late as the cut was long."""
+        """Undoes `cut`. A TCP connection continues at its next retransmission, after up to the length of the cut."""
         self._set_uplink_ports(dc, state=3)  # forwarding
 
     def counters(self) -> tuple[UplinkCounters, ...]:
         """What crossed the uplink of each datacentre since it was made.
 
-        Read from the shapers: the counters of a network device would miss the headers of segments that the device is
-        handed in one piece, 4% of all bytes.
+        The shapers count. The counters of a network device would miss the headers of segments that the device gets
+        in one piece, 4% of all bytes.
         """
         return tuple(
             UplinkCounters(dc, out["bytes"], into["bytes"], out["drops"], into["drops"])
@@ -228,8 +228,8 @@ class EmulatedNetwork:
     def _add_namespace(self, name: str, sysctls: dict[str, str]) -> None:
         self._namespaces.append(name)
         run_tool(["ip", "netns", "add", name])
-        # The files under /proc/sys/net belong to the namespace of the process that opens them. Those of IPv6 are
-        # missing where the machine has none.
+        # The files under /proc/sys/net belong to the namespace of the process that opens them. A machine without
+        # IPv6 has no files for it.
         lines = [f"test ! -e /proc/sys/{key} || echo '{value}' > /proc/sys/{key}" for key, value in sysctls.items()]
         script = "; ".join(["set -e", *lines])
         run_tool(["ip", "netns", "exec", name, "sh", "-c", script])
@@ -256,7 +256,7 @@ class EmulatedNetwork:
         topology, host, switch = self.topology, self.namespace_of(rank), self._switch(self.topology.dc_of(rank))
         self._add_namespace(host, HOST_SYSCTLS)
         if self.links.lan_delay_s:
-            # Delayed from the host to the switch only: one delay from host to host.
+            # Frames are delayed only from a host to the switch, so once from host to host.
             self._add_delay_line(LineEnd(host, HOST_DEVICE), LineEnd(switch, f"host{rank}"), self.links.lan_delay_s)
         else:
             run_ip(host, f"link add name {HOST_DEVICE} type veth peer name host{rank} netns {switch}")
@@ -268,8 +268,8 @@ class EmulatedNetwork:
                 "link set dev lo up",
                 f"link set dev {HOST_DEVICE} address {topology.mac_of(rank)} up",
                 f"address add {topology.address_of(rank)}/16 dev {HOST_DEVICE}",
-                # The default of a machine may be bbr, which paces by its own model of the link and probes below its
-                # rate. A route may name another; the sysctl of a namespace takes only what the machine allows to all.
+                # A machine's default may be bbr, which paces by its own model of the link and probes below its rate.
+                # A route may name any other; the sysctl of a namespace takes only what the machine allows to all.
                 f"route replace {SUBNET} dev {HOST_DEVICE} src {topology.address_of(rank)} congctl cubic",
                 *(
                     f"neighbour add {topology.address_of(peer)} lladdr {topology.mac_of(peer)} dev {HOST_DEVICE}"
@@ -309,7 +309,7 @@ class EmulatedNetwork:
         return 2.0 * (self.links.wan_delay_s + self.links.lan_delay_s)
 
     def _shape_uplink(self, dc: int, *, is_new: bool) -> None:
-        # Not limited means a rate that is never reached, so that bytes are counted all the same.
+        # A link without a limit gets a rate that it never reaches, so that its bytes are counted too.
         rate = self._wan_rates[dc] or MAX_BITS_PER_S
         for namespace, device in self._uplink_shapers(dc):
             _shape(namespace, device, rate, self._round_trip_s, is_new=is_new)
@@ -318,7 +318,7 @@ class EmulatedNetwork:
         rates = [rate for rate in (*self._wan_rates, self.links.lan_bits_per_s) if rate is not None]
         num_bytes = segment_batch_bytes(min(rates, default=None))
         for rank in range(self.topology.num_ranks):
-            # Frames are lost one by one: a piece of many segments would be lost as a whole.
+            # Loss must hit single frames: a piece of many segments would be lost as a whole.
             segments = "gso_max_segs 1" if self.links.wan_loss else ""
             run_ip(self.namespace_of(rank), f"link set dev {HOST_DEVICE} gso_max_size {num_bytes} {segments}")
 
@@ -365,12 +365,12 @@ def _plug(namespace: str, devices: Iterable[str]) -> None:
 
 
 def _shape(namespace: str, device: str, bits_per_s: float, round_trip_s: float, *, is_new: bool) -> None:
-    """Limits what leaves by `device` to a rate; acknowledgements go first.
+    """Limits frames that leave by `device` to a rate; acknowledgements go first.
 
-    Two classes share the rate. Acknowledgements that stand in a queue behind bulk data hold up the data of the other
-    direction: without this an exchange of 1 MB or more, both ways at once, took 1.6 to 1.8 times as long as the link
-    needs; with it 1.02 times. They have strict priority as long as they fit into half the rate, which they do. Small
-    messages are not among them: a collective of a few bytes waits behind bulk data, as it would on a real link.
+    Two classes share the rate. Acknowledgements that wait behind bulk data hold up the data of the other direction.
+    With one class, an exchange of 1 MB or more both ways at once took 1.6 to 1.8 times as long as the link needs; with
+    two, 1.02 times. Acknowledgements have strict priority while they fit into half the rate, which they do. Small
+    messages have no priority: a collective of a few bytes waits behind bulk data, as on a real link.
     """
     rate = f"{bits_per_s:.0f}bit"
     shared = f"ceil {rate} burst {burst_bytes(bits_per_s)} cburst {burst_bytes(bits_per_s)} quantum 60000"

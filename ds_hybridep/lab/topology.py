@@ -9,12 +9,12 @@ from ds_hybridep.errors import ConfigError
 
 MAX_DCS = 200
 MAX_HOSTS_PER_DC = 200
-MIN_BITS_PER_S = 64e3  # below it a single frame takes 0.2 s and TCP never leaves its first retransmissions
+MIN_BITS_PER_S = 64e3  # below this, a single frame takes 0.2 s and TCP never gets past its first retransmissions
 MAX_BITS_PER_S = 100e9
 MAX_DELAY_S = 5.0
 MAX_LOSS = 0.5
 
-# On the wire, of one full TCP segment: what the application gets, and what the shaper counts.
+# Bytes of one full TCP segment: those that the application gets, and those that the shaper counts.
 SEGMENT_PAYLOAD_BYTES = 1448  # 1500 - 20 (IP) - 20 (TCP) - 12 (TCP timestamps)
 SEGMENT_FRAME_BYTES = 1514  # 1500 + 14 (Ethernet)
 
@@ -90,8 +90,8 @@ class LinkSpec:
     wan_bits_per_s: of the uplink of one datacentre, shared by its hosts. None: not limited.
     wan_delay_s: one way from any datacentre to any other; a round trip takes twice as long.
     lan_bits_per_s: of the link of one host to its datacentre's switch. None: not limited.
-    lan_delay_s: one way from a host to any other of its datacentre; also part of every way to other datacentres.
-    wan_jitter_s: the most that a frame takes longer from one datacentre to another; frames stay in order.
+    lan_delay_s: one way from a host to any other of its datacentre; also part of every path to other datacentres.
+    wan_jitter_s: the most extra time of a frame from one datacentre to another; frames stay in order.
     wan_loss: share of the frames between datacentres that are lost.
     """
 
@@ -117,7 +117,7 @@ class LinkSpec:
 
     @property
     def needs_delay_line(self) -> bool:
-        """True where frames between datacentres are held back or lost."""
+        """True if frames between datacentres are held back or lost."""
         return bool(self.wan_delay_s or self.wan_jitter_s or self.wan_loss)
 
 
@@ -128,7 +128,7 @@ class ScheduleEvent:
     at_s: seconds after the ranks were started.
     action: "rate" (new rate of the uplinks), "cut" or "restore".
     wan_bits_per_s: the new rate, for "rate"; None otherwise.
-    dc: the datacentre whose uplink it is; None means all.
+    dc: the datacentre whose uplink changes; None means all.
     """
 
     at_s: float
@@ -158,7 +158,7 @@ def parse_rate(text: str, argument: str) -> float:
 
 
 def check_rate(bits_per_s: float | None, argument: str) -> None:
-    """Raises ConfigError for a rate that cannot be shaped. None, no limit, is fine."""
+    """Raises ConfigError for a rate that cannot be shaped. None means no limit, and is allowed."""
     if bits_per_s is not None and not MIN_BITS_PER_S <= bits_per_s <= MAX_BITS_PER_S:
         allowed = f"{format_rate(MIN_BITS_PER_S)} to {format_rate(MAX_BITS_PER_S)}"
         raise ConfigError(f"{argument}: got {bits_per_s:g} bit/s, wanted {allowed}")
@@ -215,27 +215,27 @@ def format_rate(bits_per_s: float | None) -> str:
 def burst_bytes(bits_per_s: float) -> int:
     """Bytes that the shaper lets pass at once after a pause: one millisecond's worth, two frames at least.
 
-    A shaper that wakes up later than this loses the rest, so on a busy machine the rate would not be reached with
-    less; and a message smaller than this crosses an idle link for free, so it should not be more.
+    A shaper that wakes up later than this loses the rest, so with less a busy machine would not reach the rate. A
+    message smaller than this crosses an idle link for free, so it should not be more.
     """
     return max(2 * SEGMENT_FRAME_BYTES, math.ceil(bits_per_s / 8 * 1e-3))
 
 
 def segment_batch_bytes(bits_per_s: float | None) -> int:
-    """Largest packet that TCP may hand down in one piece, to be cut into segments later, at this rate of the link.
+    """Largest packet that TCP may hand down in one piece on a link of this rate; it is cut into segments later.
 
-    As much as the shaper lets pass at once, so that pieces make the link no coarser than it is, and 64 KB at most.
+    It is as large as what the shaper lets pass at once, so that the link does not become coarser, and 64 KB at most.
     Pieces of many segments save most of the processor time that emulation costs: two cores carry 1 Gbit/s in frames
-    of 1.5 KB, and 7 to 20 in pieces of 64 KB. The shaper counts the headers of every segment in a piece.
+    of 1.5 KB, and 7 to 20 Gbit/s in pieces of 64 KB. The shaper counts the headers of every segment in a piece.
     """
     return 65536 if bits_per_s is None else min(65536, burst_bytes(bits_per_s))
 
 
 def queue_bytes(bits_per_s: float, round_trip_s: float) -> int:
-    """Bytes that the queue before a link of this rate holds: four round trips' worth, 200 ms at least.
+    """Bytes that the queue before a link of this rate holds: four round trips' worth, at least 200 ms' and 256 KiB.
 
-    Deep enough that TCP's slow start seldom overflows it. Messages then take latency + bytes / rate to within 1%; with
-    a queue of one round trip every other message of 1 MB waits for a retransmission, up to 2.5 times as long.
+    TCP's slow start seldom overflows such a queue. Messages then take latency + bytes / rate to within 1%. With a
+    queue of one round trip, every other message of 1 MB waits for a retransmission and takes up to 2.5 times as long.
     """
     return max(256 * 1024, math.ceil(bits_per_s / 8 * max(4 * round_trip_s, 0.200)))
 

@@ -15,7 +15,7 @@ UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--net")
 # `ip netns` keeps its namespaces under /run, which belongs to the real root.
 SCRIPT = 'mount -t tmpfs tmpfs /run && exec "$@"'
 TIMEOUT_S = 10.0
-SETTINGS: dict[str, Callable[[int], bool]] = {  # kernel settings that forbid it, and with which value
+SETTINGS: dict[str, Callable[[int], bool]] = {  # kernel settings, and which of their values forbid user namespaces
     "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": lambda value: value == 1,
     "/proc/sys/kernel/unprivileged_userns_clone": lambda value: value == 0,
     "/proc/sys/user/max_user_namespaces": lambda value: value == 0,
@@ -42,9 +42,9 @@ def why_no_user_namespace() -> str | None:
 
 
 def become_root() -> None:
-    """Go on as root of namespaces of this process's own; nothing changes for who is root already.
+    """Restart this program as root of its own namespaces. Does nothing if the user is root, or not on Linux.
 
-    The program starts again from its beginning there, so call this before anything else was done.
+    The program starts again from its beginning, so call this before anything else.
 
     Raises:
         LabError: the system does not permit it.

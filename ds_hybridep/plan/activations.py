@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation bytes of one rank: an estimate for Hugging Face's MoE models in PyTorch, operation by operation.
 
-What autograd keeps of one token in a layer, p bytes an element (fp32 4):
+Autograd keeps these bytes of one token in a layer, with p bytes for an element (4 for fp32):
 
-    two norms           2 x (4 + 2 p) hidden             the input in fp32, normalised, and the output
-    attention           p (query + key + value + out)    by a fused kernel, without scores; 4 B a head beside them
-      norms inside      (4 + p) of what they see         queries and keys of Qwen3
+    two norms           2 x (4 + 2 p) hidden             the input in fp32, the normalised input, the output
+    attention           p (query + key + value + out)    a fused kernel keeps no scores, but 4 B for each head
+      norms inside      (4 + p) for each element         queries and keys in Qwen3
     router              4 x experts                      probabilities
     each routed expert  p (2 hidden + 4 ffn)             its row, gate, up, silu(gate), their product, its output
     shared experts, dense layer    4 p ffn
 
-Without checkpointing that is kept of all layers.  With checkpointing a layer's input is kept of all, and the rest of
-the one that is at work.  In its backward the widest gradients come on top: 7 rows or 2 inner rows of each routed
-expert, or where they are more those of all weights of experts.  The loss, at another time than any layer, takes 12 B a
-logit: log-probabilities and two gradients in fp32; in pieces (`has_fused_loss`) it takes nothing to speak of.
+Without checkpointing, all layers keep this.  With checkpointing, every layer keeps its input, and only the layer at
+work keeps the rest.  Its backward adds the widest gradients: 7 rows or 2 inner rows for each routed row, or the
+gradients of all expert weights if they take more.  The loss takes 12 B for each logit, while no layer works:
+log-probabilities and two gradients in fp32.  A loss in pieces (`has_fused_loss`) takes almost nothing.
 
-Not counted: scores of an attention that is not fused, packets, and what the allocator loses, for which `memory` has an
-allowance.
-`tests/plan/test_activations.py` holds it against what PyTorch keeps.
+The estimate leaves out packets, attention scores without a fused kernel, and memory that the allocator loses; `memory`
+has an allowance for the allocator.  `tests/plan/test_activations.py` compares the estimate with what PyTorch keeps.
 """
 
 from dataclasses import dataclass
@@ -31,11 +30,11 @@ ROWS_OF_GRADIENTS, INNER_ROWS_OF_GRADIENTS = 7, 2
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on one rank.
+    """Bytes of activations on one rank.
 
-    stored: of all layers until their backward.
-    layer: of the layer at work, beside that.
-    loss: of the loss, while no layer works.
+    stored_bytes: all layers keep them until their backward.
+    layer_bytes: the layer at work needs them in addition.
+    loss_bytes: the loss needs them in addition, while no layer works.
     """
 
     stored_bytes: float
@@ -44,7 +43,7 @@ class Activations:
 
     @property
     def total_bytes(self) -> float:
-        """The most at once."""
+        """Largest number of bytes at one time."""
         return self.stored_bytes + max(self.layer_bytes, self.loss_bytes)
 
 
@@ -57,12 +56,12 @@ def activations_of(
     in_flight: int = 1,
     has_loss: bool = True,
 ) -> Activations:
-    """What training needs beside its state.
+    """Estimate the activations of one rank, or of one rank in a stage of a pipeline.
 
-    num_experts_held: of each layer, on a rank, copies included: of their trained weights there are gradients.
+    num_experts_held: experts of each layer on a rank, copies included; their trained weights have gradients.
     is_padded: experts compute their whole capacity, as in DeepSpeed's layer.
-    share, in_flight, has_loss: of a pipeline's stage: its share of the layers, micro-batches between forward and
-        backward, and whether it is the last one.
+    share, in_flight, has_loss: for a stage of a pipeline: its share of the layers, its micro-batches between forward
+        and backward, and whether it is the last stage.
     """
     model, widths = workload.model, workload.model.widths
     tokens, element = workload.tokens_per_rank, workload.param_bytes
@@ -85,7 +84,7 @@ def activations_of(
 
 
 def _norm_bytes(workload: Workload) -> float:
-    """Bytes of one token."""
+    """Bytes of one token for one norm."""
     return (MASTER_BYTES + 2 * workload.param_bytes) * workload.model.hidden
 
 

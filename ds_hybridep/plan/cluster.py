@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ds_hybridep.errors import PlanError
 
-# Where no bandwidth is known: 10 Gbit/s Ethernet between DCs as on the paper's machines, and a fixed step inwards.
+# Assumed for unknown bandwidths: 10 Gbit/s Ethernet between DCs as on the paper's machines, times 8 for each level.
 ASSUMED_SLOWEST_BYTES_PER_S = 1.25e9
 ASSUMED_SPEEDUP_PER_LEVEL = 8.0
 
@@ -38,9 +38,9 @@ def divisors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Link:
-    """The uplink of one child of a level, in each direction, shared by all ranks below it; None: not known yet.
+    """The uplink of one child of a level in each direction, shared by all ranks below it; None: not known yet.
 
-    connections: between two ranks, for each purpose.
+    connections: number of connections between two ranks for each purpose.
     """
 
     bandwidth_bytes_per_s: float | None = None
@@ -72,7 +72,7 @@ class Level:
 class Cluster:
     """A job's ranks in row-major order over its levels; level 0 is the slowest and outermost.
 
-    Two DCs of three GPUs each, levels dc (2) and gpu (3):
+    Example: two DCs of three GPUs each, so the levels are dc (2) and gpu (3):
 
         rank    0      1      2      3      4      5
         place  (0,0)  (0,1)  (0,2)  (1,0)  (1,1)  (1,2)
@@ -102,14 +102,14 @@ class Cluster:
         return unflatten(rank, self.sizes)
 
     def rank_at(self, place: Sequence[int]) -> int:
-        """Global rank at a `place`, the inverse of `place_of`.  Raises PlanError where the cluster has none."""
+        """Global rank at a `place`, the inverse of `place_of`.  Raises PlanError if the cluster has no such place."""
         sizes = self.sizes
         if len(place) != len(sizes) or any(not 0 <= one < size for one, size in zip(place, sizes, strict=True)):
             raise PlanError(f"the cluster {self} has no place {tuple(place)}")
         return flatten(place, sizes)
 
     def level_between(self, rank_a: int, rank_b: int) -> int | None:
-        """Index of the slowest level that a message between two ranks crosses; None from a rank to itself."""
+        """Index of the slowest level that a message between two ranks crosses; None if both are the same rank."""
         place_a, place_b = self.place_of(rank_a), self.place_of(rank_b)
         for level, (coordinate_a, coordinate_b) in enumerate(zip(place_a, place_b, strict=True)):
             if coordinate_a != coordinate_b:
@@ -119,7 +119,7 @@ class Cluster:
     def with_link(
         self, level: int, *, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None
     ) -> "Cluster":
-        """The same cluster with another link at one level; None keeps what it has."""
+        """The same cluster with another link at one level; None keeps the old value."""
         levels, link = list(self.levels), self.levels[level].link
         bandwidth = link.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
         latency = link.latency_s if latency_s is None else latency_s
@@ -133,12 +133,12 @@ class Cluster:
 
 
 def latencies_of(cluster: Cluster) -> tuple[float, ...]:
-    """Seconds of each level, one way; 0 where it is not known."""
+    """One-way latency of each level in seconds; 0 if it is not known."""
     return tuple(level.link.latency_s or 0.0 for level in cluster.levels)
 
 
 def known_or_assumed_bandwidths(cluster: Cluster) -> tuple[float, ...]:
-    """Bytes per second of each level; 8 times those of the level above where not known, of the outermost 10 Gbit/s."""
+    """Bytes/s by level. An unknown level has 8 times those of the level above; level 0 has 1.25e9 if none is known."""
     given = [level.link.bandwidth_bytes_per_s for level in cluster.levels]
     known = ((index, bandwidth) for index, bandwidth in enumerate(given) if bandwidth is not None)
     index, first = next(known, (0, ASSUMED_SLOWEST_BYTES_PER_S))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What codecs cost before anything was measured: bytes exactly, patches by a table, seconds by an estimate for a GPU.
+"""Costs of codecs without measurements: exact bytes, a table for patches, and estimated seconds on a GPU.
 
-The estimate has not been compared with a GPU.  It is the larger of two times: memory traffic, at half the bandwidth of
-an H100, and low rank's products, at half its rate for fp32.
+The estimate has not been compared with a GPU.  It is the larger of two times: memory traffic at half the bandwidth of
+an H100, and the matrix products of low rank at half its rate for fp32.
 """
 
 import math
@@ -15,26 +15,26 @@ from ds_hybridep.plan.packets import FP32_BYTES, Factors, Packets, Part, Patches
 
 MEMORY_BYTES_PER_S = 0.5 * 3.35e12
 PRODUCT_FLOPS_PER_S = 0.5 * 67e12
-PATCHED_BYTES = 2  # of a weight that a patch changes
+PATCHED_BYTES = 2  # bytes of a weight that a patch changes
 
-# Bits of a 16-bit weight over those of its patch, by the learning rate of AdamW.  Entropy of the changes, measured on
-# a small model (docs/planning.md).
+# (learning rate of AdamW, bits of a 16-bit weight over bits of its patch).  The bits of a patch are the entropy of the
+# changes, measured on a small model (docs/planning.md).
 PATCH_RATIOS = ((1e-6, 202.0), (1e-5, 47.0), (3e-5, 32.0), (1e-4, 16.0), (3e-4, 9.0), (1e-3, 4.7))
 DEFAULT_LEARNING_RATE = 1e-5
 
-# Bytes of memory traffic for each element: fp32 values and residuals read and written, sums read and written.
+# Memory traffic in bytes per element, fp32: encode reads a value, reads and writes a residual; decode adds to a sum.
 ENCODE_TRAFFIC = 3 * FP32_BYTES
 DECODE_TRAFFIC = 2 * FP32_BYTES
-# Patches: the values are looked at to count, to code and to remember; holders' are read, changed and checked.
+# Patches: encoding passes over values to count, to code and to remember them; decoding reads, changes and checks them.
 PATCH_ENCODE_TRAFFIC = 8 * PATCHED_BYTES
 PATCH_DECODE_TRAFFIC = 4 * PATCHED_BYTES
 
 
 def patch_ratio(learning_rate: float) -> float:
-    """Bytes of 16-bit weights over those of a patch after one optimizer step, by a table.
+    """Bytes of 16-bit weights over bytes of their patch after one optimizer step, from a table.
 
-    Between its entries the logarithm of the ratio is linear in that of the rate.  Below, the ratio is the last one;
-    above, the line goes on, down to 1.  Raises PlanError for a rate that is not > 0.
+    Between two entries, the logarithm of the ratio is linear in the logarithm of the rate.  Below the first entry, its
+    ratio holds.  Above the last entry, the line continues down to 1.  Raises PlanError for a rate that is not > 0.
     """
     if not (math.isfinite(learning_rate) and learning_rate > 0):
         raise PlanError(f"learning_rate is {learning_rate}, but must be a finite number > 0")
@@ -61,7 +61,7 @@ def patch_cost(learning_rate: float) -> CodecCost:
 def codec_cost(settings: Mapping[str, Any], parts: Iterable[Part], element_bytes: int) -> CodecCost:
     """Cost of tensors like `parts`; without a codec, an element takes `element_bytes`.
 
-    settings: of a codec in a "hybridep" block, defaults written out; no patch.
+    settings: settings of a codec in a "hybridep" block, with all defaults; a patch is not allowed.
     """
     packets = packets_of(settings)
     encode_s = decode_s = 0.0
@@ -89,7 +89,7 @@ def _seconds_per_element(packets: Packets, part: Part) -> tuple[float, float]:
         if packets.rest is not None:
             encode_traffic += ENCODE_TRAFFIC
             decode_traffic += DECODE_TRAFFIC
-    product_s = 2 * rank / PRODUCT_FLOPS_PER_S  # of the matrix with one factor
+    product_s = 2 * rank / PRODUCT_FLOPS_PER_S  # for the product of the matrix and one factor
     return (
         max(encode_traffic / MEMORY_BYTES_PER_S, (2 * iterations + 1) * product_s),
         max(decode_traffic / MEMORY_BYTES_PER_S, product_s),

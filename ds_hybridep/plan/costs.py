@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes and seconds of computation of a layout, one function for each part."""
+"""Bytes and computing seconds of a layout, with one function for each part."""
 
 import math
 from functools import lru_cache
@@ -14,7 +14,7 @@ from ds_hybridep.plan.slots import part_of
 from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.plan.workload import MASTER_BYTES, Workload
 
-Way = Literal["weights", "gradients"]  # to the replicas, and back
+Way = Literal["weights", "gradients"]  # weights go to the replicas, gradients come back
 
 
 def ranks_below(cluster: Cluster) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
     model = workload.model
     if layout.is_padded:
         rows_per_peer = workload.expert_capacity * model.num_experts / layout.group_size
-        # A peer that differs first at level l is one of (span_l - 1) span_(l+1) span_(l+2) ...
+        # (span_l - 1) span_(l+1) span_(l+2) ... peers differ from the rank first at level l.
         peers = ((span - 1) * math.prod(layout.spans[level + 1 :]) for level, span in enumerate(layout.spans))
         return tuple(count * rows_per_peer for count in peers)
     rows = expected_rows(
@@ -39,9 +39,9 @@ def row_counts(layout: Layout, workload: Workload) -> tuple[float, ...]:
 def packet_bytes(layout: Layout, workload: Workload, way: Way) -> tuple[float, ...]:
     """Bytes of one layer's packets that one rank sends over each level.  Source: experts/replicas.py.
 
-    Slow level first, weights go to S_l - 1 neighbours at level l: the rank's own experts, and those that came over
-    slower levels j before it, (S_j - 1) S_(j+1) ... S_(l-1) times as many, in level j's codec. Gradients go the
-    opposite way, summed at each level, so a level's own codec holds for all of them.
+    Weights travel over the slowest level first.  At level l, with domain size S_l, a rank sends S_l - 1 neighbours its
+    own experts and (S_j - 1) S_(j+1) ... S_(l-1) times as many that came over each slower level j, in level j's codec.
+    Gradients go the opposite way.  Each level sums them, so the codec of a level applies to all that it carries.
     """
     sizes = layout.domain_sizes
     weights = [_owned_bytes(layout, workload, codecs.weight, "weights") for codecs in layout.codecs]
@@ -68,14 +68,14 @@ def _owned_bytes(layout: Layout, workload: Workload, codec: CodecCost, way: Way)
 
 @lru_cache(maxsize=64)
 def expert_parts(workload: Workload, num_owned: int) -> tuple[Part, ...]:
-    """What a message holds of so many experts of a layer."""
+    """Parts of a message that holds `num_owned` experts of one layer."""
     return tuple(
         part_of((num_owned, *shape) if len(shape) > 1 else (num_owned, 1, *shape)) for shape in workload.expert_tensors
     )
 
 
 def weight_packets(layout: Layout, workload: Workload) -> int:
-    """Packets of weights in a step: one for each layer, or one for each gather of a layer."""
+    """Packets of weights in a step: one for each layer, or one for each gather if replicas are transient."""
     layers = workload.model.num_moe_layers
     return num_gathers(layers, layout.prefetch_depth, workload.micro_steps) if layout.is_transient else layers
 
@@ -89,7 +89,7 @@ def layers_in_flight(layout: Layout, workload: Workload) -> int:
 
 
 def experts_per_rank(layout: Layout, workload: Workload) -> int:
-    """e, experts that one rank owns.  Raises PlanError where the group cannot share them evenly."""
+    """Number e of experts that one rank owns.  Raises PlanError if the group cannot share them evenly."""
     num_experts = workload.model.num_experts
     if num_experts % layout.group_size:
         raise PlanError(
@@ -99,14 +99,14 @@ def experts_per_rank(layout: Layout, workload: Workload) -> int:
 
 
 def experts_s(layout: Layout, workload: Workload, rates: Rates) -> float:
-    """Forward seconds of a layer's experts; DeepSpeed's layer computes all capacity.  Source: paper (1), (2)."""
+    """Forward seconds of a layer's experts; DeepSpeed's layer computes the full capacity.  Source: paper (1), (2)."""
     flops_per_s = rates.expert_flops_per_s or rates.flops_per_s
     rows = workload.expert_capacity * workload.model.num_experts if layout.is_padded else workload.expert_rows
     return rows * workload.expert_flops_per_row / flops_per_s
 
 
 def encode_s(layout: Layout, workload: Workload, way: Way) -> float:
-    """Seconds to encode what a rank sends of a layer: weights once per distinct codec, every gradient message."""
+    """Seconds to encode what a rank sends of one layer: weights once for each codec, and each gradient message."""
     own_bytes, codecs = _own_bytes(layout, workload), layout.codecs
     if way == "weights":
         used = {codecs[level].weight for level in layout.gather_levels}
@@ -118,7 +118,7 @@ def encode_s(layout: Layout, workload: Workload, way: Way) -> float:
 
 
 def decode_s(layout: Layout, workload: Workload, way: Way) -> float:
-    """Seconds to decode what arrives at one rank of one layer; a replica is decoded once, where it stays."""
+    """Seconds to decode what one rank receives of one layer; a replica is decoded once, on the rank that keeps it."""
     own_bytes, codecs, total = _own_bytes(layout, workload), layout.codecs, 0.0
     for level in layout.gather_levels:
         if way == "weights":
@@ -129,7 +129,7 @@ def decode_s(layout: Layout, workload: Workload, way: Way) -> float:
 
 
 def has_patches(layout: Layout) -> bool:
-    """True where owned weights leave as patches."""
+    """True if owned weights leave as patches over some level."""
     return any(layout.codecs[level].weight.is_lossless_encoding for level in layout.gather_levels)
 
 
@@ -148,10 +148,10 @@ def gradient_residuals(layout: Layout, workload: Workload) -> float:
 
 
 def host_traffic_s(layout: Layout, workload: Workload, rates: Rates, way: Way) -> float:
-    """Seconds in which a layer's state passes between host and device, there and back; 0 where it is not there.
+    """Seconds to move a layer's state from the host to the device and back; 0 if the host does not keep it.
 
-    Residuals, mirrors, and fp32 copies of a lossy codec of weights are read and written.  None of it is taken to be
-    hidden.
+    The state is residuals, and the mirrors and fp32 copies of a lossy codec of weights.  No part of this time is
+    assumed to be hidden.
     """
     if layout.state == "device" or layout.domain_size == 1:
         return 0.0
@@ -164,15 +164,15 @@ def host_traffic_s(layout: Layout, workload: Workload, rates: Rates, way: Way) -
 
 
 def _own_bytes(layout: Layout, workload: Workload) -> int:
-    """Bytes of the weights or gradients of one layer's experts that a rank owns."""
+    """Bytes of weights, or of gradients, of the experts of one layer that a rank owns."""
     return experts_per_rank(layout, workload) * workload.expert_travel_bytes
 
 
 def replicas_over(layout: Layout, level: int) -> int:
-    """Replicas on a rank, in units of its own experts, whose owner differs first at a level."""
+    """Replicas on a rank whose owner differs from it first at `level`, in units of the experts that a rank owns."""
     return (layout.domain_sizes[level] - 1) * math.prod(layout.domain_sizes[level + 1 :])
 
 
 def gradient_messages(layout: Layout, level: int) -> int:
-    """Gradients that leave a rank over a level, in units of its own experts; as many arrive."""
+    """Gradients that a rank sends over a level, in units of the experts that it owns; as many arrive."""
     return (layout.domain_sizes[level] - 1) * math.prod(layout.domain_sizes[:level])

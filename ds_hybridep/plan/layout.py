@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is: codecs, rates of a machine, the way of sums, expert-parallel groups and layouts."""
+"""The parts of a plan: codecs, rates of a machine, how sums travel, expert-parallel groups and layouts."""
 
 import math
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from ds_hybridep.plan.token_route import TokenExchange
 
 @dataclass(frozen=True)
 class CodecCost:
-    """What an encoding costs; rates are of the payload as it would travel otherwise, on the rank's own device.
+    """Cost of an encoding on the rank's own device; its rates count bytes before the encoding.
 
-    ratio: of those bytes to bytes on the wire, where `packets` does not say how many there are.
-    packets: sizes of messages by the shapes in them.
+    ratio: bytes before the encoding over bytes on the wire; used if `packets` is None.
+    packets: computes the bytes of a message from the shapes in it.
     """
 
     name: str
@@ -35,11 +35,11 @@ class CodecCost:
 
     @property
     def is_lossless_encoding(self) -> bool:
-        """True for patches: what is sent is less, and what arrives is exact."""
+        """True for patches: they need fewer bytes, and the result is exact."""
         return not self.is_lossy and self != IDENTITY
 
     def message_bytes(self, parts: Sequence[Part], element_bytes: int) -> float:
-        """Bytes of one message that holds these parts, of elements that are so many bytes wide."""
+        """Bytes of one message that holds these parts; an element has `element_bytes` before the encoding."""
         if self.packets is not None:
             return self.packets.message_bytes(parts)
         return sum(map(part_elements, parts)) * element_bytes / self.ratio
@@ -50,12 +50,12 @@ IDENTITY = CodecCost("identity", is_lossy=False)
 
 @dataclass(frozen=True)
 class LevelCodecs:
-    """Encodings of what crosses one level.
+    """Codecs for data that crosses one level.
 
-    weight, gradient: of experts, those included that several groups hold.
-    token: of rows on their way to experts, and of no other rows.
-    dense_weight, dense_gradient: of parameters that all ranks hold.
-    name: of the whole set, for people.
+    weight, gradient: codecs of experts, including experts that several groups hold.
+    token: codec of rows on their way to experts; other rows are not encoded.
+    dense_weight, dense_gradient: codecs of parameters that all ranks hold.
+    name: name of the whole set, for people.
     """
 
     weight: CodecCost = IDENTITY
@@ -67,28 +67,28 @@ class LevelCodecs:
 
     @property
     def label(self) -> str:
-        """The name, or those of the codecs of experts."""
+        """Name of the set, or the names of its codecs of experts."""
         return self.name or f"{self.weight.name}/{self.gradient.name}"
 
     @property
     def is_lossy(self) -> bool:
-        """True where parameters or gradients of any kind lose something."""
+        """True if a codec of parameters or gradients loses something."""
         return any(one.is_lossy for one in (self.weight, self.gradient, self.dense_weight, self.dense_gradient))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Speed of one rank, and costs of the host.  What is not given costs nothing.
+    """Speed of one rank, and costs of the host.  Host times that are not given are 0.
 
-    flops_per_s, expert_flops_per_s: reached on dense products, and by experts; None: the same.
-    memory_bytes_per_s: of the optimizer's pass over its state.
+    flops_per_s, expert_flops_per_s: rates that dense products and experts reach; None: experts reach the same rate.
+    memory_bytes_per_s: rate of the optimizer's pass over its state.
     layer_s, expert_call_s: host time of a layer, and of calling one expert, in a forward; a backward takes twice that.
     exchange_s, all_to_all_s: host time of one round of messages of our token exchange, and of one all-to-all of
-        DeepSpeed's layer. Bytes flow during it: early ranks' rows do while late ones compute.
-    packet_s: host time of one packet of a layer, there and back each.
-    overlap: share of what could be hidden that is; 0: every packet is waited for by itself.
-    wire_factor: bytes on the wire for each byte handed over (headers).
-    host_bytes_per_s: between a GPU and the host's memory, where state is kept there.
+        DeepSpeed's layer. Bytes flow during this time: rows of early ranks travel while late ranks compute.
+    packet_s: host time of one packet of a layer's weights, or of its gradients.
+    overlap: hidden share of the time that could be hidden; 0: a rank waits for each packet separately.
+    wire_factor: bytes on the wire for each byte of payload, because of headers.
+    host_bytes_per_s: rate between a GPU and the host's memory, for state that the host keeps.
     """
 
     flops_per_s: float
@@ -120,11 +120,11 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncModel:
-    """How parameters that several ranks hold are summed and gathered.
+    """How ranks sum the gradients of parameters that several ranks hold, and gather the parameters.
 
-    algorithm: "hierarchical": level by level, with the levels' codecs (`plan.sync_stages`); "ring": by DeepSpeed.
-    reduce_passes: of a ring; 2 for an all-reduce (ZeRO-1 over gloo does it), 1 for a reduce-scatter.
-    factor: measured bytes over this model's.
+    algorithm: "hierarchical": level by level, with the levels' codecs (`plan.sync_stages`); "ring": DeepSpeed's rings.
+    reduce_passes: passes of a ring that sums: 2 for an all-reduce (as in ZeRO-1 over gloo), 1 for a reduce-scatter.
+    factor: measured bytes over the bytes that this model predicts.
     """
 
     algorithm: Literal["ring", "hierarchical"] = "hierarchical"
@@ -143,7 +143,7 @@ class ExpertGroup:
     is_strided: bool = False
 
     def spans(self, cluster: Cluster) -> tuple[int, ...]:
-        """Positions of one group at each level.  Raises PlanError where it is no regular grid of them."""
+        """Number of positions of one group at each level.  Raises PlanError if it is not a regular grid of levels."""
         rest, spans = self.ep_size, [1] * len(cluster.levels)
         order = range(len(spans)) if self.is_strided else reversed(range(len(spans)))
         for level in order:
@@ -165,12 +165,12 @@ class ExpertGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where experts and their copies are, and how things travel: all that a plan decides.
+    """All that a plan decides: where experts and their copies are, and how data travels.
 
-    spans, domain_sizes, codecs: of each level; spans are positions of the expert-parallel group.
+    spans, domain_sizes, codecs: one entry for each level; a span counts positions of the expert-parallel group.
     prefetch_depth: least layers between the start of a gradient's return and the wait for it; see `return_depth`.
-    is_padded: DeepSpeed's own layer in place of ours: padded all-to-alls, no domains.
-    is_transient: replicas of `prefetch_depth` + 1 layers at a time, gathered around their use, frozen parameters too.
+    is_padded: use DeepSpeed's own layer instead of ours: it has padded all-to-alls and no domains.
+    is_transient: gather replicas around their use, `prefetch_depth` + 1 layers at a time, frozen parameters included.
     state: where codecs keep residuals, mirrors and fp32 copies.
     """
 
@@ -198,24 +198,24 @@ class Layout:
             raise PlanError("transient replicas are gathered as they are; give exact codecs for weights")
 
     def check_fits(self, cluster: Cluster) -> None:
-        """Raises PlanError where the levels of a cluster cannot be cut into groups of these spans."""
+        """Raises PlanError if the levels of a cluster cannot be cut into groups of these spans."""
         sizes = cluster.sizes
         if len(self.spans) != len(sizes) or any(size % span for span, size in zip(self.spans, sizes, strict=True)):
             raise PlanError(f"a group that spans {self.spans} does not fit the levels {cluster}")
 
     @cached_property
     def domain_counts(self) -> tuple[int, ...]:
-        """Domains side by side at each level."""
+        """Number of domains at each level."""
         return tuple(span // size for span, size in zip(self.spans, self.domain_sizes, strict=True))
 
     @property
     def group_size(self) -> int:
-        """G, ranks of the expert-parallel group."""
+        """Number G of ranks in the expert-parallel group."""
         return math.prod(self.spans)
 
     @property
     def domain_size(self) -> int:
-        """M, ranks of a domain."""
+        """Number M of ranks in a domain."""
         return math.prod(self.domain_sizes)
 
     @cached_property
@@ -225,10 +225,10 @@ class Layout:
 
     @property
     def is_lossy(self) -> bool:
-        """True where expert weights travel under a lossy codec."""
+        """True if expert weights travel under a lossy codec."""
         return any(self.codecs[level].weight.is_lossy for level in self.gather_levels)
 
     @property
     def loses_something(self) -> bool:
-        """True where anything but token rows travels under a lossy codec."""
+        """True if anything but token rows travels under a lossy codec."""
         return any(codecs.is_lossy for codecs in self.codecs)

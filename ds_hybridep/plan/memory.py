@@ -18,18 +18,18 @@ from ds_hybridep.plan.replica_pool import leaving_depth
 from ds_hybridep.plan.sync_stages import before_step_bytes, dense_parameters, shared_experts, sync_residual_bytes
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
 
-# What no tensor of the model takes: 1 GB for libraries and their buffers, 2 GB for two of DeepSpeed's buckets.
+# Memory beside the model's tensors: 1 GB for libraries and their buffers, 2 GB for two of DeepSpeed's buckets.
 WORKSPACE_BYTES = 3e9
-FRAGMENTATION = 0.05  # of activations, which come and go
+FRAGMENTATION = 0.05  # share of activations that the allocator loses, because they come and go
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one rank, at the most in a step.
+    """Largest number of bytes on one rank during a step.
 
-    sync_bytes: what codecs keep of dense parameters, and of experts that several groups hold.
-    activation_bytes: or what the optimizer's step needs in their place, where that is more.
-    host_bytes: of the host's memory; not in the sums.
+    sync_bytes: state that codecs keep for dense parameters, and for experts that several groups hold.
+    activation_bytes: bytes of activations, or of the optimizer's step if it needs more; both never exist together.
+    host_bytes: bytes in the host's memory; the sums below leave them out.
     """
 
     dense_bytes: float
@@ -47,20 +47,20 @@ class Memory:
 
     @property
     def state_bytes(self) -> float:
-        """What stays from micro-step to micro-step."""
+        """Bytes that stay from micro-step to micro-step."""
         return self.dense_bytes + self.owned_expert_bytes + self.copies_bytes
 
     @property
     def total_bytes(self) -> float:
-        """What a GPU must have."""
+        """Bytes that a GPU must have."""
         return self.state_bytes + self.activation_bytes + self.workspace_bytes
 
 
 def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
-    """Bytes of parameters, gradients, optimizer state, copies, what codecs keep, activations and workspace.
+    """Bytes of parameters, gradients, optimizer state, copies, codec state, activations and workspace.
 
-    Per trained parameter: its gradient (shared out from ZeRO-2 on), 8 B of moments and a 4 B master copy of smaller
-    types (shared out from ZeRO-1 on), over the ranks that hold it.  For copies see `_replicas`.
+    A trained parameter has a gradient, 8 B of moments, and a 4 B master copy if its type is smaller.  The ranks that
+    hold it share the gradient from ZeRO-2 on, and the rest from ZeRO-1 on.  For copies see `_replicas`.
     """
     model = workload.model
     world, group = cluster.num_ranks, layout.group_size
@@ -85,27 +85,27 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
 
 
 def working_bytes(activations: Activations, in_step: float = 0.0) -> dict[str, float]:
-    """Fields of `Memory` for what comes and goes; in_step: beside the optimizer, when there are no activations."""
+    """Fields of `Memory` that change within a step; in_step: bytes of the optimizer's step, without activations."""
     most = max(activations.total_bytes, in_step)
     return {"activation_bytes": most, "workspace_bytes": WORKSPACE_BYTES + FRAGMENTATION * most}
 
 
 def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
-    """Bytes of working copies for one owned expert, (on the device, on the host).  Source: experts/replicas.py.
+    """Bytes (on the device, on the host) of working copies for one owned expert.  Source: experts/replicas.py.
 
-    Per parameter of a domain of M ranks:
+    Each owned parameter in a domain of M ranks has:
 
-        copies          M - 1 of the parameter's type; owned ones too where replicas are transient
-        residuals       one of the parameter's type for each message of gradients that loses something; until the step
-                        is applied new ones beside them, in the place of sums: of all layers with one micro-step
-        lossy weights   a 4 B mirror of the owned ones for each codec, 4 B copies of smaller types
-        sums            M - 1 of 4 B, of all layers, or with one micro-step of those that leave (`leaving_depth`)
-        what returned   4 B, of the layers in flight
-        staging         one, where owned weights leave as they are; not at the same time as sums
-        sent last       one where weights leave as patches, during the optimizer step; likewise
+        copies          M - 1 of the parameter's type; one more, for the owner, if replicas are transient
+        residuals       one of the parameter's type for each lossy message of gradients; until the step is applied, a
+                        new one takes the place of sums; with one micro-step, all layers have it
+        lossy weights   a 4 B mirror of the owned weights for each codec; 4 B copies if their type is smaller
+        sums            M - 1 of 4 B in all layers; with one micro-step, only in layers that leave (`leaving_depth`)
+        returned sums   4 B in the layers in flight
+        staging         one if owned weights leave as they are; not at the same time as sums
+        sent last       one if weights leave as patches, during the optimizer step; not at the same time as sums
 
-    Layers in flight are `layers_in_flight` + 1; with transient replicas they alone have copies.  With state on the
-    host residuals, mirrors and 4 B copies are there.  Frozen parameters have copies only.
+    The layers in flight are `layers_in_flight` + 1.  If replicas are transient, only these have copies.  If the host
+    keeps the state, it keeps residuals, mirrors and 4 B copies.  Frozen parameters have copies only.
     """
     size, element = layout.domain_size, workload.param_bytes
     if size == 1:
@@ -129,7 +129,7 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
 
 
 def state_bytes(num_params: float, num_trained: float, workload: Workload, num_holders: int) -> float:
-    """Bytes of parameters of which some are trained, held alike by `num_holders` ranks."""
+    """Bytes of parameters that `num_holders` ranks hold, with the training state of `num_trained` of them."""
     master_bytes = MASTER_BYTES if workload.param_bytes < MASTER_BYTES else 0
     optimizer = num_trained * (ADAM_BYTES + master_bytes) / (num_holders if workload.zero_stage >= 1 else 1)
     gradients = num_trained * workload.param_bytes / (num_holders if workload.zero_stage >= 2 else 1)

@@ -9,7 +9,7 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.slots import Shape
 from ds_hybridep.plan.workload import MoEModel, Widths
 
-# Keys of Hugging Face's config.json: the first one that is there counts.
+# Keys of Hugging Face's config.json: the first key that is present counts.
 NUM_EXPERTS_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk")
 
@@ -21,8 +21,8 @@ SHORT_KEYS = (
 def model_from_mapping(content: Mapping[str, Any], name: str = "model") -> MoEModel:
     """The model that a Hugging Face config.json or a file in our own short form describes.
 
-    Our own form has `layers`, `hidden`, `ffn`, `experts`, `top_k` and, where they differ from the defaults: `gated`
-    (true: three matrices in an expert, false: two), `moe_layers` (all), `expert_params` (what ffn and gated give).
+    Our short form needs `layers`, `hidden`, `ffn`, `experts` and `top_k`.  Optional: `gated` (default true: an expert
+    has three matrices; false: two), `moe_layers` (default: all layers) and `expert_params` (default: from ffn, gated).
 
     Raises PlanError that names the missing or wrong key.
     """
@@ -97,7 +97,7 @@ def _from_hugging_face(content: Mapping[str, Any], name: str) -> MoEModel:
         attention_width=layers * width,
         expert_shapes=expert_shapes,
         dense_shapes=dense_shapes,
-        stacks_experts=True,  # as AutoEP has them
+        stacks_experts=True,  # as in AutoEP
         known_widths=Widths(
             num_layers=layers,
             **_attention_widths(content, hidden, name),
@@ -119,7 +119,7 @@ def _ffn_matrices(hidden: int, ffn: int) -> tuple[Shape, ...]:
 
 
 def _moe_layers(content: Mapping[str, Any], layers: int) -> set[int]:
-    """Layers with routed experts: not the first dense ones, not those in between that a config names."""
+    """Layers with routed experts.  A config can make dense: the first layers, named layers, all but every n-th."""
     first = int(content.get("first_k_dense_replace", 0))
     dense = set(content.get("mlp_only_layers") or ())
     step = int(content.get("decoder_sparse_step", content.get("moe_layer_freq", 1)) or 1)
@@ -127,7 +127,7 @@ def _moe_layers(content: Mapping[str, Any], layers: int) -> set[int]:
 
 
 def _attention(content: Mapping[str, Any], hidden: int, name: str) -> tuple[tuple[Shape, ...], int]:
-    """(tensors, heads x head size) of one layer's attention."""
+    """(shapes of tensors, heads x head size) of one layer's attention."""
     heads = _integer(content, "num_attention_heads", name)
     if "kv_lora_rank" in content:  # multi-head latent attention: low-rank queries, keys and values
         kv_rank, value_size = _integer(content, "kv_lora_rank", name), _integer(content, "v_head_dim", name)

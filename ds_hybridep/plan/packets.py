@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of encoded messages, from the settings of a codec and the shapes of tensors.
 
-What is here says in integers what `codecs` and `sync.messages` do with tensors; a test holds the two equal.
+This module computes in integers what `codecs` and `sync.messages` do with tensors; a test checks that both agree.
 """
 
 import math
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 HEADER_BYTES = 16  # of a packet
-ALIGNMENT_BYTES = 16  # of the packets of one part in a message
+ALIGNMENT_BYTES = 16  # in a message, the packets of each part are padded to a multiple of this
 SCALE_BYTES = 2
 FP32_BYTES = 4
 FACTOR_BLOCK = 256  # elements of a low-rank factor that share a scale
-LARGEST_RANK = 256  # that a ratio leads to
+LARGEST_RANK = 256  # largest rank that follows from a ratio
 BITS = {"int8": 8, "int4": 4, "int2": 2, "log4": 4}
 TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PATCH_PREFIX_BYTES = 24
@@ -27,7 +27,7 @@ def part_elements(part: Part) -> int:
 
 
 class Packets(Protocol):
-    """What one codec makes of tensors."""
+    """Packets that one codec makes of tensors."""
 
     def message_bytes(self, parts: Iterable[Part]) -> float:
         """Bytes of one message that holds these parts."""
@@ -72,7 +72,7 @@ class Blocks(SizedPackets):
 
 @dataclass(frozen=True)
 class Factors(SizedPackets):
-    """Two thin factors of a matrix; after the first steps, where those have a ratio of their own."""
+    """Two thin factors of a matrix.  If the first steps have another ratio, this gives the sizes of later steps."""
 
     ratio: float | None
     rank: int | None
@@ -82,7 +82,7 @@ class Factors(SizedPackets):
     rest: SizedPackets | None
 
     def effective_rank(self, rows: int, cols: int) -> int:
-        """Columns of each factor of a matrix."""
+        """Number of columns of each factor of a matrix."""
         rank = self.rank
         if rank is None:
             assert self.ratio is not None
@@ -111,7 +111,7 @@ class Factors(SizedPackets):
 
 @dataclass(frozen=True)
 class Patches:
-    """What has changed in 16-bit weights, entropy-coded: so many bits for each weight on average."""
+    """Entropy-coded changes of 16-bit weights; `bits` is the average for each weight."""
 
     bits: float
 
@@ -124,9 +124,9 @@ class Patches:
 
 
 def packets_of(settings: Mapping[str, Any]) -> SizedPackets:
-    """What a codec makes of tensors, from all its settings as in a "hybridep" block, defaults written out.
+    """Packets of a codec, given all its settings as in a "hybridep" block, with all defaults.
 
-    Patches have no size of their own: see `Patches`.
+    Patches are not allowed, because their size is not fixed: see `Patches`.
     """
     kind = settings["type"]
     if kind == "identity":
@@ -145,7 +145,7 @@ def packets_of(settings: Mapping[str, Any]) -> SizedPackets:
 
 
 def _quantised_bytes(length: int, bits: int, block: int) -> int:
-    """Scales and codes of so many elements."""
+    """Bytes of the scales and codes of `length` elements."""
     return -(-length // block) * SCALE_BYTES + -(-length * bits // 8)
 
 

@@ -14,13 +14,13 @@ MAX_LISTED = 8  # items of a long list that an error message spells out
 
 @dataclass(frozen=True)
 class Partition:
-    """One expert-parallel group cut into domains.  Made by `Partition.build`, which checks what it is given.
+    """One expert-parallel group cut into domains.  Use `Partition.build`, which checks its arguments.
 
     group_ranks: [G] global ranks, in the order of their rank inside the group.
-    coordinates: per level, the ascending cluster coordinates that the group's ranks have there; a rank's *position* is
-        the index of its own, so that a strided group counts 0, 1, 2 ... too.
+    coordinates: per level, the ascending cluster coordinates of the group's ranks.  The *position* of a rank is the
+        index of its coordinate among these, so a strided group also counts 0, 1, 2 ...
 
-    4 DCs of 4 GPUs, all in the group, domain sizes (2, 4):
+    Example: 4 DCs of 4 GPUs, all in the group, with domain sizes (2, 4):
 
         rank     place = position   domain   offset
         0        (0, 0)             (0, 0)   (0, 0)    domain 0 = ranks 0 .. 7, the DCs 0 and 1
@@ -37,7 +37,7 @@ class Partition:
 
     @classmethod
     def build(cls, cluster: Cluster, group_ranks: Sequence[int], domain_sizes: Sequence[int]) -> "Partition":
-        """The group `group_ranks` cut into domains.  Raises PlanError that names the setting to change."""
+        """Cut the group `group_ranks` into domains.  Raises PlanError that names the setting to change."""
         coordinates = _grid_coordinates(cluster, group_ranks)
         if len(domain_sizes) != len(cluster.levels):
             raise PlanError(
@@ -55,12 +55,12 @@ class Partition:
 
     @cached_property
     def spans(self) -> tuple[int, ...]:
-        """Positions of the group at each level; their product is the size of the group."""
+        """Number of positions of the group at each level; their product is the size of the group."""
         return tuple(len(level_coordinates) for level_coordinates in self.coordinates)
 
     @cached_property
     def domain_counts(self) -> tuple[int, ...]:
-        """Domains side by side at each level: spans / domain_sizes."""
+        """Number of domains at each level: spans / domain_sizes."""
         return tuple(span // size for span, size in zip(self.spans, self.domain_sizes, strict=True))
 
     @cached_property
@@ -76,7 +76,7 @@ class Partition:
         return {rank: index for index, rank in enumerate(self.group_ranks)}
 
     def position_of(self, rank: int) -> tuple[int, ...]:
-        """Position of `rank` at each level.  Raises PlanError where the rank is not in the group."""
+        """Position of `rank` at each level.  Raises PlanError if the rank is not in the group."""
         self._check_member(rank)
         place = self.cluster.place_of(rank)
         return tuple(own.index(coordinate) for own, coordinate in zip(self.coordinates, place, strict=True))
@@ -106,7 +106,7 @@ class Partition:
         return self._ranks_of_domain(self.domain_index(rank))
 
     def peer_of(self, rank: int, domain_index: int) -> int:
-        """Rank of the domain `domain_index` that has the same offset as `rank`; the rank itself for its own."""
+        """Rank of the domain `domain_index` with the same offset as `rank`; in its own domain, `rank` itself."""
         return self._rank_at(unflatten(domain_index, self.domain_counts), self.offset_of(rank))
 
     def gather_peers(self, rank: int, level: int) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class Partition:
         return tuple(self._rank_at(other, offset) for other in domains)
 
     def experts_per_rank(self, num_experts: int) -> int:
-        """Experts that each rank owns.  Raises PlanError where the group cannot share them evenly."""
+        """Number of experts that each rank owns.  Raises PlanError if the group cannot share them evenly."""
         num_ranks = len(self.group_ranks)
         if num_experts < 1 or num_experts % num_ranks:
             raise PlanError(
@@ -158,7 +158,7 @@ class Partition:
 
 
 def _grid_coordinates(cluster: Cluster, group_ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Ascending coordinates of the group at each level; PlanError unless the group is the whole product of them."""
+    """Ascending coordinates of the group at each level.  Raises PlanError if the group is not their whole product."""
     members = set(group_ranks)
     if not members:
         raise PlanError("the expert-parallel group has no ranks")

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline with a stage in each child of level 0: its schedule, its border and its memory.
 
-Every stage has a share of the layers, with expert and data parallelism inside.  For the same tokens in a step, S
-stages pass S x A micro-batches of each rank's tokens.  The schedule is 1F1B: a stage begins with some forwards, then
-takes a forward and a backward in turn.  Three stages, four micro-batches, forwards as numbers, backwards as letters:
+Every stage has a share of the layers, with expert and data parallelism inside.  For the same tokens in a step of A
+micro-steps, S stages run S x A micro-batches.  The schedule is 1F1B: a stage begins with some forwards, then
+alternates forwards and backwards.  Three stages, four micro-batches, forwards as numbers, backwards as letters:
 
     stage 0    1 2 3 . . a 4 b . c . d
     stage 1    . 1 2 . a 3 b 4 c . d
     stage 2    . . 1 a 2 b 3 c 4 d
 
-Over a slow border a stage idles unless it begins with more forwards than that, whose activations it must keep.  Up to
-three times as many are tried.
+Over a slow border, a stage idles unless it begins with more forwards.  It must then keep their activations.  The
+planner tries up to three times as many as 1F1B.
 """
 
 import math
@@ -25,15 +25,15 @@ from ds_hybridep.plan.memory import Memory, state_bytes, working_bytes
 from ds_hybridep.plan.stream_model import StepPrediction
 from ds_hybridep.plan.workload import Workload
 
-MOST_AHEAD = 3  # times the forwards that 1F1B begins with
+MOST_AHEAD = 3  # largest multiple of the forwards that 1F1B begins with
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A step of it.
+    """One step of a pipeline.
 
-    bubble_s: in which the first stage idles; border_bytes: over one uplink in one direction; memory: of the stage that
-    needs most; ahead: times the forwards that 1F1B begins with.
+    bubble_s: idle seconds of the first stage.  border_bytes: bytes over one uplink in one direction.
+    memory: of the stage that needs most.  ahead: multiple of the forwards that 1F1B begins with.
     """
 
     step_s: float
@@ -46,9 +46,9 @@ class Pipeline:
 def pipelines(
     cluster: Cluster, inside: Layout, workload: Workload, rates: Rates, whole: StepPrediction
 ) -> Iterator[Pipeline]:
-    """The pipeline by how far it runs ahead.
+    """Yield the pipeline for each value of `ahead`.
 
-    inside: layout of one child of level 0; whole: its step with all layers, by itself.
+    inside: layout of one child of level 0.  whole: step of that child alone, with all layers.
     """
     num_stages, layers = cluster.sizes[0], workload.model.num_moe_layers
     num_batches = num_stages * workload.micro_steps
@@ -75,7 +75,7 @@ def pipelines(
 
 
 def _passes_s(whole: StepPrediction, workload: Workload, rates: Rates) -> tuple[float, float]:
-    """Forward and backward of one micro-batch through all layers; what is recomputed belongs to the backward."""
+    """Seconds of forward and backward of one micro-batch through all layers; the backward includes recomputation."""
     terms, forwards = whole.terms, 2 if workload.is_checkpointed else 1
     computing = (terms.dense_s + terms.experts_s + terms.host_s - rates.step_s) / workload.micro_steps
     tokens = terms.tokens_s / workload.micro_steps
@@ -98,7 +98,7 @@ class _Schedule:
         clocks, links = [0.0] * self.num_stages, [0.0] * self.num_stages  # a link is a stage's uplink
         programs = [self._program(stage, ahead) for stage in range(self.num_stages)]
         at = [0] * self.num_stages
-        arrived: dict[tuple[int, bool, int], float] = {}  # (stage, is_backward, batch) -> when its input is there
+        arrived: dict[tuple[int, bool, int], float] = {}  # (stage, is_backward, batch) -> when its input arrives
         for batch in range(self.num_batches):
             arrived[0, False, batch] = 0.0
         runnable = [0]

@@ -17,18 +17,18 @@ from ds_hybridep.plan.stream_model import StepPrediction
 
 PLAN_VERSION = 2
 EXACT = "exact"
-TIE = 0.01  # plans this close to the best count as equal, as no model is better: without lossy codecs, least memory
+TIE = 0.01  # plans this close count as equal, as no model is more exact; of these, nothing lossy and least memory win
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layout, priced, with the group and the memory that it needs; `reason`: why it was taken or lost."""
+    """One layout with its price, its group and the memory that it needs; `reason` says why it won or lost."""
 
     group: ExpertGroup
     layout: Layout
     prediction: StepPrediction
     memory: Memory
-    lacking_bytes: float = 0.0  # beyond what there is
+    lacking_bytes: float = 0.0  # memory that it needs beyond the available memory
     reason: str = ""
 
     @property
@@ -51,7 +51,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer: `others` is every layout but the best, fastest first, those that do not fit last."""
+    """The planner's answer: `others` has all layouts but the best, fastest first; those that do not fit come last."""
 
     cluster: Cluster
     best: Candidate
@@ -88,9 +88,9 @@ class Plan:
 
 
 def make_plan(question: Question) -> Plan:
-    """The plan of least predicted step time among those that fit; of those within one percent the simplest.
+    """Find the plan that fits and has the least predicted step time; among plans within one percent, the simplest one.
 
-    Raises PlanError where experts do not fit the ranks, or no plan fits the memory.
+    Raises PlanError if experts do not fit the ranks, or if no plan fits the memory.
     """
     candidates = list(price_all(question))
     fitting = [one for one in candidates if not one.lacking_bytes]
@@ -115,9 +115,9 @@ def make_plan(question: Question) -> Plan:
 
 
 def price_all(question: Question) -> Iterator[Candidate]:
-    """Every layout that the question allows, priced; where one does not fit, others that need less follow.
+    """Price every layout that the question allows; after one that does not fit, price variants that need less memory.
 
-    These keep their state on the host, or have transient replicas.
+    The variants keep their state on the host, or have transient replicas.
     """
     for group in question.expert_groups:
         spans = group.spans(question.cluster)
@@ -136,7 +136,7 @@ def price_all(question: Question) -> Iterator[Candidate]:
 
 
 def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
-    """The layout with the cheaper exchange and the greatest depth that fits: a smaller one is never faster."""
+    """Price the layout with the faster exchange and the greatest depth that fits: a smaller depth is never faster."""
     layout = _with_fitting_depth(question, layout)
     memory, lacking = question.memory(layout)
     layout, prediction = question.with_best_exchange(layout)
@@ -144,20 +144,20 @@ def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
 
 
 def _with_fitting_depth(question: Question, layout: Layout) -> Layout:
-    """The layout with the greatest depth that fits, or the least where none does."""
+    """The layout with the greatest depth that fits, or with the least depth if none fits."""
     deepest_first = [replace(layout, prefetch_depth=depth) for depth in sorted(question.depths, reverse=True)]
     fitting = (one for one in deepest_first if not question.memory(one)[1])
     return next(fitting, deepest_first[-1])
 
 
 def _transient(layout: Layout) -> Layout:
-    """Replicas of the layers in flight; weights of experts travel exactly then."""
+    """The layout with transient replicas; weights of experts then travel without a codec."""
     codecs = tuple(replace(of_level, weight=IDENTITY) for of_level in layout.codecs)
     return replace(layout, is_transient=True, codecs=codecs)
 
 
 def _with_least_depth(question: Question, candidate: Candidate) -> Candidate:
-    """The same with the least depth that takes as long."""
+    """The candidate with the least depth that is as fast, up to a tenth of a tie."""
     if candidate.layout.domain_size == 1:
         return candidate
     for depth in sorted(question.depths):
@@ -205,7 +205,7 @@ def _largest_difference(slower: Candidate, faster: Candidate) -> tuple[float, st
 
 
 def codecs_label(codecs: LevelCodecs) -> str:
-    """The set of one level, without the codec of token rows."""
+    """Label of the codecs of one level, without the codec of token rows."""
     return EXACT if replace(codecs, token=IDENTITY) == LevelCodecs() else codecs.label
 
 
@@ -248,7 +248,7 @@ def _alternative_json(way: Alternative) -> dict[str, Any]:
 
 
 def rounded(value: float) -> float:
-    """Nine digits of a number, so that machines that round differently agree."""
+    """Round a number to nine digits, so that machines that round differently agree."""
     return float(f"{value:.9g}")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is asked for: a job, the choices that are open, and the price of each."""
+"""A question to the planner: a job, the open choices, and the price of each choice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,31 +25,31 @@ DEFAULT_DEPTHS = (0, 1, 2, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a plan is asked for.
+    """A question to the planner.
 
-    sync: of our own layouts; DeepSpeed's have its rings.
-    codecs: sets of encodings to consider at each level; the first one is for levels that nothing crosses.
-    token_codecs: of rows on their way to experts, one for each level; empty: none. What is compared with has none.
+    sync: how our own layouts sum and gather; DeepSpeed's layouts use its rings.
+    codecs: sets of codecs to try at each level; levels that nothing crosses take the first set.
+    token_codecs: codecs of rows on their way to experts, one for each level; empty: none. Alternatives have none.
     """
 
     cluster: Cluster
     workload: Workload
     rates: Rates
     sync: SyncModel = SyncModel()
-    groups: tuple[ExpertGroup, ...] = ()  # to consider; empty: `candidate_groups`
+    groups: tuple[ExpertGroup, ...] = ()  # groups to try; empty: `candidate_groups`
     codecs: tuple[LevelCodecs, ...] = (LevelCodecs(),)
     token_codecs: tuple[CodecCost, ...] = ()
     depths: tuple[int, ...] = DEFAULT_DEPTHS
     memory_bytes: float | None = None  # of one GPU; None: not limited
-    host_memory_bytes: float | None = None  # of the host, for each GPU; likewise
+    host_memory_bytes: float | None = None  # of the host, for each GPU; None: not limited
 
     def codecs_over(self, level: int, domain_size: int) -> tuple[LevelCodecs, ...]:
-        """Sets that make a difference at a level: sums by DeepSpeed have none."""
+        """Codec sets that make a difference at a level; DeepSpeed's sums use no codecs."""
         is_crossed = domain_size > 1 or (self.sync.algorithm == "hierarchical" and self.cluster.sizes[level] > 1)
         return self.codecs if is_crossed else self.codecs[:1]
 
     def with_tokens(self, codecs: Sequence[LevelCodecs]) -> tuple[LevelCodecs, ...]:
-        """Encodings of experts at each level, with those of tokens."""
+        """Add the codecs of tokens to the codecs of each level."""
         tokens = self.token_codecs or (IDENTITY,) * len(codecs)
         return tuple(replace(of_level, token=token) for of_level, token in zip(codecs, tokens, strict=True))
 
@@ -61,11 +61,11 @@ class Question:
         return predict(self.cluster, layout, self.workload, self.rates, self.sync_of(layout))
 
     def sync_of(self, layout: Layout) -> SyncModel:
-        """DeepSpeed's layer comes with its rings."""
+        """The sums of a layout; DeepSpeed's layer always uses DeepSpeed's rings."""
         return BY_DEEPSPEED if layout.is_padded else self.sync
 
     def with_best_exchange(self, layout: Layout) -> tuple[Layout, StepPrediction]:
-        """The layout with the faster token exchange, and its step; direct where both take the same."""
+        """The layout with the faster token exchange, and its step; direct if both are equally fast."""
         direct, hierarchical = replace(layout, exchange="direct"), replace(layout, exchange="hierarchical")
         best = self.predict(direct)
         if sum(count > 1 for count in layout.domain_counts) < 2:
@@ -74,12 +74,12 @@ class Question:
         return (hierarchical, other) if other.step_s < best.step_s else (direct, best)
 
     def memory(self, layout: Layout) -> tuple[Memory, float]:
-        """What a layout needs, and the bytes that it lacks."""
+        """Memory that a layout needs, and the bytes that it lacks."""
         memory = memory_of(self.cluster, layout, self.workload)
         return memory, self.lacking_bytes(memory)
 
     def lacking_bytes(self, memory: Memory) -> float:
-        """Bytes that a GPU lacks, and its share of the host; 0 where memory is not limited."""
+        """Bytes that a GPU and its share of the host lack together; memory without a limit lacks nothing."""
         pairs = (memory.total_bytes, self.memory_bytes), (memory.host_bytes, self.host_memory_bytes)
         return sum(max(needed - limit, 0.0) for needed, limit in pairs if limit is not None)
 
@@ -97,7 +97,7 @@ def candidate_groups(cluster: Cluster, num_experts: int) -> tuple[ExpertGroup, .
 
 
 def largest_group(cluster: Cluster, num_experts: int, limit: int, *, is_strided: bool = False) -> ExpertGroup:
-    """The largest group of a divisor of `limit` ranks that shares the experts evenly and is a grid of the levels."""
+    """The largest group that is a grid of the levels, shares the experts evenly, and whose size divides `limit`."""
     sizes = [size for size in divisors(num_experts) if limit % size == 0]
     return next(group for size in reversed(sizes) if _is_grid(cluster, group := ExpertGroup(size, is_strided)))
 

@@ -1,38 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers' replicas a rank holds where it does not hold all: bookkeeping shared by the runtime and the planner.
+"""Layers whose replicas a rank holds if it does not hold all; the runtime and the planner share this bookkeeping.
 
 A pool has room for the layer that computes and the `depth` layers that follow it, in the direction of the pass.
-Replicas stay until their room is needed, so where a pass turns round nothing travels again.  Four layers, depth 1:
+Replicas stay until their room is needed, so nothing travels again when a pass turns round.  Four layers, depth 1:
 
     forward    0: gather 0 1    1: gather 2 for 0    2: gather 3 for 1    3: -
     backward   3: -             2: gather 1 for 3    1: gather 0 for 2    0: -
 
-The next forward, if weights have not changed, finds 0 and 1.
+If weights have not changed, the next forward finds 0 and 1.
 """
 
-RETURNING_BYTES = 2**28  # of returned gradients: more than fits on a long link at a time
+RETURNING_BYTES = 2**28  # of gradients on their way back: more than fits on a long link at a time
 
 
 def return_depth(num_layers: int, layer_bytes: float, prefetch_depth: int) -> int:
-    """Layers between the start of a gradient's return and the wait for it, where all replicas stay.
+    """Layers between the start of a gradient's return and the wait for it, if all replicas stay.
 
-    What is on its way at a time shares one delay of the link.  Until it is waited for, every layer has room for what
-    returns: `layer_bytes`, fp32.
+    Gradients that are on their way at the same time share one delay of the link.  Until the rank has waited for them,
+    each layer needs `layer_bytes`, fp32, for the gradients that return.
     """
     return max(prefetch_depth, min(num_layers, int(RETURNING_BYTES // max(layer_bytes, 1))))
 
 
 def leaving_depth(num_levels: int, depth: int, prefetch_depth: int) -> int:
-    """Layers beside one whose sums of replicas' gradients are there at a time, with one micro-step.
+    """Number of layers, beside the current one, that hold sums of replicas' gradients at a time, with one micro-step.
 
-    Where a domain spans one level, sums are in a message as soon as their return starts.  What crosses several levels
-    may wait for earlier layers, of which there are at most `depth`.
+    If a domain spans one level, sums are in a message as soon as their return starts.  Sums that cross several levels
+    may wait for earlier layers, at most `depth` of them.
     """
     return prefetch_depth if num_levels == 1 else depth
 
 
 class ReplicaPool:
-    """Layers whose replicas are held or on their way, by position, oldest first; nothing in it knows of tensors."""
+    """Positions of layers whose replicas are held or on their way, oldest first.  The pool knows no tensors."""
 
     def __init__(self, num_layers: int, depth: int) -> None:
         self.num_layers = num_layers
@@ -40,7 +40,7 @@ class ReplicaPool:
         self.held: list[int] = []
 
     def request(self, position: int, *, is_backward: bool) -> tuple[list[int], list[int]]:
-        """Make room for a layer and those that follow it; returns (given back, to be gathered), each in order."""
+        """Make room for a layer and those that follow it.  Returns (layers given back, layers to gather), in order."""
         step = -1 if is_backward else 1
         following = range(position, position + step * self.capacity, step)
         wanted = [layer for layer in following if 0 <= layer < self.num_layers]
@@ -52,5 +52,5 @@ class ReplicaPool:
 
 
 def num_gathers(num_layers: int, depth: int, micro_steps: int) -> int:
-    """Gathers of one layer's weights in a step: all layers once, and in later passes those without room."""
+    """Gathers in a step, one layer's weights each: all layers once, and in each later pass the layers without room."""
     return num_layers + (2 * micro_steps - 1) * max(num_layers - depth - 1, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other ways to train the same model, to compare a plan with: DeepSpeed's, and two other programs, priced only."""
+"""Other ways to train the same model, for comparison: DeepSpeed's, and two that are only priced."""
 
 from dataclasses import dataclass, replace
 
@@ -15,30 +15,30 @@ LOCAL_STEPS = 100  # optimizer steps between two synchronisations of local SGD
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another way to train the same model; one without `layout` is another program, which is priced only."""
+    """Another way to train the same model; without `layout`, it is a way of another program and is only priced."""
 
     name: str
-    step_s: float | None  # None where it does not exist here, and `note` says why
+    step_s: float | None  # None if it is impossible here; `note` then says why
     prediction: StepPrediction | None = None
     layout: Layout | None = None
     memory_bytes: float | None = None
-    lacking_bytes: float = 0.0  # beyond what there is
+    lacking_bytes: float = 0.0  # memory that it needs beyond the available memory
     crossing_bytes: float | None = None  # over one uplink of level 0 in one direction; None: not known
     note: str = ""
 
     @property
     def is_by_deepspeed(self) -> bool:
-        """It needs none of this program."""
+        """True if it needs only DeepSpeed, not this program."""
         return self.layout is not None and self.layout.is_padded
 
     @property
     def is_provided(self) -> bool:
-        """DeepSpeed or this program can do it."""
+        """True if DeepSpeed or this program can do it."""
         return self.layout is not None
 
 
 def alternatives(question: Question) -> list[Alternative]:
-    """The ways to compare with, in the order in which they are reported."""
+    """The ways to compare with, in the order of the report."""
     cluster, num_experts = question.cluster, question.workload.model.num_experts
     across = max(question.expert_groups, key=lambda group: (group.spans(cluster)[0], group.ep_size))
     inside = largest_group(cluster, num_experts, cluster.num_ranks // cluster.sizes[0])
@@ -80,13 +80,13 @@ def _provided(question: Question, name: str, layout: Layout) -> Alternative:
 
 
 def lacking_note(num_bytes: float) -> str:
-    """What is said of a layout that does not fit."""
+    """Note for a layout that does not fit."""
     return f"needs {num_bytes / 1e9:.1f} GB more memory than there is"
 
 
 @dataclass(frozen=True)
 class _Inside:
-    """One child of level 0 by itself, with all layers, the de-duplicated exchange and exact sums by level."""
+    """One child of level 0 alone, with all layers, the de-duplicated exchange and exact sums level by level."""
 
     cluster: Cluster
     layout: Layout
@@ -101,7 +101,7 @@ def _inside(question: Question, group: ExpertGroup) -> _Inside:
 
 
 def _pipeline(question: Question, inside: _Inside) -> Alternative:
-    """Stages across level 0, each with a share of the layers and EP inside: the fastest that fits, if one does."""
+    """Stages across level 0, each with a share of the layers and EP inside: the fastest, if possible one that fits."""
     name = f"pipeline stages across each {question.cluster.levels[0].name}, EP inside"
     stages, workload = question.cluster.sizes[0], question.workload
     if workload.model.num_moe_layers < stages:
@@ -140,16 +140,16 @@ def _elsewhere(
 
 
 def break_even_tokens(question: Question, *, is_deduplicated: bool) -> float | None:
-    """Tokens per rank and micro-step above which moving all experts over level 0 is fewer bytes than moving tokens.
+    """Tokens per rank and micro-step above which moving all experts over level 0 takes fewer bytes than moving tokens.
 
-    Compared are the bytes of an optimizer step with one domain at level 0 against none, with the de-duplicated
-    exchange or DeepSpeed's padded one; they grow in proportion to tokens. None where the group is inside one child.
+    The function compares an optimizer step with one domain at level 0 to one with none.  The exchange of tokens is
+    de-duplicated, or padded by DeepSpeed; its bytes grow in proportion to tokens.  None if groups fit into one child.
     """
     cluster = question.cluster
     spans = max((group.spans(cluster) for group in question.expert_groups), key=lambda spans: spans[0])
     if spans[0] == 1:
         return None
-    # Many tokens, so that the capacity's rounding does not show.
+    # With many tokens, the rounding of the capacity does not matter.
     many, rates = replace(question.workload, tokens_per_rank=1_000_000), Rates(flops_per_s=1.0)
     codecs = question.with_tokens((question.codecs[0],) * len(spans))
     plain = replace(without_domains(spans), codecs=codecs, exchange="hierarchical")

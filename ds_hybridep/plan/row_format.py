@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token rows of one byte an element, as records: one for each row, a multiple of 16 bytes long.
+"""Token rows with one byte for each element.  Each row is a record, whose length is a multiple of 16 bytes.
 
 codes of D elements | exponents of ceil(D / 128) blocks, a byte each | zeros
 """
@@ -15,7 +15,7 @@ RECORD_ALIGNMENT = 16
 
 
 def num_scales(hidden: int) -> int:
-    """Blocks of a row of `hidden` elements, each with a scale."""
+    """Number of blocks, and so of scales, in a row of `hidden` elements."""
     return -(-hidden // SCALE_BLOCK)
 
 
@@ -26,7 +26,7 @@ def record_bytes(hidden: int) -> int:
 
 
 def token_codec(row_format: RowFormat | None, hidden: int, element_bytes: int) -> CodecCost:
-    """What a format makes of rows of `hidden` elements, as the stream model takes it; None: nothing."""
+    """Cost of a row format for the stream model; None: rows of `hidden` elements travel unchanged."""
     if row_format is None:
         return IDENTITY
     return CodecCost(row_format, ratio=hidden * element_bytes / record_bytes(hidden))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the ranks of a data-parallel group share tensors that all of them hold, and the matrices in each share.
 
-Under ZeRO 1 and 2 the tensors stand one behind the other in a flat buffer, which is cut into partitions of equal size;
-without ZeRO the cuts are about even and never inside a row.  `sync.flat` does the same with tensors; a test holds the
-two equal.
+Under ZeRO 1 and 2, the tensors follow each other in a flat buffer, which is cut into partitions of equal size.
+Without ZeRO, the parts are about equal, and no cut is inside a row.  `sync.flat` does the same with tensors; a test
+checks that both agree.
 """
 
 import math
@@ -13,8 +13,8 @@ from functools import lru_cache
 
 from ds_hybridep.plan.packets import Part, part_elements
 
-MIN_MATRIX = 1024  # elements; a smaller matrix goes as a vector
-PARTITION_ALIGNMENT = 2  # elements of each ZeRO partition
+MIN_MATRIX = 1024  # elements; a smaller matrix travels as a vector
+PARTITION_ALIGNMENT = 2  # the elements of each ZeRO partition are a multiple of this
 
 Shape = tuple[int, ...]
 Span = tuple[Shape, int, int]  # a tensor's shape, the first element of a run, and its length
@@ -23,7 +23,7 @@ Slot = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class Shares:
-    """What each rank of a group owns: by slot, the parts of its gradients, and of its parameters with padding."""
+    """What each rank of a group owns: the parts of its gradients, and of its parameters with padding, by slot."""
 
     gradients: tuple[Slot, ...]
     parameters: tuple[Slot, ...]
@@ -33,7 +33,7 @@ class Shares:
 def shares_of(tensors: tuple[Shape, ...], num_ranks: int, zero_stage: int) -> Shares:
     """The slots of `num_ranks` ranks, for tensors in the order of the model's parameters.
 
-    Under ZeRO 2 gradients are taken to come in the opposite order, that of the backward.
+    Under ZeRO 2, gradients are assumed to come in the opposite order, as in the backward.
     """
     spans = [(shape, 0, math.prod(shape)) for shape in tensors]
     total = sum(count for _, _, count in spans)
@@ -51,9 +51,9 @@ def shares_of(tensors: tuple[Shape, ...], num_ranks: int, zero_stage: int) -> Sh
 
 
 def cut(spans: Sequence[Span], bounds: Sequence[int]) -> list[tuple[Span, ...]]:
-    """Spans, one behind the other in a flat buffer, by slot; bounds: the slots' ends, the last that of the buffer."""
+    """Cut the spans of a flat buffer into slots; bounds: the end of each slot, last the end of the buffer."""
     slots: list[tuple[Span, ...]] = []
-    rest, position = [span for span in reversed(spans) if span[2]], 0  # the next one is the last
+    rest, position = [span for span in reversed(spans) if span[2]], 0  # the last item is the next span
     for end in bounds:
         slot: list[Span] = []
         while rest and position < end:
@@ -83,7 +83,7 @@ def even_bounds(spans: Sequence[Span], num_slots: int) -> list[int]:
 
 
 def parts_of(spans: Iterable[Span]) -> Slot:
-    """What a message of these spans consists of; neighbouring vectors are one part."""
+    """Parts of a message that holds these spans; neighbouring vectors are one part."""
     parts: list[Part] = []
     ends_with_vector = False
     for shape, start, count in spans:
@@ -98,14 +98,14 @@ def parts_of(spans: Iterable[Span]) -> Slot:
 
 
 def part_of(shape: Shape) -> Part:
-    """A vector, a matrix, or a stack of matrices as a part; more dimensions than three are one matrix each."""
+    """Part of a vector, a matrix or a stack of matrices; a tensor of more than three dimensions is one matrix."""
     number, matrix = (shape[0], shape[1:]) if len(shape) == 3 else (1, shape)
     rows = matrix[0] if len(matrix) > 1 else 1
     return number, rows, math.prod(matrix) // max(rows, 1)
 
 
 def _shapes(shape: Shape, start: int, count: int) -> list[Shape]:
-    """A run of a tensor's elements as vectors, matrices and stacks of matrices: whole rows, and whole matrices."""
+    """Split a run of a tensor's elements into vectors, matrices of whole rows, and stacks of whole matrices."""
     cols = shape[-1] if len(shape) > 1 else 0
     rows = shape[-2] if len(shape) > 2 else 0
     for inner, outer in ((rows * cols, (rows, cols)), (cols, (cols,))):

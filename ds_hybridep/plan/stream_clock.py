@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clock of one rank through a step: every second has a cause, and links carry packets meanwhile."""
+"""The clock of one rank in a step: every second has a cause, and links carry packets at the same time."""
 
 import math
 from collections import deque
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class _Link:
-    """One level's uplink: packets in order, each with the bytes that are left of it."""
+    """One level's uplink: its packets in order, each with its remaining bytes."""
 
     bytes_per_s: float
     queue: deque[list[float]] = field(default_factory=deque)  # [packet, bytes left]
@@ -21,7 +21,7 @@ class _Link:
         self.backlog += num_bytes
 
     def serve(self, start_s: float, duration_s: float, bytes_per_s: float) -> None:
-        """Let packets flow for a while."""
+        """Let packets flow for `duration_s` from `start_s` on."""
         capacity = duration_s * bytes_per_s
         elapsed_s = 0.0
         while self.queue and self.queue[0][1] <= capacity:
@@ -37,7 +37,7 @@ class _Link:
             self.backlog = 0.0
 
     def finish_of(self, packet: int, now_s: float) -> float:
-        """When `packet` has left, if from now on nothing but packets flows."""
+        """Time at which `packet` has left, if only packets flow from now on."""
         if packet in self.finish_s:
             return self.finish_s[packet]
         ahead = 0.0
@@ -50,13 +50,13 @@ class _Link:
 
 @dataclass(frozen=True)
 class MessageRound:
-    """One round of messages: bytes over uplinks, by level, one level after the other."""
+    """One round of messages: (level, bytes over its uplink), one level after the other."""
 
     level_bytes: tuple[tuple[int, float], ...]
 
 
 class StepClock:
-    """Time of one rank; whatever advances it says why."""
+    """Time of one rank; each call that advances it names the cause."""
 
     def __init__(self, bandwidths: Sequence[float], latencies: Sequence[float], terms: Sequence[str]) -> None:
         self.now_s = 0.0
@@ -68,7 +68,7 @@ class StepClock:
         self._waits_before: dict[int, tuple[int, ...]] = {}  # by packet
 
     def spend(self, seconds: float, term: str) -> None:
-        """Compute or wait for `seconds`; packets flow meanwhile."""
+        """Compute or wait for `seconds`; packets flow at the same time."""
         if seconds <= 0.0:
             return
         for link in self.links:
@@ -78,11 +78,11 @@ class StepClock:
         self.seconds[term] += seconds
 
     def repeat_waits(self, before: Sequence[int], after: Sequence[int], times: int) -> None:
-        """What has happened between two counts happens so many times more."""
+        """Count the waits between `before` and `after` another `times` times."""
         self.waits = [now + times * (b - a) for now, a, b in zip(self.waits, before, after, strict=True)]
 
     def exchange(self, rounds: Sequence[MessageRound], term: str, round_s: float) -> None:
-        """Rows over the links, sharing them byte for byte with packets; a round takes the host `round_s` at least."""
+        """Send rows, which share links with packets byte for byte; a round takes the host `round_s` at least."""
         for one in rounds:
             begin_s = arrival_s = self.now_s
             for level, num_bytes in one.level_bytes:
@@ -103,7 +103,7 @@ class StepClock:
             self.spend(begin_s + round_s - self.now_s, "host_s")
 
     def send_packet(self, packet: int, level_bytes: tuple[float, ...], waited: Set[int] = frozenset()) -> None:
-        """Queue one packet on every level that it crosses; `waited`: levels over which another wait counts for it."""
+        """Queue one packet on every level that it crosses; `waited`: levels where another wait counts for it too."""
         self._packets[packet] = level_bytes
         self._waits_before[packet] = tuple(-1 if level in waited else now for level, now in enumerate(self.waits))
         for link, num_bytes in zip(self.links, level_bytes, strict=True):
@@ -111,7 +111,7 @@ class StepClock:
                 link.add(packet, num_bytes)
 
     def await_packet(self, packet: int, term: str) -> None:
-        """Wait until a packet has left the busiest of its levels, and spent its own time on the others."""
+        """Wait until a packet has left its busiest level, has taken its own time on the others, and has arrived."""
         level_bytes = self._packets[packet]
         for level, before in enumerate(self._waits_before[packet]):
             if level_bytes[level] > 0 and self.waits[level] == before:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of one training step for a cluster, a layout of experts and a workload, term by term.
 
-The clock of one rank runs through the step, and every second belongs to one term, so that the terms add up:
+The clock of one rank runs through a step of A micro-steps.  Every second belongs to one term, so the terms add up:
 
     weights leave -> A x (forward: layer by layer, backward: layer by layer) -> synchronisation -> optimizer
 
-A level's link is a serial resource: one child's uplink, each direction, shared by the ranks below it. Packets queue on
-it in order and flow while the rank computes; x bytes of token rows wait for as many bytes of packets in flight:
+A level's link is a serial resource: the uplink of one child in one direction, shared by the ranks below it. Packets
+queue on it in order and flow while the rank computes; x bytes of token rows wait for x bytes of packets in flight:
 
     layer l starts at max(end of what came before, arrival of its packet)
 
@@ -49,7 +49,7 @@ from ds_hybridep.plan.workload import COUNT_BYTES, Workload
 
 Kind = Literal["tokens", "expert_weights", "expert_gradients", "dense_sync", "expert_sync"]
 
-# Reads and writes of one optimizer step per trained parameter: gradient, master copy, two moments, 2-byte parameter.
+# Bytes that an optimizer step reads and writes per trained parameter: gradient, master, two moments, 2-byte parameter.
 OPTIMIZER_TRAFFIC_BYTES = 30
 
 
@@ -85,8 +85,8 @@ TERM_WORDS: dict[str, str] = {item.name: item.metadata["words"] for item in fiel
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """One step: seconds by term; for each level kind -> payload bytes over one child's uplink in one direction, and
-    how often a rank waits in a row for something that crosses it."""
+    """One step: seconds by term; for each level, payload bytes by kind over one child's uplink in one direction, and
+    how often a rank waits in a row for something that crosses the level."""
 
     terms: StepTerms
     uplink_bytes: tuple[Mapping[Kind, float], ...]
@@ -101,7 +101,7 @@ class StepPrediction:
         return math.fsum(self.uplink_bytes[level].values())
 
 
-PacketOf = Callable[[int], int | None]  # the packet that a layer has to wait for, sent now if it was not before
+PacketOf = Callable[[int], int | None]  # the packet that a layer must wait for; the call sends it if nothing has yet
 
 
 def _no_packet(_: int) -> int | None:
@@ -111,7 +111,7 @@ def _no_packet(_: int) -> int | None:
 def predict(
     cluster: Cluster, layout: Layout, workload: Workload, rates: Rates, sync: SyncModel | None = None
 ) -> StepPrediction:
-    """Seconds and bytes of one training step in the steady state.  Raises PlanError where the arguments do not fit."""
+    """Seconds and bytes of one training step in the steady state.  Raises PlanError if the arguments do not fit."""
     layout.check_fits(cluster)
     step = _Step(cluster, layout, workload, rates, sync or SyncModel())
     step.run()
@@ -135,7 +135,7 @@ class _LayerCosts:
         self.round_s = rates.all_to_all_s if layout.is_padded else rates.exchange_s
         extra = 0 if layout.is_padded else 1
         self.dispatch = self._rounds(extra * workload.dispatch_extra_bytes, is_dispatch=True)
-        self.rows_only = self._rounds(0.0)  # combine, and its output's gradients
+        self.rows_only = self._rounds(0.0)  # for combine, and for the gradients of its output
         self.input_gradients = self._rounds(extra * workload.return_extra_bytes)
         self.weights = self._per_uplink(packet_bytes(layout, workload, "weights"))
         self.gradients = self._per_uplink(packet_bytes(layout, workload, "gradients"))
@@ -144,10 +144,10 @@ class _LayerCosts:
         return tuple(num_bytes * count for num_bytes, count in zip(per_rank, self._below, strict=True))
 
     def _rounds(self, extra_bytes: float, *, is_dispatch: bool = False) -> tuple[MessageRound, ...]:
-        """Rounds of messages of one exchange; in our own dispatch rows are encoded and have their counts with them."""
+        """Rounds of messages of one exchange; our own dispatch encodes rows and sends their counts with them."""
         layout = self._layout
         used = [level for level, count in enumerate(layout.domain_counts) if count > 1]
-        # Direct exchanges wait for the slowest level once; level by level each level is waited for in turn.
+        # A direct exchange waits once, for the slowest level; a hierarchical one waits for each level in turn.
         groups = [[level] for level in used]
         if used and (layout.is_padded or layout.exchange == "direct"):
             groups = [used]
@@ -161,7 +161,7 @@ class _LayerCosts:
         return tuple(MessageRound(tuple((level, num_bytes(level)) for level in group)) for group in groups)
 
     def _destinations(self, level: int) -> int:
-        """Destinations of one rank whose messages are counted at a level."""
+        """Number of destinations of one rank whose messages count at `level`."""
         counts = self._layout.domain_counts
         beyond = math.prod(counts[level + 1 :]) if self._layout.exchange == "direct" else 1
         return (counts[level] - 1) * beyond
@@ -184,7 +184,7 @@ class _Step:
         self.clock = StepClock(self.bandwidths, self.latencies, tuple(TERM_WORDS))
 
     def run(self) -> None:
-        """All micro-steps.  Weights flow during the first forward only, gradients during the last backward only."""
+        """Run all micro-steps.  Weights flow only in the first forward, and gradients only in the last backward."""
         if self.has_packets and self.layout.is_transient:
             self._run_transient()
             return
@@ -196,8 +196,8 @@ class _Step:
         for layer in range(self.layers):
             self._forward(layer, (lambda one: one) if self.has_packets else _no_packet, decode_weights_s)
         if self.workload.micro_steps > 1:
-            # In between nothing but token rows travels: one layer is timed. Nothing is queued here: the first
-            # forward has waited for all weights, and no gradient has left yet.
+            # Until the last backward, only token rows travel, so one layer is timed for all. No packet is queued: the
+            # first forward has waited for all weights, and no gradient has left yet.
             plain = self._plain_layer()
             repeats = (self.workload.micro_steps - 1) * self.layers
             for term, seconds in plain.seconds.items():
@@ -207,7 +207,7 @@ class _Step:
         self._last_backward(_no_packet)
 
     def _run_transient(self) -> None:
-        """All micro-steps of transient replicas: weights flow in every pass, for the layers there is no room for."""
+        """Run all micro-steps with transient replicas: weights flow in every pass, for layers that had no room."""
         clock, pool = self.clock, ReplicaPool(self.layers, self.layout.prefetch_depth)
         newest: dict[int, int] = {}  # packet of each layer
         num_sent = 0
@@ -216,7 +216,7 @@ class _Step:
         def packet_of(layer: int, *, is_backward: bool = False) -> int:
             nonlocal num_sent, waited
             for other in pool.request(layer, is_backward=is_backward)[1]:
-                newest[other] = 2 * self.layers + num_sent  # below are the packets of gradients
+                newest[other] = 2 * self.layers + num_sent  # smaller numbers are packets of gradients
                 num_sent += 1
                 clock.spend(self.rates.packet_s, "host_s")
                 clock.send_packet(newest[other], self.costs.weights, waited)
@@ -239,7 +239,7 @@ class _Step:
         pass_forward()
         if self.workload.micro_steps > 1:
             pass_backward()
-            # All micro-steps but the first and the last find the same layers held and idle links: one is timed.
+            # All micro-steps but the first and the last begin with the same layers held and idle links: one is timed.
             begin_s, before, waits = clock.now_s, dict(clock.seconds), list(clock.waits)
             if self.workload.micro_steps > 2:
                 pass_forward()
@@ -312,13 +312,13 @@ class _Step:
         return plain.clock
 
     def synchronise(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Sums and gathers, none of them hidden; bytes per uplink of (dense parameters, shared experts)."""
+        """Run sums and gathers; none is hidden.  Returns bytes per uplink of (dense parameters, shared experts)."""
         dense = dense_parameters(self.cluster, self.layout, self.workload)
         experts = shared_experts(self.cluster, self.layout, self.workload)
         if self.sync.algorithm == "ring":
             return self._around(dense, "dense_sync_s"), self._around(experts, "expert_sync_s")
         if self.workload.zero_stage >= 1:
-            for level in dense.levels:  # norms
+            for level in dense.levels:  # sums of gradient norms
                 self.clock.waits[level] += 1
                 self.clock.spend(self.latencies[level], "dense_sync_s")
         shared = _levels_after_optimizer(experts, self.workload)
@@ -329,10 +329,10 @@ class _Step:
         )
 
     def _gathered_levels(self) -> Set[int]:
-        """Where the first packets of weights travel with dense parameters, whose wait counts for them.
+        """Levels where the first packets of weights travel with dense parameters, so that one wait counts for both.
 
-        Parameters of experts that several groups hold must have come before these leave to replicas; dense ones
-        travel together with either.
+        Experts that several groups hold must arrive before they leave to replicas; dense parameters travel together
+        with either.
         """
         if self.sync.algorithm == "ring":
             return frozenset()
@@ -341,10 +341,10 @@ class _Step:
         return _levels_after_optimizer(dense, self.workload) - _levels_after_optimizer(experts, self.workload)
 
     def _by_level(self, held: Held, term: str, shared: Set[int], packets: Set[int]) -> tuple[float, ...]:
-        """Stages one after the other, each over one level.
+        """Run stages one after the other, each over one level.
 
-        Parameters that travel with others over `shared` levels do not count as a wait; they pay no delay there, nor
-        over those of `packets`, which pay it.
+        Over `shared` levels, parameters travel with others: they add no wait and pay no delay.  Over levels of
+        `packets`, they pay no delay either, because the packets pay it.
         """
         totals, below = [0.0] * len(self.bandwidths), ranks_below(self.cluster)
         if self.layout.state == "host":
@@ -362,7 +362,7 @@ class _Step:
         return tuple(totals)
 
     def _around(self, held: Held, term: str) -> tuple[float, ...]:
-        """DeepSpeed's rings, exact."""
+        """Run DeepSpeed's rings, which use no codec."""
         workload, sync = self.workload, self.sync
         reductions = workload.micro_steps if workload.zero_stage == 2 else 1
         passes = reductions * sync.reduce_passes + (1.0 if workload.zero_stage >= 1 else 0.0)
@@ -375,7 +375,7 @@ class _Step:
         return per_level
 
     def _around_s(self, held: Held) -> float:
-        """Latencies of one pass: a ring hands a block on from its first rank to its last."""
+        """Sum of the latencies of one pass, in which a ring hands a block on from its first rank to its last."""
         latencies, used = self.latencies, held.levels
         if not used:
             return 0.0
@@ -385,7 +385,7 @@ class _Step:
         return around_s - min(latencies[level] for level in used)  # the last block leaves out the nearest hop
 
     def optimize(self) -> None:
-        """The optimizer's pass over its state, shared out from ZeRO 1 on."""
+        """Run the optimizer's pass over its state, which ranks share from ZeRO 1 on."""
         workload = self.workload
         is_shared = workload.zero_stage >= 1
         dense = workload.dense_train_params / (self.cluster.num_ranks if is_shared else 1)
@@ -396,10 +396,10 @@ class _Step:
         self.clock.spend(self.rates.step_s, "host_s")
 
     def expose(self) -> None:
-        """Take back what `rates.overlap` says is not hidden: a mean with the step in which nothing is.
+        """Take back what `rates.overlap` says is not hidden: a weighted mean with a step that hides nothing.
 
-        The mean grows when a bandwidth falls, as both do. Links that are slower while the rank computes would not do
-        so: a wait for one level would be the chance for packets of another.
+        Both steps grow when a bandwidth falls, so their mean grows too. That would not hold if links were slower while
+        the rank computes: a wait for one level would give packets of another level time to flow.
         """
         rates, plain = self.rates, self._plain_layer()
         repeats, num_packets = self.workload.micro_steps * self.layers, self.num_weight_packets + self.layers

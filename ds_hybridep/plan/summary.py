@@ -14,8 +14,8 @@ from ds_hybridep.plan.rivals import Alternative, break_even_tokens
 GIGA = 1e9
 BITS_PER_BYTE = 8
 MS_PER_S = 1e3
-MAX_ROWS = 8  # of plans that lost, in a table
-RECOMMENDED = "recommended"  # name of the set of codecs that a block asks for so
+MAX_ROWS = 8  # rows of a table for plans that lost
+RECOMMENDED = "recommended"  # name of a set of codecs; a block asks for the set by this name
 
 
 def level_settings(level: Level) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def level_settings(level: Level) -> dict[str, Any]:
 
 
 def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
-    """What to paste into ds_config.json: the "hybridep" block, and what else the plan needs there."""
+    """Settings to paste into ds_config.json: the "hybridep" block, and other settings that the plan needs there."""
     layout, levels = plan.best.layout, []
     for level, domain_size, codecs in zip(question.cluster.levels, layout.domain_sizes, layout.codecs, strict=True):
         entry = level_settings(level)
@@ -86,7 +86,7 @@ def verdict(question: Question, plan: Plan) -> list[str]:
 
 
 def _encoded_over(plan: Plan) -> str:
-    """Where the best plan encodes."""
+    """Words for the levels over which the best plan encodes."""
     pairs = zip(plan.cluster.levels, plan.best.layout.codecs, strict=True)
     names = [level.name for level, codecs in pairs if codecs_label(codecs) != EXACT]
     return f", encoded over {' and '.join(names)}" if names else ""
@@ -180,7 +180,7 @@ def _describe_question(question: Question) -> str:
 def _plan_table(plan: Plan) -> str:
     header = ("", "plan", "s/step", f"GB/step, {plan.cluster.levels[0].name} uplink", "GB/GPU", "")
     shown = plan.others[:MAX_ROWS]
-    # Data parallel over the slow link is always shown: most jobs run so.
+    # Data parallelism over the slow link is always shown, because most jobs use it.
     inside = next((one for one in (plan.best, *plan.others) if one.layout.spans[0] == 1), None)
     if inside is not None and inside not in (plan.best, *shown):
         shown = (*shown, inside)
@@ -221,7 +221,7 @@ def _break_even(question: Question) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """The rows as lines, cells of the columns `left` to the left and the others, numbers, to the right."""
+    """Format rows as lines; columns in `left` are aligned left, the others, which hold numbers, are aligned right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

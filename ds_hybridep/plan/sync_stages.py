@@ -2,15 +2,15 @@
 """Sums of gradients and gathers of parameters that several ranks hold: bytes and seconds of coding, level by level.
 
 These are dense parameters, which all ranks hold, and experts that several expert-parallel groups hold.  Under ZeRO 1
-and 2 a sum goes to the rank that owns the slot, and after the optimizer its new parameters go to all; without ZeRO the
-sum itself goes to all.
+and 2, a sum goes to the rank that owns the slot; after the optimizer, this rank sends the new parameters to all.
+Without ZeRO, the sum itself goes to all.
 
     ZeRO    in every micro-step         once in an optimizer step
     0                                   sums, inner levels first; gather of the sums, outer levels first
     1                                   sums; gather of parameters
     2       sums at the fastest level   sums at the others; gather of parameters
 
-A fastest level with a gradient codec is crossed once under ZeRO 2 too.  Source: sync/dense.py.
+If the fastest level has a gradient codec, sums cross it only once under ZeRO 2, too.  Source: sync/dense.py.
 """
 
 import math
@@ -25,16 +25,16 @@ from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout, Rates, SyncMode
 from ds_hybridep.plan.slots import Shape, Slot, num_elements, shares_of
 from ds_hybridep.plan.workload import Workload
 
-NARROW_BYTES = 2  # of parameters that travel as patches wherever a level encodes them
+NARROW_BYTES = 2  # parameters of this size travel as patches over every level that encodes them
 
 
 @dataclass(frozen=True)
 class SyncStage:
-    """One level of a sum or of a gather, as every rank of the group has it.
+    """One level of a sum or of a gather, the same on every rank of the group.
 
-    rank_bytes: that a rank sends, on average; encode_s, decode_s: before and after.
-    times: in an optimizer step.
-    follows_optimizer: parameters; what else leaves then shares their delay.
+    rank_bytes: bytes that a rank sends on average.  encode_s, decode_s: seconds before and after that.
+    times: number of times in an optimizer step.
+    follows_optimizer: True for gathers of parameters; other data that leaves at that time shares their delay.
     """
 
     level: int
@@ -47,9 +47,9 @@ class SyncStage:
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters that several ranks hold: positions of their group at each level, and codecs of each level.
+    """Parameters that several ranks hold.
 
-    tensors: in the order of the model.
+    spans: positions of their group, by level.  tensors: in the model's order.  weights, gradients: codecs, by level.
     """
 
     spans: tuple[int, ...]
@@ -82,7 +82,7 @@ def dense_parameters(cluster: Cluster, layout: Layout, workload: Workload) -> He
 
 
 def shared_experts(cluster: Cluster, layout: Layout, workload: Workload) -> Held:
-    """The experts of one rank, which ranks of other expert-parallel groups hold too."""
+    """The experts of one rank, which ranks of other expert-parallel groups also hold."""
     spans = tuple(size // span for size, span in zip(cluster.sizes, layout.spans, strict=True))
     codecs = layout.codecs
     return Held(
@@ -95,7 +95,7 @@ def shared_experts(cluster: Cluster, layout: Layout, workload: Workload) -> Held
 
 @lru_cache(maxsize=4096)
 def sync_stages(held: Held, workload: Workload) -> tuple[SyncStage, ...]:
-    """All stages of an optimizer step, in the order in which they run; none where nothing is shared."""
+    """All stages of an optimizer step, in the order in which they run; empty if no ranks share parameters."""
     if not held.levels or not held.tensors:
         return ()
     return (*_sum_stages(held, workload), *_gather_stages(held, workload))
@@ -119,7 +119,7 @@ def _sum_stages(held: Held, workload: Workload) -> list[SyncStage]:
 
 
 def _gather_stages(held: Held, workload: Workload) -> list[SyncStage]:
-    """Own slots leave encoded over the levels that encode; what came encoded over slower levels goes on so."""
+    """Own slots leave encoded over levels that encode; slots that came encoded over slower levels stay encoded."""
     is_partitioned = workload.zero_stage >= 1
     shares = shares_of(held.tensors, held.group_size, workload.zero_stage)
     slots = shares.parameters if is_partitioned else shares.gradients
@@ -129,7 +129,7 @@ def _gather_stages(held: Held, workload: Workload) -> list[SyncStage]:
     for level in held.levels:
         num_encoded, num_whole = 0, 0
         for origin in (one for one in held.levels if one <= level):
-            # Slots that a rank has by then from over `origin`, or its own.
+            # Number of slots that came over `origin` before `level`; its own slot if both are the same level.
             count = 1
             if origin < level:
                 count = (held.spans[origin] - 1) * math.prod(held.spans[origin + 1 : level])
@@ -147,14 +147,14 @@ def _gather_stages(held: Held, workload: Workload) -> list[SyncStage]:
             )
         )
     if encoding_levels:
-        # The sum that a rank gives to others it takes from the same packet.
+        # A rank decodes its own packet too, so that it has the same sum as the others.
         own_s = 0.0 if is_partitioned else whole / codec.decode_bytes_per_s
         stages[0] = replace(stages[0], encode_s=whole / codec.encode_bytes_per_s + own_s)
     return stages
 
 
 def gather_codec(held: Held, workload: Workload) -> tuple[CodecCost, tuple[int, ...]]:
-    """The one codec of a gather, and the levels over which it is used."""
+    """The one codec of a gather, and the levels that use it."""
     if workload.zero_stage == 0:
         codecs, wanted = held.gradients, [level for level in held.levels if held.gradients[level] != IDENTITY]
     elif workload.param_bytes == NARROW_BYTES:
@@ -175,27 +175,27 @@ def mean_bytes(codec: CodecCost, slots: Sequence[Slot], workload: Workload) -> f
 
 
 def sync_residual_bytes(held: Held, workload: Workload) -> float:
-    """What codecs keep of gradients on a rank: residuals, and new ones until the step is applied."""
+    """Bytes that codecs of gradients keep on a rank: residuals, and new residuals until the step is applied."""
     return 2 * _residual_bytes(held, workload)
 
 
 def sync_host_traffic_s(held: Held, workload: Workload, rates: Rates) -> float:
-    """Seconds in which residuals pass between host and device where they are kept there: read, and written."""
+    """Seconds to move residuals from the host to the device and back, if the host keeps them."""
     return 2 * _residual_bytes(held, workload) / rates.host_bytes_per_s
 
 
 def before_step_bytes(held: Held, workload: Workload) -> float:
-    """Bytes of the copy of own parameters that is kept from before the optimizer step until the gather after it."""
+    """Bytes of a copy of own parameters, which lives from before the optimizer step until the gather after it."""
     is_kept = workload.zero_stage >= 1 and held.levels and gather_codec(held, workload)[1]
     return _slot_bytes(held, workload) if is_kept else 0.0
 
 
 def _residual_bytes(held: Held, workload: Workload) -> float:
-    """They have the parameters' type."""
+    """Bytes of the residuals on a rank, which have the parameters' type."""
     encoding_levels = [level for level in held.levels if held.gradients[level] != IDENTITY]
     residuals = sum(held.messages_over(level) for level in encoding_levels)
     if encoding_levels and workload.zero_stage == 0:
-        residuals += 1  # of the own slot's sum
+        residuals += 1  # for the sum of the own slot
     return _slot_bytes(held, workload) * residuals
 
 
@@ -208,8 +208,8 @@ def ring_bytes(
 ) -> tuple[float, ...]:
     """Bytes over one uplink of each level when DeepSpeed's groups that span `spans` reduce or gather `num_bytes`.
 
-    A ring of g ranks sends (g - 1) / g of the bytes for each pass over one edge that leaves each child, and as many
-    rings leave a child as it has groups.
+    In each pass, a ring of g ranks sends (g - 1) / g of the bytes over the one edge by which it leaves a child.
+    As many rings leave a child as there are groups in it.
     """
     group_size = math.prod(spans)
     result = []

@@ -19,14 +19,14 @@ TokenExchange = Literal["direct", "hierarchical"]
 class Stage:
     """One exchange of rows, as one rank sees it.
 
-    level: cluster level whose domains it joins; None where it joins all domains at once.
-    expert_to_destination: [num_experts] index into `ranks`, with this rank at `self_index`, for rows of that expert.
+    level: cluster level whose domains it joins; None if it joins all domains at once.
+    expert_to_destination: [num_experts] index into `ranks` for rows of that expert; this rank is at `self_index`.
 
     Rank 0 of 2 DCs x 2 GPUs, one expert each:
 
         stage  level  ranks   expert_to_destination
         0      0      (0, 2)  (0, 0, 1, 1)    experts 2, 3 live in the other DC: one row there for both
-        1      1      (0, 1)  (0, 1, 0, 1)    what is still here needs expert 0 or 1
+        1      1      (0, 1)  (0, 1, 0, 1)    rows that are still here need expert 0 or 1
     """
 
     level: int | None
@@ -39,7 +39,7 @@ def build_route(partition: Partition, rank: int, num_experts: int, exchange: Tok
     """Stages that bring a row of `rank` to its peer in the domain of every expert that the row needs.
 
     Direct: one stage to the peers in all domains. Hierarchical: one for each level with several domains, slowest
-    first, between which the caller drops the experts of a row that went elsewhere. With one domain there is no stage.
+    first; between stages, the caller drops experts for which a row went elsewhere. With one domain there is no stage.
     """
     experts_per_rank = partition.experts_per_rank(num_experts)
     rank_domain = partition.domain_of(rank)
@@ -67,11 +67,11 @@ def expected_rows(
 ) -> tuple[float, ...]:
     """Rows that one rank sends over each level in one dispatch, on average if tokens pick `top_k` experts evenly.
 
-    Direct, with n_l domains at level l and n in all: a peer's first level that differs is l for
-    (n_l - 1) n_(l+1) n_(l+2) ... peers, each of which a token visits with the chance that it needs one of E / n
-    experts. Hierarchical: when a row leaves for level l it has visited n_0 ... n_(l-1) coordinates, and as every
-    rank receives what it sends by symmetry, T n_0 ... n_(l-1) tokens are asked for each of n_l - 1 destinations,
-    with the chance that they need one of E / (n_0 ... n_l) experts.
+    There are T tokens, E experts, n_l domains at level l and n in all. Direct: (n_l - 1) n_(l+1) n_(l+2) ... peers
+    differ first at level l. A token visits each with the chance that it needs one of E / n experts. Hierarchical: rows
+    have visited n_0 ... n_(l-1) coordinates before level l, and by symmetry every rank receives as many as it sends.
+    So T n_0 ... n_(l-1) tokens may go to each of n_l - 1 destinations. A token goes there with the chance that it
+    needs one of E / (n_0 ... n_l) experts.
     """
     num_domains = math.prod(domain_counts)
     rows = []
@@ -89,7 +89,7 @@ def expected_rows(
 def choose_exchange(
     partition: Partition, cluster: Cluster, num_experts: int, top_k: int, row_bytes: float, num_tokens: int
 ) -> TokenExchange:
-    """The exchange with fewer seconds for one dispatch of rows of `row_bytes`; direct where both take the same."""
+    """The exchange with fewer seconds for one dispatch of rows of `row_bytes`; direct if both are equally fast."""
     if cluster.sizes != partition.cluster.sizes:
         raise PlanError(f"the partition was made for the levels {partition.cluster}, but the links are of {cluster}")
     seconds = {}
@@ -110,11 +110,11 @@ def _dispatch_s(cluster: Cluster, rank_bytes: list[float], exchange: TokenExchan
 
 def _chance_needed(num_wanted: int, num_experts: int, top_k: int) -> float:
     """Chance that a token's `top_k` of `num_experts` experts contain at least one of `num_wanted` given ones."""
-    # Subtracting whole numbers first keeps all digits where the chance is small.
+    # Subtracting whole numbers first keeps all digits of a small chance.
     num_choices = math.comb(num_experts, top_k)
     return (num_choices - math.comb(num_experts - num_wanted, top_k)) / num_choices
 
 
 def _per_expert(per_group_rank: list[int], experts_per_rank: int) -> tuple[int, ...]:
-    """[num_experts] the value of each expert's owner, given [G] values in group order."""
+    """[num_experts] value of each expert's owner, from [G] values in group order."""
     return tuple(value for value in per_group_rank for _ in range(experts_per_rank))

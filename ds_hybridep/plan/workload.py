@@ -11,20 +11,20 @@ DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "fl
 MASTER_BYTES = 4  # the gate's weights, gradient sums, and ZeRO's copy of a 2-byte parameter are fp32
 ADAM_BYTES = 8  # two fp32 moments for each trained parameter
 INDEX_BYTES = 4  # an expert id beside a row
-COUNT_BYTES = 16  # the header of a first message, one for each destination of an exchange
+COUNT_BYTES = 16  # header of the first message to each destination of an exchange
 MIN_CAPACITY = 4  # deepspeed.moe.layer.MoE's default
 
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """Elements that one token has in the tensors of a layer, by which activations are estimated.
+    """Elements that one token has in the tensors of a layer; the estimate of activations needs them.
 
-    num_layers: with those that have no routed experts.
-    query, key, value, attention_out: of attention, over all heads; heads share keys and values where they do.
-    num_heads: of queries.
-    attention_norms: of what is normalised inside attention.
-    expert_ffn, shared_ffn, dense_ffn: inner width of an expert, of all shared ones, of a layer without experts.
-    vocabulary: logits; 0: no head.
+    num_layers: number of layers, including layers without routed experts.
+    query, key, value, attention_out: elements in attention, over all heads; shared keys and values count once.
+    num_heads: number of query heads.
+    attention_norms: elements that norms inside attention see.
+    expert_ffn, shared_ffn, dense_ffn: inner width of an expert, of all shared experts, of a layer without experts.
+    vocabulary: number of logits; 0: the model has no head.
     """
 
     num_layers: int
@@ -44,13 +44,13 @@ class Widths:
 class MoEModel:
     """Sizes of a model.
 
-    expert_params: of one routed expert.
-    dense_params: of all else on every rank: attention, norms, routers, shared experts, dense layers, embeddings.
-    active_dense_params: those of them that every token is multiplied with (not a table that is looked up).
-    attention_width: heads x head size, summed over layers; what attention scores cost on top of the projections.
-    expert_shapes, dense_shapes: of the tensors that these parameters are, in the model's order; empty: one vector.
-    stacks_experts: the same tensor of all experts of a rank is one parameter.
-    known_widths: None: `widths` are guessed from the rest.
+    expert_params: parameters of one routed expert.
+    dense_params: all others, on every rank: attention, norms, routers, shared experts, dense layers, embeddings.
+    active_dense_params: dense parameters by which every token is multiplied (a table for look-ups does not count).
+    attention_width: heads x head size, summed over layers; attention scores cost FLOPs in proportion to it.
+    expert_shapes, dense_shapes: shapes of the tensors of these parameters, in the model's order; empty: one vector.
+    stacks_experts: True if one parameter holds the same tensor of all experts of a rank.
+    known_widths: None: `widths` guesses them from the other fields.
     """
 
     name: str
@@ -80,7 +80,7 @@ class MoEModel:
 
     @property
     def widths(self) -> Widths:
-        """Those that are known; else attention as wide as it computes, experts of three matrices and no head."""
+        """The known widths; else a guess: `attention_width` for each layer, experts of three matrices, and no head."""
         width = self.attention_width // self.num_moe_layers or self.hidden
         return self.known_widths or Widths(
             num_layers=self.num_moe_layers,
@@ -102,15 +102,15 @@ class MoEModel:
 class Workload:
     """One training step of a model, as one rank sees it.
 
-    tokens_per_rank, seq_len: of a micro-step and of a sequence; 0 leaves attention scores out of the FLOPs.
-    param_bytes: of a parameter, of its gradient and of a number in a token row.
-    is_checkpointed: activations are recomputed in the backward, with the layers' exchanges.
-    capacity_factor: of DeepSpeed's gate; its all-to-alls are padded to it.
-    row_scale: measured rows over what even routing would send, such as 0.9 where tokens like experts close by.
-    trainable_expert_params: of each expert; None: all. Adapters train few, and only those travel.
-    trainable_expert_shapes, trainable_dense_shapes: of the tensors that these are; empty: one vector.
-    learning_rate: of AdamW, by which patches of 16-bit weights are larger or smaller.
-    has_fused_loss: the loss is computed in pieces, so that logits of all tokens are never in memory.
+    tokens_per_rank: tokens of a micro-step.  seq_len: tokens of a sequence; 0: FLOPs leave out attention scores.
+    param_bytes: bytes of a parameter, of its gradient, and of an element of a token row.
+    is_checkpointed: the backward recomputes activations and repeats the layers' exchanges.
+    capacity_factor: capacity factor of DeepSpeed's gate, which pads its all-to-alls to the capacity.
+    row_scale: measured rows over the rows of even routing, such as 0.9 if tokens prefer experts close by.
+    trainable_expert_params: trained parameters of each expert; None: all. Adapters train few, and only those travel.
+    trainable_expert_shapes, trainable_dense_shapes: shapes of the trained tensors; empty: one vector.
+    learning_rate: learning rate of AdamW, on which the size of patches of 16-bit weights depends.
+    has_fused_loss: the loss is computed in pieces, so the logits of all tokens are never in memory together.
     """
 
     model: MoEModel
@@ -144,7 +144,7 @@ class Workload:
 
     @property
     def expert_travel_params(self) -> int:
-        """Parameters of one expert that are shipped after each step, and whose gradients return."""
+        """Number of parameters of one expert that travel after each step, and whose gradients return."""
         return self.model.expert_params if self.trainable_expert_params is None else self.trainable_expert_params
 
     @property
@@ -154,7 +154,7 @@ class Workload:
 
     @property
     def dense_train_params(self) -> int:
-        """Dense parameters whose gradients are summed over all ranks."""
+        """Number of dense parameters whose gradients are summed over all ranks."""
         return self.model.dense_params if self.trainable_dense_params is None else self.trainable_dense_params
 
     @property
@@ -165,12 +165,12 @@ class Workload:
 
     @property
     def dense_tensors(self) -> tuple[Shape, ...]:
-        """Those that are trained, in the model's order."""
+        """Shapes of the dense tensors that are trained, in the model's order."""
         shapes = self.trainable_dense_shapes if self.trainable_dense_params is not None else self.model.dense_shapes
         return shapes or _one_vector(self.dense_train_params)
 
     def owned_tensors(self, num_owned: int) -> tuple[Shape, ...]:
-        """Trained tensors of so many experts of each layer, in the model's order."""
+        """Shapes of the trained tensors of `num_owned` experts in each layer, in the model's order."""
         if self.model.stacks_experts:
             of_layer = tuple((num_owned, *shape) for shape in self.expert_tensors)
         else:
@@ -179,7 +179,7 @@ class Workload:
 
     @property
     def row_bytes(self) -> int:
-        """The hidden state, or its gradient."""
+        """Bytes of a hidden state or of its gradient."""
         return self.model.hidden * self.param_bytes
 
     @property
@@ -201,15 +201,15 @@ class Workload:
 
     @property
     def pre_expert_flops(self) -> float:
-        """Forward FLOPs of all but the routed experts, for one MoE layer; what lies elsewhere is spread evenly."""
-        # Causal attention scores and their use: 2 x seq_len x width.
+        """Forward FLOPs of all but the routed experts, divided evenly among the MoE layers."""
+        # Causal attention scores and their products with values take 2 x seq_len x width FLOPs.
         # Source: paper (1), (2), with PE = (m+1) attention + m FFN.
         per_token = 2.0 * self.model.active_dense_params + 2.0 * self.seq_len * self.model.attention_width
         return self.tokens_per_rank * per_token / self.model.num_moe_layers
 
     @property
     def expert_rows(self) -> int:
-        """(token, expert) pairs of one rank and layer: rows that experts compute for it."""
+        """Number of (token, expert) pairs of one rank and layer, which are the rows that experts compute for it."""
         return self.tokens_per_rank * self.model.top_k
 
     @property

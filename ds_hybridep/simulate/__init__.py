@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step, event by event: pure Python, without torch."""
+"""Simulation of a training step, event by event, without torch."""

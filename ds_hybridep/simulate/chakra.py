@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execution traces in MLCommons' Chakra format: a simulated step as a graph for each rank that other simulators read.
+"""Execution traces in MLCommons' Chakra format: for each rank, a graph of a simulated step for other simulators.
 
-A file is a sequence of protobuf messages, each behind its length: one GlobalMetadata, then a Node for each task.
+A file is a sequence of protobuf messages, each preceded by its length: one GlobalMetadata, then a Node for each task.
 
     COMP_NODE          computation, with its seconds
     COMM_COLL_NODE     an operation: its kind, the bytes that this rank sends, and the name of its group of ranks
 
-A node depends on what must be over before it begins: on the task before it, on operations that are waited for, and on
-the operation before it in its channel. The few fields that are used are written and read here, without the protobuf
-library.
+A node depends on what must end before it begins: the task before it, operations that its rank waits for, the operation
+before it in its channel, and the operation that it must follow. This module writes and reads the few fields in use
+without the protobuf library.
 
-Source: github.com/mlcommons/chakra, schema/protobuf/et_def.proto, whose field numbers these are.
+Source of the field numbers: github.com/mlcommons/chakra, schema/protobuf/et_def.proto.
 """
 
 import json
@@ -40,7 +40,7 @@ SECONDS = "seconds"  # our attribute: duration_micros has whole microseconds onl
 MICRO = 1e6
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-# Field numbers: of Node, and of the values in AttributeProto that are used.
+# Field numbers of Node, and of the value types of AttributeProto that this module uses.
 ID, NAME, TYPE, DATA_DEPS, START, DURATION, ATTRIBUTE = 1, 2, 3, 5, 6, 7, 10
 DOUBLE_VALUE, INT64_VALUE, BOOL_VALUE, STRING_VALUE = 3, 9, 27, 29
 
@@ -65,7 +65,7 @@ class Node:
 
     @property
     def seconds(self) -> float:
-        """Exact where this program wrote it, else in whole microseconds."""
+        """Duration: exact if this program wrote the node, else in whole microseconds."""
         return float(self.attributes.get(SECONDS, self.duration_micros / MICRO))
 
 
@@ -73,7 +73,7 @@ class Node:
 
 
 def nodes_of(step: SimulatedStep, rank: int) -> list[Node]:
-    """The tasks of a traced rank, in the order in which it began or posted them."""
+    """Nodes for the tasks of a traced rank, in the order in which it began or posted them."""
     number = int(step.class_of[rank])
     spans = _Spans(step.spans[rank])
     nodes: list[Node] = []
@@ -102,7 +102,7 @@ def nodes_of(step: SimulatedStep, rank: int) -> list[Node]:
 
 
 class _Spans:
-    """Spans of one rank, stream by stream in order."""
+    """Spans of one rank; `take` gives the spans of a stream in order of time."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._streams: dict[str, deque[Span]] = {}
@@ -129,7 +129,7 @@ def _node(node_id: int, node_type: int, span: Span, before: Sequence[int], about
 def _about(operation: Operation, number: int) -> dict[str, Value]:
     kind = KINDS[operation.channel.split()[0]]
     if kind == ALL_REDUCE and operation.pattern != "ring":
-        kind = ALL_TO_ALL  # level by level blocks are traded
+        kind = ALL_TO_ALL  # without rings, ranks trade blocks at each level
     return {
         "is_cpu_op": False,
         "comm_type": kind,
@@ -139,7 +139,7 @@ def _about(operation: Operation, number: int) -> dict[str, Value]:
 
 
 def groups_of(scenario: Scenario, step: SimulatedStep, rank: int) -> dict[str, list[int]]:
-    """Ranks of each group that a rank's operations name."""
+    """Ranks of each group that the operations of a rank name."""
     ranks = Ranks.of(scenario.cluster, scenario.layout)
     patterns = ranks.patterns(with_sums=True, gathers_by_level=False)
     used = dict.fromkeys(operation.pattern for operation in step.schedule.operations)
@@ -153,9 +153,9 @@ def groups_of(scenario: Scenario, step: SimulatedStep, rank: int) -> dict[str, l
 
 
 def export(scenario: Scenario, step: SimulatedStep, folder: Path) -> list[Path]:
-    """Files NAME.RANK.et of all traced ranks, and groups.json: rank -> name -> ranks of the group.
+    """Write files step.RANK.et of all traced ranks, and groups.json: rank -> name -> ranks of the group.
 
-    Raises ConfigError where the folder cannot be written.
+    Raises ConfigError if the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def export(scenario: Scenario, step: SimulatedStep, folder: Path) -> list[Path]:
 
 
 def measured_seconds(path: Path) -> dict[str, float]:
-    """Seconds of computation by name, averaged over the nodes of a name.  Raises ConfigError for other files."""
+    """Mean seconds of computation for each node name in a trace.  Raises ConfigError if the file is no trace."""
     try:
         nodes = decode(path.read_bytes())
     except OSError as error:
@@ -189,13 +189,13 @@ def measured_seconds(path: Path) -> dict[str, float]:
 
 
 def encode(nodes: Sequence[Node]) -> bytes:
-    """The file of these nodes."""
+    """Content of a file with these nodes."""
     messages = [_text(1, SCHEMA_VERSION), *(_encode_node(node) for node in nodes)]
     return b"".join(_varint(len(message)) + message for message in messages)
 
 
 def decode(content: bytes) -> list[Node]:
-    """Nodes of a file; fields that are not used here are passed over.  Raises ValueError for other files."""
+    """Nodes of a file; other fields are skipped.  Raises ValueError, IndexError or struct.error for other files."""
     nodes, position, is_first = [], 0, True
     while position < len(content):
         length, position = _read_varint(content, position)
@@ -242,7 +242,7 @@ def _decode_node(message: bytes) -> Node:
 
 
 def _decode_attribute(message: bytes) -> dict[str, Value]:
-    """The attribute by name; empty for types of values that are not used here."""
+    """The attribute as {name: value}; empty if this module does not use the type of its value."""
     name, found = "", None
     for number, value in _fields(message):
         if number == 1 and isinstance(value, bytes):
@@ -299,7 +299,7 @@ def _block(number: int, content: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits to a byte, lowest first."""
+    """Encode `value` with seven bits in each byte, the lowest bits first."""
     assert value >= 0, value
     result = bytearray()
     while value > 0x7F:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks of a cluster are so alike that one can stand for all of them.
+"""Classes of ranks that are so alike that one rank can stand for all of its class.
 
-Ranks are merged by the coarsest *equitable partition*: two ranks of one class have equal attributes, and as many peers
-of every class in every pattern of communication and at every distance; two uplinks of one class have as many ranks of
-every class below them. Fair shares are unique, so flows between the same two classes get the same rate, and the merged
-simulation is the full one, not an approximation of it. Identical datacentres become one class, whatever their number.
+The classes are the coarsest *equitable partition*. Two ranks of one class have equal attributes; in every pattern of
+communication, they have equally many peers of every class at every distance. Two uplinks of one class have equally
+many ranks of every class below them. Fair shares are unique, so flows between the same two classes get the same rate,
+and the merged simulation is exact. Identical datacentres become one class, no matter how many there are.
 
 Source: colour refinement (Weisfeiler and Leman), on ranks and the nodes of the tree above them.
 """
@@ -27,15 +27,15 @@ def nodes_at(cluster: Cluster, depth: int) -> Ints:
 
 @dataclass(frozen=True)
 class RankClasses:
-    """Classes of ranks, and of the children whose uplinks they share.
+    """C classes of ranks, and classes of the children whose uplinks they share.
 
-    class_of: [num_ranks] class of each rank; C classes.
-    examples: [C] a rank of each.
-    sizes: [C] ranks of each.
+    class_of: [num_ranks] class of each rank.
+    examples: [C] one rank of each class.
+    sizes: [C] number of ranks in each class.
     child_class_of: per level, [children there] class of each child.
     child_of: per level, [C] class of the child above a rank of each class.
-    ranks_below: per level, [child classes, C] ranks of each class below one child.
-    peers: per pattern and level, [C, C] peers of each class that a rank of a class has at that distance.
+    ranks_below: per level, [child classes, C] number of ranks of each class below one child.
+    peers: per pattern and level, [C, C] number of peers of each class (column) at that distance from a rank (row).
     """
 
     class_of: Ints
@@ -48,7 +48,7 @@ class RankClasses:
 
     @property
     def num_classes(self) -> int:
-        """C."""
+        """Number C of classes."""
         return len(self.sizes)
 
 
@@ -60,19 +60,19 @@ def merge_ranks(
     is_reduced: bool = True,
     max_classes: int | None = None,
 ) -> RankClasses | None:
-    """The coarsest equitable partition; None where it has more than `max_classes`.
+    """The coarsest equitable partition; None if it has more than `max_classes` classes.
 
     Args:
         cluster: the tree of ranks.
         patterns: by name, [num_ranks] a number for each rank: all ranks with the same number talk to each other.
         attributes: [num_ranks] each; ranks of one class agree in all of them.
-        is_reduced: False leaves every rank a class of its own: the full simulation.
-        max_classes: to be had; None: not limited.
+        is_reduced: False: every rank is a class of its own, for the full simulation.
+        max_classes: largest number of classes; None: not limited.
     """
     depths = range(len(cluster.sizes) + 1)
     nodes = [nodes_at(cluster, depth) for depth in depths]
     everywhere = np.zeros(cluster.num_ranks, dtype=np.int64)
-    # Ranks of one pattern's group below one node; the whole cluster counts as a pattern, for the uplinks.
+    # A cell is the ranks of one pattern's group below one node.  The whole cluster is a pattern too, for the uplinks.
     cells = {
         name: [_ids(np.stack([group, nodes[depth]], axis=1)) for depth in depths]
         for name, group in {**patterns, "": everywhere}.items()
@@ -120,14 +120,14 @@ def _describe(cluster: Cluster, class_of: Ints, cells: Mapping[str, Sequence[Int
 
 
 def _ids(rows: NDArray[np.generic]) -> Ints:
-    """[R] numbers of the distinct rows, 0, 1, 2 ..."""
+    """[R] number of each row, 0, 1, 2 ...; equal rows have equal numbers."""
     _, inverse = np.unique(rows, axis=0, return_inverse=True)
     result: Ints = inverse.reshape(-1).astype(np.int64)
     return result
 
 
 def _histograms(cell_of: Ints, class_of: Ints) -> Ints:
-    """[cells, classes] ranks of each class in each cell."""
+    """[cells, classes] number of ranks of each class in each cell."""
     num_cells, num_classes = int(cell_of.max()) + 1, int(class_of.max()) + 1
     counts: Ints = np.bincount(cell_of * num_classes + class_of, minlength=num_cells * num_classes)
     result: Ints = counts.reshape(num_cells, num_classes)

@@ -35,7 +35,7 @@ RIVALS = FLAT, DEDUPLICATED, INSIDE, INSIDE_EXACT
 
 @dataclass(frozen=True)
 class SimulatedPlan:
-    """A plan and its simulated step; lacking_bytes: of memory."""
+    """A plan and its simulated step; lacking_bytes: memory that it lacks."""
 
     name: str
     layout: Layout
@@ -45,7 +45,7 @@ class SimulatedPlan:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What is not as the levels and the workload say; zipf: expert number n is chosen as often as 1 / n^zipf."""
+    """Differences from levels and workload; zipf: expert n = 1, 2 ... gets rows in proportion to 1 / n^zipf."""
 
     deviations: tuple[Deviation, ...] = ()
     assumptions: Assumptions = Assumptions()
@@ -70,7 +70,7 @@ class Conditions:
 
 
 def layouts_of(question: Question, domains: Sequence[tuple[int, ...]]) -> list[tuple[str, Layout, float]]:
-    """(name, layout, bytes of memory lacking): the planner's best, the ways to compare with, and `domains`."""
+    """(name, layout, bytes of memory lacking) of the planner's best, of the ways to compare with, and of `domains`."""
     plan = make_plan(question)
     layouts = [(f"best plan, {plan.best.label}", plan.best.layout, plan.best.lacking_bytes)]
     names = iter(RIVALS)
@@ -91,7 +91,7 @@ def simulate_all(
     layouts: Sequence[tuple[str, Layout, float]],
     traced_ranks: Sequence[int] = (),
 ) -> list[SimulatedPlan]:
-    """Every layout; only of the first one ranks are traced."""
+    """Simulate every layout; only the first simulation traces ranks."""
     results = []
     for number, (name, layout, lacking) in enumerate(layouts):
         bar = progress_bar(f"{number + 1}/{len(layouts)} {name}")
@@ -105,7 +105,7 @@ def simulate_all(
 
 
 def progress_bar(name: str) -> Callable[[float], None] | None:
-    """A bar on the terminal; None where there is none."""
+    """A function that shows progress as a bar; None if stderr is no terminal."""
     if not sys.stderr.isatty():
         return None
 
@@ -124,9 +124,9 @@ def sweep(
     numbers_of_dcs: Sequence[int],
     bandwidths: Sequence[float],
 ) -> list[dict[str, Any]]:
-    """The planner's best and the ways to compare with, at every number of DCs and bandwidth of level 0.
+    """Simulate the layouts of `layouts_of` at every number of DCs and every bandwidth of level 0.
 
-    Shows its progress where stderr is a terminal.
+    Shows progress if stderr is a terminal.
     """
     points = []
     given = question.cluster.levels[0].link.bandwidth_bytes_per_s
@@ -141,7 +141,7 @@ def sweep(
 
 
 def with_dcs(question: Question, num_dcs: int) -> Question:
-    """The question for another number of DCs, with as many experts on each GPU.  Raises ConfigError where none is."""
+    """The question for another number of DCs, with as many experts on each GPU.  Raises ConfigError if none exists."""
     if num_dcs < 1:
         raise ConfigError(f"--sweep-dcs: got {num_dcs}, wanted at least 1")
     cluster, model = question.cluster, question.workload.model
@@ -179,12 +179,12 @@ def table(question: Question, results: Sequence[SimulatedPlan]) -> str:
 
 
 def is_wait(term: str) -> bool:
-    """True for a term that is spent on the network."""
+    """True for a term of time that the network takes."""
     return term in ("tokens_s", "expert_weights_s", "expert_gradients_s", "dense_sync_s", "expert_sync_s")
 
 
 def answer_json(cluster: Cluster, results: Sequence[SimulatedPlan]) -> dict[str, Any]:
-    """All that was found, as JSON values."""
+    """All results as JSON values."""
     return {
         "plans": [
             {
@@ -215,7 +215,7 @@ def speed_ups(point: dict[str, Any]) -> dict[str, float]:
 
 
 def sweep_table(points: Sequence[dict[str, Any]]) -> str:
-    """Speed-ups at every point."""
+    """Table of the speed-ups at every point."""
     lines = [f"{'Gbit/s':>8} {'DCs':>6} {'best plan':32} {'s/step':>10}  speed-up over {'; '.join(RIVALS)}"]
     for point in points:
         bandwidth = point["bandwidth_bytes_per_s"]
@@ -252,7 +252,7 @@ def _stream_order(span: Span) -> tuple[bool, str]:
 
 
 def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Speed-up of the best plan against the number of DCs, a curve for each bandwidth.
+    """Plot speed-ups of the best plan over the number of DCs, with a curve for each bandwidth.
 
     Raises ConfigError without matplotlib.
     """

@@ -7,9 +7,9 @@ An *actor* (a rank, or a class of ranks that are alike) runs a list of instructi
     Post   hand an operation to its channel and go on
     Wait   until an operation has arrived
 
-A channel takes an actor's operations in the order in which they were posted. An operation consists of *flows*; a flow
-starts when all of its members have reached the operation, drains at the rate that its links leave it, and arrives a
-latency later. Rates change whenever a flow begins or ends.
+A channel takes an actor's operations in the order of their posts. An operation consists of *flows*. A flow starts when
+all of its members have reached the operation, drains at the rate that its links give it, and arrives one latency
+later. Rates change whenever a flow begins or ends.
 """
 
 import heapq
@@ -23,21 +23,21 @@ import numpy as np
 
 from ds_hybridep.simulate.flows import NO_LIMIT, Bools, Floats, Flows, Ints, LinkShares
 
-DONE_SHARE = 1e-9  # of a flow's bytes: less is rounding
-SAME_TIME = 1e-12  # of the clock: less is rounding
+DONE_SHARE = 1e-9  # a smaller share of a flow's bytes is rounding
+SAME_TIME = 1e-12  # a smaller share of the clock's time is rounding
 
 
 @dataclass(frozen=True)
 class Operation:
     """One communication operation of all actors.
 
-    label: for traces.
+    label: name in traces.
     channel: operations of one channel follow each other at each actor.
-    flows: of the operation.
+    flows: all flows of the operation.
     after: index of an operation that must have arrived first; None: none.
-    pattern: who talks to whom, by name.
+    pattern: name of the pattern, which says who talks to whom.
     rank_bytes: [num_actors] bytes that each actor sends.
-    levels: that it crosses.
+    levels: levels that the operation crosses.
     """
 
     label: str
@@ -51,7 +51,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Run:
-    """Compute: [num_actors] seconds; `is_computing` slows flows where the host has too few cores for both."""
+    """Compute for [num_actors] seconds; `is_computing` slows flows if the host has too few cores for both."""
 
     term: str
     label: str
@@ -68,7 +68,7 @@ class Post:
 
 @dataclass(frozen=True)
 class Wait:
-    """Until the operation has arrived; the time counts for `term`."""
+    """Wait until the operation has arrived; the time counts for `term`."""
 
     operation: int
     term: str
@@ -79,7 +79,7 @@ Instruction = Run | Post | Wait
 
 @dataclass(frozen=True)
 class Change:
-    """From `time_s` on, a link has another capacity, or what an actor starts takes `slowdown` times as long."""
+    """From `time_s` on, a link has another capacity, or runs that an actor starts take `slowdown` times as long."""
 
     time_s: float
     link: int | None = None
@@ -100,7 +100,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Outcome:
-    """end_s: [num_actors] when each actor was done.  seconds: by term, [num_actors].  spans: by traced actor."""
+    """end_s: [num_actors] time at which each actor ended.  seconds: [num_actors] by term.  spans: by traced actor."""
 
     end_s: Floats
     seconds: dict[str, Floats]
@@ -108,7 +108,7 @@ class Outcome:
 
 
 class _Progress:
-    """How far one operation is."""
+    """Progress of one operation."""
 
     def __init__(self, index: int, operation: Operation, num_actors: int, flows_of: Sequence[Ints]) -> None:
         flows = operation.flows
@@ -123,7 +123,7 @@ class _Progress:
         self.begin_s = np.zeros(num_actors)
         self.is_arrived = np.zeros(num_actors, dtype=bool)
         self.waiting: set[int] = set()
-        self.followers: list[tuple[int, int]] = []  # (actor, operation) that wait for this one's arrival
+        self.followers: list[tuple[int, int]] = []  # (actor, operation) pairs that wait for this operation to arrive
 
 
 class Engine:
@@ -131,14 +131,14 @@ class Engine:
 
     Args:
         capacities: [L] bytes/s of the links.
-        num_actors: that run the program.
+        num_actors: number of actors that run the program.
         program: the instructions.
-        operations: to which the instructions refer by index.
-        slowdowns: [num_actors] seconds of what an actor runs, over those of the program.
-        changes: of links and actors while it runs.
-        busy_share: rate of a flow while one of its members computes, of what it would be.
+        operations: operations to which the instructions refer by index.
+        slowdowns: [num_actors] factors on the seconds of the program; None: 1.
+        changes: changes of links and actors during the run.
+        busy_share: factor on the rate of a flow while one of its members computes.
         traced: actors whose spans are kept.
-        on_progress: called with the share of instructions that is done.
+        on_progress: called with the share of instructions that are done.
     """
 
     def __init__(
@@ -176,13 +176,13 @@ class Engine:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_events = 0
         self._active: list[_Progress] = []  # operations with bytes under way
-        self._rates: list[Floats] = []  # of their flowing flows
+        self._rates: list[Floats] = []  # rates of their flowing flows
         self._is_stale = False
         for change in changes:
             self._at(change.time_s, self._change, change)
 
     def run(self) -> Outcome:
-        """The whole program.  Raises AssertionError where actors wait for each other for ever."""
+        """Run the whole program.  Raises AssertionError if actors wait for operations that never arrive."""
         for actor in range(self._num_actors):
             self._go_on(actor)
         while True:
@@ -257,7 +257,7 @@ class Engine:
             self._reach(actor, index)
 
     def _reach(self, actor: int, index: int) -> None:
-        """An operation is at the head of its channel."""
+        """Begin an operation that is at the head of its channel, unless it must wait for another one."""
         progress = self._of(index)
         after = progress.operation.after
         if after is not None and not self._has_arrived(actor, after):
@@ -277,7 +277,7 @@ class Engine:
             self._is_stale = True
 
     def _leave(self, actor: int, index: int) -> None:
-        """An actor's part of an operation has been sent: the channel is free, and the arrival follows."""
+        """Free the channel after an actor's part of an operation has been sent; the arrival follows later."""
         progress = self._of(index)
         self._at(max(float(progress.arrival_s[actor]), self._now_s), self._arrive, actor, index)
         queue = self._queues[actor, progress.operation.channel]
@@ -304,7 +304,7 @@ class Engine:
     # ---- flows ----
 
     def _share_links(self) -> None:
-        """Rates of all flows under way."""
+        """Compute the rates of all flows under way."""
         self._is_stale = False
         self._active = [progress for progress in self._active if progress.is_flowing.any()]
         active = [(progress.operation.flows, progress.is_flowing) for progress in self._active]
@@ -316,7 +316,7 @@ class Engine:
         earliest_s = math.inf
         for progress, rates in zip(self._active, self._rates, strict=True):
             left = progress.left[progress.is_flowing]
-            # Where nothing flows while ranks compute, rates are 0 until they are done.
+            # If `busy_share` is 0, the rates of flows are 0 while their members compute.
             seconds = np.divide(left, rates, out=np.full(len(left), math.inf), where=rates > 0.0)
             earliest_s = min(earliest_s, float(seconds.min()))
         return self._now_s + earliest_s
@@ -329,9 +329,9 @@ class Engine:
         self._now_s = time_s
 
     def _drain(self) -> None:
-        """Take out the flows that have sent everything; actors without any other leave the operation."""
+        """Remove the flows that have sent everything; actors without other flows leave the operation."""
         self._is_stale = True
-        # What is done is found out first: flows that begin now are in `is_flowing`, but have no rate yet.
+        # First find all finished flows: flows that begin in the next loop are in `is_flowing`, but have no rate yet.
         drained: list[tuple[_Progress, Bools]] = []
         for progress, rates in zip(self._active, self._rates, strict=True):
             is_done = progress.is_flowing.copy()

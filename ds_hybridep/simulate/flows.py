@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flows over shared links: who sends how much over which, and at what rate.
+"""Flows over shared links: who sends how many bytes over which links, and at what rate.
 
-All links are shared max-min fairly, by weight.
+Flows share all links max-min fairly, by weight.
 """
 
 import math
@@ -16,8 +16,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-SAME_RATE = 1.0 + 1e-12  # links that fill up together but for rounding
-MAX_KNOWN_SHARES = 4096  # sets of flows whose rates are kept: all layers of a step send alike
+SAME_RATE = 1.0 + 1e-12  # links within this factor fill up together; the difference is rounding
+MAX_KNOWN_SHARES = 4096  # sets of flows whose rates are kept, because all layers of a step send the same
 NO_LIMIT = 1e300  # bytes/s
 
 
@@ -26,13 +26,13 @@ def fair_rates(capacities: Floats, weights: Floats, flow: Ints, link: Ints, load
 
     Args:
         capacities: [L] bytes/s of each link.
-        weights: [F] shares of a flow on a link that it does not have for itself.
+        weights: [F] weight of each flow where flows share a link.
         flow, link, load: [N] entries "each byte/s of this flow puts `load` bytes/s on this link".
 
     Returns:
         [F] bytes/s; inf for a flow without a link.
 
-    Source: progressive filling: all rates grow alike until a link is full; its flows keep theirs, the others go on.
+    Source: progressive filling: all rates grow until a link is full; its flows keep their rates, the others grow on.
     """
     rates = np.full(len(weights), math.inf)
     is_settled = np.zeros(len(weights), dtype=bool)
@@ -56,9 +56,9 @@ def fair_rates(capacities: Floats, weights: Floats, flow: Ints, link: Ints, load
 class Flows:
     """What one operation sends.
 
-    num_bytes: [F] of each flow.
-    weights: [F] for the fair shares.
-    latencies_s: [F] from the last byte's departure to its arrival.
+    num_bytes: [F] bytes of each flow.
+    weights: [F] weights for the fair shares.
+    latencies_s: [F] seconds from the departure of the last byte to its arrival.
     member_flow, member_actor: [M] "this actor takes part in this flow".
     entry_flow, entry_link, entry_load: [N] as `fair_rates` takes them.
     """
@@ -74,11 +74,11 @@ class Flows:
 
     @cached_property
     def num_members(self) -> Ints:
-        """[F] actors of each flow."""
+        """[F] number of actors of each flow."""
         return np.bincount(self.member_flow, minlength=len(self.num_bytes))
 
     def flows_of(self, num_actors: int) -> list[Ints]:
-        """Flows by actor."""
+        """Indices of the flows of each actor."""
         order = np.argsort(self.member_actor, kind="stable")
         ends = np.cumsum(np.bincount(self.member_actor, minlength=num_actors))
         return np.split(self.member_flow[order], ends[:-1])
@@ -89,7 +89,7 @@ class LinkShares:
 
     Args:
         capacities: [L] bytes/s of the links.
-        busy_share: rate of a flow while one of its members computes, of what it would be.
+        busy_share: factor on the rate of a flow while one of its members computes.
     """
 
     def __init__(self, capacities: Floats, busy_share: float) -> None:

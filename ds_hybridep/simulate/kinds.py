@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fewer kinds of datacentres: where too many differ, each is simulated as the one of a few that it is most like.
+"""Fewer kinds of datacentres: if too many differ, each is simulated as the most similar one of a few.
 
-Merging ranks that are alike is exact. This is not, so the largest deviation that it makes is reported.
+Merging ranks that are alike is exact. This is not, so the result reports the largest deviation that it causes.
 """
 
 import math
@@ -14,15 +14,15 @@ from ds_hybridep.simulate.flows import Floats, Ints
 from ds_hybridep.simulate.scenario import Deviation, Scenario
 from ds_hybridep.simulate.traffic import Routing
 
-LEAST_LOAD = 1e-12  # of a rank, so that its logarithm exists
+LEAST_LOAD = 1e-12  # smallest load of a rank, so that its logarithm exists
 
 
 @dataclass(frozen=True)
 class StandIns:
-    """Which child of level 0 is simulated as which.
+    """The children of level 0 that are simulated in place of others.
 
-    of_child: [children of level 0] the child that stands in for each.
-    error: a rate, a speed or a load is taken too large or too small by at most this share.
+    of_child: [children of level 0] the child that stands in for each child.
+    error: largest share by which a rate, a speed or a load is too large or too small.
     """
 
     of_child: Ints
@@ -30,10 +30,10 @@ class StandIns:
 
 
 def choose_stand_ins(scenario: Scenario, routing: Routing, num_kinds: int, *, block: int) -> StandIns:
-    """At most `num_kinds` kinds of blocks of `block` neighbouring children, such as the DCs of one domain.
+    """Choose at most `num_kinds` kinds of blocks of `block` neighbouring children, such as the DCs of one domain.
 
-    Source: the k-center problem, greedily: the next centre is the block that is farthest from all of them; no choice
-    of as many centres is more than twice as close.
+    Source: greedy solution of the k-center problem.  The next centre is the block farthest from all centres.  No other
+    choice of as many centres is more than twice as close.
     """
     features = _features(scenario, routing)
     blocks = features.reshape(len(features) // block, -1)
@@ -49,7 +49,7 @@ def choose_stand_ins(scenario: Scenario, routing: Routing, num_kinds: int, *, bl
 
 
 def with_stand_ins(scenario: Scenario, routing: Routing, stand_ins: StandIns) -> tuple[Scenario, Routing]:
-    """The scenario and its routing, with every child as its stand-in."""
+    """The scenario and its routing, with every child replaced by its stand-in."""
     by_child: dict[int, list[Deviation]] = {}
     for deviation in scenario.deviations:
         by_child.setdefault(deviation.place[0], []).append(deviation)
@@ -68,7 +68,7 @@ def with_stand_ins(scenario: Scenario, routing: Routing, stand_ins: StandIns) ->
 
 
 def _features(scenario: Scenario, routing: Routing) -> Floats:
-    """[children of level 0, features] logarithms of all that may differ between children."""
+    """[children of level 0, features] logarithms of all values that may differ between children."""
     num_children = scenario.cluster.sizes[0]
     columns: dict[tuple[tuple[int, ...], float], Floats] = {}
     for deviation in scenario.deviations:

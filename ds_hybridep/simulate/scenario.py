@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is simulated: a plan on a cluster, and what is not as the cluster's levels say."""
+"""What is simulated: a plan on a cluster, and deviations from the cluster's levels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from ds_hybridep.plan.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What is taken to be so where machines differ.  The defaults are the runtime as it is.
+    """Assumptions about properties in which machines differ.  The defaults describe the runtime.
 
-    crosses_inner_links: a message between datacentres also passes the links inside them, as in a tree of switches; not
-        so where a GPU has one link for its neighbours and another one for the world.
-    is_fair_to_flows: flows share a link alike; otherwise operations do, however many flows they have.
-    levels_in_turn: a rank's messages over different levels leave one after the other, slowest level first; so do
-        gathers of what several ranks hold, ahead of the packets of weights.
-    gathers_by_level: expert packets cross a slow level once per child; otherwise every rank sends straight to all
-        others of its domain, as the paper counts it.
+    crosses_inner_links: a message between datacentres also passes the links inside them, as in a tree of switches;
+        False: a GPU has one link to its neighbours and another one to the world.
+    is_fair_to_flows: flows share a link equally; False: operations do, no matter how many flows they have.
+    levels_in_turn: a rank's messages over different levels leave one after the other, slowest level first; gathers of
+        what several ranks hold also leave one after the other, before the packets of weights.
+    gathers_by_level: expert packets cross a slow level once per child; False: every rank sends directly to all others
+        of its domain, as the paper counts it.
     """
 
     crosses_inner_links: bool = False
@@ -34,12 +34,12 @@ STREAM_MODEL_ASSUMPTIONS = Assumptions(is_fair_to_flows=False, levels_in_turn=Tr
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """Something that is not as the levels say, below one place of the tree.
+    """A deviation from the levels, below one place of the tree.
 
     place: coordinates from level 0 on: (3,) is the fourth DC, (3, 1) its second GPU.
-    bandwidth_factor: of the uplink of that child.
-    slowdown: seconds of computation of all ranks below, over what they would be.
-    from_s: since when; computation that has begun keeps its pace.
+    bandwidth_factor: factor on the bandwidth of that child's uplink.
+    slowdown: factor on the seconds of computation and of host calls of all ranks below.
+    from_s: time at which it begins; computation that has begun before keeps its pace.
     """
 
     place: tuple[int, ...]
@@ -59,13 +59,13 @@ class Deviation:
 class Scenario:
     """What is simulated: one step of a plan under given conditions.
 
-    cluster, layout, workload, rates, sync: as `stream_model.predict` takes them. `rates.overlap` is the share of its
-        rate at which a flow proceeds while a rank that takes part in it computes.
+    cluster, layout, workload, rates, sync: as `stream_model.predict` takes them. `rates.overlap` is the factor on the
+        rate of a flow while a rank that takes part in it computes.
     expert_load: rows of each expert, in any unit; None: even routing.
-    deviations: places that are not as their level says.
-    jitter: standard deviation of the logarithm of each piece of computation; drawn for each rank and piece.
-    seed: of what is drawn.
-    measured_s: seconds of computation by name, such as "forward 3", in place of those that the rates give.
+    deviations: places that differ from their level.
+    jitter: standard deviation of the logarithm of the seconds of each piece of computation, drawn by rank and piece.
+    seed: seed of the jitter.
+    measured_s: seconds of computation by name, such as "forward 3"; they replace the seconds that the rates give.
     """
 
     cluster: Cluster

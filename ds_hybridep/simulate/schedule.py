@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step of a plan as a program: what every rank computes, posts and waits for.
 
-In this order:
+The order of a step with A micro-steps:
 
     weights of all layers are posted -> A x (forward, backward) -> synchronisation -> optimizer
 
     layer, forward    before the experts | dispatch | wait for replicas | experts | combine
     layer, backward   output gradients | experts | input gradients | post the replicas' gradients | before the experts
 
-Transient replicas are posted in every pass, ahead of the layer that needs them, and waited for in backwards too.
+Transient replicas are posted in every pass, before the layer that needs them; backwards wait for them too.
 """
 
 from collections import deque
@@ -40,7 +40,7 @@ class Schedule:
 
     @property
     def waits(self) -> tuple[int, ...]:
-        """How often in a row a rank waits for something over each level, counted as `transport.channels` does."""
+        """How often a rank waits in a row for something over each level, counted as in `transport.channels`."""
         waits = [0] * len(self.sent_bytes)
         before: dict[int, list[int]] = {}
         for one in self.program:
@@ -77,7 +77,7 @@ class _Times:
         return self.workload.pre_expert_flops / self.rates.flops_per_s
 
     def experts_s(self) -> Floats:
-        """[C] forward of the experts of a layer: all capacity, or what came for the domain's experts."""
+        """[C] forward seconds of a layer's experts: for the full capacity, or for rows that came for the domain."""
         flops_per_s = self.rates.expert_flops_per_s or self.rates.flops_per_s
         if self.layout.is_padded:
             rows = np.full(self.num_classes, float(self.workload.expert_capacity))
@@ -95,18 +95,18 @@ class _Times:
         return sum(self.own_bytes / codec.encode_bytes_per_s for codec in codecs) + self.state_s("weights")
 
     def state_s(self, way: Way) -> float:
-        """Seconds that a layer's state on the host needs to come and go."""
+        """Seconds to move a layer's state from the host to the device and back."""
         return host_traffic_s(self.layout, self.workload, self.rates, way)
 
     def synced_state_s(self, kind: str) -> float:
-        """The same of what codecs keep of parameters that several ranks hold, once in a step."""
+        """Such seconds, once in a step, for the codec state of parameters that several ranks hold."""
         if self.layout.state == "device":
             return 0.0
         find = dense_parameters if kind == "dense_sync" else shared_experts
         return sync_host_traffic_s(find(self.cluster, self.layout, self.workload), self.workload, self.rates)
 
     def decode_weights_s(self) -> float:
-        """Every replica once, by the codec of the slowest level between it and its owner."""
+        """Seconds to decode every replica once, with the codec of the slowest level between it and its owner."""
         sizes, total = self.layout.domain_sizes, 0.0
         for level in self.layout.gather_levels:
             num_replicas = (sizes[level] - 1) * np.prod(sizes[level + 1 :])
@@ -114,7 +114,7 @@ class _Times:
         return float(total)
 
     def code_gradients_s(self, rate: str) -> float:
-        """Every message of gradients once; as many leave as arrive."""
+        """Seconds to encode or decode every message of gradients once; as many leave as arrive."""
         sizes, total = self.layout.domain_sizes, 0.0
         for level in self.layout.gather_levels:
             num_messages = (sizes[level] - 1) * np.prod(sizes[:level])
@@ -122,7 +122,7 @@ class _Times:
         return float(total)
 
     def optimizer_s(self) -> float:
-        """A pass over memory, shared out from ZeRO 1 on among the ranks that hold the same parameters."""
+        """Seconds of a pass over memory, which ranks with the same parameters share from ZeRO 1 on."""
         workload, cluster = self.workload, self.cluster
         is_shared = workload.zero_stage >= 1
         dense = workload.dense_train_params / (cluster.num_ranks if is_shared else 1)
@@ -158,8 +158,8 @@ class _Builder:
         )
         weights, gradients = self.traffic.weights(), self.traffic.gradients()
         request = partial(self._request, weights)
-        # Parameters of experts that several groups hold must have come before these leave to replicas; dense ones
-        # travel together with either.
+        # Experts that several groups hold must arrive before they leave to replicas; dense parameters travel together
+        # with either.
         moved = self.traffic.synchronisation(is_last=True)
         gathered = []
         if is_in_turn := self.scenario.assumptions.levels_in_turn:
@@ -226,7 +226,7 @@ class _Builder:
         self._swap(input_gradients, f"input gradients {layer}")
 
     def _request(self, weights: StagedTransfer, layer: int, *, is_backward: bool = False) -> None:
-        """Post the transient replicas that a layer and those after it need and that are not held."""
+        """Post the transient replicas that a layer and the layers after it need, unless they are held."""
         if self.has_packets and self.layout.is_transient:
             for other in self._pool.request(layer, is_backward=is_backward)[1]:
                 self._arriving[other] = self._send_packets(other, weights)
@@ -254,7 +254,7 @@ class _Builder:
         self._run("codec_s", "decode gradients", self.times.code_gradients_s("decode_bytes_per_s"))
 
     def _swap(self, sent: StagedTransfer, label: str) -> None:
-        """Rows there or back; a round of messages takes the host a while, in which bytes flow already."""
+        """Send rows in one direction; a round of messages takes host time, during which bytes already flow."""
         round_s = self.rates.all_to_all_s if self.layout.is_padded else self.rates.exchange_s
         for stage in sent.stages:
             posted = self._post(StagedTransfer((stage,)), "tokens", label, channel="tokens")
@@ -273,7 +273,7 @@ class _Builder:
                 self._run("codec_s", f"decode {name}", move.decode_s)
 
     def _gather_in_turn(self, moved: Sequence[tuple[str, Sequence[SyncMove]]], weights: StagedTransfer) -> None:
-        """One gather after the other, ahead of all packets; dense parameters take no delay where others take it."""
+        """Run one gather after the other before all packets; dense parameters take no delay that others take."""
         after = [move for move in moved[1][1] if move.follows_optimizer]
         taken = {level for move in after for level in move.traffic.levels}
         if self.has_packets:

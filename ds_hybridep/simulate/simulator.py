@@ -2,8 +2,8 @@
 """Event simulation of one training step of a plan, from two ranks to thousands of datacentres.
 
 Every rank runs the plan's program; its messages share the links of the cluster. Ranks that are alike are simulated
-once (`classes`), which changes nothing but the time that it takes. Only places, tensor sizes and what is
-given (layout, rates, codecs) are shared with the stream model, so that each of the two checks the other.
+once (`classes`), which only saves time. The simulator and the stream model share inputs (layout, rates, codecs),
+places, tensor sizes and a few functions of `plan`. Each computes the rest itself, so that each checks the other.
 """
 
 import math
@@ -23,7 +23,7 @@ from ds_hybridep.simulate.schedule import Schedule, build_schedule
 from ds_hybridep.simulate.traffic import DOWN, UP, Ranks, Routing, TrafficMaker
 
 MAX_FULL_RANKS = 512  # beyond, a simulation rank by rank takes too much memory
-MAX_CLASSES = 64  # flows grow with the square, and so does the time
+MAX_CLASSES = 64  # the number of flows grows with the square of this, and so does the time
 MAX_KINDS = 64  # of children of level 0
 
 
@@ -31,14 +31,14 @@ MAX_KINDS = 64  # of children of level 0
 class SimulatedStep:
     """What a simulation found.
 
-    step_s: until the last rank is done.
-    terms_s: seconds by cause of the rank that is done last; they add up to the step.
+    step_s: seconds until the last rank is done.
+    terms_s: seconds by cause on the rank that is done last; they add up to the step.
     sent_bytes: per level, kind -> payload bytes that all ranks together send over it, without headers.
-    num_classes: of ranks that were simulated in place of all.
-    quantisation: rates, speeds and loads of datacentres were taken too large or too small by at most this share, so
-        that there were few enough kinds of them; 0: the simulation is exact.
-    spans: of traced ranks.
-    schedule: what ran.
+    num_classes: number of classes of ranks; one rank of each class was simulated.
+    quantisation: largest share by which rates, speeds and loads of datacentres were too large or too small, because
+        datacentres were merged into fewer kinds; 0: the simulation is exact.
+    spans: spans of traced ranks.
+    schedule: the program that ran.
     class_of: [num_ranks] class of each rank.
     """
 
@@ -66,15 +66,15 @@ def simulate(
     traced_ranks: Sequence[int] = (),
     on_progress: Callable[[float], None] | None = None,
 ) -> SimulatedStep:
-    """One step of the scenario.
+    """Simulate one step of the scenario.
 
     Args:
         scenario: cluster, plan, workload and conditions.
         is_reduced: simulate one of each class of ranks that are alike; jitter makes all of them different.
-        traced_ranks: whose spans are kept.
-        on_progress: called with the share of the step's instructions that is done.
+        traced_ranks: ranks whose spans are kept.
+        on_progress: called with the share of the step's instructions that are done.
 
-    Raises PlanError where a simulation rank by rank is asked for with too many ranks.
+    Raises PlanError if too many ranks would be simulated one by one, or if too many ranks differ.
     """
     cluster = scenario.cluster
     is_reduced = is_reduced and not scenario.jitter
@@ -123,7 +123,7 @@ def simulate(
 def _with_few_classes(
     scenario: Scenario, ranks: Ranks, *, is_reduced: bool
 ) -> tuple[Scenario, Routing, RankClasses, float]:
-    """The scenario, its routing and its classes; with fewer kinds of children of level 0 where there are too many."""
+    """Scenario, routing, classes, error; if too many classes differ, with fewer kinds of children of level 0."""
     cluster = scenario.cluster
     patterns = ranks.patterns(
         with_sums=scenario.sync.algorithm == "hierarchical", gathers_by_level=scenario.assumptions.gathers_by_level
@@ -141,7 +141,7 @@ def _with_few_classes(
         return scenario, routing, classes, 0.0
     num_kinds = MAX_KINDS
     while num_kinds:
-        # Kinds of single children first; then of domains, where it matters who shares one with whom.
+        # Try kinds of single children first, then kinds of domains: it can matter which children share a domain.
         for block in dict.fromkeys((1, scenario.layout.domain_sizes[0])):
             stand_ins = choose_stand_ins(scenario, routing, max(num_kinds // block, 1), block=block)
             changed = with_stand_ins(scenario, routing, stand_ins)
@@ -162,7 +162,7 @@ def _below(cluster: Cluster, place: Sequence[int]) -> Floats:
 
 
 def _marks(cluster: Cluster, deviations: Sequence[Deviation]) -> list[Floats]:
-    """[num_ranks] for each kind of deviation: how many of it a rank is below."""
+    """For each kind of deviation, [num_ranks] number of such deviations that a rank is below."""
     marks: dict[tuple[float, ...], Floats] = {}
     for deviation in deviations:
         kind = (len(deviation.place), deviation.bandwidth_factor, deviation.slowdown, deviation.from_s)
@@ -171,7 +171,7 @@ def _marks(cluster: Cluster, deviations: Sequence[Deviation]) -> list[Floats]:
 
 
 def _capacities(scenario: Scenario, classes: RankClasses, maker: TrafficMaker, time_s: float) -> Floats:
-    """[links] bytes/s at a time."""
+    """[links] bytes/s at `time_s`."""
     cluster = scenario.cluster
     capacities = np.zeros(maker.num_links)
     for level, bandwidth in enumerate(known_or_assumed_bandwidths(cluster)):
@@ -187,7 +187,7 @@ def _capacities(scenario: Scenario, classes: RankClasses, maker: TrafficMaker, t
 
 
 def _slowdowns(scenario: Scenario, classes: RankClasses, time_s: float) -> Floats:
-    """[C] factors of computation at a time."""
+    """[C] factors on the seconds of computation at `time_s`."""
     factors = np.ones(scenario.cluster.num_ranks)
     for deviation in scenario.deviations:
         if deviation.from_s <= time_s:
@@ -197,7 +197,7 @@ def _slowdowns(scenario: Scenario, classes: RankClasses, time_s: float) -> Float
 
 
 def _changes(scenario: Scenario, classes: RankClasses, maker: TrafficMaker) -> list[Change]:
-    """What changes while the step runs."""
+    """Changes of links and ranks while the step runs."""
     changes = []
     for time_s in sorted({deviation.from_s for deviation in scenario.deviations} - {0.0}):
         capacities = _capacities(scenario, classes, maker, time_s)

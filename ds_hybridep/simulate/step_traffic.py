@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks send in one step of a plan: token rows, packets of experts, sums and gathers of what many hold."""
+"""What ranks send in one step of a plan: token rows, packets of experts, and sums and gathers of shared parameters."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,17 +30,17 @@ def _with_more(bytes_between: Callable[[int], Floats], more: float, level: int) 
 
 @dataclass(frozen=True)
 class StagedTransfer:
-    """Sub-operations of one transfer, in stages; a stage begins where the one before it has arrived."""
+    """Sub-operations of one transfer, in stages; a stage begins when the stage before it has arrived."""
 
     stages: tuple[tuple[OperationTraffic, ...], ...]
 
 
-NORM_BYTES = 1e-9  # so that they count for nothing
+NORM_BYTES = 1e-9  # so small that they count for nothing, but not 0, because messages of 0 bytes are left out
 
 
 @dataclass(frozen=True)
 class SyncMove:
-    """One operation of a sum or a gather, and what a rank encodes before and decodes after it."""
+    """One operation of a sum or a gather, with the seconds that a rank encodes before it and decodes after it."""
 
     traffic: OperationTraffic
     encode_s: float = 0.0
@@ -62,13 +62,13 @@ class StepTraffic:
         codecs = self.layout.codecs
         self.gradient_bytes = [one.gradient.message_bytes(parts, element_bytes) for one in codecs]  # of a message
         self.weight_bytes = [one.weight.message_bytes(parts, element_bytes) for one in codecs]
-        if self.layout.is_transient:  # frozen parameters too
+        if self.layout.is_transient:  # frozen parameters travel too
             self.weight_bytes = [float(num_local * self.workload.model.expert_params * element_bytes)] * len(codecs)
 
     # ---- token rows ----
 
     def exchange(self, *, is_back: bool, extra: str = "") -> StagedTransfer:
-        """Rows to all destinations, or as many back from them."""
+        """Rows to all destinations, or the same rows back from them."""
         layout, workload = self.layout, self.workload
         num_levels = len(layout.spans)
         beside = {"dispatch": workload.dispatch_extra_bytes, "return": workload.return_extra_bytes, "": 0}[extra]
@@ -85,7 +85,7 @@ class StepTraffic:
             return self._stages([everyone] if used else [], 0)
 
         def bytes_between(num_tokens: float, chance: Floats) -> Callable[[int], Floats]:
-            # The destination's experts are asked for; on the way back the sender is who was asked.
+            # Rows go there for the destination's experts; on the way back, they come from the sender's experts.
             asked = chance[:, None] if is_back else chance[None, :]
             return lambda level: num_tokens * asked * row_bytes(level)
 
@@ -119,7 +119,7 @@ class StepTraffic:
     # ---- packets ----
 
     def weights(self) -> StagedTransfer:
-        """Slowest level first; what came over slower levels goes on as it came."""
+        """Packets of weights, slowest level first; packets from slower levels are passed on unchanged."""
         if not self.scenario.assumptions.gathers_by_level:
             return self._straight(self.weight_bytes)
         stages = []
@@ -129,7 +129,7 @@ class StepTraffic:
         return StagedTransfer(tuple(stages))
 
     def gradients(self) -> StagedTransfer:
-        """Fastest level first: sums for the owners that a neighbour stands nearer to."""
+        """Packets of gradients, fastest level first; a neighbour gets the sums for owners to which it is nearer."""
         if not self.scenario.assumptions.gathers_by_level:
             return self._straight(self.gradient_bytes)
         stages = []
@@ -139,7 +139,7 @@ class StepTraffic:
         return StagedTransfer(tuple(stages))
 
     def _straight(self, num_bytes: Sequence[float]) -> StagedTransfer:
-        """Every rank to all others of its domain, with the bytes of the level between them.  Source: paper (4)."""
+        """Every rank sends to all others of its domain the bytes of the level between them.  Source: paper (4)."""
         if not self.layout.gather_levels:
             return StagedTransfer(())
         straight = self.maker.between_peers(
@@ -153,7 +153,7 @@ class StepTraffic:
     # ---- sums and gathers of parameters that several ranks hold ----
 
     def synchronisation(self, *, is_last: bool) -> list[tuple[str, list[SyncMove]]]:
-        """(kind, moves in turn) after a micro-step."""
+        """(kind, moves in their order) after a micro-step."""
         cluster, layout, workload = self.scenario.cluster, self.layout, self.workload
         by_level = self.scenario.sync.algorithm == "hierarchical"
         result = []
@@ -169,7 +169,7 @@ class StepTraffic:
         return result
 
     def _ring(self, kind: str, held: Held, *, is_last: bool) -> OperationTraffic:
-        """DeepSpeed's: gradients are summed, and at last parameters gathered too, from ZeRO 1 on."""
+        """DeepSpeed's ring: it sums gradients; from ZeRO 1 on, it gathers parameters after the last micro-step."""
         workload, sync = self.workload, self.scenario.sync
         passes = sync.reduce_passes + (1.0 if is_last and workload.zero_stage >= 1 else 0.0)
         num_bytes = sync.factor * sum(map(math.prod, held.tensors)) * workload.param_bytes
@@ -178,11 +178,11 @@ class StepTraffic:
         return self.maker.ring(ring_of, passes * (size - 1) / size * num_bytes, passes=passes)
 
     def _by_level(self, kind: str, held: Held, is_last: bool) -> list[SyncMove]:
-        """Blocks are traded inside first and summed, then over slower levels; gathers go the other way."""
+        """Ranks trade and sum blocks over the fastest level first, then over slower ones; gathers go the other way."""
         shares = shares_of(held.tensors, held.group_size, self.workload.zero_stage)
         pattern = "holders" if kind == "expert_sync" else "siblings"
         fastest = held.levels[-1]
-        # Sums of a fastest level that encodes wait for the last micro-step, like those of the others.
+        # If the fastest level encodes, its sums wait for the last micro-step, like the sums of other levels.
         waits = self.workload.zero_stage < 2 or held.gradients[fastest] != IDENTITY
         summed = [level for level in reversed(held.levels) if is_last or (level == fastest and not waits)]
         moves = [self._sum_over(level, pattern, held, shares.gradients) for level in summed]
@@ -192,22 +192,22 @@ class StepTraffic:
 
     def _sum_over(self, level: int, pattern: str, held: Held, slots: Sequence[Slot]) -> SyncMove:
         codec, whole = held.gradients[level], mean_bytes(IDENTITY, slots, self.workload)
-        # To each neighbour go the slots of all who are nearer to it than to this rank.
+        # Each neighbour gets the slots of all ranks that are nearer to it than to this rank.
         count = math.prod(held.spans[:level])
         coded = count * (held.spans[level] - 1) * whole
         traffic = self._trade(pattern, level, count * mean_bytes(codec, slots, self.workload))
         return SyncMove(traffic, coded / codec.encode_bytes_per_s, coded / codec.decode_bytes_per_s)
 
     def _gather_all(self, pattern: str, held: Held, shares: Shares) -> list[SyncMove]:
-        """Slowest level first; every rank passes on all that it has by then."""
+        """Gathers, slowest level first; every rank passes on all slots that it has by then."""
         is_partitioned = self.workload.zero_stage >= 1
         slots = shares.parameters if is_partitioned else shares.gradients
         codec, encoding_levels = gather_codec(held, self.workload)
         whole, encoded = (mean_bytes(one, slots, self.workload) for one in (IDENTITY, codec))
         before_s = whole / codec.encode_bytes_per_s if encoding_levels else 0.0
         if not is_partitioned and encoding_levels:
-            before_s += whole / codec.decode_bytes_per_s  # its own, as the others have it
-        counts = {"encoded": 0, "whole": 0}  # slots of others that it has
+            before_s += whole / codec.decode_bytes_per_s  # a rank decodes its own sum, as the others do
+        counts = {"encoded": 0, "whole": 0}  # slots of other ranks that it has
         moves = []
         for level in held.levels:
             own = "encoded" if level in encoding_levels else "whole"

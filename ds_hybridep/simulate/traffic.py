@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every rank sends to every other in one operation of a plan, as flows between classes of ranks.
 
-Nothing here comes from the stream model: groups, destinations and bytes are worked out anew from the places of ranks
-and the sizes of tensors, so that the two check each other.
+Nothing here comes from the stream model. This module computes groups, destinations and bytes itself, from the places
+of ranks and the sizes of tensors, so that the two check each other.
 """
 
 import math
@@ -19,14 +19,14 @@ from ds_hybridep.simulate.classes import RankClasses, nodes_at
 from ds_hybridep.simulate.flows import Floats, Flows, Ints
 
 UP, DOWN = 0, 1
-EQUAL_DIGITS = 14  # of chances and rows: what is equal must stay equal when summed in another order
+EQUAL_DIGITS = 14  # of chances and pairs, so that equal ones stay equal when summed in another order
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where each rank stands in its expert-parallel group: [num_ranks] arrays, per level.
+    """Place of each rank in its expert-parallel group: [num_ranks] arrays, per level.
 
-    group: which of the groups side by side.  domain: coordinate of its domain.  offset: inside its domain.
+    group: coordinate of its group.  domain: coordinate of its domain.  offset: coordinate inside its domain.
     """
 
     cluster: Cluster
@@ -37,7 +37,7 @@ class Ranks:
 
     @classmethod
     def of(cls, cluster: Cluster, layout: Layout) -> "Ranks":
-        """Groups of neighbours at each level; a strided group differs by names of ranks only."""
+        """Groups of neighbours at each level; a strided group differs only in the names of its ranks."""
         places = np.array([unflatten(rank, cluster.sizes) for rank in range(cluster.num_ranks)], dtype=np.int64)
         group, domain, offset = [], [], []
         for level, (span, size) in enumerate(zip(layout.spans, layout.domain_sizes, strict=True)):
@@ -48,7 +48,7 @@ class Ranks:
         return cls(cluster, layout, tuple(group), tuple(domain), tuple(offset))
 
     def patterns(self, *, with_sums: bool = False, gathers_by_level: bool = True) -> dict[str, Ints]:
-        """Numbers [num_ranks] by name: ranks of one number talk to each other.  Source: paper, topology rule."""
+        """[num_ranks] numbers by name: ranks with equal numbers talk to each other.  Source: paper, topology rule."""
         num_levels = len(self.group)
         keys: dict[str, list[Ints]] = {}
         if not gathers_by_level:
@@ -91,9 +91,9 @@ def numbered(columns: Sequence[Ints]) -> Ints:
 class Routing:
     """How many rows go where.
 
-    chances: per level, [num_ranks] chance that a token needs an expert of the rank's domain, or of all domains that
-        share its coordinates down to that level.
-    pairs: [num_ranks] (token, expert) pairs that one token makes for the experts of the rank's domain, on average.
+    chances: per level, [num_ranks] chance that a token needs an expert of any domain that shares the coordinates of
+        the rank's domain down to that level.
+    pairs: [num_ranks] average number of experts of the rank's domain that a token needs.
     """
 
     chances: tuple[Floats, ...]
@@ -101,10 +101,10 @@ class Routing:
 
     @classmethod
     def of(cls, ranks: Ranks, model: MoEModel, expert_load: Sequence[float] | None = None) -> "Routing":
-        """Routing by a load of the experts; even where there is none.
+        """Routing by a load of the experts; None: even routing.
 
-        A choice of experts is taken to be as likely as the product of their loads. With e(S) the product over S of
-        (1 + load x), the chance to need one of S is 1 - [x^k] e(all) / e(S) : [x^k] e(all).
+        The probability of a choice of experts is assumed to be proportional to the product of their loads. With e(S)
+        the product of (1 + load x) over S, the chance to need one of S is 1 - ([x^k] e(all) / e(S)) / ([x^k] e(all)).
 
         Source: conditional Poisson sampling.
         """
@@ -130,7 +130,7 @@ class Routing:
         return cls(chances, np.round(of_domain[domain_of], EQUAL_DIGITS))
 
     def mapped(self, change: Callable[[Floats], Floats]) -> "Routing":
-        """The same with every array changed."""
+        """The same routing, with `change` applied to every array."""
         return Routing(tuple(change(chance) for chance in self.chances), change(self.pairs))
 
 
@@ -186,9 +186,9 @@ def _quotient_end(dividend: Floats, divisor: Floats) -> float:
 
 @dataclass(frozen=True)
 class OperationTraffic:
-    """Flows of an operation; bytes that all ranks together send over each level, and [C] that one of each class sends.
+    """Flows of an operation, and the bytes that ranks send in it.
 
-    pattern: by which they talk.
+    sent_bytes: by all ranks, per level.  pattern: name of its pattern.  rank_bytes: [C] by one rank of each class.
     """
 
     flows: Flows
@@ -202,7 +202,7 @@ class OperationTraffic:
         return tuple(level for level, num_bytes in enumerate(self.sent_bytes) if num_bytes)
 
     def without_delay(self, levels: Set[int]) -> "OperationTraffic":
-        """The same, arriving as it leaves, if it crosses none but these levels."""
+        """The same operation without latency, if it crosses no other levels than these; else unchanged."""
         if not levels >= set(self.levels):
             return self
         return replace(self, flows=replace(self.flows, latencies_s=np.zeros_like(self.flows.latencies_s)))
@@ -213,10 +213,10 @@ class TrafficMaker:
 
     Args:
         cluster: the tree.
-        classes: of its ranks.
-        latencies_s: of each level.
+        classes: classes of its ranks.
+        latencies_s: latency of each level.
         crosses_inner_links: a message to another child of level l also passes the uplinks of the levels below.
-        is_fair_to_flows: False gives all flows that a rank has under way in one operation and level the weight of one.
+        is_fair_to_flows: False: all flows of a rank in one operation and level have the weight of one flow together.
     """
 
     def __init__(
@@ -236,17 +236,17 @@ class TrafficMaker:
 
     @cached_property
     def first_link(self) -> tuple[int, ...]:
-        """Per level, and after the last, number of the first link: up and down for each class of children."""
+        """First link of each level, then the number of links; each class of children has one link up and one down."""
         counts = [2 * len(below) for below in self.classes.ranks_below]
         return (0, *np.cumsum(counts).tolist())
 
     @property
     def num_links(self) -> int:
-        """Links of all classes of children."""
+        """Number of links of all classes of children."""
         return self.first_link[-1]
 
     def link(self, level: int, child_class: Ints, direction: int) -> Ints:
-        """Numbers of links."""
+        """Indices of the links of classes of children."""
         return self.first_link[level] + 2 * child_class + direction
 
     def between_peers(
@@ -260,8 +260,8 @@ class TrafficMaker:
         """Every rank sends to all of its peers in a pattern whose distance is one of `levels`.
 
         Args:
-            bytes_between: of a level, [C, C] bytes from a rank of a class to each peer of a class.
-            latency_count: latencies until the bytes of a flow have arrived.
+            bytes_between: for a level, [C, C] bytes from a rank of one class (row) to each peer of another (column).
+            latency_count: number of latencies until the bytes of a flow have arrived.
         """
         classes = self.classes
         source, target, level_of, num_bytes = [], [], [], []
@@ -312,12 +312,12 @@ class TrafficMaker:
         return np.concatenate(flow), np.concatenate(link), np.concatenate(load)
 
     def ring(self, ring_of: Ints, bytes_per_edge: float, *, passes: float) -> OperationTraffic:
-        """Rings of all ranks with the same number, in rank order, all in step: one flow over all links of the rings.
+        """One ring for all ranks with the same number, in rank order; all run in step, as one flow over their links.
 
         Args:
             ring_of: [num_ranks] number of each rank's ring.
-            bytes_per_edge: that each rank sends to the next, in all passes.
-            passes: around the ring; in each a block is handed on from the first rank to the last.
+            bytes_per_edge: bytes that each rank sends to the next in all passes.
+            passes: passes around the ring; each one hands a block on from the first rank to the last.
         """
         cluster, num_levels = self.cluster, len(self.cluster.sizes)
         source, target = _ring_edges(ring_of)
@@ -371,16 +371,16 @@ def _ring_edges(ring_of: Ints) -> tuple[Ints, Ints]:
 
 
 def _nearest(ring_of: Ints, source: Ints, edge_latencies_s: Floats) -> Floats:
-    """[rings] least latency of an edge: the block that arrives last goes around but for this one."""
+    """[rings] least latency of an edge: the block that arrives last crosses all edges but this one."""
     nearest = np.full(int(ring_of[source].max()) + 1 if len(source) else 1, np.inf if len(source) else 0.0)
     np.minimum.at(nearest, ring_of[source], edge_latencies_s)
     return nearest
 
 
 def held_blocks(layout: Layout, level: int) -> Mapping[int, int]:
-    """Packets of weights that a rank passes on at a level: by the level between their owner and it, how many.
+    """Number of packets of weights that a rank passes on at a level, by the level between their owner and the rank.
 
-    Its own (under `level`: they leave in that level's codec), and those that came over slower levels before.
+    Its own packet counts under `level`, whose codec it has.  The others came over slower levels before.
     """
     counts: dict[int, int] = {level: 1}
     sizes = layout.domain_sizes[:level]

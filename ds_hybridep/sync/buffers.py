@@ -18,11 +18,11 @@ from ds_hybridep.sync.mirrors import Mirror, PatchReplica, PatchSender, Replica
 
 @dataclass
 class Buffer:
-    """Gradients that are summed together, time and again.
+    """Gradients that are summed together again and again.
 
-    key: of what they consist; the same on all ranks and in every run.
+    key: says what they consist of; the same on all ranks and in every run.
     spans: by slot.
-    sums, results: of the way to the owners, and of the way of the sums to all ranks; None where nothing is encoded.
+    sums, results: feedback on the way to the owners, and on the sums' way to all ranks; None if nothing is encoded.
     """
 
     key: str
@@ -40,7 +40,7 @@ class Buffer:
         *,
         gathers: bool,
     ) -> None:
-        """Make `sums`, and with `gathers` also `results`, with the codec of the slowest level that has one."""
+        """Make `sums`, and if `gathers` also `results`, which uses the codec of the slowest level that has one."""
         parts, residuals = [parts_of(slot) for slot in self.spans], residual_dtype([like.dtype])
         home = Home(like.device, is_on_host)
         self.sums = Feedback(parts, codecs, home, changes, "gradient", residuals)
@@ -54,10 +54,10 @@ class Buffer:
 
 
 class SumFeedback(Feedback):
-    """What codecs keep of sums on their way from the owners to all ranks: one codec for all levels."""
+    """What a codec keeps of sums on their way from the owners to all ranks; one codec serves all levels."""
 
     def encode(self, slot: int, total: Tensor, scale: float) -> Tensor | None:
-        """The message of a slot's sum; None where that is empty."""
+        """Return the message of a slot's sum, or None if the slot is empty."""
         encoder = self.encoder(0, slot)
         if encoder is None:
             return None
@@ -66,7 +66,7 @@ class SumFeedback(Feedback):
 
 
 class HeldSum:
-    """The sum of one slot, which every rank takes from the same packet (`sync.mirrors.HeldSlot`)."""
+    """The sum of one slot, which every rank decodes from the same packet (a `sync.mirrors.HeldSlot`)."""
 
     varies = False
 
@@ -95,13 +95,13 @@ class HeldSum:
 
 
 class ParameterCodecs:
-    """What codecs keep of one flat buffer of parameters, which all ranks hold bit for bit alike.
+    """What codecs keep of one flat buffer of parameters, which is bit-identical on all ranks.
 
-    16-bit parameters travel as patches wherever a level has a codec: what a lossy one leaves out would have to be kept
-    by every holder.  Others have the codec of the slowest level that has one.
+    16-bit parameters travel as patches over every level with a codec, because every holder would have to keep what a
+    lossy codec leaves out.  Other parameters use the lossy codec of the slowest level that has one.
 
     Args:
-        levels: that the group crosses, slowest first; level_to: by slot the slowest level on the way to it.
+        levels: those that the group crosses, slowest first.  level_to: by slot, the slowest level on the way to it.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class ParameterCodecs:
         self.orders = {slot: PacketOrder() for slot, level in enumerate(level_to) if level in used}
 
     def prepare(self, values: Sequence[Tensor], before: Tensor) -> dict[int, list[Tensor]]:
-        """What leaves the own slot, by level.  Where that is lossy, the own slot becomes what the others will have.
+        """Return the own slot's messages by level.  A lossy codec changes the own slot to what the others will have.
 
-        values: by slot; the own one is new, the others are what `before` was for the own one.
+        values: by slot; the own one is new.  The others are those of the last gather, as `before` is for the own one.
         """
         own, feedback = values[self._own], self.feedback
         messages: list[Tensor] = []
@@ -162,7 +162,7 @@ class ParameterCodecs:
         return replica
 
     def state_dict(self) -> dict[str, Any]:
-        """The state now: a gather belongs to an applied step."""
+        """Return the present state, because a gather belongs to an applied step."""
         states = [] if self.mirror is None else [state.state_dict() for state in self.mirror.states]
         orders = {slot: order.expected for slot, order in self.orders.items()}
         return {"num_gathers": self.num_gathers, "states": states, "orders": orders}

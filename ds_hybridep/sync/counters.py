@@ -10,10 +10,10 @@ from typing import Literal
 
 @dataclass
 class CodecCounters:
-    """What codecs of one layer did on this rank under one plan; sums, so that those of all ranks add up.
+    """What the codecs of one layer did on this rank under one plan, as sums that can be added over ranks.
 
-    Bytes are of encoded messages as they were sent, beside the fp32 bytes of what these held.  Seconds are the host's:
-    on a device, where work is only queued, they say what queueing takes, and what was waited for.
+    Bytes count encoded messages as they were sent, fp32 bytes what these hold.  Seconds are the host's: with a device,
+    for which the host only queues work, they cover queueing and waiting.
     """
 
     weight_bytes: float = 0.0
@@ -25,7 +25,7 @@ class CodecCounters:
     exposed_s: float = 0.0
 
     def count(self, kind: Literal["weight", "gradient"], num_bytes: int, fp32_bytes: int) -> None:
-        """One message is sent."""
+        """Count one message that is sent."""
         for name, more in ((f"{kind}_bytes", num_bytes), (f"{kind}_fp32_bytes", fp32_bytes)):
             setattr(self, name, getattr(self, name) + more)
 
@@ -39,19 +39,19 @@ class CodecCounters:
 
 @dataclass
 class CodecSums(CodecCounters):
-    """The counters, and sums of squares as they are now."""
+    """The counters, and the present sums of squares."""
 
     squared_error: float = 0.0  # of mirrors against weights
     squared_weight: float = 0.0  # of those weights
     squared_residual: float = 0.0  # of gradients not delivered yet
 
     def record(self, num_ranks: int = 1) -> dict[str, float]:
-        """For `ds_hybridep.stats` and reports, of one rank or of sums over `num_ranks`; seconds are means over these.
+        """Return a record for `ds_hybridep.stats` and reports, of one rank or of `num_ranks` with mean seconds.
 
-        weight_ratio, gradient_ratio: fp32 bytes of what they held over those; 0 where nothing was sent.
-        weight_error: relative L2 distance of the replicas from the weights that they stand for, seen by their owner.
+        weight_ratio, gradient_ratio: fp32 bytes of the messages' content over their bytes; 0 if nothing was sent.
+        weight_error: relative L2 distance of replicas from their weights, as the owner's mirrors show it.
         residual_norm: L2 norm of the gradients that were not delivered yet.
-        exposed_s: in which this layer's computation waited for weights or gradients, decoding meanwhile included.
+        exposed_s: seconds in which this layer's computation waited for weights or gradients, decoding included.
         """
         return {
             "weight_bytes": self.weight_bytes,

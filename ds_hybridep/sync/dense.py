@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums and gathers over a data-parallel group, level by level, so that a byte crosses a slow link once per child.
 
-A flat buffer is cut into one slot per rank of the group.  To sum, ranks first trade slots inside the fast level, each
-adding up what is meant for its own column of the next slower level; what is left to cross the slow link is one sum per
-child and slot.  A gather goes the same way back.  Two DCs of two GPUs, slots a b c d of ranks 0 1 2 3, `+` for half of
-a sum:
+A flat buffer is cut into one slot per rank of the group.  To sum, ranks first trade slots inside the fast level.  Each
+adds up the slots for its own column of the next slower level, so one sum per child and slot crosses the slow link.  A
+gather goes the same way back.  An example with two DCs of two GPUs; slots a b c d belong to ranks 0 1 2 3, and `+`
+marks half of a sum:
 
     rank             0          1          2          3
     start         a b c d    a b c d    a b c d    a b c d
@@ -13,7 +13,7 @@ a sum:
     gather, dc    a   c        b   d    a   c        b   d     the same trades backwards
     gather, gpu   a b c d    a b c d    a b c d    a b c d
 
-Over the slow link each DC sends half of the vector for a sum, and half for a gather.  Where a level has a codec, that
+Over the slow link each DC sends half of the vector for a sum, and half for a gather.  If the level has a codec, that
 half is encoded: sums with error feedback, parameters as their change since the step before.
 """
 
@@ -41,7 +41,7 @@ class FlatSlots:
 
     Args:
         values: by slot, contiguous and flat.
-        sums: likewise, wide enough to add up; they travel in the type of the values.
+        sums: by slot, in a type wide enough to add up; they travel in the type of the values.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FlatSlots:
         self.layer, self.lane = group.name, lane
         self.stages, self.own_slot = group.stages, group.own_slot
         self.device = values[0].device
-        self.streams: DeviceStreams | None = None  # the caller's stream goes on with the result
+        self.streams: DeviceStreams | None = None  # work runs in the caller's stream
         self.feedback = feedback
         self._values, self._sums = values, sums
         self._loss_scale = group.encoding.loss_scale
@@ -72,7 +72,7 @@ class FlatSlots:
         return split(self._sums[slot], self.feedback.parts[slot])
 
     def drop_sums(self, slot: int) -> None:
-        """They are the caller's."""
+        """Do nothing: the sums are the caller's."""
 
     def loss_scale(self) -> float:
         return self._loss_scale()
@@ -82,16 +82,16 @@ class GroupSync:
     """Collectives of one data-parallel group; its ranks must call each with the same sizes and in the same order.
 
     Results are bit-identical on all ranks and do not depend on timing: each slot is summed by one rank, in a fixed
-    order.  16-bit types are summed in fp32 and rounded where they travel.
+    order.  16-bit types are summed in fp32 and rounded when they are sent.
 
     Args:
-        ranks: of the group, in the order of their rank in it.
-        name: of what is synchronised; for errors and channels.
+        ranks: the group's ranks, in the group's order.
+        name: what is synchronised, for errors and channels.
         encoding: codecs of the levels.
-        changes: shared with all that is undone with a skipped step.
+        changes: shared by all that a skipped step undoes.
 
     Raises:
-        PlanError: the group is no regular part of the levels.
+        PlanError: the group is not a regular part of the levels.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class GroupSync:
         self.level_to = [None if rank == transport.rank else transport.level_to(rank) for rank in members]
         self.stages = connect(gather_stages(partition, transport.rank), transport, f"dense_{name}", device)
         self._levels = [stage.level for stage in self.stages]
-        # Where a level that the group crosses has a codec of weights; of weights or gradients.
+        # True if a level that the group crosses has a codec for weights; for weights or gradients.
         self.encodes_parameters = any(encoding.weight_codecs[level] is not None for level in self._levels)
         self.is_encoded = self.encodes_parameters or any(encoding.gradient_codecs[level] for level in self._levels)
         self.memory = CodecMemory(changes, self.num_slots, encoding, self._levels)
-        self._waiting: dict[Span, Tensor] = {}  # sums of micro-steps before the last that this rank carries on
-        self.waiting_names: set[str] = set()  # of whose gradients some wait, on whatever rank
+        self._waiting: dict[Span, Tensor] = {}  # sums of earlier micro-steps that this rank adds to later ones
+        self.waiting_names: set[str] = set()  # parameters with gradients that wait on some rank
         self._pipeline = StagePipeline(transport)
-        self._lanes: dict[str, int] = {}  # by what travels there; all ranks come to have the same
+        self._lanes: dict[str, int] = {}  # by what travels there; the same on all ranks
         self._purposes = [
             Purpose("dense", what, name)
             for what in ("sum of gradients", "gather of summed gradients", "gather of parameters")
@@ -131,7 +131,7 @@ class GroupSync:
     def all_reduce(self, flat: Tensor, spans: Sequence[Span] = ()) -> None:
         """Replace a contiguous tensor by its sum over the ranks.
 
-        spans: the tensors that it consists of; without them codecs see a vector.
+        spans: the tensors that it consists of; without them, codecs see one vector.
         """
         whole_flat = flat.detach().view(-1)
         spans = tuple(spans) or (whole("", (whole_flat.numel(),)),)
@@ -142,12 +142,12 @@ class GroupSync:
         self._give_to_all(buffer, slots, sums)
 
     def reduce_to_owners(self, flat: Tensor, slices: Sequence[tuple[int, Span]], *, is_last: bool = True) -> None:
-        """Replace the slices of a contiguous tensor that are this rank's by their sums; the others stay as they are.
+        """Replace this rank's slices of a contiguous tensor by their sums; the other slices stay as they are.
 
         Args:
-            slices: (rank in the group that needs the sum, what it is), in the order of the tensor; equal on all ranks.
-            is_last: False where more sums of the same slices follow before they are used.  Then only the fastest
-                level is crossed, this rank's slices become zero, and the last sum has everything.
+            slices: (rank in the group that needs the sum, its span), in the order of the tensor; equal on all ranks.
+            is_last: False if more sums of the same slices follow before they are used.  Then at most the fastest level
+                is crossed and this rank's slices become zero; the last sum includes everything.
         """
         pieces = flat.detach().view(-1).split([span.num_elements for _, span in slices])
         members: list[list[int]] = [[] for _ in range(self.num_slots)]
@@ -165,7 +165,7 @@ class GroupSync:
                 piece.zero_()
 
     def verify(self, checksums: Sequence[Tensor]) -> None:
-        """Raise VerificationError where this rank's checksums of what the group shares differ from the others'."""
+        """Raise VerificationError if ranks have different checksums of what the group shares."""
         if not checksums:
             return
         own = torch.stack(list(checksums)).cpu().reshape(-1)
@@ -180,14 +180,14 @@ class GroupSync:
             )
 
     def drop_waiting(self) -> None:
-        """Forget the sums of micro-steps whose step will not come."""
+        """Forget the sums of micro-steps that no optimizer step will use."""
         self._waiting.clear()
         self.waiting_names.clear()
 
     def _reduce(
         self, buffer: Buffer, values: Sequence[Tensor], *, is_last: bool
     ) -> tuple[FlatSlots, Sequence[Tensor]]:
-        """The sums by slot, of which the own one is complete."""
+        """Return the slots and their sums; the own slot's sum is complete if `is_last`."""
         sums = [value.float() if is_patched(value) else value for value in values]
         slots = FlatSlots(self, values, buffer.sums, sums, lane=self._lane(buffer.key))
         if is_last:
@@ -211,14 +211,14 @@ class GroupSync:
         return slots, sums
 
     def _split_stages(self, buffer: Buffer) -> tuple[tuple[GatherStage, ...], tuple[GatherStage, ...]]:
-        """Stages crossed by the sums of every micro-step, and those crossed once per optimizer step."""
+        """Return the stages that the sums of every micro-step cross, and those crossed once per optimizer step."""
         fastest = self.stages[-1:]
         if buffer.sums is not None and any(self.encoding.gradient_codecs[stage.level] for stage in fastest):
             return (), self.stages
         return fastest, self.stages[:-1]
 
     def _give_to_all(self, buffer: Buffer, slots: FlatSlots, sums: Sequence[Tensor]) -> None:
-        """Bring the own slot's sum to all ranks, and theirs here: as it is, or as what its packet holds."""
+        """Gather the sums of all slots on all ranks: as they are, or as their packets hold them."""
         (place,) = slots.values(self.own_slot, trainable_only=True)
         messages: dict[int, list[Tensor]] = {}
         if (results := buffer.results) is None:
@@ -237,14 +237,14 @@ class GroupSync:
         slots.feedback = results
         self._run(Gather(slots, self._purposes[1], messages, is_exact=False))
         if results is not None:
-            results.replicas = {}  # they refer to the buffer, which is the caller's
+            results.replicas = {}  # they refer to the caller's buffer
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def all_gather(
         self, output: Tensor, own: Tensor, before: Tensor | None = None, spans: Sequence[Span] = ()
     ) -> None:
-        """`start_all_gather`, and wait for the end."""
+        """Call `start_all_gather` and wait for the end."""
         self.start_all_gather(output, own, before, spans)()
 
     def start_all_gather(
@@ -253,13 +253,13 @@ class GroupSync:
         """Fill a contiguous `output` with the equally large tensors `own` of all ranks, in the group's order.
 
         Args:
-            before: what the other ranks hold in the place of `own`, bit for bit; None where that is not known, and
-                everything goes as it is.  It is changed.
-            spans: the tensors that `output` consists of; without them codecs see a vector.
+            before: what the other ranks hold in place of `own`, bit for bit; it is overwritten.  None if that is not
+                known: then everything goes as it is.
+            spans: the tensors that `output` consists of; without them, codecs see one vector.
 
-        Returns what waits for the end; until then both tensors must stay untouched.
+        Returns a function that waits for the end; until then both tensors must stay untouched.
 
-        The first gather brings everything as it is: from then on all ranks hold the same.  Where a codec is lossy,
+        The first gather brings everything as it is, and from then on all ranks hold the same.  With a lossy codec,
         `own` and its place in `output` become what the other ranks get.
         """
         rows = output.detach().view(self.num_slots, -1)
@@ -282,7 +282,7 @@ class GroupSync:
         def finish() -> None:
             self._pipeline.wait(gather)
             if feedback is not None:
-                feedback.patches, feedback.replicas = {}, {}  # they refer to the buffer, which is the caller's
+                feedback.patches, feedback.replicas = {}, {}  # they refer to the caller's buffer
                 if is_apart:
                     own.detach().view(-1).copy_(place)
 
@@ -291,7 +291,7 @@ class GroupSync:
     def _parameter_codecs(
         self, output: Tensor, spans: Sequence[Span], num_elements: int
     ) -> tuple[ParameterCodecs | None, bool]:
-        """None where everything goes as it is; and whether this is the first gather."""
+        """Return the codecs (None if everything goes as it is), and whether this is the first gather."""
         if output.dtype == torch.float64 or not self.encodes_parameters:
             return None, True
         spans = tuple(spans) or (whole("", (output.numel(),)),)
@@ -302,7 +302,7 @@ class GroupSync:
     # -- numbers ----------------------------------------------------------------------------------------------------
 
     def reduce_numbers(self, numbers: Tensor, is_max: Tensor) -> Tensor:
-        """Sums over the ranks, and maxima where `is_max`, of a few numbers, [n] float64, in one message per level."""
+        """Return sums over the ranks, or maxima where `is_max`, of [n] float64 numbers; one message per level."""
         total, lane = numbers, self._lane(f"{numbers.numel()} numbers")
         for stage in self.stages[::-1]:
             assert stage.gradients is not None, f"{self.name}: level {stage.level} has no channel"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What encoding needs from step to step: mirrors of weights, residuals of gradients, and how to undo a step.
 
-Gradients travel as they are, plus what earlier packets of the same sender left out: its residual.  A step writes new
-residuals beside those of before: they take their place when it was applied, and are dropped when it was skipped.
+A sender adds to each gradient what its earlier packets left out: its residual.  A step writes new residuals beside the
+old ones.  They replace the old ones if the step is applied, and are dropped if it is skipped.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from ds_hybridep.sync.mirrors import HeldSlot, Mirror, PatchSender, Replica
 
 
 class StepChanges:
-    """What the optimizer step under way has changed, and how to undo it where the step is skipped."""
+    """What the optimizer step under way has changed, and how to undo it if the step is skipped."""
 
     def __init__(self) -> None:
         self.notes: dict[Any, tuple[Callable[[], None], Callable[[], None]]] = {}
@@ -29,21 +29,21 @@ class StepChanges:
         return changed in self.notes
 
     def note(self, changed: object, undo: Callable[[], None], keep: Callable[[], None] = lambda: None) -> None:
-        """`changed` differs from now on: `undo` brings it back, `keep` makes it last.  A step's first note counts."""
+        """Note that `changed` changes: `undo` restores it, `keep` makes it final.  A step's first note counts."""
         self.notes.setdefault(changed, (undo, keep))
 
     def keep(self) -> None:
-        """The optimizer step was applied."""
+        """Make all changes final: the optimizer step was applied."""
         for _, keep in self.notes.values():
             keep()
         self.notes.clear()
 
     def undo(self) -> None:
-        """The optimizer step was skipped, or its gradients were dropped."""
+        """Undo all changes: the optimizer step was skipped, or its gradients were dropped."""
         self.undo_of(list(self.notes))
 
     def undo_of(self, changed: Iterable[object]) -> None:
-        """Undo what was noted of these alone."""
+        """Undo the changes of these objects only."""
         for one in changed:
             if one in self.notes:
                 undo, _ = self.notes.pop(one)
@@ -51,14 +51,14 @@ class StepChanges:
 
 
 def residual_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype of residuals: bf16 where all trained parameters have 16 bits, otherwise fp32."""
+    """Return the dtype of residuals: bf16 if all trained parameters have 16 bits, otherwise fp32."""
     return torch.bfloat16 if all(dtype.itemsize == 2 for dtype in dtypes) else torch.float32
 
 
 class ResidualEncoder:
     """Sender of one slot's gradients over one level; adds to each gradient what earlier packets left out.
 
-    dtype: in which residuals are kept.
+    dtype: the type in which residuals are kept.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class ResidualEncoder:
         self._applied = layout.new_values(home, dtype)  # residuals as of the last applied step
         self.states = layout.new_states(home.device)
         self._changes = changes
-        # Those of the step under way, and codecs' states of before it; while `changes` has a note of this encoder.
+        # Residuals of the step under way, and the codecs' states before it, while `changes` has a note of this one.
         self._pending: list[Tensor] | None = None
         self._saved_states: list[dict[str, Any]] = []
 
     def encode(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
-        """The message of gradients ([e, *shape] fp32 for each part), divided by the loss scale; uint8."""
+        """Return the uint8 message of gradients ([e, *shape] fp32 for each part), divided by the loss scale."""
         if self not in self._changes:
             self._saved_states = [state.state_dict() for state in self.states]
             self._changes.note(self, self._undo, self._keep)
@@ -93,7 +93,7 @@ class ResidualEncoder:
 
     @property
     def residuals(self) -> list[Tensor]:
-        """What was not delivered yet, [e, rows, cols] for each part; gradients of the step under way count."""
+        """What was not delivered yet, [e, rows, cols] for each part, the step under way included."""
         return self._applied if self._pending is None else self._pending
 
     def _keep(self) -> None:
@@ -105,7 +105,7 @@ class ResidualEncoder:
 
     @property
     def values(self) -> list[Tensor]:
-        """All that is held of residuals."""
+        """All tensors of residuals: those of the last applied step, and those of the step under way."""
         return [*self._applied, *(self._pending or ())]
 
     def squared_residual(self) -> float:
@@ -164,10 +164,10 @@ def no_scale() -> float:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How weights and gradients travel; codecs by level index, None where they go as they are.
+    """How weights and gradients travel: codecs by level index, None for a level where they go as they are.
 
-    master_of: the optimizer's fp32 copy of a parameter, flat or shaped; None where this rank does not hold all of it.
-    is_on_host: what codecs keep between steps lies in host memory.
+    master_of: returns the optimizer's fp32 copy of a parameter, flat or shaped; None if this rank lacks a part of it.
+    is_on_host: True if what codecs keep between steps is in host memory.
     """
 
     weight_codecs: tuple[Codec | Patch | None, ...]
@@ -181,10 +181,10 @@ class Feedback:
     """All that codecs keep for one set of slots on this rank.
 
     Args:
-        parts: of each slot's messages.
+        parts: the parts of each slot's messages.
         changes: shared by all sets.
         kind: what a gather of these slots brings, for the counters.
-        residuals: in which type they are kept.
+        residuals: the type in which they are kept.
     """
 
     def __init__(
@@ -202,9 +202,9 @@ class Feedback:
         self.kind = kind
         self.counters = CodecCounters()
         self.mirrors: dict[str, Mirror] = {}  # by codec settings
-        self.mirror_names: dict[int, str] = {}  # by level, the mirror that owned weights leave by
-        self.patches: dict[int, PatchSender] = {}  # by level, where owned weights leave as patches
-        self.replicas: dict[int, HeldSlot] = {}  # by slot of another rank, where its weights arrive encoded
+        self.mirror_names: dict[int, str] = {}  # by level, the mirror that encodes owned weights
+        self.patches: dict[int, PatchSender] = {}  # by level, if owned weights leave as patches
+        self.replicas: dict[int, HeldSlot] = {}  # by slot of another rank, if its weights arrive encoded
         self.encoders: dict[tuple[int, int], ResidualEncoder] = {}  # by (level, slot)
         self.decoders: dict[tuple[int, int, int], GradientDecoder] = {}  # by (level, sender, slot)
         self.gradient_codecs = gradient_codecs  # by level
@@ -212,12 +212,12 @@ class Feedback:
 
     @property
     def has_patches(self) -> bool:
-        """True where messages of a gather vary in length."""
+        """True if messages of a gather vary in length."""
         return bool(self.patches)
 
     @property
     def patch_senders(self) -> list[PatchSender]:
-        """One for all levels, or none."""
+        """The one sender that all levels share, or an empty list."""
         return list(dict.fromkeys(self.patches.values()))
 
     @property
@@ -230,11 +230,11 @@ class Feedback:
         return {slot: replica for slot, replica in self.replicas.items() if isinstance(replica, Replica)}
 
     def fp32_bytes(self, slot: int) -> int:
-        """Bytes in fp32 of what a slot's messages stand for."""
+        """Return the fp32 bytes of what a slot's messages stand for."""
         return sum(part.fp32_bytes for part in self.parts[slot])
 
     def encoder(self, level: int, slot: int) -> ResidualEncoder | None:
-        """Made when first asked for; None where gradients go as they are."""
+        """Return the encoder, made at the first call; None if gradients go as they are."""
         codec = self.gradient_codecs[level]
         if (level, slot) not in self.encoders and codec is not None and self.parts[slot]:
             layout = MessageLayout(codec, self.parts[slot])
@@ -242,14 +242,14 @@ class Feedback:
         return self.encoders.get((level, slot))
 
     def decoder(self, level: int, sender: int, slot: int) -> GradientDecoder | None:
-        """Likewise."""
+        """Return the decoder, made at the first call; None if gradients go as they are."""
         codec = self.gradient_codecs[level]
         if (level, sender, slot) not in self.decoders and codec is not None and self.parts[slot]:
             self.decoders[level, sender, slot] = GradientDecoder(MessageLayout(codec, self.parts[slot]), self.changes)
         return self.decoders.get((level, sender, slot))
 
     def gradient_state(self) -> dict[str, list[dict[str, Any]]]:
-        """Encoders and decoders of gradients as of the last applied step."""
+        """Return the state of gradient encoders and decoders as of the last applied step."""
         return {
             "encoders": [
                 {"level": level, "slot": slot, **encoder.state_dict()}
@@ -262,7 +262,7 @@ class Feedback:
         }
 
     def load_gradient_state(self, saved: Mapping[str, list[dict[str, Any]]]) -> None:
-        """Become what `gradient_state` saw, under the same codecs."""
+        """Restore what `gradient_state` returned under the same codecs."""
         for record in saved["encoders"]:
             encoder = self.encoder(record["level"], record["slot"])
             assert encoder is not None, f"level {record['level']} has no gradient codec"
@@ -273,12 +273,12 @@ class Feedback:
             decoder.order.expected = record["expected"]
 
     def forget_gradients(self) -> None:
-        """Drop residuals, and what is expected of other ranks' encoders."""
+        """Drop residuals, and the steps that are expected from other ranks' encoders."""
         self.encoders.clear()
         self.decoders.clear()
 
     def sums(self, weights: Sequence[Tensor]) -> CodecSums:
-        """What codecs did, for owned weights [e, *shape] of each part."""
+        """Return what codecs did.  weights: the owned ones, [e, *shape] for each part."""
         distances = [mirror.squared_distance(weights) for mirror in self.mirrors.values()]
         return CodecSums(
             **asdict(self.counters),
@@ -288,9 +288,9 @@ class Feedback:
         )
 
     def num_bytes(self, weights: Iterable[Tensor]) -> tuple[int, int]:
-        """Bytes on the device and in host memory, beside weights and gradient sums.
+        """Return the bytes on the device and in host memory, without weights and gradient sums.
 
-        weights: those that are counted elsewhere; what is a view of them is not counted again.
+        weights: tensors that are counted elsewhere; views of them are not counted again.
         """
         shared = {tensor.untyped_storage()._cdata for tensor in weights}  # by identity: some have no address
         senders: list[Mirror | ResidualEncoder] = [*self.mirrors.values(), *self.encoders.values()]

@@ -6,7 +6,7 @@
     parts of slot 0            rows 0 to 4, a matrix 5 x 4; 2 elements of row 5
     parts of slot 1            2 elements of row 5; the norm; the weight, a matrix
 
-A codec that works on matrices gets whole rows, and whole matrices of a stack; what is left goes as vectors.
+A codec that works on matrices gets whole rows, and whole matrices of a stack; the rest goes as vectors.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ds_hybridep.sync.messages import PacketPart
 
-MIN_MATRIX = 1024  # elements; a smaller matrix is no better off than a vector
+MIN_MATRIX = 1024  # elements; a smaller matrix gains nothing over a vector
 
 
 @dataclass(frozen=True)
 class Span:
     """A run of one tensor's elements.
 
-    name: of the parameter; start: the first element, in the flattened tensor.
+    name: the parameter's name.  start: index of the first element in the flattened tensor.
     """
 
     name: str
@@ -41,9 +41,9 @@ def whole(name: str, shape: Sequence[int]) -> Span:
 
 
 def cut(spans: Sequence[Span], bounds: Sequence[int]) -> list[tuple[Span, ...]]:
-    """Spans, one behind the other in a flat buffer, by slot.
+    """Cut spans, which follow each other in a flat buffer, into slots.
 
-    bounds: the slots' ends, ascending; the last is that of the buffer.
+    bounds: the slots' ends, ascending; the last one is the end of the buffer.
     """
     slots: list[tuple[Span, ...]] = []
     rest, position = deque(span for span in spans if span.num_elements), 0
@@ -62,7 +62,7 @@ def cut(spans: Sequence[Span], bounds: Sequence[int]) -> list[tuple[Span, ...]]:
 
 
 def even_bounds(spans: Sequence[Span], num_slots: int) -> list[int]:
-    """Ends of slots that are about equally large and cut no row of a matrix."""
+    """Return the ends of slots that are about equally large and cut no row of a matrix."""
     total, bounds = sum(span.num_elements for span in spans), []
     ends = [0]
     for span in spans:
@@ -78,7 +78,7 @@ def even_bounds(spans: Sequence[Span], num_slots: int) -> list[int]:
 
 
 def parts_of(spans: Iterable[Span]) -> tuple[PacketPart, ...]:
-    """What a slot's message consists of, in the order of its elements; neighbouring vectors are one part."""
+    """Return the parts of a slot's message, in the order of its elements; neighbouring vectors form one part."""
     parts: list[PacketPart] = []
     for span in spans:
         for shape in _shapes(span.shape, span.start, span.num_elements):
@@ -90,7 +90,7 @@ def parts_of(spans: Iterable[Span]) -> tuple[PacketPart, ...]:
 
 
 def _shapes(shape: tuple[int, ...], start: int, num_elements: int) -> list[tuple[int, ...]]:
-    """A run of a tensor's elements as vectors (n,), matrices (rows, cols) and stacks of them (e, rows, cols)."""
+    """Split a run of a tensor's elements into vectors (n,), matrices (rows, cols) and stacks (e, rows, cols)."""
     cols = shape[-1] if len(shape) > 1 else 0
     rows = shape[-2] if len(shape) > 2 else 0
     for inner, outer in ((rows * cols, (rows, cols)), (cols, (cols,))):
@@ -108,12 +108,12 @@ def _shapes(shape: tuple[int, ...], start: int, num_elements: int) -> list[tuple
 
 
 def split(flat: Tensor, parts: Sequence[PacketPart]) -> list[Tensor]:
-    """Views [e, *shape] of a flat slot."""
+    """Return views [e, *shape] of a flat slot, one for each part."""
     sizes = [part.num_experts * part.rows * part.cols for part in parts]
     pieces = zip(flat.split(sizes) if parts else (), parts, strict=True)
     return [piece.view(part.num_experts, *part.shape) for piece, part in pieces]
 
 
 def hash_of(slots: Sequence[Sequence[Span]]) -> str:
-    """The same for the same spans, in every process."""
+    """Return a hash that is the same for the same spans in every process."""
     return hashlib.sha1(repr([tuple(slot) for slot in slots]).encode(), usedforsecurity=False).hexdigest()[:16]

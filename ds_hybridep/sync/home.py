@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where codecs keep what they need between steps: on the device that computes, or in host memory.
 
-    home.zeros(...)                    memory that lasts
+    kept = home.zeros(...)             memory that is kept between steps
     work = home.fetch(kept)            on the device, to read and to change
-    home.put(kept, work)               what was changed
+    home.put(kept, work)               stores the changes
 
-Host memory is pinned for a GPU, and copies go in the current stream: whoever reads it on the host calls `wait` before.
+Host memory is pinned for a GPU, and copies run in the current stream: call `wait` before the host reads it.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Home:
-    """device: which computes."""
+    """A place to keep tensors.  device: the one that computes."""
 
     device: torch.device
     is_host: bool = False
@@ -27,18 +27,18 @@ class Home:
         return torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def fetch(self, kept: Tensor) -> Tensor:
-        """What is kept, on the device: the same tensor, or a copy of one in host memory."""
+        """Return a kept tensor on the device: the same tensor, or a copy if it is in host memory."""
         if not self.is_host or kept.device.type == "meta":
             return kept
         return kept.to(self.device, non_blocking=True, copy=True)
 
     def put(self, kept: Tensor, work: Tensor) -> None:
-        """Keep what was changed on the device; does nothing where that is the same tensor."""
+        """Keep what was changed on the device; does nothing if `work` is `kept` itself."""
         if work is not kept:
             kept.copy_(work, non_blocking=True)
 
     def keep(self, work: Tensor) -> Tensor:
-        """A new tensor of the device, kept from now on."""
+        """Return the tensor to keep for a new one on the device: itself, or a copy in host memory."""
         if not self.is_host:
             return work
         kept = torch.empty_like(work, device="cpu", pin_memory=self.device.type == "cuda")
@@ -46,6 +46,6 @@ class Home:
         return kept
 
     def wait(self) -> None:
-        """The host may read what is kept."""
+        """Wait until the host may read what is kept."""
         if self.is_host and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense gradients that codecs have not delivered: in checkpoints, and under another plan.
 
-Every rank of a data-parallel group adds to the same sum.  So what a rank has kept back under one plan, it adds to its
-own gradients under the next, and nothing has to be sent.
+All ranks of a data-parallel group add to the same sum.  So a rank can add what it kept back under one plan to its own
+gradients under the next plan, without sending it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges
 from ds_hybridep.sync.flat import Span, hash_of, parts_of
 from ds_hybridep.sync.home import Home
 
-ALL_REDUCE = "all_reduce"  # keys of buffers whose sums all ranks get begin with it
+ALL_REDUCE = "all_reduce"  # the start of the keys of buffers whose sums all ranks get
 
 
 @dataclass(eq=False)
@@ -31,20 +31,20 @@ class Kept:
 
 
 class CodecMemory:
-    """All that codecs of one group keep, and what earlier plans and checkpoints have left.
+    """All that the codecs of one group keep, and what earlier plans and checkpoints have left.
 
-    num_ranks: of the group; levels: that it crosses, slowest first.
+    num_ranks: the size of the group.  levels: those that the group crosses, slowest first.
     """
 
     def __init__(self, changes: StepChanges, num_ranks: int, encoding: Encoding, levels: Sequence[int]) -> None:
         self.changes, self._encoding, self._levels = changes, encoding, tuple(levels)
-        self.is_prescaled = False  # sums that all ranks get are means too
-        self.buffers: dict[str, Buffer] = {}  # by what they consist of
-        self.parameters: dict[str, ParameterCodecs] = {}  # likewise
+        self.is_prescaled = False  # True if sums that all ranks get are means too
+        self.buffers: dict[str, Buffer] = {}  # by operation, dtype and spans
+        self.parameters: dict[str, ParameterCodecs] = {}  # by dtype and spans
         self.kept: list[Kept] = []
         self._num_ranks = num_ranks
-        self._past = CodecCounters()  # of what was forgotten
-        self._saved = _nothing()  # of buffers that were not asked for yet
+        self._past = CodecCounters()  # counters of what was forgotten
+        self._saved = _nothing()  # states of buffers that were not asked for yet
 
     @property
     def feedbacks(self) -> list[Feedback]:
@@ -59,22 +59,22 @@ class CodecMemory:
         return CodecCounters(*[sum(column) for column in zip(*map(astuple, counters), strict=True)])
 
     def sums(self) -> CodecSums:
-        """What codecs did, and how much of gradients they have not delivered."""
+        """Return what codecs did, and how much of the gradients they have not delivered."""
         encoders = [encoder for feedback in self.feedbacks for encoder in feedback.encoders.values()]
         undelivered = sum(encoder.squared_residual() for encoder in encoders)
         return CodecSums(**asdict(self.counters), squared_residual=undelivered)
 
     def forget(self) -> None:
-        """Drop everything; all ranks must call."""
+        """Drop everything but the counters; all ranks must call."""
         self._past = self.counters
         self.buffers, self.parameters, self.kept, self._saved = {}, {}, [], _nothing()
 
     def gather_exactly(self) -> None:
-        """The next gathers bring every parameter as it is: those of other ranks may have changed."""
+        """Make the next gathers send every parameter as it is, because parameters may have changed on any rank."""
         self.parameters.clear()
 
     def buffer(self, operation: str, spans: Sequence[tuple[Span, ...]], like: Tensor) -> Buffer:
-        """What is kept of one flat buffer of gradients.  spans: by slot."""
+        """Return what is kept of one flat buffer of gradients.  spans: by slot."""
         key = f"{operation} {like.dtype} {hash_of(spans)}"
         if key not in self.buffers:
             codecs, is_on_host = self._encoding.gradient_codecs, self._encoding.is_on_host
@@ -88,7 +88,7 @@ class CodecMemory:
     def parameter_codecs(
         self, spans: Sequence[tuple[Span, ...]], like: Tensor, level_to: Sequence[int | None], own_slot: int
     ) -> tuple[ParameterCodecs, bool]:
-        """What is kept of one flat buffer of parameters, and whether nothing was known of it.  spans: by slot."""
+        """Return what is kept of one flat buffer of parameters, and whether it is new.  spans: by slot."""
         key = f"parameters {like.dtype} {hash_of(spans)}"
         if (known := self.parameters.get(key)) is not None:
             return known, False
@@ -104,11 +104,11 @@ class CodecMemory:
     # -- what waits for the next sums -------------------------------------------------------------------------------
 
     def take_over(self, saved: Mapping[str, Any]) -> None:
-        """Add to the next sums what codecs had kept back when `capture` saw this, under whatever plan."""
+        """Add to the next sums what codecs had kept back.  saved: from `capture`, under any plan."""
         self.kept += undelivered(saved)
 
     def add_kept(self, buffer: Buffer, sums: Sequence[Tensor], scale: float) -> None:
-        """Add what waits for a buffer's spans to this rank's part of the sums, by slot, times the loss scale."""
+        """Add what waits for a buffer's spans, times the loss scale, to this rank's part of the sums by slot."""
         if not self.kept:
             return
         scale *= 1 if self.is_prescaled or not buffer.key.startswith(ALL_REDUCE) else self._num_ranks
@@ -122,7 +122,7 @@ class CodecMemory:
         self.kept = [one for one in self.kept if bool(one.values.any())]
 
     def settle(self) -> None:
-        """A step was applied: what was loaded and no buffer has asked for waits for the next sums."""
+        """After an applied step, let loaded states that no buffer has asked for wait for the next sums."""
         if self._saved["buffers"]:
             self.take_over({**self.capture(), "buffers": self._saved["buffers"], "kept": []})
         self._saved = _nothing()
@@ -147,7 +147,7 @@ class CodecMemory:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        """Everything as of the last applied step, for a checkpoint or the next plan."""
+        """Return everything as of the last applied step, for a checkpoint or the next plan."""
         held = {
             buffer.key: {
                 "spans": [[(s.name, s.start, s.num_elements) for s in slot] for slot in buffer.spans],
@@ -166,7 +166,7 @@ class CodecMemory:
         }
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what `capture` saw under the same plan, as soon as each buffer is asked for."""
+        """Restore what `capture` returned under the same plan; each buffer is restored when it is asked for."""
         self._saved = {name: dict(saved[name]) for name in ("buffers", "parameters")}
         self.kept = [Kept(name, start, values.clone()) for name, start, values in saved["kept"]]
 
@@ -182,9 +182,9 @@ def _nothing() -> dict[str, dict[str, Any]]:
 
 
 def undelivered(saved: Mapping[str, Any]) -> list[Kept]:
-    """What a rank had kept back in all, from what `CodecMemory.capture` saw, as part of a mean.
+    """Return all that a rank had kept back according to `CodecMemory.capture`, as parts of a mean.
 
-    Sums for all ranks are divided by their number afterwards, ZeRO's before.
+    Sums that all ranks get are divided by the number of ranks after the sum, ZeRO's before it.
     """
     found = [Kept(name, start, values.clone()) for name, start, values in saved["kept"]]
     for key, buffer in saved["buffers"].items():

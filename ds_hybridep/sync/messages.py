@@ -18,7 +18,7 @@ from ds_hybridep.codecs import Codec, CodecState
 from ds_hybridep.sync.home import Home
 
 ALIGNMENT_BYTES = 16
-BLOCK_ELEMENTS = 2**20  # that are looked at together where all would be too many
+BLOCK_ELEMENTS = 2**20  # converted at a time, because a copy of all may be too large
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PacketPart:
         return 4 * self.num_experts * self.rows * self.cols
 
     def as_matrices(self, tensor: Tensor) -> Tensor:
-        """[e, *shape] as a codec wants it, [e, rows, cols] fp32."""
+        """Turn [e, *shape] into [e, rows, cols] fp32, as a codec wants it."""
         return tensor.float().reshape(self.num_experts, self.rows, self.cols)
 
 
@@ -58,21 +58,21 @@ class MessageLayout:
     )
 
     def num_bytes(self, step: int) -> int:
-        """Length of the message of encoder step `step`."""
+        """Return the length in bytes of the message of encoder step `step`."""
         return self._lay_out(step)[0]
 
     @property
     def fp32_bytes(self) -> int:
-        """Bytes in fp32 of what a message stands for."""
+        """The fp32 bytes of what a message stands for."""
         return sum(part.fp32_bytes for part in self.parts)
 
     def new_message(self, step: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Memory for the message of encoder step `step`, uint8, and its packets."""
+        """Return uint8 memory for the message of encoder step `step`, and the message's packets."""
         message = torch.empty(self.num_bytes(step), dtype=torch.uint8, device=device)
         return message, self.packets(message, step)
 
     def packets(self, message: Tensor, step: int) -> list[Tensor]:
-        """Views of a message, [e, packet_bytes] uint8 for each part."""
+        """Return views of a message, [e, packet_bytes] uint8 for each part."""
         offset = message.storage_offset()
         return [
             message.as_strided((num_experts, num_bytes), (num_bytes, 1), offset + start)
@@ -83,11 +83,11 @@ class MessageLayout:
         return [self.codec.new_state(part.num_experts, part.rows, part.cols, device=device) for part in self.parts]
 
     def new_values(self, home: Home, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """Zeros, [e, rows, cols] for each part."""
+        """Return zeros, [e, rows, cols] for each part."""
         return [home.zeros(part.num_experts, part.rows, part.cols, dtype=dtype) for part in self.parts]
 
     def _lay_out(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """Length of a message; packets of each part, bytes of one, and where they begin, aligned."""
+        """Return a message's length, and for each part (packets, bytes of one packet, aligned start)."""
         codec = self.codec.at(step)
         found = self._places.get(id(codec))
         if found is None:
@@ -101,7 +101,7 @@ class MessageLayout:
 
 
 def squared_norm(values: Tensor) -> float:
-    """Sum of squares in fp64, without a copy of all values."""
+    """Return the sum of squares in fp64, without a copy of all values."""
     flat = values.reshape(-1)
     return sum(float(block.double().square().sum()) for block in flat.split(BLOCK_ELEMENTS))
 

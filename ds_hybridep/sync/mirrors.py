@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights in encoded form: what the owner of a slot sends, and what a holder does with it.
 
-lossy codecs    the owner keeps a mirror of what its replicas hold, encodes weight - mirror and adds to the mirror
-                what it has encoded; a replica adds the same.  What a codec left out is still in weight - mirror
+lossy codecs    The owner keeps a mirror of what its replicas hold.  It encodes weight - mirror, and adds to the mirror
+                what it has encoded; a replica adds the same.  What a codec leaves out is still in weight - mirror
                 the next time.
-patches         the owner sends how its 16-bit values have changed since it sent them last; a holder changes its own
-                likewise, and has the owner's values bit for bit.
+patches         The owner sends how its 16-bit values have changed since it sent them last.  A holder makes the same
+                changes and then has the owner's values bit for bit.
 """
 
 from collections.abc import Sequence
@@ -21,35 +21,35 @@ from ds_hybridep.sync.messages import MessageLayout, copy_to, load_states
 
 
 class HeldSlot(Protocol):
-    """A slot of another rank, which arrives encoded."""
+    """A slot of another rank that arrives encoded."""
 
     varies: bool  # messages vary in length
 
     def new_messages(self) -> list[Tensor]:
-        """Memory for the next messages, in the order in which the owner sends them."""
+        """Return memory for the next messages, in the order in which the owner sends them."""
         ...
 
     def cut(self, messages: Sequence[Tensor]) -> list[Tensor]:
-        """The messages that arrived in that memory, where they may be shorter."""
+        """Return the messages that arrived in this memory; they may be shorter than it."""
         ...
 
     def apply(self, messages: Sequence[Tensor]) -> None:
-        """Take over what the messages hold; PacketError where one before them is missing."""
+        """Take over what the messages hold; PacketError if an earlier message is missing."""
         ...
 
     def assign(self) -> None:
-        """The slot's values have arrived as they are, in an exact gather."""
+        """Note that the slot's values have arrived as they are, in an exact gather."""
         ...
 
     def pass_over(self) -> None:
-        """The slot's values have arrived as they are, in the place of messages."""
+        """Note that the slot's values have arrived as they are, in place of messages."""
         ...
 
 
 class Mirror:
     """The owner's side of one lossy codec: what its replicas hold, and the encoder of what they lack.
 
-    values: [e, rows, cols] fp32 for each part, by default new ones.
+    values: [e, rows, cols] fp32 for each part, by default zeros.
     """
 
     def __init__(self, layout: MessageLayout, home: Home, values: Sequence[Tensor] | None = None) -> None:
@@ -58,12 +58,12 @@ class Mirror:
         self.states = layout.new_states(home.device)
 
     def assign(self, weights: Sequence[Tensor]) -> None:
-        """Hold what was shipped exactly, [e, *shape] for each part."""
+        """Take over weights that were sent exactly, [e, *shape] for each part."""
         for part, value, weight in zip(self.layout.parts, self.values, weights, strict=True):
             value.copy_(part.as_matrices(weight))
 
     def encode(self, weights: Sequence[Tensor]) -> Tensor:
-        """The message that brings every replica closer to `weights` ([e, *shape] for each part); uint8."""
+        """Return the uint8 message that brings every replica closer to `weights` ([e, *shape] for each part)."""
         message, packets = self.layout.new_message(self.states[0].step, self.home.device)
         for part, weight, value, state, out in zip(
             self.layout.parts, weights, self.values, self.states, packets, strict=True
@@ -74,7 +74,7 @@ class Mirror:
         return message
 
     def squared_distance(self, weights: Sequence[Tensor]) -> tuple[float, float]:
-        """Sums over all elements of (weight - mirror)^2 and of weight^2."""
+        """Return the sums over all elements of (weight - mirror)^2 and of weight^2."""
         apart = whole = 0.0
         for part, weight, value in zip(self.layout.parts, weights, self.values, strict=True):
             for one, other in zip(part.as_matrices(weight), value, strict=True):
@@ -84,7 +84,7 @@ class Mirror:
         return apart, whole
 
     def state_dict(self) -> dict[str, Any]:
-        """The state now; its tensors are those in use, not copies."""
+        """Return the present state; its tensors are those in use, not copies."""
         self.home.wait()
         return {"values": list(self.values), "states": [state.state_dict() for state in self.states]}
 
@@ -97,7 +97,7 @@ class Replica:
     """One slot's weights on a rank that does not own them, as its owner's mirror has them.
 
     Args:
-        weights: that are computed with, [e, *shape] for each part.  Where they are fp32, the replica lives in them.
+        weights: the tensors to compute with, [e, *shape] for each part.  fp32 tensors are the replica itself.
     """
 
     varies = False
@@ -143,7 +143,7 @@ class Replica:
                 weight.copy_(work.view(weight.shape))
 
     def load(self, values: Sequence[Tensor], expected: int) -> None:
-        """Become what a checkpoint says."""
+        """Restore the values and the expected step of a checkpoint."""
         copy_to(self.values, values)
         self.order.expected = expected
         for value, weight in zip(self.values, self._weights, strict=True):
@@ -154,8 +154,8 @@ class Replica:
 class PatchSender:
     """The owner's side of patches.
 
-    sent: what holders have, one flat contiguous tensor for each message; those that are not 16 bits wide travel as
-        they are.
+    sent: what holders have, one flat contiguous tensor for each message.  bf16 and fp16 tensors travel as patches, all
+        others as they are.
     """
 
     def __init__(self, codec: Patch, sent: Sequence[Tensor] = (), step: int = 0) -> None:
@@ -163,13 +163,13 @@ class PatchSender:
         self._step = step
 
     def encode(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Messages that make holders' values equal to `values`, shaped as `sent`, which become these."""
+        """Return messages that make the holders' values equal to `values`; `sent` becomes equal too."""
         messages = []
         for value, sent in zip(values, self.sent, strict=True):
             if is_patched(sent):
                 room = torch.empty(self._codec.max_bytes(sent.numel()), dtype=torch.uint8, device=value.device)
                 num_bytes = self._codec.encode(value, sent, room, self._step)
-                messages.append(room[:num_bytes].clone())  # the room is many times as large
+                messages.append(room[:num_bytes].clone())  # frees the room, which is many times larger
             else:
                 sent.copy_(value)
                 messages.append(sent)
@@ -180,7 +180,7 @@ class PatchSender:
 class PatchReplica:
     """One slot on a rank that does not own it, bit for bit as its owner's.
 
-    values: as `sent` of `PatchSender`; those that are computed with.
+    values: the tensors to compute with, like `sent` of `PatchSender`.
     """
 
     varies = True
@@ -223,5 +223,5 @@ class PatchReplica:
 
 
 def is_patched(values: Tensor) -> bool:
-    """True where a patch can say how they have changed."""
+    """Return True if a patch can say how these values change."""
     return values.dtype in (torch.bfloat16, torch.float16)

@@ -36,12 +36,12 @@ class GatherStage:
 
     level: int
     peers: tuple[Peer, ...]
-    weights: Channel | None = None  # until `connect`
+    weights: Channel | None = None  # None until `connect`
     gradients: Channel | None = None
 
 
 def gather_stages(partition: Partition, rank: int) -> tuple[GatherStage, ...]:
-    """The stages of a gather of weights as `rank` sees it, slowest level first; without channels."""
+    """Return the stages of a gather of weights as `rank` sees it, slowest level first, without channels."""
     sizes = partition.domain_sizes
     own = partition.offset_of(rank)
     stages: list[GatherStage] = []
@@ -49,7 +49,7 @@ def gather_stages(partition: Partition, rank: int) -> tuple[GatherStage, ...]:
     for level, size in enumerate(sizes):
         if size == 1:
             continue
-        # By offset at this level: slots of any offset at slower levels, and of the own one elsewhere.
+        # For each offset at this level: slots with any offset at slower levels, and the own offset at faster ones.
         offsets: list[Sequence[int]] = [range(n) if at in slower else (own[at],) for at, n in enumerate(sizes)]
         held = []
         for offset in range(size):
@@ -68,9 +68,9 @@ def gather_stages(partition: Partition, rank: int) -> tuple[GatherStage, ...]:
 def connect(
     stages: Sequence[GatherStage], transport: Transport, group: str, device: torch.device
 ) -> tuple[GatherStage, ...]:
-    """The stages with channels for tensors of `device`; all ranks of the domain must call in the same order.
+    """Return the stages with channels for tensors on `device`; all ranks of the domain must call in the same order.
 
-    Each expert-parallel `group` has channels of its own: operations of groups with other levels would mix on them.
+    Each expert-parallel `group` has its own channels, so that operations of groups with other levels do not mix.
     """
 
     def channel(kind: str, stage: GatherStage) -> Channel:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two moves of parameters: `Gather` brings values from owners to holders, `Reduce` sums gradients at owners.
 
-Both go in stages, one per level, over slots (see `sync.stages`).  What a slot's values or sums look like on a link is
-said by codecs; `sync.feedback` keeps what they need from step to step.
+Both move slots in stages, one per level (see `sync.stages`).  Codecs determine what a slot's values or sums look like
+on a link; `sync.feedback` keeps what codecs need from step to step.
 """
 
 import time
@@ -28,30 +28,30 @@ _NOTHING = nullcontext()
 
 
 class Slots(Protocol):
-    """What a group of ranks holds in common on this rank: one slot for each owner."""
+    """What this rank holds of the data that a group of ranks shares: one slot for each owner."""
 
     layer: str
-    lane: int  # of its transfers as trained; see `transport.connections`
+    lane: int  # of its transfers, exact gathers excepted; see `transport.connections`
     stages: tuple[GatherStage, ...]
     own_slot: int
     device: torch.device
-    streams: DeviceStreams | None  # None: work runs where it is written
+    streams: DeviceStreams | None  # None: work runs in the caller's stream
     feedback: Feedback | None  # None: everything travels as it is
 
     def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
-        """The slot's values as they are held, one contiguous tensor for each message."""
+        """Return the slot's values as they are held, one contiguous tensor for each message."""
         ...
 
     def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
-        """The slot's sums, one contiguous tensor for each message, and the type in which they travel exactly."""
+        """Return the slot's sums, one contiguous tensor for each message, and the types in which they go unencoded."""
         ...
 
     def sum_parts(self, slot: int) -> list[Tensor]:
-        """The slot's sums, fp32 [e, *shape] for each part of a message."""
+        """Return the slot's sums, fp32 [e, *shape] for each part of a message."""
         ...
 
     def drop_sums(self, slot: int) -> None:
-        """The slot's sums are in a message: they are not needed any more."""
+        """Drop the slot's sums, which a message now holds."""
         ...
 
     def loss_scale(self) -> float:
@@ -60,9 +60,9 @@ class Slots(Protocol):
 
 
 class StagedTransfer(ABC):
-    """A transfer in stages; each starts when the one before has arrived.
+    """A transfer in stages; each stage starts when the one before it has arrived.
 
-    What it does on a device it does in the side stream; `join` is for those who use what it brought.
+    Its work on a device runs in the side stream.  Call `join` before using what it brought.
     """
 
     def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[GatherStage]) -> None:
@@ -71,7 +71,7 @@ class StagedTransfer(ABC):
         self.stages = tuple(stages)
         self.stages_started = 0
         self.is_complete = False
-        self.crossed: list[Transfer] = []  # by stages that have ended
+        self.crossed: list[Transfer] = []  # transfers of the stages that have ended
         self._transfer: Transfer | None = None
         self._completed: Mark = None
 
@@ -95,7 +95,7 @@ class StagedTransfer(ABC):
             self.stages_started += 1
 
     def join(self) -> None:
-        """The current stream goes on behind the completed transfer."""
+        """Make the current stream wait for the completed transfer."""
         if self.slots.streams is not None:
             self.slots.streams.follow(self._completed)
 
@@ -119,12 +119,12 @@ class StagedTransfer(ABC):
 class Gather(StagedTransfer):
     """One gather of values, slowest level first.
 
-    What arrives encoded is forwarded as it came, so all holders decode the same bytes.  Where a channel cannot carry
-    messages of varying length, patches are forwarded as the values that they made.
+    Encoded messages are forwarded as they came, so all holders decode the same bytes.  If a channel cannot carry
+    messages of varying length, it carries values instead of patches.
 
     Args:
-        messages: by level, what leaves this rank's own slot in place of its values.
-        is_exact: everything goes as it is, what is not trained too; replicas begin anew.
+        messages: by level, what is sent in place of the values of this rank's own slot.
+        is_exact: True sends everything as it is, also what is not trained; replicas start again from that.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Gather(StagedTransfer):
         super().__init__(slots, purpose, slots.stages)
         self._messages = messages
         self._is_exact = is_exact
-        self._arrived: dict[int, list[Tensor]] = {}  # encoded, by slot; kept until they were forwarded
+        self._arrived: dict[int, list[Tensor]] = {}  # encoded messages by slot, kept for forwarding
         self._fresh: list[tuple[int, int]] = []  # (slot, sender) of what the stage under way brings
         self._counts_at_arrival = False
 
@@ -174,7 +174,7 @@ class Gather(StagedTransfer):
         return self._arrived[slot]
 
     def _replica(self, slot: int, stage: GatherStage) -> HeldSlot | None:
-        """What takes the slot's messages over this stage; None where it goes as it is."""
+        """Return what takes the slot's messages over this stage; None if the slot goes as it is."""
         replica = None if self.slots.feedback is None else self.slots.feedback.replicas.get(slot)
         return None if replica is None or (replica.varies and _needs_equal_lengths(stage)) else replica
 
@@ -204,7 +204,7 @@ class Gather(StagedTransfer):
 
 @contextmanager
 def _naming(sender: int, purpose: Purpose) -> Iterator[None]:
-    """A packet that cannot be applied ends the job: say whose it was."""
+    """Name the sender of a packet that cannot be applied, which ends the job."""
     try:
         yield
     except PacketError as error:
@@ -219,15 +219,15 @@ def _needs_equal_lengths(stage: GatherStage) -> bool:
 class Reduce(StagedTransfer):
     """One reduce of gradients, fastest level first.
 
-    Adds to the own slot's sums what the other ranks have in theirs for it.
+    Adds the other ranks' sums for the own slot to this rank's.
 
     Args:
-        stages: those of the group's that are crossed, by default all.
+        stages: those of the group's stages to cross, by default all.
     """
 
     def __init__(self, slots: Slots, purpose: Purpose, stages: Sequence[GatherStage] | None = None) -> None:
         super().__init__(slots, purpose, (slots.stages if stages is None else stages)[::-1])
-        self._arrivals: list[tuple[int, Callable[[], Any]]] = []  # sender; adds what it sent to the sum
+        self._arrivals: list[tuple[int, Callable[[], Any]]] = []  # (sender, function that adds what it sent)
         self._sent: list[Tensor] = []  # keeps messages alive until they have been sent
         self._scale = slots.loss_scale()
 
@@ -280,8 +280,8 @@ class Reduce(StagedTransfer):
 class StagePipeline:
     """Staged transfers over one set of channels, kept in order.
 
-    A stage is started only after every earlier transfer has started the same stage, so all ranks start transfers on a
-    channel in one order, whenever each of them gets to it.
+    A stage is started only after every earlier transfer has started the same stage.  So all ranks start transfers on a
+    channel in one order, no matter when each of them gets to it.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -289,7 +289,7 @@ class StagePipeline:
         self._under_way: deque[StagedTransfer] = deque()
 
     def start(self, transfer: StagedTransfer) -> None:
-        """Never blocks."""
+        """Start the first stage.  Never blocks."""
         transfer.advance()
         self._under_way.append(transfer)
 
@@ -306,7 +306,7 @@ class StagePipeline:
             self._under_way.popleft()
 
     def wait(self, transfer: StagedTransfer) -> None:
-        """Block until `transfer` is complete, moving the others on meanwhile; what it brought can be used then.
+        """Block until `transfer` is complete and what it brought can be used; move the others on meanwhile.
 
         Raises:
             CommunicationError: nothing finished within the time limit, or a transfer failed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a token: dispatch, experts, combine.
+"""The path of a token: dispatch, experts, combine.
 
 Legend of shapes, used by every docstring of this package:
 

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows between the ranks of one exchange.
+"""Moves rows between the ranks of one exchange.
 
-The receiver of a dispatch does not know how many rows will come.  The first message says it, and carries as many rows
-as the receiver has made room for, which both ends derive from the dispatch before; a surplus takes a second transfer:
+The receiver of a dispatch does not know the number of rows.  The first message gives it, and carries as many rows as
+the receiver has room for.  Both ends derive this room from the dispatch before.  A second transfer takes the surplus:
 
     first     header | expert ids and gate weights of the first m rows | the first m rows
-    surplus   expert ids and gate weights of the others, the others
+    surplus   expert ids and gate weights of the other rows, the other rows
 
-A header says the number of rows, the sender's tokens, which layer and plan the message is of, and a checksum; one that
-does not fit is refused before memory is taken for its rows.
+A header has the numbers of rows and of the sender's tokens, a stamp of layer and plan, and a checksum.  The receiver
+refuses a wrong header before it allocates memory for the rows.
 
 A first message with fewer rows is shorter than the room (see `Channel.has_equal_lengths`).  All later transfers of the
-layer move as many rows, there or back.
+layer move the same number of rows, there or back.
 
-Where the level between two ranks has a token codec, rows of a dispatch travel as records of one byte an element; the
-receiver goes on with what they say.  All other transfers are exact.
+If the level between two ranks has a token codec, rows of a dispatch travel as records with one byte per element.  The
+receiver continues with the decoded rows.  All other transfers are exact.
 """
 
 import struct
@@ -33,13 +33,13 @@ from ds_hybridep.plan.row_format import RowFormat
 from ds_hybridep.plan.token_route import Stage
 from ds_hybridep.transport.channels import Channel, Purpose, Transport, profiler_range
 
-HEADER_BYTES = 16  # four int32, see `header_of`; what follows is aligned for every type
-JOINED_BYTES = 1 << 16  # up to here copying two parts into one message costs less than a message more
+HEADER_BYTES = 16  # four 32-bit integers, see `header_of`; what follows is aligned for every type
+JOINED_BYTES = 1 << 16  # up to this size, copying two parts into one message costs less than a second message
 
 
 @dataclass
 class Exchange:
-    """One stage of a layer's token route on this rank: with whom rows are exchanged.  Lives as long as the layer."""
+    """One stage of a layer's token route on this rank, with the ranks of the exchange.  Lives as long as the layer."""
 
     layer: str
     ranks: tuple[int, ...]  # destinations in order, this rank included
@@ -47,7 +47,7 @@ class Exchange:
     expert_to_destination: Tensor  # [E] int32
     channel: Channel
     kernels: Kernels
-    row_formats: tuple[RowFormat | None, ...]  # of rows to and from each destination; None: as they are
+    row_formats: tuple[RowFormat | None, ...]  # of rows to and from each destination; None: unencoded
     room_to: list[int]  # rows that fit into the first message of the next dispatch, by destination
     room_from: list[int]
 
@@ -67,9 +67,9 @@ def build_exchanges(
     *,
     level_formats: Sequence[RowFormat | None] = (),
 ) -> tuple[Exchange, ...]:
-    """The exchanges of one layer's route; makes the channels, so all ranks of the group call in the same order.
+    """Make the exchanges of one layer's route, and their channels; all ranks of the group must call in the same order.
 
-    level_formats: of dispatched rows that cross each level; none: rows travel as they are.
+    level_formats: formats of dispatched rows by the level that they cross; if empty, rows travel unencoded.
     """
 
     def format_to(rank: int) -> RowFormat | None:
@@ -96,10 +96,10 @@ def build_exchanges(
 def dispatch_rows(
     exchange: Exchange, plan: RoutePlan, send_splits: tuple[int, ...], x: Tensor, topk_weights: Tensor
 ) -> tuple[tuple[int, ...], Tensor, Tensor]:
-    """Send each destination the tokens [T, D] of its rows, with their expert ids and gate weights [T, K] fp32.
+    """Send each destination its rows of the tokens [T, D], with their expert ids and gate weights [T, K] fp32.
 
-    Returns the number of rows from each destination; their metadata [R, 2K] int32, expert ids and then the bits of the
-    gate weights; the rows [R, D], ordered by sender.
+    Returns the number of rows from each destination, their metadata [R, 2K] int32 (expert ids, then the bits of the
+    gate weights), and the rows [R, D], ordered by sender.
     """
     purpose = Purpose("tokens", "dispatch of rows", exchange.layer)
     with profiler_range(purpose.operation, exchange.layer):
@@ -109,7 +109,7 @@ def dispatch_rows(
         for (i, _), count in zip(exchange.peers, row_counts(exchange, messages, parts), strict=True):
             splits[i] = count
 
-        # What came goes to its place; records have one of their own until all of them are there.
+        # Copy what arrived to its place.  Records have their own place until all of them are there.
         metadata = parts[0][0].new_empty(sum(splits), parts[0][0].shape[1])
         all_rows = x.new_empty(sum(splits), x.shape[1])
         rows_of = all_rows.split_with_sizes(splits)
@@ -125,7 +125,7 @@ def dispatch_rows(
             exchange.channel.transport.count_received(rank, _message_bytes(num_rows, parts[i]), purpose.kind)
         sends = [(rank, part[exchange.room_to[i] :]) for i, rank in exchange.peers for part in parts[i]]
         receives = [(rank, place[exchange.room_from[i] :]) for i, rank in exchange.peers for place in places[i]]
-        exchange.channel.start(sends, receives, purpose).wait()  # the surplus, mostly none
+        exchange.channel.start(sends, receives, purpose).wait()  # the surplus, mostly empty
 
         for rows, records, row_format in zip(rows_of, arriving, exchange.row_formats, strict=True):
             if row_format is not None:
@@ -138,7 +138,7 @@ def dispatch_rows(
 def _outgoing(
     exchange: Exchange, plan: RoutePlan, send_splits: Sequence[int], x: Tensor, topk_weights: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Metadata [m, 2K] and rows for each destination: [m, D], or records [m, B] uint8 where they have a format."""
+    """Return metadata [m, 2K] and rows for each destination: [m, D], or records [m, B] uint8 if it has a format."""
     kernels, formats = exchange.kernels, exchange.row_formats
     if any(formats):
         rows = [
@@ -173,7 +173,7 @@ def _swap_first_messages(
 
 
 def _message_bytes(num_rows: int, samples: Sequence[Tensor]) -> int:
-    """Length of a first message of that many rows; `samples` have the types and widths of its parts."""
+    """Return the length of a first message of `num_rows` rows; `samples` have the types and widths of its parts."""
     return HEADER_BYTES + num_rows * sum(sample.element_size() * sample.shape[1] for sample in samples)
 
 
@@ -186,13 +186,13 @@ def _unpack(message: Tensor, num_rows: int, samples: Sequence[Tensor]) -> list[T
 
 
 def header_of(num_rows: int, num_tokens: int, stamp: int) -> bytes:
-    """Begin of a first message: rows in it and in the surplus, tokens of its sender, stamp, checksum of these."""
+    """Return the start of a first message: rows, surplus included; tokens of the sender; stamp; checksum of these."""
     said = struct.pack("<iiI", num_rows, num_tokens, stamp)
     return said + struct.pack("<I", zlib.crc32(said))
 
 
 def read_header(header: bytes, stamp: int) -> int:
-    """The number of rows.  Raises ValueError for a header that was not made by `header_of` with this stamp."""
+    """Return the number of rows.  Raises ValueError if `header_of` did not make the header with this stamp."""
     num_rows, num_tokens, theirs, checksum = struct.unpack("<iiII", header)
     if checksum != zlib.crc32(header[:12]):
         raise ValueError("its checksum is wrong, so it was damaged or is no header")
@@ -204,10 +204,10 @@ def read_header(header: bytes, stamp: int) -> int:
 
 
 def row_counts(exchange: Exchange, messages: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> list[int]:
-    """Rows that each peer sends; CommunicationError that names the peer and the layer for a header that is wrong."""
+    """Return the rows that each peer sends.  A wrong header raises CommunicationError with the peer and the layer."""
     if not messages:
         return []
-    # Device-to-host sync, one for all: tensors of these sizes are made next.
+    # One device-to-host sync for all headers: the caller makes tensors of these sizes next.
     headers = torch.cat([message[:HEADER_BYTES] for message in messages]).cpu().numpy().tobytes()
     counts = []
     for index, (i, rank) in enumerate(exchange.peers):
@@ -224,7 +224,7 @@ def row_counts(exchange: Exchange, messages: Sequence[Tensor], parts: Sequence[S
 
 
 def _stamp(exchange: Exchange, part: Sequence[Tensor]) -> int:
-    """Equal for messages of one layer, plan, and shape of rows."""
+    """Return a number that is equal for messages of the same layer, plan, and types and widths of parts."""
     shape = [(str(one.dtype), one.shape[1]) for one in part]
     return zlib.crc32(f"{exchange.layer} {exchange.channel.transport.generation} {shape}".encode())
 
@@ -232,9 +232,9 @@ def _stamp(exchange: Exchange, part: Sequence[Tensor]) -> int:
 def swap(
     exchange: Exchange, tensors: Sequence[Tensor], send_splits: Sequence[int], recv_splits: Sequence[int], what: str
 ) -> list[Tensor]:
-    """For each [sum(send_splits), ...] tensor the parts meant for this rank, [sum(recv_splits), ...].
+    """Return for each [sum(send_splits), ...] tensor the parts meant for this rank, [sum(recv_splits), ...].
 
-    All tensors travel in one transfer, small parts for one rank in one message.
+    All tensors travel in one transfer.  Small parts for one rank travel in one message.
     """
     with profiler_range(what, exchange.layer):
         results = [tensor.new_empty(sum(recv_splits), *tensor.shape[1:]) for tensor in tensors]
@@ -268,12 +268,12 @@ def _joined(parts: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _room_for(places: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Room for the messages of parts that come from one rank: the places themselves, unless they are joined."""
+    """Return room for the messages from one rank: the places of its parts, or one buffer if the parts are joined."""
     if not _are_joined(places):
         return places
     return [torch.empty(sum(place.nbytes for place in places), dtype=torch.uint8, device=places[0].device)]
 
 
 def _are_joined(parts: Sequence[Tensor]) -> bool:
-    """True where these parts travel in one message: both ends decide it by the same bytes."""
+    """Return True if these parts travel in one message; both ends decide this by the same numbers of bytes."""
     return len(parts) > 1 and 0 < sum(part.nbytes for part in parts) <= JOINED_BYTES

@@ -12,8 +12,8 @@ One exchange of a route looks like this (T=3 tokens, K=2, destinations A and B):
 A token that needs several experts of one destination travels there once.  The backward sends the output gradient once
 per row, and brings back one input-gradient row and K gate-weight gradients per row.
 
-Rows that a token codec has rounded on their way have the gradient of rows that were not (straight through): the
-gradients themselves, and the sums that come back, travel as they are.
+Rows that a token codec has rounded get the gradient of exact rows (straight through).  The gradients themselves, and
+the sums that come back, travel unencoded.
 """
 
 import threading
@@ -38,7 +38,7 @@ _computing = threading.local()
 
 
 def computing_layer() -> str | None:
-    """The layer whose experts run in this thread now with weights of replicas in autograd; None for no layer."""
+    """Return the layer whose experts run in this thread now, with replicas' weights in the graph; None if none."""
     name: str | None = getattr(_computing, "layer", None)
     return name
 
@@ -66,13 +66,13 @@ class LayerStats:
     calls: int = 0
     rows_sent: int = 0  # to other ranks, in forward dispatches
     rows_computed: int = 0  # rows that experts processed here
-    expert_rows: Counter[int] = field(default_factory=Counter)  # the same by global expert
-    plain_rows: int | Tensor = 0  # that plain EP would have sent to each rank of the group, [G] or one number for all
-    was_recorded: bool = False  # the last forward that was no recomputation entered autograd
+    expert_rows: Counter[int] = field(default_factory=Counter)  # rows computed, by global expert
+    plain_rows: int | Tensor = 0  # what plain EP would have sent to each rank of the group, [G] or one number for all
+    was_recorded: bool = False  # the last forward that was not a recomputation built a graph
 
 
 def call_expert(expert: nn.Module, weights: dict[str, Tensor], rows: Tensor, _counts: Sequence[int]) -> Tensor:
-    """The expert's output rows, [n, D] -> [n, D]; `weights` replace the module's own parameters of those names."""
+    """Return the expert's output rows, [n, D] -> [n, D]; `weights` replace the module's parameters of these names."""
     # Four dimensions, as DeepSpeed calls its experts ([group, expert, capacity, hidden]).
     rows_4d = rows[None, None]
     output: Tensor | tuple[Tensor, ...] = functional_call(expert, weights, (rows_4d,)) if weights else expert(rows_4d)
@@ -86,23 +86,23 @@ class HybridMoE:
     """Routed experts of one layer: dispatch, experts, combine."""
 
     name: str
-    experts: tuple[nn.Module, ...]  # with the e experts owned by this rank, one each or one for all
+    experts: tuple[nn.Module, ...]  # modules of this rank's e experts, one each or one for all
     num_local: int  # e
-    exchanges: tuple[Exchange, ...]  # slowest level first; empty where all experts are in this rank's domain
+    exchanges: tuple[Exchange, ...]  # slowest level first; empty if all experts are in this rank's domain
     expert_to_slot: Tensor  # [E] int32, slot * e + local index of each expert of this rank's domain, else -1
     num_slots: int  # M
     kernels: Kernels
     domain_experts: tuple[int, ...] = ()  # global experts of this rank's domain, in the order of slots
-    migration: MigrationManager | None = None  # None where every domain is one rank
-    position: int = -1  # of this layer's store in `migration`
+    migration: MigrationManager | None = None  # None if every domain is one rank
+    position: int = -1  # of this layer in `migration.layers`
     # Runs one of `experts`, with weights that replace its own, on rows ordered and counted by expert.
     call: Callable[[nn.Module, dict[str, Tensor], Tensor, Sequence[int]], Tensor] = call_expert
-    weighs_inputs: bool = False  # gate weights multiply the experts' inputs; otherwise their outputs
+    weighs_inputs: bool = False  # gate weights multiply the experts' inputs instead of their outputs
     stats: LayerStats = field(default_factory=LayerStats)
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """Weighted sum of the routed experts' outputs, [T, D] -> [T, D]; arguments as for `dispatch`."""
-        # Acquired before the dispatch, so that in the backward tokens go first and expert gradients after them.
+        """Return the weighted sum of the routed experts' outputs, [T, D] -> [T, D]; arguments as for `dispatch`."""
+        # Acquire before the dispatch, so that the backward sends tokens first and expert gradients after them.
         replicas = self.migration.acquire(self.position) if self.migration is not None else None
         rows, row_idx, row_weights, states = self._dispatch(x, topk_idx, topk_weights)
         partial_sums = self._compute(rows, row_idx, row_weights, replicas)
@@ -124,7 +124,7 @@ class HybridMoE:
     def _compute(
         self, rows: Tensor, row_idx: Tensor, row_weights: Tensor, replicas: list[list[dict[str, Tensor]]] | None
     ) -> Tensor:
-        """Every expert of the domain on its rows, with zero rows too: all ranks must run the same operations."""
+        """Run every expert of the domain on its rows, even on zero rows: all ranks must run the same operations."""
         if self.migration is not None:
             self.migration.wait_for_weights(self.position)
         with profiler_range("experts", self.name):
@@ -136,7 +136,7 @@ class HybridMoE:
             if self.weighs_inputs:
                 expert_rows = weigh_rows(expert_rows, row_weights, plan)
                 row_weights = torch.ones_like(row_weights)
-            # Rows of one module after the other: an expert each, or all experts of a slot.
+            # Split the rows by module.  A module is one expert, or all experts of a slot.
             per_module = self.num_local // len(self.experts)
             counts = [splits[first : first + per_module] for first in range(0, len(splits), per_module)]
             chunks = expert_rows.split([sum(count) for count in counts])
@@ -151,7 +151,7 @@ class HybridMoE:
 
     @contextmanager
     def _computing_experts(self) -> Iterator[None]:
-        """Mark this thread where weights of replicas enter autograd; see `computing_layer`."""
+        """Mark this thread while experts run with replicas' weights in the graph; see `computing_layer`."""
         outer = computing_layer()
         if self.migration is not None and torch.is_grad_enabled():
             _computing.layer = self.name
@@ -161,13 +161,13 @@ class HybridMoE:
             _computing.layer = outer
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        """A copied or pickled layer is a plain DeepSpeed layer: channels and replicas belong to this one alone."""
+        """Copy or pickle this as None: a copied layer is a plain DeepSpeed layer, without channels and replicas."""
         return type(None), ()
 
     def count_plain_ep(self, rows: Tensor | int) -> None:
-        """Note the rows to each rank, [G] or one number for all, of a dispatch of plain EP, and of its combine."""
+        """Count the rows to each rank, [G] or one number for all, of a dispatch of plain EP and of its combine."""
         if torch._C._current_graph_task_id() != -1:  # inside a running backward
-            # A recomputation; a re-entrant one is the first to enter autograd, so its backward is counted here.
+            # A recomputation.  A re-entrant one is the first to build a graph, so its backward is counted here.
             num_exchanges = 2 if self.stats.was_recorded else 4
         else:
             self.stats.was_recorded = torch.is_grad_enabled()
@@ -176,19 +176,19 @@ class HybridMoE:
 
 
 def expert_to_slot(domain_experts: Sequence[int], num_experts: int, device: torch.device) -> Tensor:
-    """[E] int32: index of each expert in `domain_experts`, -1 for experts of other domains."""
+    """Return [E] int32: the index of each expert in `domain_experts`, -1 for experts of other domains."""
     table = torch.full((num_experts,), -1, dtype=torch.int32)
     table[list(domain_experts)] = torch.arange(len(domain_experts), dtype=torch.int32)
     return table.to(device)
 
 
-# ---- the way of a token ----
+# ---- the path of a token ----
 
 
 def dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, exchange: Exchange
 ) -> tuple[Tensor, Tensor, Tensor, DispatchState]:
-    """Rows that other ranks and this one send here, ordered by sender, then by the sender's token.
+    """Send rows to their destinations.  Returns the rows sent here, ordered by sender, then by the sender's token.
 
     Args:
         x: [T, D] tokens.
@@ -196,11 +196,11 @@ def dispatch(
         topk_weights: [T, K] fp32 gate weights.
 
     Returns:
-        rows [R, D] in x.dtype, row_topk_idx [R, K] int32 (only experts behind this rank, else -1), row_weights [R, K]
-        fp32, and the state that `combine` takes.
+        rows [R, D] in x.dtype, row_topk_idx [R, K] int32 (-1 for experts reached through other ranks), row_weights
+        [R, K] fp32, and the state that `combine` takes.
     """
     plan = exchange.kernels.plan_routes(topk_idx, exchange.expert_to_destination, len(exchange.ranks))
-    # The only device-to-host sync of the exchange: split sizes must be Python ints before it starts.
+    # A device-to-host sync: split sizes must be Python ints before the exchange starts.
     send_splits = tuple(plan.rows_per_destination.tolist())
     with torch.no_grad():
         recv_splits, *arrived = dispatch_rows(exchange, plan, send_splits, x, topk_weights)
@@ -210,27 +210,27 @@ def dispatch(
 
 
 def combine(partial_sums: Tensor, state: DispatchState) -> Tensor:
-    """Sum of each token's partial results, [R, D] -> [T, D]; accumulates in fp32, in destination order."""
+    """Return the sum of each token's partial results, [R, D] -> [T, D]; accumulates in fp32, in destination order."""
     sums: Tensor = _Combine.apply(partial_sums, state)
     return sums
 
 
 def permute_to_experts(rows: Tensor, plan: RoutePlan, kernels: Kernels) -> Tensor:
-    """Rows ordered by expert, [R, D] -> [P, D]; a row appears once per expert that it goes to."""
+    """Return rows ordered by expert, [R, D] -> [P, D]; a row appears once per expert that it goes to."""
     expert_rows: Tensor = _PermuteToExperts.apply(rows, plan, kernels)
     return expert_rows
 
 
 def weighted_sum(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan, kernels: Kernels) -> Tensor:
-    """Gate-weighted sum of each row's expert outputs, [P, D] -> [R, D]; accumulates in fp32."""
+    """Return the gate-weighted sum of each row's expert outputs, [P, D] -> [R, D]; accumulates in fp32."""
     sums: Tensor = _WeightedSum.apply(expert_rows, row_weights, plan, kernels)
     return sums
 
 
 def weigh_rows(expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan) -> Tensor:
-    """Rows ordered by expert times the gate weights of their experts, [P, D] -> [P, D]; products in fp32."""
+    """Multiply rows ordered by expert by the gate weights of their experts, [P, D] -> [P, D]; products in fp32."""
     num_rows = expert_rows.shape[0]
-    # Slots that were not routed write to one place more, which is cut off.
+    # Slots that were not routed write to one extra place, which is cut off.
     places = plan.slot_to_row.where(plan.slot_to_row >= 0, num_rows).flatten()
     weights = row_weights.new_zeros(num_rows + 1).scatter(0, places, row_weights.flatten())[:num_rows]
     return (expert_rows.float() * weights[:, None]).to(expert_rows.dtype)
@@ -241,7 +241,7 @@ class _Dispatch(Function):
     def forward(
         ctx: Any, _x: Tensor, _topk_weights: Tensor, arrived: list[Tensor], state: DispatchState
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What arrived, as a function of what was sent."""
+        """Return what arrived; autograd sees it as a function of what was sent."""
         ctx.state = state
         metadata, rows = arrived
         row_topk_idx, row_weights = (part.contiguous() for part in metadata.chunk(2, dim=1))
@@ -257,7 +257,7 @@ class _Dispatch(Function):
         plan, kernels = state.plan, state.exchange.kernels
         grad_row_weights, grad_rows = state.send_back([grad_row_weights, grad_rows], "return of input gradients")
         grad_x = kernels.combine_rows(grad_rows, plan.first_slot_to_row)
-        # Each slot (t, k) was served by one row; one row more takes the slots that were not routed.
+        # One row has served each slot (t, k).  An extra row takes the slots that were not routed.
         padded = torch.cat([grad_row_weights, grad_row_weights.new_zeros(1, grad_row_weights.shape[1])])
         slot_to_row = plan.slot_to_row.where(plan.slot_to_row >= 0, grad_row_weights.shape[0])
         return grad_x, padded.gather(0, slot_to_row), None, None
@@ -294,7 +294,7 @@ class _PermuteToExperts(Function):
 class _WeightedSum(Function):
     @staticmethod
     def forward(ctx: Any, expert_rows: Tensor, row_weights: Tensor, plan: RoutePlan, kernels: Kernels) -> Tensor:
-        # Saved whatever the row counts: non-re-entrant checkpointing counts saved tensors, and ranks must agree.
+        # Save them even with zero rows: non-re-entrant checkpointing counts saved tensors, and ranks must agree.
         ctx.save_for_backward(expert_rows, row_weights)
         ctx.plan, ctx.kernels = plan, kernels
         return kernels.combine_rows(expert_rows.contiguous(), plan.slot_to_row, row_weights)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start-up: all ranks agree on what they run, or all learn who differs, failed or did not come."""
+"""Start-up: all ranks agree on what they run, or every rank learns which one differs, failed or is missing."""
 
 import contextlib
 import json
@@ -13,13 +13,13 @@ import torch.distributed as dist
 from ds_hybridep.errors import AgreementError, CommunicationError
 from ds_hybridep.transport.job import is_initialized, job_store
 
-LATE = "did not join"  # said of ranks that did not come in time
+LATE = "did not join"  # how messages describe a rank that did not come in time
 
 
 def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
-    """The number of this start-up, equal on all ranks and new in the job, when all have called with an equal payload.
+    """Wait until all ranks have called with an equal payload, and return the number of this start-up.
 
-    Goes through the job's store and not through a collective, which a rank without the package would never join.
+    The number is new and equal on all ranks.  They use the job's store: ranks without the package join no collective.
 
     Args:
         payload: what all ranks must share, JSON-able.
@@ -37,9 +37,9 @@ def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
 
 
 def hear(say: Callable[[], Any], timeout_s: float) -> Any:
-    """What `say` returns on rank 0, JSON-able, on all ranks; all must call, and the others do not call `say`.
+    """Call `say` on rank 0 only, and return its JSON-able result on all ranks; all ranks must call.
 
-    Raises AgreementError on the others where it fails on rank 0, or rank 0 does not come.
+    Raises AgreementError on the other ranks if `say` fails on rank 0, or if rank 0 does not come in time.
     """
     startup = _Startup(timeout_s)
     if dist.get_rank() == 0:
@@ -58,7 +58,7 @@ def hear(say: Callable[[], Any], timeout_s: float) -> Any:
 
 @contextlib.contextmanager
 def announcing_failure() -> Iterator[None]:
-    """Tell the other ranks when this one fails on the way to `agree`, so that they need not wait for it."""
+    """Tell the other ranks if this one fails before it calls `agree`, so that they need not wait for it."""
     try:
         yield
     except BaseException as error:
@@ -68,9 +68,9 @@ def announcing_failure() -> Iterator[None]:
 
 @contextlib.contextmanager
 def together(timeout_s: float, give_up: Callable[[], None]) -> Iterator[None]:
-    """What is done inside, all ranks do; otherwise each of them raises AgreementError, which names those that failed.
+    """Check that all ranks finish the body; otherwise each of them raises AgreementError and names those that failed.
 
-    give_up: drops what was made inside, its connections too: others may be waiting in one of them.
+    give_up: drops what the body made, connections too, because other ranks may be waiting in one of them.
     """
     reason = None
     try:
@@ -78,7 +78,7 @@ def together(timeout_s: float, give_up: Callable[[], None]) -> Iterator[None]:
     except BaseException as error:
         give_up()
         reason = f"{type(error).__name__}: {error}"
-        if not isinstance(error, CommunicationError):  # which mostly comes of another rank's failure
+        if not isinstance(error, CommunicationError):  # these mostly follow from another rank's failure
             _announce(reason)
             if not isinstance(error, Exception):
                 raise
@@ -92,16 +92,16 @@ def together(timeout_s: float, give_up: Callable[[], None]) -> Iterator[None]:
 
 def _announce(reason: str) -> None:
     if is_initialized():
-        with contextlib.suppress(RuntimeError):  # the store may be gone; what matters is the error itself
+        with contextlib.suppress(RuntimeError):  # the store may be gone; the error itself matters more
             _Startup(0.0).announce(reason)
 
 
 class _Startup:
-    """One start-up in the job's store: payloads of all ranks, the verdict of rank 0.
+    """One start-up in the job's store: the payloads of all ranks and the verdict of rank 0.
 
-    Every rank counts its own start-ups, so that the n-th of one rank meets the n-th of the others however far apart
-    they are: a rank that fails three times in a row is three ahead for a while.  A rank that the others gave up
-    waiting for, and that finds them in a later start-up, skips to their next.
+    Every rank counts its own start-ups, and its n-th one meets the n-th of the others.  So a rank that fails three
+    times in a row is three ahead for a while.  A rank skips a start-up if the others gave up waiting for it there and
+    have gone on to a later one.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -135,9 +135,9 @@ class _Startup:
             self.publish({"error": reason})
 
     def judge(self) -> str:
-        """Rank 0: compare all payloads, and tell everybody.  Empty when they are equal."""
+        """On rank 0: compare all payloads, and tell all ranks the verdict, which is empty if they are equal."""
         deadline = time.monotonic() + self._timeout_s
-        # Once the limit has passed, a round trip to the store is still granted to those who are there.
+        # After the limit, the store still has 1 s for each rank, to deliver the payloads that are there.
         texts = [self._get(str(rank), max(deadline - time.monotonic(), 1.0)) for rank in range(dist.get_world_size())]
         missing = [rank for rank, text in enumerate(texts) if text is None]
         if missing:
@@ -150,13 +150,13 @@ class _Startup:
         return verdict
 
     def await_verdict(self) -> str:
-        """Other ranks: what rank 0 found, which may itself wait for the limit first."""
+        """On other ranks: return the verdict of rank 0, which may first wait for its own limit."""
         limit_s = 1.25 * self._timeout_s + 5.0
         verdict = self._get("verdict", limit_s)
         return self._give_up([0], "rank 0", limit_s) if verdict is None else verdict
 
     def await_payload(self) -> Mapping[str, Any]:
-        """Other ranks: what rank 0 has published."""
+        """On other ranks: return what rank 0 has published."""
         text = self._get("0", self._timeout_s)
         if text is None:
             raise AgreementError(self._give_up([0], "rank 0", self._timeout_s))
@@ -164,7 +164,7 @@ class _Startup:
         return heard
 
     def _give_up(self, missing: Sequence[int], who: str, limit_s: float) -> str:
-        """Tell the missing ranks that nobody waits for them any more; the verdict."""
+        """Tell the missing ranks that nobody waits for them any more, and return the verdict."""
         for rank in missing:
             self._store.set(self._key(f"missed/{rank}"), "")
         return (
@@ -173,7 +173,7 @@ class _Startup:
         )
 
     def _get(self, name: str, limit_s: float) -> str | None:
-        """The value once it is there; None when the limit passes first."""
+        """Wait for a value and return it, or None if the limit passes first."""
         key = self._key(name)
         try:
             self._store.wait([key], timedelta(seconds=limit_s))
@@ -187,7 +187,7 @@ class _Startup:
 
 
 def _compare_payloads(payloads: Sequence[Mapping[str, Any]]) -> str:
-    """Empty if all payloads are equal to rank 0's; else what is wrong."""
+    """Return what is wrong, or an empty string if all payloads are equal to rank 0's."""
     failed = [f"rank {rank} cannot start: {p['error']}" for rank, p in enumerate(payloads) if "error" in p]
     different = [
         f"rank {rank} differs from rank 0 in {path}: {theirs!r} instead of {ours!r}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Point-to-point channels between ranks, counted and with a time limit.
+"""Point-to-point channels between ranks, with byte counters and a time limit.
 
 Every transfer is a batch of sends and receives whose sizes both ends know.  Sends and receives between one pair of
 ranks on one channel match in the order in which they were started, so ranks only have to agree on that order.
@@ -30,7 +30,7 @@ from ds_hybridep.transport.streams import DeviceStreams, streams_of
 T = TypeVar("T")
 
 _NO_RANGE = contextlib.nullcontext()
-EXIT_LIMIT_S = 60.0  # how long a process that ends waits for transfers under way
+EXIT_LIMIT_S = 60.0  # how long an ending process waits for transfers under way
 KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
 
 
@@ -47,7 +47,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a transfer is for; goes into counters, traces and error messages."""
+    """What a transfer is for, as counters, traces and error messages name it."""
 
     kind: str
     operation: str
@@ -59,7 +59,7 @@ class Purpose:
 
 @dataclass(frozen=True)
 class Wait:
-    """One of the waits in a row over a level; for traces."""
+    """One of the waits in a row over a level, for traces."""
 
     level: int
     purpose: Purpose
@@ -68,7 +68,7 @@ class Wait:
 
 
 class Transfer:
-    """A started batch of sends and receives.  Only background transfers have an end."""
+    """A started batch of sends and receives.  `end_ns` is measured for background transfers only."""
 
     def __init__(
         self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part], lane: int,
@@ -76,31 +76,31 @@ class Transfer:
     ) -> None:  # fmt: skip
         self.channel = channel
         self.purpose = purpose
-        self.lane, self.lengths, self.rooms = lane, lengths, rooms  # as for `Connections.post`
+        self.lane, self.lengths, self.rooms = lane, lengths, rooms  # as in `Connections.post`
         self.start_ns = time.perf_counter_ns()
         self.end_ns = self.start_ns
         self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
-        self.works: list[Any] = []  # of gloo and NCCL: `wait(timeout)` raises RuntimeError where one failed
-        self.device_side: Staging | NcclBatch | None = None  # of tensors on a device
-        self.arriving: list[Arriving] = []  # in a lane
+        self.works: list[Any] = []  # from gloo and NCCL; `wait(timeout)` raises RuntimeError if one failed
+        self.device_side: Staging | NcclBatch | None = None  # for tensors on a device
+        self.arriving: list[Arriving] = []  # messages that arrive in a lane
         self._destinations = [rank for rank, _ in sends]
         self._sources = [rank for rank, _ in receives]
         transport = channel.transport
         levels = {transport.level_to(rank) for rank in (*self._destinations, *self._sources)}
         self.waits_before = {level: transport.traffic.waits[level] for level in levels}
-        # Foreground transfers finish in `wait` or not at all; the event is for the thread of a background channel.
+        # Foreground transfers finish in `wait`.  The thread of a background channel sets this event instead.
         self._finished = threading.Event() if channel.is_background else None
         self._failure: str | None = None
 
     def is_done(self) -> bool:
-        """True when a background transfer has finished, well or badly."""
+        """Return True if a background transfer has finished or failed."""
         return self._finished is not None and self._finished.is_set()
 
     def wait(self) -> None:
         """Block until everything was sent and received, or raise CommunicationError.
 
-        For tensors of a device the current stream goes on behind what arrived.  The host does not wait for a
-        foreground transfer over NCCL.
+        For tensors on a device, the current stream waits for what arrives.  The host does not wait for a foreground
+        transfer over NCCL.
         """
         transport = self.channel.transport
         if self._finished is None:
@@ -120,7 +120,7 @@ class Transfer:
             self.device_side = None
 
     def finish(self) -> None:
-        """Wait in the calling thread and mark the transfer finished; a failure is kept for `wait`."""
+        """Wait in the calling thread and mark the transfer as finished; keep a failure for `wait` to raise."""
         deadline = time.monotonic() + self.channel.transport.timeout_s
         try:
             for work in self.works:
@@ -158,7 +158,7 @@ class Transfer:
 
 
 class Line(Generic[T]):
-    """A thread that takes one item after the other, and None when no more will come."""
+    """A thread that hands items to `take` one by one, and None after the last one."""
 
     def __init__(self, name: str, take: Callable[[T | None], None]) -> None:
         self._take = take
@@ -170,7 +170,7 @@ class Line(Generic[T]):
         self._waiting.put(item)
 
     def end(self) -> None:
-        """Stop behind what was put."""
+        """Stop after the items that were put."""
         self._waiting.put(None)
 
     def _run(self) -> None:
@@ -182,10 +182,10 @@ class Line(Generic[T]):
 class Channel:
     """Connections between `ranks` that serve one purpose.
 
-    A background channel has a thread that waits for transfers: gloo reports the end of a send or receive only to a
-    waiter, and `is_done` and traces need the moment of the end.  If the channel carries tensors of a device through
-    gloo, a second thread starts each send when its copy has reached the host, in the order of `start`.  The caller's
-    thread starts everything else.
+    A background channel has a thread that waits for transfers.  Gloo reports the end of a send or receive only to a
+    thread that waits for it, and `is_done` and traces need that moment.  If the channel carries tensors of a device
+    through gloo, a second thread starts each send when its copy has reached the host, in the order of `start`.  The
+    caller's thread starts everything else.
     """
 
     def __init__(self, transport: "Transport", name: str, ranks: Sequence[int], level: int, background: bool) -> None:
@@ -200,27 +200,27 @@ class Channel:
         groups = [connect_gloo(one, self.ranks, transport) for one in names]
         budget = transport.budget if background else transport.foreground_budget
         self.connections: Connections | None = Connections(groups, self.ranks, budget, stands=not is_fastest)
-        self._turn = 0  # of the next transfer by room
-        self._nccl: NcclGroup | None = None  # from `prepare`
-        self._failure: str | None = None  # after which nothing is sent any more: messages match by their order
-        # Made when they are needed: they refer to the channel, which otherwise is freed with its last user.
+        self._turn = 0  # number of the next transfer with `rooms`
+        self._nccl: NcclGroup | None = None  # made by `prepare`
+        self._failure: str | None = None  # once set, nothing more is sent: messages match by order
+        # Made when needed: they refer to the channel, so a channel that has them is not freed with its last user.
         self._under_way: Line[Transfer] | None = None
         self._departing: Line[Transfer] | None = None
 
     @property
     def has_equal_lengths(self) -> bool:
-        """True over NCCL, where a message must be as long as the room that its receiver has made for it.
+        """True over NCCL, where a message must be exactly as long as the room that its receiver has made for it.
 
-        Gloo's TCP transport sends the length ahead of each message, and checks that it is at most the receiver's
-        (`Pair::prepareRead`).  tests/runtime/test_comm.py checks that the installed torch still does so.
+        Gloo's TCP transport sends the length before each message, and checks that it fits the receiver's room
+        (`Pair::prepareRead`).  tests/runtime/test_comm.py checks that the installed torch still does this.
         """
         return self.transport.backends[self.level] == "nccl"
 
     def prepare(self, device: torch.device) -> None:
-        """Connect what tensors of `device` need, or raise CommunicationError; all ranks of the channel must call.
+        """Connect the ranks for tensors on `device`, or raise CommunicationError; all ranks of the channel must call.
 
-        Otherwise their first transfer does, and blocks until all ranks have started one: a background transfer must
-        not, since a rank may only start its own when others have gone on.
+        Without this call, the first transfer connects them and blocks until all ranks have started it.  A background
+        transfer must not block, because some ranks start it only after others have gone on.
         """
         streams = _streams_on(device)
         if self._nccl is None and self.has_equal_lengths and streams is not None:
@@ -238,17 +238,17 @@ class Channel:
     ) -> Transfer:
         """Start sending and receiving; the tensors must stay untouched until the transfer has finished.
 
-        Tensors of a device are sent as the current stream will have made them.
+        Tensors on a device are sent after the work that is queued on the current stream.
 
         Args:
             sends: (global rank, contiguous tensor); empty tensors are skipped on both ends.
             receives: (global rank, contiguous tensor to fill); see `has_equal_lengths` for shorter messages.
             purpose: kind, operation and layer, for counters and errors.
             counts_receives: False if messages may be shorter; the caller then counts them with `count_received`.
-            lane: equal at both ends and for the like transfer of every step; see `transport.connections`.  0 for none.
+            lane: the same number at both ends and in every step (see `transport.connections`), or 0 for none.
                 If messages of a lane may be shorter, the room for them is always the same.
-            rooms: bytes that the receiver of each send has made room for, at least one byte of which is sent, where
-                lengths change from step to step.  All ranks of the channel must call in the same order; no lane.
+            rooms: for lengths that change from step to step: bytes that the receiver of each send has made room for,
+                at least one of which is sent.  All ranks of the channel must call in the same order, without a lane.
         """
         assert self.connections is not None, f"channel {self.name} was closed"
         lengths = Lengths.EQUAL if counts_receives else Lengths.VARYING
@@ -279,7 +279,7 @@ class Channel:
         return transfer
 
     def _post(self, transfer: Transfer, sends: Sequence[Part], receives: Sequence[Part]) -> None:
-        if (connections := self.connections) is None:  # `close` may drop it meanwhile
+        if (connections := self.connections) is None:  # another thread may have called `close`
             raise RuntimeError("the channel was closed")
         rooms = transfer.rooms if sends else None
         works, arriving = connections.post(sends, receives, transfer.lane, transfer.lengths, rooms)
@@ -301,15 +301,15 @@ class Channel:
             if self._departing is None:
                 self._departing = Line(f"hybridep-{self.name}-departures", self._depart)
             return
-        # The caller waits for a foreground transfer right away, and the peers do the same first.
+        # Blocking costs nothing: the caller waits for a foreground transfer next, and the peers block here too.
         with self.transport.exposed(transfer.purpose):
             staging.await_sends()
         self._post(transfer, staging.sends, ())
 
     def _watch(self, transfer: Transfer) -> None:
         if self._under_way is None:
-            # A script may end with its last step, while its weights still travel.  A thread that came back from gloo
-            # while the interpreter ends would abort the process.
+            # A script may end while the weights of its last step still travel.  A thread that returns from gloo while
+            # the interpreter ends would abort the process.
             atexit.register(self._end_threads)
             self._under_way = Line(f"hybridep-{self.name}", self._finish)
         (self._departing or self._under_way).put(transfer)
@@ -332,7 +332,7 @@ class Channel:
 
     def _finish(self, transfer: Transfer | None) -> None:
         if transfer is None:
-            atexit.unregister(self._end_threads)  # here and not in `close`, after which one may still be waited for
+            atexit.unregister(self._end_threads)  # not in `close`: after it, threads may still be waited for
             return
         transfer.finish()
         self.transport.note_finished(transfer)
@@ -344,7 +344,7 @@ class Channel:
                 line.thread.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
 
     def close(self) -> None:
-        """Let the threads end and drop the connections.  Waits for nothing."""
+        """Let the threads end and drop the connections.  Does not block."""
         if (line := self._departing or self._under_way) is not None:
             line.end()
         if self.connections is not None:
@@ -356,10 +356,10 @@ class Transport:
     """All channels of one attached model on this rank, with one time limit and one set of counters.
 
     Args:
-        cluster: levels, for counting and errors, and for the connections between two ranks of each channel.
+        cluster: its levels are used in counters and errors, and give the number of connections of each channel.
         timeout_s: the longest wait.
         generation: from `agree`; makes the names of these connections unique in the job.
-        backends: "gloo" or "nccl" for tensors of a device over each level, or empty for gloo; the host's go over gloo.
+        backends: "gloo" or "nccl" at each level, for tensors on a device; empty for gloo.  Host tensors use gloo.
     """
 
     def __init__(self, cluster: Cluster, timeout_s: float, generation: int, backends: Sequence[str] = ()) -> None:
@@ -371,16 +371,16 @@ class Transport:
         self.world_size = dist.get_world_size()
         self.traffic = Traffic()
         self.records: list[Transfer] | None = None  # finished background transfers, while a trace is taken
-        self.wait_records: list[Wait] = []  # likewise
+        self.wait_records: list[Wait] = []  # waits in a row, while a trace is taken
         self.budget, self.foreground_budget = Budget(), Budget()
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
-        self.last_transfer: Transfer | None = None  # that was started
+        self.last_transfer: Transfer | None = None  # the one that was started last
         self.num_finished = 0  # background transfers that have ended
         self._level_of_rank = [cluster.level_between(self.rank, rank) for rank in range(self.world_size)]
         self._finished = threading.Condition()
 
     def channel(self, name: str, ranks: Sequence[int], *, background: bool = False) -> Channel:
-        """The channel `name` over `ranks` (made at the first call; all its ranks must call in the same order)."""
+        """Return the channel `name` over `ranks`, made at the first call; its ranks must call in the same order."""
         key = (name, tuple(ranks))
         if key not in self._channels:
             level = min(self.level_to(rank) for rank in ranks if rank != self.rank)
@@ -388,7 +388,7 @@ class Transport:
         return self._channels[key]
 
     def level_to(self, rank: int) -> int:
-        """Index of the slowest level that a message to `rank` crosses."""
+        """Return the index of the slowest level that a message to `rank` crosses."""
         level = self._level_of_rank[rank]
         assert level is not None, f"rank {rank} sends to itself"
         return level
@@ -397,10 +397,10 @@ class Transport:
         self.traffic.received_bytes[self.level_to(rank), kind] += num_bytes
 
     def count_waits(self, transfers: Sequence[Transfer], begin_ns: int) -> None:
-        """The caller has waited for transfers since `begin_ns`: count it over each level that they crossed.
+        """Count a wait for transfers, which began at `begin_ns`, over each level that they crossed.
 
-        Of what was started before an earlier wait over the level ended, no delay is left: it counts once for all that
-        travelled together.
+        A transfer that started before an earlier wait over the level ended does not count again: the two travelled
+        together, and the earlier wait includes the delay of both.
         """
         waits = self.traffic.waits
         for transfer in transfers:
@@ -419,7 +419,7 @@ class Transport:
             self._finished.notify_all()
 
     def wait_for_more_than(self, num_finished: int) -> bool:
-        """Block until more background transfers than `num_finished` have ended; False when the time limit passes."""
+        """Block until more than `num_finished` background transfers have ended; return False after the time limit."""
         with self._finished:
             return self._finished.wait_for(lambda: self.num_finished > num_finished, self.timeout_s)
 
@@ -432,7 +432,7 @@ class Transport:
         self.traffic.exposed_s[purpose.kind] += time.perf_counter() - begin
 
     def close(self) -> None:
-        """Close every channel; call it when all transfers have ended, or will not end any more."""
+        """Close every channel; call this when every transfer has ended or never will."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
@@ -444,7 +444,7 @@ def _streams_on(device: torch.device) -> DeviceStreams | None:
 
 
 def profiler_range(*words: str) -> contextlib.AbstractContextManager[Any]:
-    """A range "hybridep::..." for torch's profiler; free of cost where none runs."""
+    """Return a range "hybridep::..." for torch's profiler, which costs nothing if no profiler runs."""
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function("::".join(("hybridep", *words)))
     return _NO_RANGE

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gloo connections of a channel: which one a message takes, and which receives stand ready.
 
-Over a link that loses frames a TCP connection fills a share of the rate that falls with the delay; several fill as
-many times more.  A large message is cut into as many parts; smaller ones take the connections in turn, by lane.
+Over a link that loses frames, one TCP connection reaches only a share of the rate, and less with a longer delay; n
+connections reach n times as much.  A large message is cut into n parts; smaller ones use them in turn, by lane.
 
-Gloo sends a message once it has heard that its receiver waits for it.  Where both ends begin at the same time, a
-message so takes two delays of the link.  Messages that come again in every step have a *lane*: the receive of the next
-one is posted, into memory of its own, as soon as the last one has arrived.
+Gloo sends a message only after it has heard that the receiver waits for it.  If both ends start at the same time, a
+message takes two delays of the link.  Messages that repeat in every step have a *lane*: as soon as one has arrived,
+the receive for the next one is posted, into memory of its own.
 
     lane 1   posted | arrived, copied, posted again .......... | asked for: has arrived already
 
 Messages of one lane match in the order in which they are sent; those of different lanes do not wait for each other.
 
-Lengths of tokens change from step to step.  All their transfers on a channel take a few lanes in turn, and what stands
-ready for a message is the next power of two.
+Messages with tokens change in length.  Their transfers on a channel take a few lanes in turn, and the memory that
+stands ready for a message is its room rounded up to a power of two.
 """
 
 import threading
@@ -29,27 +29,27 @@ from torch import Tensor
 
 from ds_hybridep.transport.staging import Part
 
-CUT_BYTES = 2**16  # of a message that is large
-MOST_BYTES = 32 * 2**20  # of all receives that share a budget
-MOST_MESSAGE_BYTES = 4 * 2**20  # of one: larger messages take longer than the delay anyway, and copies cost time
+CUT_BYTES = 2**16  # messages of this size and more are cut
+MOST_BYTES = 32 * 2**20  # of all standing receives that share a budget
+MOST_MESSAGE_BYTES = 4 * 2**20  # of one: a larger message takes longer than the delay anyway, and copies cost time
 NUM_LANES = 2**11
-NUM_TURNS = 4  # lanes that messages by room take in turn
-_NUM_SIZES = 1_048_573  # a prime below 2**20: sizes of one lane do not meet
+NUM_TURNS = 4  # lanes that transfers with `rooms` take in turn
+_NUM_SIZES = 1_048_573  # a prime below 2**20, so that usual sizes in one lane get different tags
 
 
 def tag_of(lane: int, num_bytes: int) -> int:
-    """Gloo's tag of a message; 0 for no lane.  num_bytes: 0 where the length may vary."""
+    """Return gloo's tag for a message, 0 for no lane.  num_bytes: 0 if the length may vary."""
     if not 0 < lane < NUM_LANES:
         return 0
     return lane << 20 | (num_bytes % _NUM_SIZES + 1 if num_bytes else 0)
 
 
 class Lengths(Enum):
-    """What both ends of a transfer know of the lengths of its messages."""
+    """What both ends of a transfer know about the lengths of its messages."""
 
-    EQUAL = auto()  # them, and they are the same in every step
-    BY_ROOM = auto()  # the receiver's room for each, which changes from step to step
-    VARYING = auto()  # nothing; the receiver's room for them is always the same
+    EQUAL = auto()  # the lengths, which are the same in every step
+    BY_ROOM = auto()  # the receiver's room for each message, which changes from step to step
+    VARYING = auto()  # nothing, but the receiver's room is always the same
 
 
 Source = tuple[int, int]  # (rank, connection)
@@ -61,19 +61,19 @@ class Arriving(NamedTuple):
     source: Source
     tensor: Tensor  # to fill
     tag: int
-    place: Tensor | None  # memory that it comes in, if that is not `tensor`
-    ready_bytes: int  # of a receive that stands ready for the next one
+    place: Tensor | None  # memory that the message arrives in, if not `tensor`
+    ready_bytes: int  # size of the receive that stands ready for the next message
 
 
 class Budget:
-    """Bytes that standing receives of some channels may take."""
+    """The bytes that the standing receives of some channels may take together."""
 
     def __init__(self, num_bytes: int = MOST_BYTES) -> None:
         self._left = num_bytes
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> bool:
-        """False where so many are not left."""
+        """Take bytes, or return False if too few are left."""
         with self._lock:
             if num_bytes > self._left:
                 return False
@@ -81,27 +81,27 @@ class Budget:
             return True
 
     def give(self, num_bytes: int) -> None:
-        """What was taken is free again."""
+        """Give back bytes that were taken."""
         with self._lock:
             self._left += num_bytes
 
 
 class StandingReceives:
-    """Receives of one channel that stand ready.  Called by threads that start transfers and the one that ends them.
+    """Receives of one channel that stand ready.  Threads that start transfers use it, and the thread that ends them.
 
-    post: (source, tensor, tag) posts a receive and returns what waits for it.
+    post: called with (source, tensor, tag), posts a receive and returns the work to wait for.
     """
 
     def __init__(self, post: Callable[[Source, Tensor, int], Any], budget: Budget) -> None:
         self._post: Callable[[Source, Tensor, int], Any] | None = post
         self._budget = budget
         self._waiting: dict[tuple[Source, int], deque[tuple[Any, Tensor]]] = defaultdict(deque)  # by source and tag
-        self._lock = threading.Lock()  # messages match by order: none may be posted between a look and a post
+        self._lock = threading.Lock()  # messages match by order, so a look and a post are one step
 
     def receive(self, source: Source, tensor: Tensor, tag: int) -> tuple[Any, Tensor | None]:
-        """What waits for the next message of a lane, and the memory in which it arrives if that is not `tensor`.
+        """Return the work of a lane's next message, and the memory that it arrives in if that is not `tensor`.
 
-        Raises RuntimeError where the message is larger than what stands ready for it.
+        Raises RuntimeError if the message is larger than the memory that stands ready for it.
         """
         with self._lock:
             waiting = self._waiting[source, tag]
@@ -115,11 +115,11 @@ class StandingReceives:
         return work, place
 
     def stand(self, arrived: Sequence[Arriving]) -> None:
-        """Be ready for the same messages again, as far as the budget goes."""
+        """Post receives for the next messages of the same lanes, as far as the budget goes."""
         with self._lock:
             if (post := self._post) is None:
                 return
-            # Others need none: a transfer that was started meanwhile has received without them.
+            # A lane where a receive still waits needs no more: a transfer that overlapped has posted its own.
             needed = {(one.source, one.tag) for one in arrived if not self._waiting[one.source, one.tag]}
             for source, _, tag, place, ready_bytes in arrived:
                 if (source, tag) not in needed:
@@ -132,18 +132,18 @@ class StandingReceives:
                     place = torch.empty(ready_bytes, dtype=torch.uint8, device="cpu")
                 try:
                     self._waiting[source, tag].append((post(source, place, tag), place))
-                except RuntimeError:  # a rank has gone; who needs it will say so
+                except RuntimeError:  # a rank has gone; the next transfer with it will raise
                     return
 
     def close(self) -> None:
-        """Expect nothing more."""
+        """Forget all receives, and post no more."""
         with self._lock:
             self._waiting.clear()
             self._post = None
 
 
 def copy_bytes(place: Tensor, tensor: Tensor) -> None:
-    """Fill `tensor` with the bytes that a message has left in `place`; graphs that have saved it note no change."""
+    """Fill `tensor` with a message's bytes from `place`; autograd graphs that saved `tensor` do not see the change."""
     tensor.data.view(-1).view(torch.uint8).copy_(place[: tensor.nbytes])
 
 
@@ -152,9 +152,9 @@ class Connections:
 
     Args:
         groups: one gloo process group for each connection.
-        ranks: of the channel.
-        budget: of receives that stand ready.
-        stands: False where none do.
+        ranks: the channel's ranks.
+        budget: for receives that stand ready.
+        stands: False if no receives stand ready.
     """
 
     def __init__(self, groups: Sequence[Any], ranks: Sequence[int], budget: Budget, *, stands: bool) -> None:
@@ -171,10 +171,10 @@ class Connections:
         lengths: Lengths = Lengths.EQUAL,
         rooms: Sequence[int] | None = None,
     ) -> tuple[list[Any], list[Arriving]]:
-        """What waits for each message, and what arrives in a lane.
+        """Start sends and receives.  Return the works to wait for, and the messages that arrive in a lane.
 
-        rooms: bytes that the receiver of each send has made room for, if that is not its length.
-        Raises RuntimeError where a rank is gone, or the channel was closed.
+        rooms: bytes that the receiver of each send has made room for, if they differ from the send's length.
+        Raises RuntimeError if a rank is gone or the channel was closed.
         """
         works: list[Any] = []
         arriving: list[Arriving] = []
@@ -196,13 +196,13 @@ class Connections:
         return works, arriving
 
     def stand(self, arrived: Sequence[Arriving]) -> None:
-        """Be ready for what comes next in the lane of what has arrived."""
+        """Let receives stand ready for the next messages in the lanes of those that have arrived."""
         if arrived and self._stands:
             with _without_ranges():
                 self._standing.stand(arrived)
 
     def close(self) -> None:
-        """Drop the connections.  Waits for nothing."""
+        """Drop the connections.  Does not block."""
         self._standing.close()
         self._groups = ()
 
@@ -213,14 +213,14 @@ class Connections:
         return groups[at].recv([tensor], self._index_of_rank[rank], tag)
 
     def _pieces(self, tensor: Tensor, num_bytes: int, lane: int, lengths: Lengths) -> list[tuple[int, Tensor, int]]:
-        """(connection, part, room for it) of a message for which there is room; both ends come to the same rooms."""
+        """Cut a message with room for `num_bytes` into (connection, part, room); both ends get the same rooms."""
         if not (count := len(self._groups)):
             raise RuntimeError("the channel was closed")
         if count == 1 or lengths is Lengths.VARYING or num_bytes < CUT_BYTES:
             return [(lane % count, tensor, num_bytes)]
         whole = tensor.data.view(-1).view(torch.uint8)
         cuts = pairwise(num_bytes * at // count for at in range(count + 1))
-        # Of a message that ends before its room does, a byte stands for a part with nothing in it.
+        # A message may be shorter than its room: a part with nothing in it is then sent as one byte.
         return [
             (at, whole[begin:end] if begin < len(whole) else whole[:1], end - begin)
             for at, (begin, end) in enumerate(cuts)
@@ -228,7 +228,7 @@ class Connections:
 
 
 def _ready_bytes(room: int, lengths: Lengths) -> int:
-    """Bytes of a receive that stands ready for messages with that room."""
+    """Return the bytes of a receive that stands ready for messages with this room."""
     return 1 << (room - 1).bit_length() if lengths is Lengths.BY_ROOM else room
 
 
@@ -238,11 +238,11 @@ def _tag(lane: int, ready_bytes: int, lengths: Lengths) -> int:
 
 @contextmanager
 def _without_ranges() -> Iterator[None]:
-    """Without the profiler's ranges.
+    """Turn the profiler's ranges off inside.
 
-    Torch opens one when a send or receive starts and closes it where that is waited for.  If the profiler ends in
-    between, the process crashes when the waiting thread closes the range.  Torch does not tell whether ranges were on
-    before; they are on afterwards.
+    Torch opens a range when a send or receive starts, and closes it in the thread that waits for it.  If the profiler
+    ends in between, closing the range crashes the process.  Torch does not tell whether ranges were on before; they
+    are on afterwards.
     """
     torch._C._autograd._enable_record_function(False)
     try:

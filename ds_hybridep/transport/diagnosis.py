@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what is wrong with a job whose ranks wait, from what one rank knows.  Pure."""
+"""Says what is wrong with a job whose ranks wait, from what one rank knows.  All functions are pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,15 +8,15 @@ from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.heartbeats import FACTS, Fact
 from ds_hybridep.transport.position import Position
 
-SILENT_S = 5.0  # a rank that was not heard of for so long is silent
-SILENT_SHARE = 0.8  # of timeout_s: a rank that was at work and not heard of for so long is so no more
+SILENT_S = 5.0  # a rank is silent after this long without news of it
+SILENT_SHARE = 0.8  # of timeout_s: after this long without news, a rank no longer counts as at work
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of another rank."""
+    """What is known about another rank."""
 
-    age_s: float | None  # since it was heard of, directly or through others; None: never
+    age_s: float | None  # since the last news of it, direct or through others; None: never
     position: Position = Position()
 
 
@@ -24,8 +24,8 @@ class Entry:
 class Direct:
     """The connection with a peer."""
 
-    age_s: float | None  # since it was heard on this connection
-    answer: str = ""  # of its host: "answers", "refused", "nothing"
+    age_s: float | None  # since the peer was last heard on this connection; None: never
+    answer: str = ""  # of the peer's host: "answers", "refused", "nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,25 +43,25 @@ class View:
 
 
 def cause_of(view: View) -> str:
-    """What is wrong, in one line; it begins with the rank, the domain or the link that is to blame."""
+    """Say in one line what is wrong, beginning with the rank, the domain or the link that is to blame."""
     return (
         _told(view) or _silent(view) or _broken_link(view) or _elsewhere(view) or _left(view) or _in_collectives(view)
     )
 
 
 def known_cause_of(view: View) -> str:
-    """The same where another rank has told it, or where ranks are silent; else empty."""
+    """Like `cause_of`, but only if a rank told the cause, is silent or has left; else empty."""
     return _told(view) or _silent(view) or _left(view)
 
 
 def is_firsthand(view: View) -> bool:
-    """False where ranks are silent that others are connected with, and may know more of."""
+    """Return False if only other ranks are connected with the silent ranks, and so may know more."""
     silent = _silent_ranks(view)
     return not silent or any(rank in view.direct for rank in silent)
 
 
 def at_work(view: View) -> list[int]:
-    """Ranks that others wait for with reason: not silent for timeout_s, in no collective, and not idle that long."""
+    """Return ranks worth waiting for: in no collective, idle for less than timeout_s, heard of recently."""
     limit_s = max(SILENT_S, SILENT_SHARE * view.timeout_s)
     heard = {rank: one.position for rank, one in view.others.items() if one.age_s is not None and one.age_s < limit_s}
     return [
@@ -83,7 +83,7 @@ def _told(view: View) -> str:
     facts = [fact for fact in view.facts if fact.kind != "left" and fact.rank != view.rank]
     if not facts:
         return ""
-    # Several that came together: the first of the most telling kind.
+    # Of several facts, the first one of the most telling kind counts.
     first = min(facts, key=lambda fact: FACTS.index(fact.kind))
     if first.kind == "verdict":
         return first.text
@@ -142,14 +142,14 @@ def _reason(answers: set[str]) -> str:
 
 
 def _widest(view: View, silent: set[int]) -> tuple[int, list[int], bool]:
-    """The widest domain, not this rank's, that is silent as a whole: its level, its ranks, True; else the ranks."""
+    """Return level and ranks of the widest other domain that is silent as a whole, and True; else all silent ranks."""
     cluster, inner = view.cluster, view.cluster.num_ranks
     for level, size in enumerate(cluster.sizes):
         inner //= size
         own_parent, own_child = view.rank // (inner * size), view.rank // inner
         for child in range(own_parent * size, (own_parent + 1) * size):
             ranks = list(range(child * inner, (child + 1) * inner))
-            is_one_of_many = inner == 1 and size > 2  # one rank among several: the rank, not its link
+            is_one_of_many = inner == 1 and size > 2  # one rank among several: blame it, not its link
             if child != own_child and silent.issuperset(ranks) and not (is_one_of_many and level > 0):
                 return level, ranks, True
     levels = [cluster.level_between(view.rank, rank) or 0 for rank in silent]
@@ -157,7 +157,7 @@ def _widest(view: View, silent: set[int]) -> tuple[int, list[int], bool]:
 
 
 def _broken_link(view: View) -> str:
-    """Ranks that are heard through others alone."""
+    """Blame a link if this rank hears nothing over it, though others hear the ranks behind it."""
     pairs: dict[tuple[int, int, int], list[bool]] = {}
     for rank, direct in view.direct.items():
         level = view.cluster.level_between(view.rank, rank)
@@ -213,7 +213,7 @@ def _has_left(view: View, rank: int) -> bool:
 
 
 def report(view: View, cause: str, status: int) -> str:
-    """The message of a rank that ends: the cause first, then where everybody is and what to do."""
+    """Return the message of a rank that ends: the cause, then where every rank is and what to do."""
     lines = [f"hybridep: {cause}", f"  this is rank {view.rank}, in {view.own}; it ends with exit status {status}"]
     by_position: dict[str, list[int]] = {}
     ends = {fact.rank: fact.kind for fact in view.facts if fact.kind != "verdict"}

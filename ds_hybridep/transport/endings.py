@@ -21,10 +21,10 @@ _COMMUNICATION = ("gloo", "nccl", "connection", "process group", "timed out", "a
 
 
 class Endings:
-    """Hears of the end of this process, from `watch` to `unwatch`.
+    """Notices the end of this process, from `watch` to `unwatch`.
 
-    on_exception: called with an exception that nobody caught, before it is shown; returns the seconds that the
-        process gets to end by itself, and its exit status if it does not.
+    on_exception: called with an uncaught exception before it is shown.  Returns the seconds that the process has to
+        end by itself, and its exit status if it does not.
     on_exit: called when the script has ended.
     """
 
@@ -35,7 +35,7 @@ class Endings:
         self._pid = os.getpid()
         self._hook = sys.excepthook
         self._hears_sigterm = False
-        self._wake, self.woken = socket.socketpair()  # `woken` can be read after `nudge`, and after a signal
+        self._wake, self.woken = socket.socketpair()  # `woken` is readable after `nudge` or a signal
         self._wake.setblocking(False)
         self.woken.setblocking(False)
 
@@ -43,7 +43,7 @@ class Endings:
         sys.excepthook = self._except
         atexit.register(self._exit)
         is_main = threading.current_thread() is threading.main_thread()
-        # Where nobody handles SIGTERM: hear of it even while the main thread is in C code.
+        # If nobody handles SIGTERM, notice it here, even while the main thread is in C code.
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
             if before == -1:
@@ -66,7 +66,7 @@ class Endings:
         self.woken.close()
 
     def _on_sigterm(self, number: int, _frame: object) -> None:
-        """The signal stands in `woken` by now, unless other code has taken the wakeup descriptor."""
+        """Write the signal to `woken`: it is not there yet if other code has taken the wakeup descriptor."""
         with contextlib.suppress(OSError):
             self._wake.send(bytes([number]))
 
@@ -76,7 +76,7 @@ class Endings:
             self._wake.send(b"\0")
 
     def take_sigterm(self) -> bool:
-        """True if SIGTERM has come, and nobody else has taken to handling it meanwhile."""
+        """Return True if SIGTERM has come and no other code handles it by now."""
         try:
             numbers = self.woken.recv(4096)
         except BlockingIOError:
@@ -86,7 +86,7 @@ class Endings:
 
     def die_of_sigterm(self) -> None:
         """Die as if no handler had caught the signal."""
-        ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # `signal.signal` is for the main thread alone
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # `signal.signal` works in the main thread only
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _except(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -95,7 +95,7 @@ class Endings:
             return
         limit_s, status = self._on_exception(error)
         self._hook(kind, error, trace)
-        if not hasattr(sys, "ps1") and not sys.flags.interactive:  # else somebody types at the process, which goes on
+        if not hasattr(sys, "ps1") and not sys.flags.interactive:  # an interactive process goes on
             exit_later(limit_s, status)
 
     def _exit(self) -> None:
@@ -111,14 +111,14 @@ def exit_now(status: int) -> None:
 
 
 def exit_later(limit_s: float, status: int) -> None:
-    """Whatever becomes of all threads."""
+    """Exit after `limit_s`, no matter what the threads do."""
     timer = threading.Timer(limit_s, exit_now, [status])
     timer.daemon = True
     timer.start()
 
 
 def abort_groups() -> None:
-    """Let the main thread go from whatever collective it waits in.  Returns at once."""
+    """Abort all process groups, so that the main thread leaves its collective.  Returns at once."""
     threading.Thread(target=_abort_groups, name="hybridep-abort", daemon=True).start()
 
 
@@ -129,7 +129,7 @@ def _abort_groups() -> None:
 
 
 def follows_from_others(error: BaseException | None) -> bool:
-    """True for what a rank raises when another one is gone, or does not come in time."""
+    """Return True if a rank raises `error` because another rank is gone or late."""
     while error is not None:
         if isinstance(error, CommunicationError | AgreementError | dist.DistError):
             return True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups over some ranks of the job, made by these ranks alone.
 
-Not `dist.new_group`: made by all ranks it costs a barrier over the job per group, and made by its members it is named
-after the number of groups that a rank knows, which differs between ranks as soon as the user makes groups.
+They do not use `dist.new_group`: if all ranks call it, each group costs a barrier over the job; if only members do, it
+names the group by the number of groups that a rank knows, which differs between ranks once users make groups.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def connect_gloo(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
-    """A gloo process group over `ranks`; CommunicationError where not all come within the time limit."""
+    """Return a gloo process group over `ranks`; CommunicationError if not all come within the time limit."""
     store, limit = _store(name, ranks, transport), timedelta(seconds=transport.timeout_s)
     with naming_ranks(name, ranks, transport, "GLOO_SOCKET_IFNAME if they cannot reach each other"):
         return dist.distributed_c10d.ProcessGroupGloo(store, ranks.index(transport.rank), len(ranks), limit)
@@ -37,7 +37,7 @@ def connect_nccl(name: str, ranks: tuple[int, ...], transport: "Transport", devi
     group = dist.ProcessGroup(store, index, len(ranks))
     group._set_default_backend(kind)
     group._register_backend(torch.device("cuda"), kind, backend)
-    # Otherwise the first batch would have to be one in which all members take part.
+    # Without this, all members would have to take part in the first batch.
     backend.eager_connect_single_device(device)
     return group
 
@@ -55,12 +55,12 @@ def naming_ranks(name: str, ranks: tuple[int, ...], transport: "Transport", hint
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong; the lines behind it hold a stack of C++."""
+    """Return the first line of the message; the other lines hold a C++ stack."""
     return str(error).splitlines()[0]
 
 
 def _store(name: str, ranks: tuple[int, ...], transport: "Transport") -> Any:
-    """A part of the job's store that no other group has used."""
+    """Return a part of the job's store that no other group uses."""
     members = hashlib.sha256("-".join(map(str, ranks)).encode()).hexdigest()[:16]
     path = f"ds_hybridep/{transport.generation}/{name}/{members}"
     return dist.distributed_c10d.PrefixStore(path, job_store())

@@ -3,16 +3,16 @@
 
 Each rank has a thread that tells some others where its main thread is (`position`, `heartbeats`).  A rank ends
 
-    at once                       when another has judged that the job cannot go on, or told that it failed,
-                                  or is gone, and this rank waits in a collective
+    at once                       when another rank has judged that the job cannot go on
+                                  when another rank failed or is gone, and this rank waits in a collective
     after timeout_s of waiting    in one collective, of this package or of any other: it judges itself (`diagnosis`)
 
-A rank that others wait for is given more time while it computes, reads or writes, or is in a debugger: one that
-evaluates or saves alone is no fault.  It must be idle, or silent, for timeout_s.  Waits of this package have the limit
-timeout_s all the same.
+The others wait longer for a rank that computes, reads or writes, or is in a debugger, because a rank may evaluate or
+save alone.  They end once it is idle for timeout_s or silent for most of it.  Waits of this package keep the limit
+timeout_s.
 
-The end: the message, all threads' stacks, process groups aborted, then the exit status EXIT_STATUS, whatever the main
-thread does.  An exception that only follows from another rank's end is preceded by what that was.
+A rank that ends writes the message and all threads' stacks, aborts its process groups, and exits with EXIT_STATUS, no
+matter what its main thread does.  If an exception follows from another rank's end, it first says what that was.
 """
 
 import contextlib
@@ -55,36 +55,36 @@ from ds_hybridep.transport.position import MAX_TEXT, MainThread, Position
 
 LOOK_S = 0.5  # between looks at the main thread
 BEAT_S = 1.0  # between messages to each peer
-GRACE_S = 2.0  # beyond timeout_s, so that a wait with a limit of its own says what it has to say
+GRACE_S = 2.0  # beyond timeout_s, so that a wait with a limit of its own raises its error first
 LINK_S = 5.0  # how long the start waits for the first message of all peers
-SIGNAL_S = 1.5  # how long a rank waits for more where others were told to end
-WORD_S = 3.0  # how long an exception waits for news of what it follows from
-LEAVE_S = 1.0  # what the last message may take to go out
-END_S = 3.0  # what the main thread gets for an end in good order
+SIGNAL_S = 1.5  # how long a rank waits for more news after others got SIGTERM
+WORD_S = 3.0  # how long an exception waits for news of its cause
+LEAVE_S = 1.0  # how long the last message may take to go out
+END_S = 3.0  # how long the main thread has to end in good order
 OWN_END_S = 8.0  # the same after an exception of its own
-AT_WORK_S = 1800.0  # how long others wait for a rank that is at work, as torch's groups do
-ALERT_SHARE = 0.25  # of timeout_s, after which a rank that waits passes on what it hears
+AT_WORK_S = 1800.0  # how long others wait for a rank that is at work, like torch's groups
+ALERT_SHARE = 0.25  # of timeout_s: a rank that waits longer passes on what it hears
 
 _running: "Health | None" = None
 _owners: list["Owner"] = []
 
 
 class Owner(Protocol):
-    """What is watched over: an attached engine."""
+    """An attached engine, which is watched."""
 
     def num_steps(self) -> int:
         """Optimizer steps so far."""
         ...
 
     def last_transfer(self) -> str:
-        """What this rank has started to move last, for the message."""
+        """Describe the transfer that this rank started last, for the message."""
         ...
 
 
 def start(cluster: Cluster, timeout_s: float, owner: Owner) -> None:
     """Watch over this job until `stop`; all ranks must call.  One watch serves all owners of a process.
 
-    Raises AgreementError where a rank does not say its address within the time limit.
+    Raises AgreementError if a rank does not say its address within the time limit.
     """
     global _running
     if _running is None and cluster.num_ranks > 1:
@@ -96,7 +96,7 @@ def start(cluster: Cluster, timeout_s: float, owner: Owner) -> None:
 
 
 def stop(owner: Owner) -> None:
-    """The counterpart of `start`: the last one tells the others that this rank needs no watch any more."""
+    """Undo `start`.  The last owner's call tells the other ranks that this rank needs no watch any more."""
     global _running
     _owners.remove(owner)
     if not _owners and _running is not None:
@@ -113,23 +113,23 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 class Health:
-    """The watch of one rank over the job; arguments as for `start`."""
+    """The watch of one rank over the job; arguments as in `start`."""
 
     def __init__(self, cluster: Cluster, timeout_s: float) -> None:
         self.rank, self.cluster, self.timeout_s = dist.get_rank(), cluster, timeout_s
         self._main = MainThread(lambda: _owners[-1].num_steps() if _owners else 0)
         self._position = Position()
         self._facts: list[Fact] = []
-        self._fact_at = 0.0  # when the first one came
-        self._known: dict[int, tuple[float, int, Position]] = {}  # rank -> when it was sent, count, position
+        self._fact_at = 0.0  # when the first one came that is not "left"
+        self._known: dict[int, tuple[float, int, Position]] = {}  # rank -> when it was sent, message count, position
         self._count = 0
         self._cause = ""
-        self._patient_since = float("-inf")  # the begin of a wait that was told of
+        self._patient_since = float("-inf")  # start of the wait that `_say_patience` saw last
         self._leaves = False
-        self._asked: tuple[float, bool] | None = None  # when an exception asked for its cause; True: it passed a limit
+        self._asked: tuple[float, bool] | None = None  # when an exception asked for its cause; True: after a limit
         self._answered = threading.Event()
         self._linked = threading.Event()  # every peer was heard
-        self._lock = threading.Lock()  # of facts
+        self._lock = threading.Lock()  # guards `_facts`
         self._endings = Endings(self._on_exception, self._at_exit)
         generation = agree({}, timeout_s)
         self._mesh = Mesh(self.rank, cluster.num_ranks, own_host(), f"hybridep-{generation}")
@@ -146,20 +146,20 @@ class Health:
     def begin(self) -> None:
         self._endings.watch()
         self._thread.start()
-        if not self._linked.wait(LINK_S):  # a rank that dies from now on is missed by those that have heard of it
+        if not self._linked.wait(LINK_S):  # if a rank dies from now on, those that have heard of it notice
             missing = sorted(peer for peer, link in self._mesh.links.items() if link.heard_at is None)
             _say(f"hybridep: rank {self.rank} hears no heartbeats of ranks {missing}: is there a firewall between?\n")
         self._linked.set()
 
     def leave(self) -> None:
-        """Tell the others that this rank ends or detaches in good order, and end."""
+        """Tell the others that this rank ends or detaches in good order, and stop watching."""
         self._leaves = True
         self._endings.nudge()
         self._thread.join(2.0)
         self._endings.unwatch()
 
     def drop(self) -> None:
-        """Let go in a forked process, such as a data loader's worker, which must not keep our connections open."""
+        """Stop in a forked process, such as a data loader's worker, which must not keep our connections open."""
         if not self._leaves:
             self._leaves = True
             self._main.forked()
@@ -170,7 +170,7 @@ class Health:
         if self._cause:
             exit_now(EXIT_STATUS)
         if self._answered.is_set():
-            time.sleep(1.0)  # meanwhile the others are told
+            time.sleep(1.0)  # meanwhile the thread tells the others
         else:
             self.leave()
 
@@ -205,7 +205,7 @@ class Health:
 
     def _look(self) -> Position:
         before = self._position
-        if self._answered.is_set():  # the main thread stands in `_on_exception`, or behind it
+        if self._answered.is_set():  # the main thread is in `_on_exception`, or after it
             return before
         if self._asked is None:
             return self._main.look()
@@ -227,7 +227,7 @@ class Health:
             self._known[rank] = at, count, position
 
     def _tell(self, fact: Fact) -> None:
-        """Keep a fact, which goes to all peers with the next message."""
+        """Keep a fact, and send it to all peers with the next message."""
         with self._lock:
             if any(one.rank == fact.rank and one.kind == fact.kind for one in self._facts):
                 return
@@ -247,7 +247,7 @@ class Health:
             self._linked.set()
 
     def _look_for_gone(self) -> None:
-        """A connection that was closed without a word, and nobody takes a new one."""
+        """Note peers that closed their connection without a word and refuse a new one."""
         for peer, link in self._mesh.links.items():
             if link.closed_at is not None and link.answer == "refused" and peer not in self._mesh.gone:
                 self._tell(Fact(peer, "gone", "its connections were closed and its port takes no new ones"))
@@ -273,7 +273,7 @@ class Health:
     def _judge(self, now: float) -> None:
         told = [fact for fact in self._facts if fact.kind != "left" and fact.rank != self.rank]
         if all(fact.kind == "signal" for fact in told) and now - self._fact_at < SIGNAL_S:
-            told = []  # launchers send it to those beside the one that broke, whose word may be on its way
+            told = []  # launchers signal the ranks beside the one that broke, and its own word may be on its way
         position = self._position
         is_over = any(fact.kind == "verdict" for fact in told)
         waits = self._asked is not None or (position.waits and position.for_s >= LOOK_S)
@@ -293,7 +293,7 @@ class Health:
                 self._end(cause_of(view) if is_late else known_cause_of(view))
 
     def _say_patience(self, view: View) -> None:
-        """Once a wait, by the first of the ranks that wait."""
+        """Say once per wait, on the first rank that waits, that it goes on waiting."""
         waiting = [rank for rank, entry in view.others.items() if entry.position.waits]
         since = time.monotonic() - self._position.for_s
         if since - self._patient_since > LOOK_S + 1.0 and self.rank <= min(waiting, default=self.rank):
@@ -332,7 +332,7 @@ class Health:
         _say(report(self.view(), cause, EXIT_STATUS))
 
     def _end(self, cause: str) -> None:
-        """End this rank, or let its exception do so; without a cause that exception is one."""
+        """End this rank, or let its exception end it; if `cause` is empty, the exception itself is the cause."""
         if self._asked is not None:
             if cause:
                 self._decide(cause)
@@ -350,7 +350,7 @@ class Health:
         exit_now(EXIT_STATUS)
 
     def _on_exception(self, error: BaseException) -> tuple[float, int]:
-        """An exception in the main thread: what another rank's end has caused is preceded by what that was."""
+        """Handle an uncaught exception.  If another rank's end caused it, first wait for news of that rank."""
         if not self._cause and follows_from_others(error):
             self._asked = time.monotonic(), isinstance(error, CommunicationError) or LATE in str(error)
             self._endings.nudge()
@@ -370,7 +370,7 @@ def _say(text: str) -> None:
 
 
 def _exchange(mesh: Mesh, cluster: Cluster, generation: int, timeout_s: float) -> dict[int, tuple[str, int]]:
-    """Addresses of the peers, through the job's store."""
+    """Exchange addresses with the peers through the job's store."""
     store = job_store()
     path = f"ds_hybridep/{generation}/health"
     store.set(f"{path}/{mesh.rank}", json.dumps(mesh.address))

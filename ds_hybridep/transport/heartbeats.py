@@ -3,11 +3,11 @@
 
 A rank is connected with a few others at every level, so that no single rank or link carries the news:
 
-    level gpu    all ranks of the same node, or those 1, 2, 4, ... places away where there are many
-    level dc     for the first ranks of a datacentre, the ranks with the same place in the others
+    level gpu    all ranks of the same node, or if there are many, those 1, 2, 4, ... places away
+    level dc     only for the first ranks of a datacentre: the ranks at the same place in the others
 
-Messages are lines of JSON: where the sender is, and news (a rank that failed, ended or is gone), which are passed on.
-While ranks wait for long they also pass on what they have heard of others.
+Messages are lines of JSON.  They say where the sender is, and pass on news: a rank failed, ended or is gone.  Ranks
+that wait for long also pass on what they have heard of others.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.position import MAX_TEXT, Position
 
 Socket = socket.socket
-NEARBY = 8  # in levels of up to so many children, everybody is connected with everybody
+NEARBY = 8  # in levels of up to this many children, every rank is connected with every other
 BRIDGES = 4  # ranks of a domain that are connected with other domains
 MAX_LINE = 1 << 18  # bytes of one message
 DIAL_S = 1.0  # between attempts to reach a peer that is silent
-REDIAL_S = 3.0  # of silence, after which a peer is dialled anew
-MAX_BACKLOG = 1 << 16  # bytes not sent yet; beats are left out above
+REDIAL_S = 3.0  # of silence, after which a peer is dialled again
+MAX_BACKLOG = 1 << 16  # unsent bytes above which beats without news are left out
 FACTS = ("failed", "gone", "verdict", "signal", "left")  # the most telling first
 
 
 def peers_of(cluster: Cluster, rank: int) -> list[int]:
-    """The ranks that `rank` is connected with."""
+    """Return the ranks that `rank` is connected with."""
     place, sizes = cluster.place_of(rank), cluster.sizes
     peers: set[int] = set()
     inner = cluster.num_ranks
@@ -66,7 +66,7 @@ class Beat:
     """One message."""
 
     rank: int
-    count: int  # of the sender's messages
+    count: int  # number of this message among the sender's
     position: Position
     alert: bool  # the sender passes on what it has heard
     others: tuple[tuple[int, float, int, Position], ...] = ()  # rank, seconds since it was heard, count, position
@@ -80,7 +80,7 @@ class Beat:
 
 
 def parse_beat(line: bytes, world_size: int) -> Beat | None:
-    """The message of a line; None for what no rank of this job sends."""
+    """Return the message in a line, or None if no rank of this job sends such a line."""
     try:
         rank, count, position, alert, others, facts = json.loads(line)
         if len(others) > world_size or len(facts) > 2 * world_size:
@@ -143,11 +143,11 @@ class Link:
     address: tuple[str, int]
     dials: bool  # this side makes the connection
     socket: Socket | None = None
-    dialled: Socket | None = None  # under way
+    dialled: Socket | None = None  # a connection attempt under way
     dialled_at: float = float("-inf")
     heard_at: float | None = None
-    closed_at: float | None = None  # the peer's end was closed, and it has not come back
-    answer: Literal["", "answers", "refused", "nothing"] = ""  # of the peer's host, the last time it was dialled
+    closed_at: float | None = None  # when the peer closed its end, if it has not come back
+    answer: Literal["", "answers", "refused", "nothing"] = ""  # of the peer's host, when it was dialled last
     inbox: bytes = b""
     outbox: bytes = b""
     told: set[Fact] = field(default_factory=set)
@@ -157,7 +157,7 @@ class Link:
 class Mesh:
     """The connections of one rank with its peers.  Belongs to one thread, and never blocks it for long.
 
-    key: a word that only ranks of this job know, first on each connection.
+    key: the first word on each connection, which tells ranks of this job from strangers.
     """
 
     def __init__(self, rank: int, world_size: int, host: str, key: str) -> None:
@@ -178,15 +178,15 @@ class Mesh:
         return host, port
 
     def connect(self, addresses: dict[int, tuple[str, int]]) -> None:
-        """Begin; the higher rank of a pair dials."""
+        """Make a link for each peer; the higher rank of a pair dials."""
         self.links = {peer: Link(peer, address, self.rank > peer) for peer, address in addresses.items()}
 
     def watch(self, other: Socket) -> None:
-        """`poll` returns when this socket can be read."""
+        """Let `poll` return when this socket can be read."""
         self._selector.register(other, selectors.EVENT_READ, other)
 
     def poll(self, timeout_s: float) -> list[Beat]:
-        """What has come within `timeout_s`; keeps connections up."""
+        """Wait up to `timeout_s` for messages and return them; keep connections up."""
         beats: list[Beat] = []
         for key, events in self._selector.select(timeout_s):
             if not isinstance(key.fileobj, Socket):
@@ -201,14 +201,14 @@ class Mesh:
         return beats
 
     def send(self, link: Link, beat: Beat) -> None:
-        """Queue a message; one without news is left out while earlier ones have not gone."""
+        """Queue a message; leave it out if it has no news and too many bytes are still unsent."""
         if link.socket is not None and (beat.facts or len(link.outbox) < MAX_BACKLOG):
             link.outbox += beat.line()
             link.told.update(beat.facts)
             self._flush(link)
 
     def drain(self, limit_s: float) -> None:
-        """Let what is queued go out."""
+        """Send what is queued, for at most `limit_s`."""
         deadline = time.monotonic() + limit_s
         while any(link.outbox for link in self.links.values()) and time.monotonic() < deadline:
             self.poll(0.05)
@@ -223,7 +223,7 @@ class Mesh:
         self._listener.close()
 
     def close_copies(self) -> None:
-        """Close the copies that a forked child has, and leave the parent's connections as they are."""
+        """Close a forked child's copies, and leave the parent's connections as they are."""
         for link in self.links.values():
             for one in (link.socket, link.dialled):
                 if one is not None:
@@ -244,7 +244,7 @@ class Mesh:
             self._selector.register(stranger, selectors.EVENT_READ, None)
 
     def _welcome(self, stranger: Socket) -> None:
-        """The first line of a connection that was accepted: the key, and who it is."""
+        """Read the first line of an accepted connection: the key and the peer's rank."""
         said, since = self._strangers[stranger]
         try:
             more = stranger.recv(4096)
@@ -268,7 +268,7 @@ class Mesh:
         stranger.close()
 
     def _adopt(self, link: Link, connection: Socket, rest: bytes = b"") -> None:
-        """The newest connection counts."""
+        """Use this connection for the link in place of an older one."""
         self._drop(link)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.socket, link.inbox, link.closed_at = connection, rest, None
@@ -276,7 +276,7 @@ class Mesh:
         self._selector.register(connection, selectors.EVENT_READ, link)
 
     def _dial(self, now: float) -> None:
-        """Connect with peers that are silent; ask the hosts of those who dial themselves whether they answer."""
+        """Connect with silent peers; if a peer is the one that dials, only ask whether its host answers."""
         for link in self.links.values():
             if link.dialled is not None:
                 if now - link.dialled_at > DIAL_S:
@@ -287,7 +287,7 @@ class Mesh:
             if link.rank in self.gone or not is_silent or now - link.dialled_at < DIAL_S:
                 continue
             if not link.dials and link.heard_at is None and link.closed_at is None:
-                continue  # it has not come yet
+                continue  # the peer has not dialled yet
             link.dialled_at = now
             family = socket.AF_INET6 if ":" in link.address[0] else socket.AF_INET
             link.dialled = Socket(family, socket.SOCK_STREAM)
@@ -350,7 +350,7 @@ class Mesh:
         if not data or len(rest) > MAX_LINE:
             self._drop(link)
             link.closed_at = time.monotonic()
-            link.dialled_at = float("-inf")  # look at once whether it comes back
+            link.dialled_at = float("-inf")  # dial at once, to see whether the peer comes back
 
     def _flush(self, link: Link) -> None:
         if link.socket is None:
@@ -363,7 +363,7 @@ class Mesh:
         except BlockingIOError:
             pass
         except OSError:
-            return  # the reader will see it
+            return  # `_read` will see the error
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.outbox else 0)
         if self._selector.get_key(link.socket).events != wanted:
             self._selector.modify(link.socket, wanted, link)
@@ -382,7 +382,7 @@ class Mesh:
 
 
 def own_host() -> str:
-    """The address by which other ranks reach this one."""
+    """Return the address at which other ranks reach this one."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         device = os.environ.get(name, "").split(",")[0].lstrip("^=")
         for one in psutil.net_if_addrs().get(device, ()):
@@ -395,7 +395,7 @@ def own_host() -> str:
             probe.connect(address)  # sends nothing
             host = str(probe.getsockname()[0])
     is_alone = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE")) in (None, os.environ.get("WORLD_SIZE"))
-    if host.startswith("127.") and not is_alone:  # the name of this host, which is for itself a loopback address
+    if host.startswith("127.") and not is_alone:  # this host is the master, and its own name is a loopback address
         found = [one.address for device in psutil.net_if_addrs().values() for one in device]
         host = next((one for one in found if one.count(".") == 3 and not one.startswith("127.")), host)
     return host

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's process group as a launcher has made it."""
+"""The job's process group, as the launcher made it."""
 
 import os
 from datetime import timedelta
@@ -13,7 +13,7 @@ from ds_hybridep.errors import CommunicationError, UnsupportedError
 
 
 def group_ranks(group: Any) -> tuple[int, ...]:
-    """Global ranks of a process group, in group-rank order."""
+    """Return the global ranks of a process group, in group-rank order."""
     return tuple(dist.get_process_group_ranks(group))
 
 
@@ -26,7 +26,7 @@ def is_initialized() -> bool:
 
 
 def job_store() -> Any:
-    """The job's store, or the part of it that belongs to this attempt: torchrun may keep one store over restarts."""
+    """Return the job's store, or this attempt's part of it: torchrun may keep one store over restarts."""
     store = dist.distributed_c10d._get_default_store()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return store if attempt == "0" else dist.distributed_c10d.PrefixStore(f"attempt{attempt}", store)
@@ -35,7 +35,7 @@ def job_store() -> Any:
 def join_job(timeout_s: float) -> None:
     """Form the job's process group over gloo, from what a launcher has set in the environment.
 
-    Raises CommunicationError where the environment names no job, or its ranks did not come together.
+    Raises CommunicationError if the environment names no job, or if the job's ranks do not come together.
     """
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
@@ -48,7 +48,7 @@ def join_job(timeout_s: float) -> None:
 
 
 def leave_job() -> None:
-    """End what `join_job` began; all ranks must call."""
+    """Leave the job that `join_job` joined; all ranks must call."""
     dist.barrier()
     dist.destroy_process_group()
 
@@ -59,7 +59,7 @@ def backend_name() -> str:
 
 
 def backends_of(config: HybridEPConfig, device: torch.device) -> tuple[str, ...]:
-    """The backend, "gloo" or "nccl", of tensors of `device` over each level; UnsupportedError for what is missing."""
+    """Return "gloo" or "nccl" at each level, for tensors on `device`; UnsupportedError if a backend is missing."""
     return tuple(
         backend_for(level.backend, device, f"hybridep.levels[{index}].backend")
         for index, level in enumerate(config.levels)
@@ -67,7 +67,7 @@ def backends_of(config: HybridEPConfig, device: torch.device) -> tuple[str, ...]
 
 
 def backend_for(wanted: str, device: torch.device, where: str) -> str:
-    """The backend of one level that has `wanted` ("auto": the job's) at the key path `where`."""
+    """Return the backend of one level, whose config has `wanted` ("auto": the job's) at the key path `where`."""
     if wanted == "auto":
         return "nccl" if device.type == "cuda" and "nccl" in backend_name() else "gloo"
     if wanted == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):

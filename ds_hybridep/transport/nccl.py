@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends and receives between devices over NCCL.  Written without a GPU: nothing here has ever run on one.
 
-Order of batches.  NCCL may deadlock if ranks launch batches of several communicators in different orders.  Given here:
+Order of batches.  NCCL may deadlock if ranks launch batches of several communicators in different orders.  Guaranteed:
 
     - Each channel has a communicator of its own, and its batches start in program order, which is the same on all of
       its ranks.
     - One lock for the whole process keeps batches apart: none starts while another one is being put together.
     - The thread that runs the forward, the backward or the step starts everything.  Threads of background channels
-      only look whether a batch is over.  So where every domain spans one level only, all channels of a rank start
-      their batches in one order, the order of the program.
+      only look whether a batch is over.  So if every domain spans one level only, all channels of a rank start their
+      batches in the order of the program.
 
-Not given: where a domain spans several levels, the next level's batch starts when the batch of the level before it has
-arrived, so its place among batches of other channels depends on timing and may differ between ranks.  The same holds
-towards DeepSpeed's own communicators.  This needs kernels of several communicators to run side by side on the device:
+Not guaranteed: if a domain spans several levels, a level's batch starts when that of the level before it has arrived.
+Its place among batches of other channels depends on timing and may differ between ranks.  The order relative to
+DeepSpeed's own communicators may differ too.  So the device must run kernels of several communicators side by side:
 leave NCCL_LAUNCH_ORDER_IMPLICIT at 0 and CUDA_DEVICE_MAX_CONNECTIONS above 1, or choose "gloo" for the outer levels.
 """
 
@@ -37,13 +37,13 @@ _ONE_BATCH_AT_A_TIME = threading.Lock()
 
 
 class NcclBatch:
-    """One batch under way: the device's side of a transfer, and a work for the thread that waits for it."""
+    """One batch under way: a transfer's device side, and the work that a thread waits for."""
 
     def __init__(self, streams: DeviceStreams, arrived: Mark, tensors: Sequence[Tensor]) -> None:
         self._streams, self._arrived, self._tensors = streams, arrived, tensors
 
     def wait(self, timeout: timedelta) -> None:
-        """Block until the batch is over.  Looks now and then: a wait for the device itself has no time limit."""
+        """Block until the batch is over.  Polls, because a wait for the device itself has no time limit."""
         deadline = time.monotonic() + timeout.total_seconds()
         while not self._arrived.query():
             if time.monotonic() > deadline:
@@ -54,14 +54,14 @@ class NcclBatch:
         self._tensors = ()
 
     def deliver(self) -> None:
-        """The current stream goes on behind the batch."""
+        """Make the current stream wait for the batch."""
         self._streams.follow(self._arrived)
 
 
 class NcclGroup:
     """Connects `ranks` over NCCL, or raises CommunicationError, and starts batches between them.
 
-    NCCL starts a batch behind what the current stream was given so far, and runs it in a stream of its own.
+    NCCL starts a batch after the work that is queued on the current stream, and runs it in a stream of its own.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], transport: "Transport", streams: DeviceStreams) -> None:
@@ -71,13 +71,13 @@ class NcclGroup:
         others = [rank for rank in ranks if rank != transport.rank]
         with naming_ranks(f"{name} over NCCL", ranks, transport, "NCCL_DEBUG=INFO"):
             self._group = connect_nccl(name, ranks, transport, streams.device)
-            # NCCL connects two ranks in the first batch that they share, while the host waits: so not in a transfer.
+            # NCCL connects two ranks in the first batch that they share, and the host waits: no transfer may do that.
             there, here = (torch.zeros(len(others), 1, dtype=torch.uint8, device=streams.device) for _ in range(2))
             greeting = self.start(list(zip(others, there, strict=True)), list(zip(others, here, strict=True)))
             greeting.wait(timedelta(seconds=transport.timeout_s))
 
     def start(self, sends: Sequence[Part], receives: Sequence[Part]) -> NcclBatch:
-        """One batch.  Other ranks must start theirs with this one in the same order."""
+        """Start one batch.  The other ranks must start their batches with this one in the same order."""
         with _ONE_BATCH_AT_A_TIME:
             self._group._start_coalescing(self._device)
             for rank, tensor in receives:
@@ -86,6 +86,6 @@ class NcclGroup:
                 self._group.send([tensor], self._index_of_rank[rank], 0)
             work = self._group._end_coalescing(self._device)
         with self._streams.within(self._watching):
-            work.wait()  # of this stream, not of the host
+            work.wait()  # this stream waits, not the host
             arrived = self._streams.mark()
         return NcclBatch(self._streams, arrived, [tensor for _, tensor in (*sends, *receives)])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the main thread is: in which phase of a step, and whether it waits in a collective.
 
-Nothing is hooked for it.  Another thread reads the main thread's stack a few times a second: DeepSpeed's and torch's
-own functions say what runs, whoever has called them.
+This needs no hooks.  Another thread reads the main thread's stack a few times a second.  The functions of DeepSpeed
+and torch on the stack show what runs, no matter who called them.
 """
 
 import gc
@@ -40,13 +40,13 @@ _COLLECTIVES = (  # files whose functions wait for other ranks
     "ds_hybridep/sync/transfers.py",
 )
 _WRAPPERS = {"log_wrapper", "wrapper", "func_wrapper", "wait", "finish", "exposed"}
-_POLLERS = ("torch/utils/data/",)  # files that look again and again while they wait
+_POLLERS = ("torch/utils/data/",)  # files whose functions poll while they wait
 _AT_WORK = ("/subprocess.py", "/bdb.py", "/pdb.py", "/pydevd", "/debugpy/", "torch/utils/file_baton.py")
 _STDLIB = sysconfig.get_path("stdlib")
 _MAX_FRAMES = 200
 MAX_TEXT = 240
 DEVICE_S = 5.0
-WORK_SHARE = 0.05  # of a core: a thread that takes more is at work
+WORK_SHARE = 0.05  # of a core: a thread that uses more is at work
 WORK_BYTES = 1 << 20  # between two looks: a process that reads or writes more is at work
 
 
@@ -58,7 +58,7 @@ class Position:
     phase: str = ""  # of PHASES, or "between steps"
     what: str = ""  # operation or place
     waits: bool = False  # in a collective
-    for_s: float = 0.0  # since when it has been in this very call, and has done nothing if that is no collective
+    for_s: float = 0.0  # seconds in this same call; outside a collective, since it last did any work
 
     def __str__(self) -> str:
         since = f" for {self.for_s:.0f} s" if self.for_s >= 1 else ""
@@ -68,15 +68,15 @@ class Position:
 class MainThread:
     """Watches the thread that it was made in.
 
-    step: the number of optimizer steps so far.
+    step: returns the number of optimizer steps so far.
     """
 
     def __init__(self, step: Callable[[], int]) -> None:
         self._ident = threading.get_ident()
         self._step = step
-        self._seen: tuple[int, int] | None = None  # id and instruction of the innermost frame
-        # In a collective: kept once it was seen twice, so that its id is of no other frame.  Not elsewhere, since it
-        # keeps what its function holds, and so do those that called it.
+        self._seen: tuple[int, int] | None = None  # id and instruction of the innermost frame that does not poll
+        # A collective's frame that was seen twice, kept so that no other frame can get its id.  Frames outside of
+        # collectives are not kept, because a frame keeps all variables of its function and its callers alive.
         self._held: FrameType | None = None
         self._pauses = False
         self._since = self._looked = time.monotonic()
@@ -84,13 +84,13 @@ class MainThread:
         self._used = 0.0, 0  # CPU seconds of the thread, bytes that the process has read and written
 
     def look(self) -> Position:
-        """Where the thread is now."""
+        """Return where the thread is now."""
         with self._no_collection():
             frames = self._frames()
         now = time.monotonic()
         if not frames:
             return Position(self._step(), "between steps", "main thread has ended")
-        # A loop that polls stands where it was called.
+        # A function that polls counts as the place that called it.
         place = next((one for one in frames if not _polls(one.f_code.co_filename)), frames[0])
         collective, seen = _collective_of(frames), (id(place), place.f_lasti)
         if seen != self._seen or (self._held is not None and self._held is not place):
@@ -101,7 +101,7 @@ class MainThread:
         if collective is not None:
             what, for_s = collective, for_s if self._held else 0.0
         elif for_s > DEVICE_S and phase in ("forward", "backward", "step") and torch.cuda.is_initialized():
-            # A call that takes so long waits for the device, which waits in a collective of its own.
+            # A call that takes this long waits for the device, which itself waits in a collective.
             what = f"the device at {_place_of(frames)}"
         else:
             what, waits = _place_of(frames), False
@@ -110,17 +110,17 @@ class MainThread:
         return Position(self._step(), phase, what[:MAX_TEXT], waits, for_s)
 
     def _has_worked(self, now: float, frames: list[FrameType]) -> bool:
-        """Since the last look: computed, read or written; or it waits for a program or a debugger."""
+        """Return True if it computed, read or wrote since the last look, or waits for a program or a debugger."""
         cpu_s, num_bytes = _cpu_s(self._clock), _moved_bytes()
         seconds, self._looked = now - self._looked, now
         (earlier_s, earlier_bytes), self._used = self._used, (cpu_s, num_bytes)
-        # A thread that waits for a device may spin.
+        # A thread that waits for a device may spin: its CPU time then says nothing.
         computes = cpu_s - earlier_s > WORK_SHARE * seconds and not torch.cuda.is_initialized()
         moves = num_bytes - earlier_bytes > WORK_BYTES
         return computes or moves or any(name in frame.f_code.co_filename for frame in frames for name in _AT_WORK)
 
     def _frames(self) -> list[FrameType]:
-        """Frames of the thread, or of autograd's thread that runs a device's backward for it; the innermost first."""
+        """Return frames of the thread, or of autograd's thread that runs its backward on a device; innermost first."""
         frames = sys._current_frames()
         frame = frames.get(self._ident)
         if frame is not None and frame.f_code.co_name == "_engine_run_backward":
@@ -134,8 +134,8 @@ class MainThread:
 
     @contextmanager
     def _no_collection(self) -> Iterator[None]:
-        """Python 3.11 makes a frame's object when it is asked for, which may collect garbage, whose finalizers may let
-        the thread go on that is looked at: its frames are then read after they have ended.
+        """Pause garbage collection inside.  Python 3.11 may collect garbage when it makes a frame's object; finalizers
+        may then let the watched thread go on, and its frames would be read after they have ended.
         """
         self._pauses = sys.version_info < (3, 12) and gc.isenabled()
         if self._pauses:
@@ -160,7 +160,7 @@ def _cpu_s(clock: int) -> float:
 
 
 def _moved_bytes() -> int:
-    """What this process has read and written, of files above all; 0 where the system does not say."""
+    """Return the bytes that this process has read and written, mostly files; 0 if the system does not say."""
     with suppress(OSError, ValueError, IndexError), open("/proc/self/io", "rb") as file:
         return sum(int(line.split()[1]) for line in file.read().splitlines()[:2])
     return 0
@@ -181,14 +181,14 @@ def _phase_of(frames: list[FrameType]) -> str:
 
 
 def _collective_of(frames: list[FrameType]) -> str | None:
-    """The collective that the innermost frames wait in, and who called it; None for none."""
+    """Return the collective that the innermost frames wait in, and its caller; None for none."""
     operation, purpose, caller = "", "", None
     for frame in frames:
         path = frame.f_code.co_filename
         if any(one in path for one in _COLLECTIVES):
             name = frame.f_code.co_name
             operation = name if name not in _WRAPPERS or not operation else operation
-            if name == "wait":  # of a transfer of ours
+            if name == "wait":  # of our own transfer
                 purpose = str(getattr(frame.f_locals.get("self"), "purpose", purpose))
         elif not _is_stdlib(path):
             caller = frame
@@ -201,7 +201,7 @@ def _collective_of(frames: list[FrameType]) -> str | None:
 
 
 def _place_of(frames: list[FrameType]) -> str:
-    """The innermost line that is not of Python's own library."""
+    """Return the innermost line outside Python's standard library."""
     return _describe(next((frame for frame in frames if not _is_stdlib(frame.f_code.co_filename)), frames[0]))
 
 

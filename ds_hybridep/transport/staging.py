@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors of a device on their way through gloo, which moves host memory.
 
-One transfer, with what waits for what:
+One transfer, step by step: who works, what it waits for, and what it does then:
 
     start     outbound   the current stream so far    device -> pinned memory
     send      host       those copies                 gloo
@@ -9,7 +9,7 @@ One transfer, with what waits for what:
     deliver   inbound    the current stream at start  pinned memory -> device
               current    those copies
 
-The inbound copies wait for the stream of the start, because the memory that they fill may still be in use there.
+The inbound copies also wait for the stream that called `start`, which may still use the memory that they fill.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ Part = tuple[int, Tensor]  # (global rank, contiguous tensor that goes there or 
 
 
 class Staging:
-    """Copies of one transfer's tensors in pinned host memory; arguments as for `Channel.start`.
+    """Copies of one transfer's tensors in pinned host memory; arguments as in `Channel.start`.
 
-    is_awaited: a thread sleeps until what is sent has come to the host; otherwise it is looked for.
+    is_awaited: True if a thread sleeps until the sends have reached the host, False if it polls.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Staging:
             self._copied = streams.mark(is_awaited=is_awaited)
 
     def await_sends(self) -> None:
-        """Block until what is sent lies in `sends`; RuntimeError where the device failed."""
+        """Block until the copies in `sends` are complete; RuntimeError if the device failed."""
         if self._origins:
             self._copied.synchronize()
             self._origins = []
@@ -50,10 +50,10 @@ class Staging:
         self.sends = []
 
     def deliver(self) -> None:
-        """Queue the copies of what has arrived; the current stream goes on behind them."""
+        """Queue the copies of what has arrived, and make the current stream wait for them."""
         with self._streams.within(self._streams.inbound, after=self._handed_over):
             for (_, copy), place in zip(self.receives, self._places, strict=True):
-                # `.data`: as with gloo's own writes, graphs that have saved these tensors must not note a change.
+                # `.data`: as with gloo's own writes, autograd graphs that saved these tensors must see no change.
                 place.data.copy_(copy, non_blocking=True)
             arrived = self._streams.mark()
         self._streams.follow(arrived)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process group to hand to code that calls torch's collectives, in place of another."""
+"""A process group that replaces another one in code that calls torch's collectives."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 _ProcessGroup: Any = dist.ProcessGroup  # its stub lacks this constructor and asks for other overloads
 
-# Collectives of a process group under all names that torch has had for them since 2.5, but for the two taken over.
+# All names that torch has had since 2.5 for a process group's collectives, except the two that are replaced here.
 _FORWARDED = (
     "_reduce_scatter_base", "all_gather_single_coalesced", "all_to_all_single", "allgather", "allgather_coalesced",
     "allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast",
@@ -20,17 +20,17 @@ _FORWARDED = (
 
 
 class StandInGroup(_ProcessGroup):  # type: ignore[misc]
-    """Like `group`, but sums, maxima of a few numbers, and a gather into one tensor take another way.
+    """Like `group`, but sums, maxima of a few numbers, and a gather into one tensor call other functions.
 
-    The other collectives are the very methods of `group`.  Inherited ones would reach torch through the layer that
-    looks for overrides in Python, which keeps the interpreter's lock while it enters gloo; gloo's own thread may hold
-    gloo's lock and wait for the interpreter's to free a tensor, and both wait for ever.
+    The other collectives are the methods of `group` itself.  Inherited ones may deadlock: they reach torch through the
+    layer that looks for overrides in Python, which keeps the interpreter's lock while it enters gloo.  Gloo's own
+    thread may hold gloo's lock at that time and wait for the interpreter's lock to free a tensor.
 
     Args:
-        group: over gloo, or on GPUs over NCCL.
+        group: a group over gloo, or on GPUs over NCCL.
         all_reduce: replaces a contiguous tensor of at least one element per rank by its sum over the ranks.
         all_gather: (output, own) fills `output` with the tensors `own` of all ranks, in rank order.
-        agree: (tensor, is_max) replaces fewer numbers than there are ranks by their sums or maxima.
+        agree: (tensor, is_max) replaces numbers, fewer than there are ranks, by their sums or maxima.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StandInGroup(_ProcessGroup):  # type: ignore[misc]
             table[self] = table[group]
 
     def unregister(self) -> None:
-        """Let torch forget this group."""
+        """Make torch forget this group."""
         for table in _tables():
             table.pop(self, None)
 
@@ -64,7 +64,7 @@ class StandInGroup(_ProcessGroup):  # type: ignore[misc]
         if len(tensors) != 1 or not (is_max or operation == dist.ReduceOp.SUM):
             return self._original.allreduce(tensors, options)
         if tensors[0].numel() < self.size():
-            if tensors[0].dtype == torch.int64:  # may hold more than a double
+            if tensors[0].dtype == torch.int64:  # may hold integers that a double cannot
                 return self._original.allreduce(tensors, options)
             self._agree(tensors[0], is_max)
         elif is_max:
@@ -81,7 +81,7 @@ class StandInGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _tables() -> tuple[dict[Any, Any], ...]:
-    """Where torch keeps backend and ranks of its groups; its profiler reads all of them for each group."""
+    """Return torch's tables of its groups' backends and ranks; its profiler looks up each group in all of them."""
     world = dist.distributed_c10d._world
     return world.pg_map, world.pg_group_ranks, world.pg_backend_config
 

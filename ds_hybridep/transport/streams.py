@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The streams of a device beside the one that training computes in.
 
-    with streams.aside():            in the side stream, behind all that the current stream was given so far
+    with streams.aside():            in the side stream, after all work queued on the current stream so far
         decode(...)
         done = streams.mark()
     ...
-    streams.follow(done)             the current stream goes on when the mark was reached; the host does not wait
+    streams.follow(done)             the current stream waits for the mark; the host does not
     use(...)
 
-Encoding, decoding and sums of migration run aside.  Copies between device and host have two more streams, one for each
-way, so that they hold up neither computation nor each other.  A CPU has no streams: work runs where it is written.
+Encoding, decoding and sums of migration run in the side stream.  Copies between device and host have two more streams,
+one per direction, so that they delay neither computation nor each other.  A CPU has no streams: work runs at once.
 """
 
 import functools
@@ -24,19 +24,19 @@ Mark = Any  # a point in a stream
 
 
 class HostStreams:
-    """Streams of a CPU: everything is done where it is written."""
+    """Streams of a CPU: all work runs at once."""
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once: all work is done."""
 
 
 class DeviceStreams:
     """Streams of one CUDA device.
 
-    Whoever hands a tensor from one stream to another keeps it until the other stream, or the host, was waited for:
-    memory that is freed goes back to the stream that it was allocated in.
+    Code that hands a tensor from one stream to another keeps it until the other stream or the host was waited for,
+    because freed memory goes back to the stream that it was allocated in.
 
-    api: what of torch.cuda is used; tests put another in its place.
+    api: has the functions of torch.cuda that are used; tests replace it.
     """
 
     def __init__(self, device: torch.device, api: Any = torch.cuda) -> None:
@@ -48,47 +48,47 @@ class DeviceStreams:
 
     @contextmanager
     def within(self, stream: Any, *, after: Mark = None) -> Iterator[None]:
-        """Work inside runs in `stream`, behind `after` and what that stream was given."""
+        """Run the body's work in `stream`, after the mark `after` and the work that is queued there."""
         if after is not None:
             stream.wait_event(after)
         with self._api.stream(stream):
             yield
 
     def aside(self) -> AbstractContextManager[None]:
-        """Work inside runs in the side stream, behind what the current stream was given so far."""
+        """Run the body's work in the side stream, after all work queued on the current stream so far."""
         return self.within(self._side, after=self.mark())
 
     def free_behind_side(self, tensor: Tensor) -> None:
-        """Call before a tensor of another stream is freed, with which the side stream may be working."""
+        """Call this before freeing a tensor of another stream that the side stream may still use."""
         if tensor.is_cuda:
             tensor.record_stream(self._side)
 
     def mark(self, *, is_awaited: bool = False) -> Mark:
-        """The point that the current stream has come to; is_awaited: a thread sleeps until then instead of looking."""
+        """Mark the point that the current stream has reached.  is_awaited: a thread sleeps until then, not polls."""
         mark = self._api.Event(blocking=is_awaited)
         mark.record(self._api.current_stream(self.device))
         return mark
 
     def follow(self, mark: Mark) -> None:
-        """The current stream goes on behind `mark`.  Does not block."""
+        """Make the current stream wait for `mark`.  Does not block."""
         self._api.current_stream(self.device).wait_event(mark)
 
     def join(self) -> None:
-        """The current stream goes on behind all that the side stream was given so far.  Does not block."""
+        """Make the current stream wait for all work queued on the side stream so far.  Does not block."""
         mark = self._api.Event()
         mark.record(self._side)
         self.follow(mark)
 
     def synchronize(self) -> None:
-        """Block until the current stream is empty, before a clock is read."""
+        """Block until the current stream is idle; call this before reading a clock."""
         self._api.current_stream(self.device).synchronize()
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
-        """Pinned host memory as `tensor`, a contiguous one; torch reuses it only when copies with it have ended."""
+        """Return pinned host memory for a contiguous `tensor`; torch reuses it only after its copies have ended."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 @functools.cache
 def streams_of(device: torch.device) -> DeviceStreams | HostStreams:
-    """The streams that all layers and transfers of this process share on a device."""
+    """Return the streams that all layers and transfers of this process share on a device."""
     return DeviceStreams(device) if device.type == "cuda" else HostStreams()

@@ -2,7 +2,7 @@
 """A Chrome/Perfetto trace of some steps, with rows for background transfers and for waits in a row.
 
 torch.profiler sees what threads do, not what is on the wire; the transport records when each background transfer
-started and ended.  A marker that was stamped with both clocks puts both on one time axis.
+started and ended.  A marker with a time stamp of each clock puts both on one time axis.
 """
 
 import json

@@ -17,7 +17,7 @@ def ready_names() -> tuple[str, ...]:
 
 
 def read_model_file(name_or_path: str) -> dict[str, Any]:
-    """Content of a ready model, or of a JSON or YAML file; see `model_from_mapping`.  Raises PlanError without one."""
+    """Read a ready model, or a JSON or YAML file; see `model_from_mapping`.  Raises PlanError if it cannot be read."""
     by_name = {name.lower(): name for name in ready_names()}
     parse = parser_of(name_or_path, f"--model: {name_or_path}")
     try:
@@ -41,7 +41,7 @@ def parser_of(name: str, what: str) -> Callable[[str], object]:
     if name.endswith(".json"):
         return json.loads
     try:
-        import yaml  # only those who use such a file need the package
+        import yaml  # only users of YAML files need the package
     except ImportError as error:
         raise ConfigError(f"{what} needs PyYAML; install it, or write the file as JSON") from error
 
