@@ -12,6 +12,7 @@ FP32_RESIDUALS = '{"codecs": "recommended", "residuals": "float32"}'
 TABLES = {  # by file of results/: the program that prints it, and its arguments
     "e2e-encoded-2x2": ("e2e_report.py", "e2e-encoded-2x2.jsonl", "--plots", str(IMAGES)),
     "e2e-2x2-latest": ("e2e_report.py", "e2e-2x2-latest.jsonl"),
+    "e2e-4x1-latest": ("e2e_report.py", "e2e-4x1-latest.jsonl"),
     "e2e-encoded-bf16": ("e2e_report.py", "e2e-encoded-bf16.jsonl"),
     "e2e-2x2": ("e2e_report.py", "e2e-2x2.jsonl"),
     "e2e-4x1": ("e2e_report.py", "e2e-4x1.jsonl"),

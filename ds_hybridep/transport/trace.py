@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import profile
 
-from ds_hybridep.transport.channels import Transfer, Transport, Wait
+from ds_hybridep.transport.channels import Purpose, Transfer, Transport, Wait
 
 CLOCK_MARK = "hybridep::clock"
 TRANSFER_CATEGORY = "hybridep_transfer"
@@ -48,34 +48,39 @@ def record_trace(transport: Transport, path: str | Path) -> Iterator[None]:
 
 
 def _wait_events(waits: Sequence[Wait], offset_us: float, transport: Transport) -> list[dict[str, Any]]:
-    """Complete events of the waits in a row, one row per level."""
+    """Complete events of the waits in a row, with one row per level."""
+    levels = transport.cluster.levels
     return [
         {
-            "ph": "X",
+            **_event(wait.purpose, wait.begin_ns, wait.end_ns, offset_us),
             "cat": WAIT_CATEGORY,
-            "name": str(wait.purpose),
             "pid": "hybridep waits in a row",
-            "tid": f"over {transport.cluster.levels[wait.level].name}",
-            "ts": wait.begin_ns / _NS_PER_US + offset_us,
-            "dur": (wait.end_ns - wait.begin_ns) / _NS_PER_US,
-            "args": {"kind": wait.purpose.kind, "layer": wait.purpose.layer},
+            "tid": f"over {levels[wait.level].name}",
         }
         for wait in waits
     ]
 
 
 def _transfer_events(transfers: Sequence[Transfer], offset_us: float, transport: Transport) -> list[dict[str, Any]]:
-    """Complete events of finished transfers, one row per level and kind, in the trace's microseconds."""
+    """Complete events of finished transfers, with one row per level and kind."""
+    levels = transport.cluster.levels
     return [
         {
-            "ph": "X",
+            **_event(transfer.purpose, transfer.start_ns, transfer.end_ns, offset_us, bytes=transfer.num_bytes),
             "cat": TRANSFER_CATEGORY,
-            "name": str(transfer.purpose),
             "pid": "hybridep transfers",
-            "tid": f"{transfer.purpose.kind} over {transport.cluster.levels[transfer.channel.level].name}",
-            "ts": transfer.start_ns / _NS_PER_US + offset_us,
-            "dur": (transfer.end_ns - transfer.start_ns) / _NS_PER_US,
-            "args": {"kind": transfer.purpose.kind, "layer": transfer.purpose.layer, "bytes": transfer.num_bytes},
+            "tid": f"{transfer.purpose.kind} over {levels[transfer.channel.level].name}",
         }
         for transfer in transfers
     ]
+
+
+def _event(purpose: Purpose, begin_ns: int, end_ns: int, offset_us: float, **more: int) -> dict[str, Any]:
+    """Name, arguments and time, in the trace's microseconds, of a complete event."""
+    return {
+        "ph": "X",
+        "name": str(purpose),
+        "ts": begin_ns / _NS_PER_US + offset_us,
+        "dur": (end_ns - begin_ns) / _NS_PER_US,
+        "args": {"kind": purpose.kind, "layer": purpose.layer, **more},
+    }

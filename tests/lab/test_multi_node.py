@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_restart import CONFIG as RESTART_CONFIG
 
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology
@@ -36,13 +37,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is com
 sys.argv += "--layers 1 --hidden 32 --experts 4 --seq-len 16 --log-interval 1 --eval-interval 0 --steps 6".split()
 runpy.run_path("{ROOT}/tests/restart_script.py", run_name="__main__")
 """
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "steps_per_print": 1_000_000,
-    "zero_optimization": {"stage": 1},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    "bf16": {"enabled": True},
-}
+CONFIG = {key: value for key, value in RESTART_CONFIG.items() if key != "hybridep"}
 
 
 def why_not() -> str | None:
