@@ -47,7 +47,7 @@ demo: $(INSTALLED)
 	@$(BIN)/python benchmarks/demo.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 3 --dist loadgroup
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu --timeout 1200
