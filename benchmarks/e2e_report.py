@@ -167,6 +167,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "ds_hybridep"
     from matplotlib import pyplot, ticker
 
     rates = by_rate(records)
@@ -204,7 +205,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})  # the same file from the same records
     pyplot.close(figure)
 
 

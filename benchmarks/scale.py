@@ -537,6 +537,7 @@ def plot_sweeps(records: Sequence[Record], path: Path, gbps: float = 10.0) -> No
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "ds_hybridep"
     from matplotlib import pyplot, ticker
 
     chosen = [one for one in records if one["gbps"] == gbps and one["packet_mb"] == min(SWEEP_PACKET_MB)]
@@ -557,7 +558,7 @@ def plot_sweeps(records: Sequence[Record], path: Path, gbps: float = 10.0) -> No
         axis.set_minor_locator(ticker.NullLocator())
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})  # the same file from the same records
     pyplot.close(figure)
 
 
