@@ -206,6 +206,7 @@ def test_on_loopback_a_failing_rank_is_named(tmp_path):
 
 
 def test_where_namespaces_are_not_permitted_the_way_out_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(lab_command, "become_root", lambda: None)  # would start this test process anew
     monkeypatch.setattr(lab_command, "why_not_permitted", lambda with_delay: "no root here")
     assert main(["lab", "--dcs", "2x1", "--wan", "1gbit", "--", "true"]) == 2
     assert capsys.readouterr().err == (
