@@ -55,16 +55,14 @@ HOST_SYSCTLS = {
     # Windows for long fat links: 1 Gbit/s with a round trip of 100 ms has 12.5 MB under way.
     "net/ipv4/tcp_rmem": "4096 131072 67108864",
     "net/ipv4/tcp_wmem": "4096 65536 67108864",
-    # A run must not use what the connections of an earlier run found out.
+    # As on hosts tuned for long links: after a pause between two steps, the window must not start from 10 segments
+    # again. A run must not use what the connections of an earlier run found out.
+    "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
     # No neighbour discovery or router solicitation among the counted bytes.
     "net/ipv6/conf/all/disable_ipv6": "1",
     "net/ipv6/conf/default/disable_ipv6": "1",
 }
-# As on hosts tuned for long links: after a pause between two steps, the window must not start from 10 segments again.
-# Without a delay the window grows back at once, and one that was kept does harm: after a link has slowed down, a whole
-# window leaves as one burst that the queue cannot hold, and TCP takes seconds to send again what was dropped.
-LONG_LINK_SYSCTLS = {"net/ipv4/tcp_slow_start_after_idle": "0"}
 SWITCH_SYSCTLS = {name: value for name, value in HOST_SYSCTLS.items() if "ipv6" in name}
 _serial_numbers = count()
 
@@ -256,7 +254,7 @@ class EmulatedNetwork:
 
     def _add_host(self, rank: int) -> None:
         topology, host, switch = self.topology, self.namespace_of(rank), self._switch(self.topology.dc_of(rank))
-        self._add_namespace(host, HOST_SYSCTLS | (LONG_LINK_SYSCTLS if self.links.needs_delay_line else {}))
+        self._add_namespace(host, HOST_SYSCTLS)
         if self.links.lan_delay_s:
             # Frames are delayed only from a host to the switch, so once from host to host.
             self._add_delay_line(LineEnd(host, HOST_DEVICE), LineEnd(switch, f"host{rank}"), self.links.lan_delay_s)
