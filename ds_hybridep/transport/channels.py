@@ -197,7 +197,7 @@ class Channel:
         is_fastest = 0 < level == len(transport.cluster.levels) - 1
         num_connections = transport.cluster.levels[level].link.connections
         names = [f"{name}/{at}" if at else name for at in range(num_connections)]
-        groups = [connect_gloo(one, self.ranks, transport) for one in names]
+        groups = [connect_gloo(one, self.ranks, transport, is_slow=not is_fastest) for one in names]
         budget = transport.budget if background else transport.foreground_budget
         self.connections: Connections | None = Connections(groups, self.ranks, budget, stands=not is_fastest)
         self._turn = 0  # number of the next transfer with `rooms`

@@ -20,6 +20,7 @@ from torch import distributed as dist
 
 from ds_hybridep.errors import AgreementError, CommunicationError, ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.transport import sockets
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Purpose
 
@@ -262,6 +263,47 @@ def exchange_nothing(is_background: bool) -> tuple[dict, dict]:
 @pytest.mark.parametrize("is_background", [False, True], ids=["foreground", "background"])
 def test_empty_tensors_send_nothing(pool2: ProcessPool, is_background: bool) -> None:
     assert pool2.run(exchange_nothing, is_background=is_background) == [({}, {})] * 2
+
+
+# -- congestion control -----------------------------------------------------------------------------------------
+
+SYSTEM_S_CHOICE = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+
+
+def congestion_controls() -> dict[str, bytes]:
+    """Those of this process's TCP connections, by the name of the socket."""
+    found = {}
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            name = os.readlink(file)
+            with socket.socket(fileno=os.dup(int(file.name))) as opened:
+                opened.getpeername()
+                found[name] = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+    return found
+
+
+def connect_by_level(wanted: bytes) -> tuple[set[bytes], set[bytes]]:
+    """Congestion controls of the connections of a channel over both datacentres, and of one inside."""
+    sockets.CONGESTION_CONTROL = wanted
+    transport, found = open_transport(TWO_BY_TWO, timeout_s=20), []
+    mate = dist.get_rank() ^ 1
+    for ranks in ((0, 1, 2, 3), tuple(sorted((dist.get_rank(), mate)))):
+        before = congestion_controls()
+        transport.channel("rows", ranks)
+        found.append({used for name, used in congestion_controls().items() if name not in before})
+    dist.barrier()
+    transport.close()
+    return found[0], found[1]
+
+
+@pytest.mark.skipif(not SYSTEM_S_CHOICE.exists(), reason="congestion control is chosen by socket on Linux only")
+@pytest.mark.parametrize("wanted", [b"reno", b"no such one"], ids=["permitted", "not permitted"])
+def test_only_connections_over_slow_levels_change_their_congestion_control(
+    own_pool4: ProcessPool, wanted: bytes
+) -> None:
+    chosen = SYSTEM_S_CHOICE.read_text().strip().encode()
+    over_slow = wanted if wanted == b"reno" else chosen
+    assert own_pool4.run(connect_by_level, wanted=wanted) == [({over_slow}, {chosen})] * 4
 
 
 # -- messages shorter than the room made for them ---------------------------------------------------------------
