@@ -319,7 +319,7 @@ def test_counters_count_what_was_sent_where_it_was_sent(permitted):
 def test_every_host_reaches_every_other(permitted, text):
     with EmulatedNetwork(Topology.parse(text), LinkSpec(wan_bits_per_s=1e9, wan_delay_s=0.001)) as net:
         num_ranks = net.topology.num_ranks
-        assert len(lab_namespaces(os.getpid())) == 1 + net.topology.num_dcs + num_ranks
+        assert len(lab_namespaces(os.getpid())) == 1 + 2 * net.topology.num_dcs + num_ranks
         for receiver in range(num_ranks):
             with serving(net, receiver, "echo"):
                 for sender in range(num_ranks):
