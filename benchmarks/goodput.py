@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a long link one TCP connection fills, and how much several do, without loss and with some.
+"""How much of a long link one or several TCP connections fill: with BBR or CUBIC, with and without loss.
 
     sudo python benchmarks/goodput.py --out benchmarks/results/goodput.jsonl
     python benchmarks/goodput.py --report benchmarks/results/goodput.jsonl
@@ -29,8 +29,10 @@ def work(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from ds_hybridep.plan.cluster import Cluster, Level, Link
+    from ds_hybridep.transport import sockets
     from ds_hybridep.transport.channels import Purpose, Transport
 
+    sockets.CONGESTION_CONTROL = args.congestion_control.encode()
     dist.init_process_group("gloo")
     rank, purpose = dist.get_rank(), Purpose("dense", "goodput")
     channels = {}
@@ -68,12 +70,13 @@ def measure(args: argparse.Namespace, loss: str) -> list[dict[str, Any]]:
         record = Path(scratch) / "record.json"
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(record)]
         command += ["--rounds", str(args.rounds), "--megabytes", str(args.megabytes)]
-        command += ["--connections", *map(str, args.connections)]
+        command += ["--connections", *map(str, args.connections), "--congestion-control", args.congestion_control]
         result = run_ranks(network, command, log_dir=Path(scratch) / "logs", timeout_s=LIMIT_S)
         if not result.is_success:
             print(f"loss {loss}: {result.failure}\n{result.tail_of_log(0, 20)}", file=sys.stderr)
             return []
         about = {"case": "goodput", "rate": RATE, "delay": DELAY, "wan_loss": loss, "megabytes": args.megabytes}
+        about["congestion_control"] = args.congestion_control
         return [
             {**about, "connections": int(count), "seconds": seconds, "versions": bench.versions()}
             for count, seconds in json.loads(record.read_text()).items()
@@ -82,19 +85,20 @@ def measure(args: argparse.Namespace, loss: str) -> list[dict[str, Any]]:
 
 def report(path: Path) -> str:
     """Mbit/s each way, medians, with the range."""
-    rows: dict[str, dict[int, str]] = {}
+    rows: dict[tuple[str, str], dict[int, str]] = {}
     for record in map(json.loads, path.read_text().splitlines()):
         rates = sorted(8 * record["megabytes"] / seconds for seconds in record["seconds"])
         cell = f"{statistics.median(rates):.3g} ({rates[0]:.3g} to {rates[-1]:.3g})"
-        rows.setdefault(record["wan_loss"], {})[record["connections"]] = cell
+        rows.setdefault((record["wan_loss"], record["congestion_control"]), {})[record["connections"]] = cell
     counts = sorted({count for cells in rows.values() for count in cells})
     lines = [f"Mbit/s each way at once over {RATE}, {DELAY} one way; medians and ranges.", ""]
     lines += [
-        "| loss | " + " | ".join(f"{count} connections" for count in counts) + " |",
-        "|---" * (len(counts) + 1) + "|",
+        "| loss | | " + " | ".join(f"{count} connections" for count in counts) + " |",
+        "|---" * (len(counts) + 2) + "|",
     ]
     lines += [
-        f"| {loss} | " + " | ".join(cells.get(count, "") for count in counts) + " |" for loss, cells in rows.items()
+        f"| {loss} | {control} | " + " | ".join(cells.get(count, "") for count in counts) + " |"
+        for (loss, control), cells in sorted(rows.items())
     ]
     return "\n".join(lines)
 
@@ -103,6 +107,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", nargs="+", default=["0%", "0.1%", "1%"])
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--congestion-control", default="bbr", help="bbr, as in training, or cubic")
     parser.add_argument("--megabytes", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")

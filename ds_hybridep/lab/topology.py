@@ -232,12 +232,13 @@ def segment_batch_bytes(bits_per_s: float | None) -> int:
 
 
 def queue_bytes(bits_per_s: float, round_trip_s: float) -> int:
-    """Bytes that the queue before a link of this rate holds: four round trips' worth, at least 200 ms' and 256 KiB.
+    """Bytes that the queue before a link of this rate holds: four round trips' worth, at least 200 ms' and 4 MiB.
 
-    TCP's slow start seldom overflows such a queue. Messages then take latency + bytes / rate to within 1%. With a
-    queue of one round trip, every other message of 1 MB waits for a retransmission and takes up to 2.5 times as long.
+    TCP seldom overflows such a queue. Messages then take latency + bytes / rate to within 1%. With a queue of one
+    round trip, every other message of 1 MB waits for a retransmission and takes up to 2.5 times as long. With 200 ms'
+    worth of 20 Mbit/s, a link that has slowed down drops whole windows, and single messages wait 10 s and more.
     """
-    return max(256 * 1024, math.ceil(bits_per_s / 8 * max(4 * round_trip_s, 0.200)))
+    return max(4 * 2**20, math.ceil(bits_per_s / 8 * max(4 * round_trip_s, 0.200)))
 
 
 def _number_and_unit(text: str) -> tuple[float | None, str]:

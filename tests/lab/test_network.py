@@ -383,7 +383,7 @@ def test_what_a_killed_owner_left_is_removed_by_the_next_start(permitted):
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, cwd=REPOSITORY)
     sleeper, delay_line = map(int, owner.stdout.readline().split())
     # From here on any other lab that starts on this machine may remove them first.
-    assert len(lab_namespaces(owner.pid)) == 5
+    assert len(lab_namespaces(owner.pid)) == 7
     assert namespaces.start_time(sleeper) is not None
     owner.kill()
     owner.communicate()
@@ -397,7 +397,7 @@ def test_what_a_killed_owner_left_is_removed_by_the_next_start(permitted):
 def test_reaping_leaves_living_owners_alone(permitted):
     with EmulatedNetwork(Topology(1, 1), LinkSpec()) as net:
         assert net.namespace_of(0) not in reap_orphans()
-        assert len(lab_namespaces(os.getpid())) == 3
+        assert len(lab_namespaces(os.getpid())) == 4
 
 
 def wait_until_gone(pid, timeout_s=10.0):

@@ -282,9 +282,9 @@ def congestion_controls() -> dict[str, bytes]:
     return found
 
 
-def connect_by_level(wanted: bytes) -> tuple[set[bytes], set[bytes]]:
+def connect_by_level(wanted: bytes, least_round_trip_s: float) -> tuple[set[bytes], set[bytes]]:
     """Congestion controls of the connections of a channel over both datacentres, and of one inside."""
-    sockets.CONGESTION_CONTROL = wanted
+    sockets.CONGESTION_CONTROL, sockets.LEAST_ROUND_TRIP_S = wanted, least_round_trip_s
     transport, found = open_transport(TWO_BY_TWO, timeout_s=20), []
     mate = dist.get_rank() ^ 1
     for ranks in ((0, 1, 2, 3), tuple(sorted((dist.get_rank(), mate)))):
@@ -297,13 +297,18 @@ def connect_by_level(wanted: bytes) -> tuple[set[bytes], set[bytes]]:
 
 
 @pytest.mark.skipif(not SYSTEM_S_CHOICE.exists(), reason="congestion control is chosen by socket on Linux only")
-@pytest.mark.parametrize("wanted", [b"reno", b"no such one"], ids=["permitted", "not permitted"])
-def test_only_connections_over_slow_levels_change_their_congestion_control(
-    own_pool4: ProcessPool, wanted: bytes
+@pytest.mark.parametrize(
+    ("wanted", "least_round_trip_s", "is_changed"),
+    [(b"reno", 1e-9, True), (b"reno", 10.0, False), (b"no such one", 1e-9, False)],
+    ids=["long", "short", "not permitted"],
+)
+def test_only_long_connections_over_slow_levels_change_their_congestion_control(
+    own_pool4: ProcessPool, wanted: bytes, least_round_trip_s: float, is_changed: bool
 ) -> None:
     chosen = SYSTEM_S_CHOICE.read_text().strip().encode()
-    over_slow = wanted if wanted == b"reno" else chosen
-    assert own_pool4.run(connect_by_level, wanted=wanted) == [({over_slow}, {chosen})] * 4
+    over_slow = wanted if is_changed else chosen
+    found = own_pool4.run(connect_by_level, wanted=wanted, least_round_trip_s=least_round_trip_s)
+    assert found == [({over_slow}, {chosen})] * 4
 
 
 # -- messages shorter than the room made for them ---------------------------------------------------------------
