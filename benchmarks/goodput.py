@@ -29,15 +29,13 @@ def work(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from ds_hybridep.plan.cluster import Cluster, Level, Link
-    from ds_hybridep.transport import sockets
     from ds_hybridep.transport.channels import Purpose, Transport
 
-    sockets.CONGESTION_CONTROL = args.congestion_control.encode()
     dist.init_process_group("gloo")
     rank, purpose = dist.get_rank(), Purpose("dense", "goodput")
     channels = {}
     for count in args.connections:
-        cluster = Cluster((Level("dc", 2, Link(None, None, count)), Level("gpu", 1)))
+        cluster = Cluster((Level("dc", 2, Link(None, None, count, args.congestion_control)), Level("gpu", 1)))
         channels[count] = Transport(cluster, LIMIT_S, count).channel("goodput", (0, 1), background=True)
     found: dict[int, list[float]] = {count: [] for count in args.connections}
     for round_number in range(args.rounds + 1):  # the first one warms up
@@ -107,7 +105,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", nargs="+", default=["0%", "0.1%", "1%"])
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--congestion-control", default="bbr", help="bbr, as in training, or cubic")
+    parser.add_argument("--congestion-control", default="cubic", choices=("bbr", "cubic"))
     parser.add_argument("--megabytes", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")

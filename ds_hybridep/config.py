@@ -86,6 +86,7 @@ class LevelConfig(Settings):
     token_codec: TokenCodec = TokenCodecConfig(type="identity")
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     connections: Annotated[int, Field(ge=1, le=16), integer("from 1 to 16", 8)] = 1
+    congestion_control: Literal["bbr", "cubic"] | None = None
 
     @model_validator(mode="after")
     def _check_domain_size(self) -> "LevelConfig":
@@ -127,7 +128,7 @@ class LevelConfig(Settings):
         """The level in the units of `plan`."""
         bytes_per_s = None if self.bandwidth_gbps is None else self.bandwidth_gbps * BITS_PER_GBIT / BITS_PER_BYTE
         latency_s = None if self.latency_ms is None else self.latency_ms / MS_PER_S
-        return Level(self.name, self.size, Link(bytes_per_s, latency_s, self.connections))
+        return Level(self.name, self.size, Link(bytes_per_s, latency_s, self.connections, self.congestion_control))
 
 
 class AdvancedConfig(Settings):

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.costs import ranks_below
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Encoding, StepChanges
@@ -72,7 +72,8 @@ class LinkProbe:
         if about.size == 1:
             return about
         latency_s = self.latency_s(level)
-        return replace(about, link=Link(self._bytes_per_s(level, limit_s / 2), latency_s, about.link.connections))
+        rate = self._bytes_per_s(level, limit_s / 2)
+        return replace(about, link=replace(about.link, bandwidth_bytes_per_s=rate, latency_s=latency_s))
 
     def latency_s(self, level: int) -> float:
         """One-way seconds between the first ranks of neighbouring children: the median of the slowest pair."""

@@ -9,16 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_hybridep.errors import ConfigError
-from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.summary import aligned, level_settings
 
 LIMIT_S = 10.0
+BBR = "bbr"
 MANY = 8  # connections to try between two ranks over a long link
 LONG_S = 0.002  # a link is long if its one-way latency is at least this
-GAIN = 1.25  # several connections are kept if they are faster by more than this factor
+GAIN = 1.25  # other connections are kept if they are faster by more than this factor
 TIMEOUT_S = 120.0
 LEVEL = re.compile(r"(?:([A-Za-z_]\w*)=)?([1-9]\d*)")
-HEADER = ("level", "children", "latency [ms]", "rate [Gbit/s]", "connections")
+HEADER = ("level", "children", "latency [ms]", "rate [Gbit/s]", "connections", "congestion control")
 
 DESCRIPTION = """\
 Measures latency and bandwidth of every level, and writes them as a cluster file, which `ds_hybridep plan --cluster`
@@ -51,10 +52,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Runs the parsed command line.  Returns 0.  Raises ConfigError or CommunicationError."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from ds_hybridep.adaptive.probe import probe_links
+    from ds_hybridep.adaptive.probe import LinkProbe, probe_links
     from ds_hybridep.transport.agreement import agree
     from ds_hybridep.transport.channels import Transport
     from ds_hybridep.transport.job import join_job, leave_job
+    from ds_hybridep.transport.sockets import is_permitted
 
     cluster = read_levels(args.levels)
     join_job(TIMEOUT_S)
@@ -66,32 +68,36 @@ def run(args: argparse.Namespace) -> int:
                 f"--levels: {','.join(levels)} make {cluster.num_ranks} ranks, but the job has {transport.world_size}"
             )
         found = probe_links(transport, limit_s=LIMIT_S)
+        has_bbr = all(answer for (answer,) in LinkProbe(transport).table([is_permitted(BBR)]))
         transport.close()
-        # Measure long links again with several connections: over a link that loses frames, several carry more.
-        many = with_connections(found)
-        if many != found:
-            transport = Transport(many, TIMEOUT_S, agree({"levels": levels}, TIMEOUT_S))
-            found = better_of(found, probe_links(transport, limit_s=LIMIT_S))
+        # Measure long links again with other connections, which carry more where frames get lost.
+        for link in (Link(congestion_control=BBR), Link(connections=MANY)):
+            if any(map(is_long, found.levels)) and (has_bbr or link.congestion_control is None):
+                transport = Transport(with_connections(found, link), TIMEOUT_S, agree({"levels": levels}, TIMEOUT_S))
+                found = better_of(found, probe_links(transport, limit_s=LIMIT_S))
+                transport.close()
         if transport.rank == 0:
             print(describe(found), flush=True)
             if args.out is not None:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(cluster_file(found), encoding="utf-8")
-        transport.close()
     finally:
         leave_job()
     return 0
 
 
-def with_connections(cluster: Cluster) -> Cluster:
-    """The cluster with MANY connections on each long link."""
+def is_long(level: Level) -> bool:
+    return level.size > 1 and (level.link.latency_s or 0.0) >= LONG_S
+
+
+def with_connections(cluster: Cluster, like: Link) -> Cluster:
+    """The cluster with the connections of `like` on each long link."""
+
+    def changed(link: Link) -> Link:
+        return replace(link, connections=like.connections, congestion_control=like.congestion_control)
+
     return Cluster(
-        tuple(
-            replace(level, link=replace(level.link, connections=MANY))
-            if level.size > 1 and (level.link.latency_s or 0.0) >= LONG_S
-            else level
-            for level in cluster.levels
-        )
+        tuple(replace(level, link=changed(level.link)) if is_long(level) else level for level in cluster.levels)
     )
 
 
@@ -126,5 +132,6 @@ def describe(cluster: Cluster) -> str:
     rows = [HEADER]
     for level in map(level_settings, cluster.levels):
         known = [f"{level[key]:g}" if key in level else "-" for key in ("latency_ms", "bandwidth_gbps")]
-        rows.append((level["name"], str(level["size"]), *known, str(level.get("connections", 1))))
+        chosen = str(level.get("connections", 1)), level.get("congestion_control", "the system's")
+        rows.append((level["name"], str(level["size"]), *known, *chosen))
     return f"rates are of one child's uplink in one direction, headers included\n{aligned(rows)}"

@@ -23,7 +23,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
@@ -219,7 +219,7 @@ class EmulatedNetwork:
         if self.links.needs_delay_line or self.links.lan_delay_s:
             if reason := why_no_delay():
                 raise LabError(f"no delay line: {reason}")
-        # 1. Switches, then cables; the core first since datacentres plug into it.
+        # Switches, then cables; the core first since datacentres plug into it.
         self._add_switch(self._core)
         for dc in range(self.topology.num_dcs):
             self._add_switch(self._switch(dc))
@@ -227,9 +227,7 @@ class EmulatedNetwork:
             self._add_uplink(dc)
             for rank in self.topology.ranks_in(dc):
                 self._add_host(rank)
-        # 2. Which port leads to which host.
         self._fill_tables()
-        # 3. Rates.
         for dc in range(self.topology.num_dcs):
             self._shape_uplink(dc, is_new=True)
         self._limit_segment_batches()
@@ -302,26 +300,16 @@ class EmulatedNetwork:
             run_ip(end.namespace, f"link set dev {end.device} txqueuelen 5000")
 
     def _fill_tables(self) -> None:
-        topology = self.topology
-        ports_to = {rank: (topology.mac_of(rank), topology.dc_of(rank)) for rank in range(topology.num_ranks)}
-        run_batch("bridge", self._core, [f"fdb add {mac} dev dc{dc} master static" for mac, dc in ports_to.values()])
-        for here in range(topology.num_dcs):
-            run_batch(
-                "bridge",
-                self._switch(here),
-                [
-                    f"fdb add {mac} dev {f'host{rank}' if dc == here else 'wan'} master static"
-                    for rank, (mac, dc) in ports_to.items()
-                ],
-            )
-            run_batch(
-                "bridge",
-                self._gate(here),
-                [
-                    f"fdb add {mac} dev {'lan' if dc == here else self._out_device} master static"
-                    for mac, dc in ports_to.values()
-                ],
-            )
+        dcs = {rank: f"dc{self.topology.dc_of(rank)}" for rank in range(self.topology.num_ranks)}
+        self._fill_table(self._core, dcs, "")
+        for here in range(self.topology.num_dcs):
+            ranks = self.topology.ranks_in(here)
+            self._fill_table(self._switch(here), {rank: f"host{rank}" for rank in ranks}, "wan")
+            self._fill_table(self._gate(here), dict.fromkeys(ranks, "lan"), self._out_device)
+
+    def _fill_table(self, switch: str, ports: Mapping[int, str], others: str) -> None:
+        to = {self.topology.mac_of(rank): ports.get(rank, others) for rank in range(self.topology.num_ranks)}
+        run_batch("bridge", switch, [f"fdb add {mac} dev {port} master static" for mac, port in to.items()])
 
     @property
     def _round_trip_s(self) -> float:

@@ -41,11 +41,13 @@ class Link:
     """The uplink of one child of a level in each direction, shared by all ranks below it; None: not known yet.
 
     connections: number of connections between two ranks for each purpose.
+    congestion_control: of these connections; None: the system's.
     """
 
     bandwidth_bytes_per_s: float | None = None
     latency_s: float | None = None
     connections: int = 1
+    congestion_control: str | None = None
 
     def __post_init__(self) -> None:
         bandwidth, latency = self.bandwidth_bytes_per_s, self.latency_s

@@ -27,7 +27,8 @@ def level_settings(level: Level) -> dict[str, Any]:
     }
     numbers = {key: float(f"{value:.6g}") for key, value in known.items() if value is not None}
     several = {"connections": level.link.connections} if level.link.connections > 1 else {}
-    return {"name": level.name, "size": level.size, **numbers, **several}
+    control = {"congestion_control": level.link.congestion_control} if level.link.congestion_control else {}
+    return {"name": level.name, "size": level.size, **numbers, **several, **control}
 
 
 def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:

@@ -195,9 +195,9 @@ class Channel:
         self.level = level
         self.is_background = background
         is_fastest = 0 < level == len(transport.cluster.levels) - 1
-        num_connections = transport.cluster.levels[level].link.connections
-        names = [f"{name}/{at}" if at else name for at in range(num_connections)]
-        groups = [connect_gloo(one, self.ranks, transport, is_slow=not is_fastest) for one in names]
+        link = transport.cluster.levels[level].link
+        names = [f"{name}/{at}" if at else name for at in range(link.connections)]
+        groups = [connect_gloo(one, self.ranks, transport, link.congestion_control) for one in names]
         budget = transport.budget if background else transport.foreground_budget
         self.connections: Connections | None = Connections(groups, self.ranks, budget, stands=not is_fastest)
         self._turn = 0  # number of the next transfer with `rooms`
@@ -356,7 +356,7 @@ class Transport:
     """All channels of one attached model on this rank, with one time limit and one set of counters.
 
     Args:
-        cluster: its levels are used in counters and errors, and give the number of connections of each channel.
+        cluster: its levels are used in counters and errors, and say which connections each channel has.
         timeout_s: the longest wait.
         generation: from `agree`; makes the names of these connections unique in the job.
         backends: "gloo" or "nccl" at each level, for tensors on a device; empty for gloo.  Host tensors use gloo.

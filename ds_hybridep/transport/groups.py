@@ -16,20 +16,20 @@ import torch.distributed as dist
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.transport.job import job_store
-from ds_hybridep.transport.sockets import for_long_links
+from ds_hybridep.transport.sockets import congestion_control
 
 if TYPE_CHECKING:
     from ds_hybridep.transport.channels import Transport
 
 
-def connect_gloo(name: str, ranks: tuple[int, ...], transport: "Transport", *, is_slow: bool) -> Any:
+def connect_gloo(name: str, ranks: tuple[int, ...], transport: "Transport", control: str | None = None) -> Any:
     """Return a gloo process group over `ranks`; CommunicationError if not all come within the time limit.
 
-    is_slow: its connections cross a slow level; see `transport.sockets`.
+    control: congestion control of its connections; None: the system's.
     """
     store, limit = _store(name, ranks, transport), timedelta(seconds=transport.timeout_s)
     hint = "GLOO_SOCKET_IFNAME if they cannot reach each other"
-    with naming_ranks(name, ranks, transport, hint), for_long_links() if is_slow else contextlib.nullcontext():
+    with naming_ranks(name, ranks, transport, hint), congestion_control(control):
         return dist.distributed_c10d.ProcessGroupGloo(store, ranks.index(transport.rank), len(ranks), limit)
 
 

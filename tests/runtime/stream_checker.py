@@ -293,7 +293,7 @@ class FakeNccl:
 
     def __init__(self, cuda: FakeCuda, checker: StreamChecker, name: str, ranks: Any, transport: Any) -> None:
         self._cuda, self._checker = cuda, checker
-        self._group = groups.connect_gloo(f"{name}_fake_nccl", ranks, transport, is_slow=False)
+        self._group = groups.connect_gloo(f"{name}_fake_nccl", ranks, transport)
         self._stream = FakeStream(cuda, f"nccl {name} {ranks}")
         self._batch: list[tuple[bool, Tensor, int]] = []
 

@@ -19,10 +19,10 @@ from process_pool import ProcessPool, RemoteError
 from torch import distributed as dist
 
 from ds_hybridep.errors import AgreementError, CommunicationError, ConfigError
-from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.transport import sockets
+from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Purpose
+from ds_hybridep.transport.sockets import check_congestion_control
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -270,7 +270,7 @@ def test_empty_tensors_send_nothing(pool2: ProcessPool, is_background: bool) -> 
 SYSTEM_S_CHOICE = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
-def congestion_controls() -> dict[str, bytes]:
+def congestion_controls() -> dict[str, str]:
     """Those of this process's TCP connections, by the name of the socket."""
     found = {}
     for file in Path("/proc/self/fd").iterdir():
@@ -278,14 +278,14 @@ def congestion_controls() -> dict[str, bytes]:
             name = os.readlink(file)
             with socket.socket(fileno=os.dup(int(file.name))) as opened:
                 opened.getpeername()
-                found[name] = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+                found[name] = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
     return found
 
 
-def connect_by_level(wanted: bytes, least_round_trip_s: float) -> tuple[set[bytes], set[bytes]]:
+def connect_by_level(wanted: str | None) -> tuple[set[str], set[str]]:
     """Congestion controls of the connections of a channel over both datacentres, and of one inside."""
-    sockets.CONGESTION_CONTROL, sockets.LEAST_ROUND_TRIP_S = wanted, least_round_trip_s
-    transport, found = open_transport(TWO_BY_TWO, timeout_s=20), []
+    cluster = Cluster((Level("dc", 2, Link(congestion_control=wanted)), Level("gpu", 2)))
+    transport, found = open_transport(cluster, timeout_s=20), []
     mate = dist.get_rank() ^ 1
     for ranks in ((0, 1, 2, 3), tuple(sorted((dist.get_rank(), mate)))):
         before = congestion_controls()
@@ -297,18 +297,15 @@ def connect_by_level(wanted: bytes, least_round_trip_s: float) -> tuple[set[byte
 
 
 @pytest.mark.skipif(not SYSTEM_S_CHOICE.exists(), reason="congestion control is chosen by socket on Linux only")
-@pytest.mark.parametrize(
-    ("wanted", "least_round_trip_s", "is_changed"),
-    [(b"reno", 1e-9, True), (b"reno", 10.0, False), (b"no such one", 1e-9, False)],
-    ids=["long", "short", "not permitted"],
-)
-def test_only_long_connections_over_slow_levels_change_their_congestion_control(
-    own_pool4: ProcessPool, wanted: bytes, least_round_trip_s: float, is_changed: bool
-) -> None:
-    chosen = SYSTEM_S_CHOICE.read_text().strip().encode()
-    over_slow = wanted if is_changed else chosen
-    found = own_pool4.run(connect_by_level, wanted=wanted, least_round_trip_s=least_round_trip_s)
-    assert found == [({over_slow}, {chosen})] * 4
+@pytest.mark.parametrize("wanted", ["reno", None])
+def test_a_level_s_connections_have_its_congestion_control(own_pool4: ProcessPool, wanted: str | None) -> None:
+    chosen = SYSTEM_S_CHOICE.read_text().strip()
+    assert own_pool4.run(connect_by_level, wanted=wanted) == [({wanted or chosen}, {chosen})] * 4
+
+
+def test_a_congestion_control_that_the_system_lacks_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="congestion_control: this system does not permit 'no such one'"):
+        check_congestion_control("no such one")
 
 
 # -- messages shorter than the room made for them ---------------------------------------------------------------
@@ -617,7 +614,7 @@ def test_two_runtimes_do_not_mix(pool4: ProcessPool) -> None:
 SCRIPT_THAT_ENDS_DURING_A_TRANSFER = """
 import sys, time
 import torch, torch.distributed as dist
-from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.transport.channels import Purpose, Transport
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])

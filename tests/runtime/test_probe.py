@@ -176,14 +176,16 @@ def test_the_file_is_a_cluster_file(tmp_path, name, load):
 
 def test_the_table_shows_what_was_measured():
     lines = describe(FOUND).splitlines()
-    assert lines[2].split() == ["dc", "2", "10", "0.1", "1"]
-    assert lines[3].split() == ["gpu", "1", "-", "-", "1"]
+    assert lines[2].split() == ["dc", "2", "10", "0.1", "1", "the", "system's"]
+    assert lines[3].split() == ["gpu", "1", "-", "-", "1", "the", "system's"]
 
 
-def test_several_connections_are_chosen_for_long_links_that_gain_by_them(tmp_path):
+@pytest.mark.parametrize("other", [Link(connections=8), Link(congestion_control="bbr")])
+def test_other_connections_are_chosen_for_long_links_that_gain_by_them(tmp_path, other):
     long, short = Level("dc", 2, Link(1e6, 0.05)), Level("gpu", 2, Link(1e9, 0.0001))
-    tried = with_connections(Cluster((long, short)))
-    assert [level.link.connections for level in tried.levels] == [8, 1]
+    tried = with_connections(Cluster((long, short)), other)
+    assert [level.link.connections for level in tried.levels] == [other.connections, 1]
+    assert [level.link.congestion_control for level in tried.levels] == [other.congestion_control, None]
     fast = Cluster((replace(tried.levels[0], link=replace(tried.levels[0].link, bandwidth_bytes_per_s=5e6)), short))
     chosen = better_of(Cluster((long, short)), fast)
     assert chosen == fast
