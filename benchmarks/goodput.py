@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of a long link one or several TCP connections fill: with BBR or CUBIC, with and without loss.
 
-    sudo python benchmarks/goodput.py --out benchmarks/results/goodput.jsonl
+    sudo python benchmarks/goodput.py --connections 1 8 --out benchmarks/results/goodput.jsonl
+    sudo python benchmarks/goodput.py --connections 1 8 --congestion-control bbr --out benchmarks/results/goodput.jsonl
     python benchmarks/goodput.py --report benchmarks/results/goodput.jsonl
 
 Two ranks in two datacentres send each other one message over channels with so many `connections`.  Needs root,

@@ -29,7 +29,7 @@ def connect_gloo(name: str, ranks: tuple[int, ...], transport: "Transport", cont
     """
     store, limit = _store(name, ranks, transport), timedelta(seconds=transport.timeout_s)
     hint = "GLOO_SOCKET_IFNAME if they cannot reach each other"
-    with naming_ranks(name, ranks, transport, hint), congestion_control(control):
+    with congestion_control(control), naming_ranks(name, ranks, transport, hint):
         return dist.distributed_c10d.ProcessGroupGloo(store, ranks.index(transport.rank), len(ranks), limit)
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import CommunicationError, UnsupportedError
+from ds_hybridep.transport.sockets import check_congestion_control
 
 
 def group_ranks(group: Any) -> tuple[int, ...]:
@@ -59,7 +60,13 @@ def backend_name() -> str:
 
 
 def backends_of(config: HybridEPConfig, device: torch.device) -> tuple[str, ...]:
-    """Return "gloo" or "nccl" at each level, for tensors on `device`; UnsupportedError if a backend is missing."""
+    """Return "gloo" or "nccl" at each level, for tensors on `device`.
+
+    Raises UnsupportedError if a backend or a level's congestion control is missing.
+    """
+    for index, level in enumerate(config.levels):
+        if level.congestion_control is not None:
+            check_congestion_control(level.congestion_control, f"hybridep.levels[{index}].congestion_control")
     return tuple(
         backend_for(level.backend, device, f"hybridep.levels[{index}].backend")
         for index, level in enumerate(config.levels)

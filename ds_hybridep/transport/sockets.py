@@ -2,7 +2,7 @@
 """The congestion control of TCP connections that gloo makes.
 
 Linux's default, CUBIC, takes every lost frame for a full link: on 1 Gbit/s with 50 ms one way and 1% loss, one
-connection carries 1 Mbit/s.  BBR measures the link's rate and sends at it: 170 Mbit/s.  Where nothing gets lost CUBIC
+connection carries 1 Mbit/s.  BBR measures the link's rate and sends at it: 190 Mbit/s.  Where nothing gets lost CUBIC
 is the better one, because after a pause BBR sends a short message slowly.  Gloo has no option for this, so its sockets
 are found among the files of this process.
 """
@@ -12,20 +12,20 @@ import os
 import socket
 from collections.abc import Iterator
 
-from ds_hybridep.errors import ConfigError
+from ds_hybridep.errors import UnsupportedError
 
 FILES = "/proc/self/fd"
 
 
-def check_congestion_control(control: str) -> None:
-    """Raise ConfigError if this system does not have this congestion control, or does not permit it to this user."""
+def check_congestion_control(control: str, where: str = "congestion_control") -> None:
+    """Raise UnsupportedError, which names `where`, if this system lacks this control or forbids it to this user."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode())
     except (OSError, AttributeError) as error:
-        raise ConfigError(
-            f"congestion_control: this system does not permit {control!r} ({error}); load the module tcp_{control} "
-            f"and add it to net.ipv4.tcp_allowed_congestion_control on every node, or leave the key out"
+        raise UnsupportedError(
+            f'{where} is "{control}", but this system does not permit it ({error}); load the module tcp_{control} and '
+            f"add {control} to net.ipv4.tcp_allowed_congestion_control on every node, or leave the key out"
         ) from error
 
 
@@ -33,7 +33,7 @@ def is_permitted(control: str) -> bool:
     """Return whether connections of this process may have this congestion control."""
     try:
         check_congestion_control(control)
-    except ConfigError:
+    except UnsupportedError:
         return False
     return True
 
@@ -42,7 +42,7 @@ def is_permitted(control: str) -> bool:
 def congestion_control(control: str | None) -> Iterator[None]:
     """Give TCP connections that this process opens inside this congestion control; None: the system's.
 
-    Raises ConfigError as `check_congestion_control`.
+    Raises UnsupportedError as `check_congestion_control`.
     """
     if control is None:
         yield

@@ -18,11 +18,13 @@ from moe_refs import MoeCase, build_case, dense_results, forward_case, open_tran
 from process_pool import ProcessPool, RemoteError
 from torch import distributed as dist
 
-from ds_hybridep.errors import AgreementError, CommunicationError, ConfigError
+from ds_hybridep.config import parse_config
+from ds_hybridep.errors import AgreementError, CommunicationError, ConfigError, UnsupportedError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.transport import sockets
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Purpose
-from ds_hybridep.transport.sockets import check_congestion_control
+from ds_hybridep.transport.job import backends_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -303,9 +305,15 @@ def test_a_level_s_connections_have_its_congestion_control(own_pool4: ProcessPoo
     assert own_pool4.run(connect_by_level, wanted=wanted) == [({wanted or chosen}, {chosen})] * 4
 
 
-def test_a_congestion_control_that_the_system_lacks_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="congestion_control: this system does not permit 'no such one'"):
-        check_congestion_control("no such one")
+def test_a_congestion_control_that_the_system_lacks_is_an_error_with_its_key_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    level = {"name": "dc", "size": 2, "congestion_control": "bbr"}
+    config = parse_config({"levels": [{"name": "gpu", "size": 1}, level]}, world_size=2)
+    monkeypatch.setattr(sockets.socket, "TCP_CONGESTION", -1)  # an option that no system has
+    with pytest.raises(UnsupportedError, match=r'hybridep.levels\[1\].congestion_control is "bbr", but .*tcp_bbr'):
+        backends_of(config, torch.device("cpu"))
+    assert not sockets.is_permitted("bbr")
 
 
 # -- messages shorter than the room made for them ---------------------------------------------------------------
@@ -614,7 +622,7 @@ def test_two_runtimes_do_not_mix(pool4: ProcessPool) -> None:
 SCRIPT_THAT_ENDS_DURING_A_TRANSFER = """
 import sys, time
 import torch, torch.distributed as dist
-from ds_hybridep.plan.cluster import Cluster, Level, Link
+from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport.channels import Purpose, Transport
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
