@@ -52,9 +52,11 @@ from ds_hybridep.transport.endings import (
 from ds_hybridep.transport.heartbeats import Beat, Fact, Mesh, own_host, peers_of
 from ds_hybridep.transport.job import job_store
 from ds_hybridep.transport.position import MAX_TEXT, MainThread, Position
+from ds_hybridep.transport.sockets import bound_retransmission
 
 LOOK_S = 0.5  # between looks at the main thread
 BEAT_S = 1.0  # between messages to each peer
+STALL_S = 2.0  # a wait after which connections may have a fault
 GRACE_S = 2.0  # beyond timeout_s, so that a wait with a limit of its own raises its error first
 LINK_S = 5.0  # how long the start waits for the first message of all peers
 SIGNAL_S = 1.5  # how long a rank waits for more news after others got SIGTERM
@@ -84,7 +86,7 @@ class Owner(Protocol):
 def start(cluster: Cluster, timeout_s: float, owner: Owner) -> None:
     """Watch over this job until `stop`; all ranks must call.  One watch serves all owners of a process.
 
-    Raises AgreementError if a rank does not say its address within the time limit.
+    Raises AgreementError if ranks do not say their addresses within the time limit.
     """
     global _running
     if _running is None and cluster.num_ranks > 1:
@@ -125,6 +127,7 @@ class Health:
         self._count = 0
         self._cause = ""
         self._patient_since = float("-inf")  # start of the wait that `_say_patience` saw last
+        self._is_stalled = False  # the main thread has waited longer than STALL_S
         self._leaves = False
         self._asked: tuple[float, bool] | None = None  # when an exception asked for its cause; True: after a limit
         self._answered = threading.Event()
@@ -134,7 +137,8 @@ class Health:
         generation = agree({}, timeout_s)
         self._mesh = Mesh(self.rank, cluster.num_ranks, own_host(), f"hybridep-{generation}")
         try:
-            self._mesh.connect(_exchange(self._mesh, cluster, generation, timeout_s))
+            addresses, self._hosts = _exchange(self._mesh, cluster, generation, timeout_s)
+            self._mesh.connect(addresses)
         except BaseException:
             self._mesh.close()
             raise
@@ -193,6 +197,7 @@ class Health:
             now = time.monotonic()
             if now - looked >= LOOK_S or self._facts:
                 self._position, looked = self._look(), now
+                self._look_for_stall()
             if now - beaten >= (BEAT_S if self._linked.is_set() else 0.02) or self._has_news():
                 self._beat()
                 beaten = now
@@ -211,6 +216,12 @@ class Health:
             return self._main.look()
         what = before.what if before.waits else "an error of communication"
         return replace(before, what=what, waits=True, for_s=0.0)
+
+    def _look_for_stall(self) -> None:
+        """Once per long wait, see that a link that comes back is used soon; by then all groups have their sockets."""
+        was, self._is_stalled = self._is_stalled, self._position.waits and self._position.for_s > STALL_S
+        if self._is_stalled and not was:
+            bound_retransmission(self._hosts)
 
     def _hear(self, beat: Beat) -> None:
         now = time.monotonic()
@@ -369,17 +380,19 @@ def _say(text: str) -> None:
         os.write(2, text.encode(errors="replace"))
 
 
-def _exchange(mesh: Mesh, cluster: Cluster, generation: int, timeout_s: float) -> dict[int, tuple[str, int]]:
-    """Exchange addresses with the peers through the job's store."""
+def _exchange(
+    mesh: Mesh, cluster: Cluster, generation: int, timeout_s: float
+) -> tuple[dict[int, tuple[str, int]], frozenset[str]]:
+    """Return the peers' addresses and all ranks' hosts, which they exchange through the job's store."""
     store = job_store()
     path = f"ds_hybridep/{generation}/health"
     store.set(f"{path}/{mesh.rank}", json.dumps(mesh.address))
-    addresses = {}
-    for peer in peers_of(cluster, mesh.rank):
-        try:
-            store.wait([f"{path}/{peer}"], timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise AgreementError(f"rank {peer} did not say its address for heartbeats: {error}") from error
-        host, port = json.loads(store.get(f"{path}/{peer}"))
-        addresses[peer] = str(host), int(port)
-    return addresses
+    paths = [f"{path}/{rank}" for rank in range(cluster.num_ranks)]
+    try:
+        store.wait(paths, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [rank for rank, one in enumerate(paths) if not store.check([one])]
+        raise AgreementError(f"ranks {missing} did not say their addresses for heartbeats: {error}") from error
+    addresses = [(str(host), int(port)) for host, port in map(json.loads, store.multi_get(paths))]
+    hosts = frozenset(host for host, _ in addresses)
+    return {peer: addresses[peer] for peer in peers_of(cluster, mesh.rank)}, hosts

@@ -316,6 +316,58 @@ def test_a_congestion_control_that_the_system_lacks_is_an_error_with_its_key_pat
     assert not sockets.is_permitted("bbr")
 
 
+# -- retransmission ---------------------------------------------------------------------------------------------
+
+
+def retransmission_bound(connection: socket.socket) -> int:
+    return connection.getsockopt(socket.IPPROTO_TCP, sockets.TCP_RTO_MAX_MS)
+
+
+@pytest.fixture
+def default_bound() -> int:
+    with socket.socket() as one:
+        try:
+            return retransmission_bound(one)
+        except OSError:
+            pytest.skip("Linux 6.15 or newer can bound the time between retransmissions")
+
+
+def test_connections_with_the_ranks_hosts_alone_retransmit_soon(default_bound: int) -> None:
+    with contextlib.ExitStack() as stack:
+        connections = {}
+        for host in ("127.0.0.1", "127.0.0.2"):
+            listener = stack.enter_context(socket.create_server((host, 0)))
+            connections[host] = stack.enter_context(socket.create_connection(listener.getsockname()))
+        for other in (*socket.socketpair(), socket.socket(type=socket.SOCK_DGRAM)):  # they stay as they are
+            stack.enter_context(other)
+        sockets.bound_retransmission(frozenset({"127.0.0.2"}))
+        assert retransmission_bound(connections["127.0.0.1"]) == default_bound
+        assert retransmission_bound(connections["127.0.0.2"]) == 1000 * sockets.RETRANSMIT_S
+        give_up = connections["127.0.0.2"].getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert give_up == 1000 * sockets.GIVE_UP_S
+
+
+def test_connections_over_ipv6_retransmit_soon_too(default_bound: int) -> None:
+    try:
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    except OSError:
+        pytest.skip("no IPv6")
+    with listener:
+        port = listener.getsockname()[1]
+        plain = socket.create_connection(("::1", port))
+        with (
+            plain,
+            socket.create_connection(("127.0.0.1", port)),
+            listener.accept()[0],
+            listener.accept()[0] as mapped,
+        ):
+            assert mapped.getpeername()[0] == "::ffff:127.0.0.1"
+            sockets.bound_retransmission(frozenset({"127.0.0.1"}))
+            assert [retransmission_bound(one) for one in (plain, mapped)] == [default_bound, 10_000]
+            sockets.bound_retransmission(frozenset({"::1"}))
+            assert retransmission_bound(plain) == 10_000
+
+
 # -- messages shorter than the room made for them ---------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 
 import gc
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -220,6 +221,8 @@ def test_a_healthy_job_is_left_alone(tmp_path: Path, what):
     found = run_ranks(what, tmp_path)
     logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(4)]
     assert [status for _, status in found] == [0] * 4, logs
+    if what == "evaluates":  # the others waited for long
+        assert all(re.search(r"shortest retransmission bound (10000|0)$", log, re.MULTILINE) for log in logs[:3]), logs
 
 
 @pytest.mark.dist
