@@ -29,18 +29,17 @@ COMMON = (
 PAGE = """\
 # Is it for you?
 
-What `ds_hybridep plan` says about two datacentres of GPUs with 80 GB, an uplink of 1, 10 or 100 Gbit/s for each
-datacentre, 10 ms one way, NVLink inside. 8192 tokens per GPU and micro-step, 4 micro-steps, checkpointed activations,
-bf16, a learning rate of 1e-5; GPUs reach 396 TFLOPS. Every number is predicted, activations are among what must fit,
-and nothing here was measured on GPUs. Numbers of GPUs are the fewest of 8, 16, 32 ... in each datacentre that any plan
-fits.
+What `ds_hybridep plan` predicts for two datacentres of GPUs with 80 GB: an uplink of 1, 10 or 100 Gbit/s for each,
+10 ms one way, NVLink inside; 8192 tokens per GPU and micro-step, 4 micro-steps, checkpointed activations, bf16, a
+learning rate of 1e-5, 396 TFLOPS per GPU. **Nothing here was measured on GPUs.** Each datacentre has the fewest GPUs,
+of 8, 16, 32 ..., that any plan fits.
 
-- **Plan**: domain sizes over the slow and the fast level, `ep` the ranks that share the experts, `recommended` where
-  codecs are used, `host state` where residuals lie in the host's memory ([planning.md](planning.md)).
-- **Over DeepSpeed**: how many times as fast as the faster of what DeepSpeed does, as far as it fits: expert
-  parallelism over everything, or inside each datacentre with data parallelism across.
-- **What beats it**: pipeline stages across datacentres, or local SGD, where they fit and are faster; neither is
-  provided here, and local SGD is not the same training. Empty: nothing that was priced.
+- **Plan**: domain sizes over the slow and the fast level; `ep`, the size of the expert-parallel group; `recommended`,
+  where codecs are used; `host state`, where residuals lie in host memory ([planning.md](planning.md)).
+- **Over DeepSpeed**: how many times as fast as the faster of DeepSpeed's two layouts that fits: expert parallelism
+  over everything, or inside each datacentre with data parallelism across.
+- **What beats it**: pipeline stages across datacentres, or local SGD, which is not the same training. Neither is
+  provided here. Empty: nothing that was priced.
 
 {table}
 
