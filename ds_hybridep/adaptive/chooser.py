@@ -128,7 +128,7 @@ class Chooser:
         least_s = min(worth.values())
         best = min(
             (option for option in worth if worth[option] <= least_s * (1 + TIE)),
-            key=lambda option: (option != current, option.is_lossy, job.memory(option).total_bytes, option.label),
+            key=lambda option: (option != current, option.is_encoded, job.memory(option).total_bytes, option.label),
         )
         if worth[best] > worth[current] * (1.0 - THRESHOLD):
             best = current

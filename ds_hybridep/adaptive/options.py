@@ -30,8 +30,8 @@ class Option:
         return sum(ours != its for ours, its in zip(settings_of(self.config), settings_of(other.config), strict=True))
 
     @property
-    def is_lossy(self) -> bool:
-        """True if some level has a codec for experts other than the exact default."""
+    def is_encoded(self) -> bool:
+        """True if some level has a codec for experts."""
         return any(settings_of(self.config)[1])
 
     @property

@@ -19,6 +19,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import secrets
 import sys
 import threading
 import time
@@ -135,7 +136,7 @@ class Health:
         self._lock = threading.Lock()  # guards `_facts`
         self._endings = Endings(self._on_exception, self._at_exit)
         generation = agree({}, timeout_s)
-        self._mesh = Mesh(self.rank, cluster.num_ranks, own_host(), f"hybridep-{generation}")
+        self._mesh = Mesh(self.rank, cluster.num_ranks, own_host(), _shared_key(self.rank, generation, timeout_s))
         try:
             addresses, self._hosts = _exchange(self._mesh, cluster, generation, timeout_s)
             self._mesh.connect(addresses)
@@ -378,6 +379,18 @@ class Health:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
+
+
+def _shared_key(rank: int, generation: int, timeout_s: float) -> str:
+    """Return a random word that rank 0 has chosen, by which ranks know those of their own job."""
+    store, path = job_store(), f"ds_hybridep/{generation}/health/key"
+    if rank == 0:
+        store.set(path, f"hybridep-{secrets.token_hex(16)}")
+    try:
+        store.wait([path], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise AgreementError(f"rank 0 did not say the key of heartbeats: {error}") from error
+    return str(store.get(path).decode())
 
 
 def _exchange(
