@@ -3,6 +3,7 @@
 
 import importlib
 
+from ds_hybridep.commands import report
 from ds_hybridep.commands.main import main
 
 builder_module = importlib.import_module("ds_hybridep.op_builder.hybridep")
@@ -17,3 +18,13 @@ def test_report_says_which_kernels_there_are_or_why_not(capsys, monkeypatch):
         assert f"kernels for cpu tensors: {expected}" in text
         assert "kernels for cuda tensors: no: no GPU; on these tensors the slower" in text
         assert "\ntorch 2" in text
+
+
+def test_report_says_whether_an_engine_will_find_its_block(monkeypatch):
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    assert report.state_of_hook() == "registered"
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    assert report.state_of_hook().startswith("off: unset TORCH_DEVICE_BACKEND_AUTOLOAD")
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD")
+    monkeypatch.setattr(report.metadata, "entry_points", lambda group: ())
+    assert report.state_of_hook().startswith("missing: ")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `report` subcommand: prints the kernels and packages of this machine.  DeepSpeed's ds_report prints the rest."""
+"""The `report` subcommand: prints what this machine has for ds_hybridep.  DeepSpeed's ds_report prints the rest."""
 
 import argparse
 import importlib
+import os
 import platform
 from importlib import metadata
 from typing import Any
@@ -12,7 +13,7 @@ PACKAGES = ("ds_hybridep", "torch", "deepspeed", "transformers", "peft")
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `report` to the subcommands of the program."""
-    parser = subparsers.add_parser("report", help="print which kernels and packages there are, beside ds_report")
+    parser = subparsers.add_parser("report", help="print kernels, packages, and whether DeepSpeed will find the block")
     parser.set_defaults(run=run)
 
 
@@ -27,6 +28,7 @@ def run(_args: argparse.Namespace) -> int:
         else:
             found = f"built: {builder.name}" if builder.is_built() else "yes, on first use"
         print(f"kernels for {device_type} tensors: {found}")
+    print(f"start-up hook: {state_of_hook()}")
     print(f"python {platform.python_version()}")
     for package in PACKAGES:
         try:
@@ -34,3 +36,12 @@ def run(_args: argparse.Namespace) -> int:
         except metadata.PackageNotFoundError:
             print(f"{package} is not installed")
     return 0
+
+
+def state_of_hook() -> str:
+    """Say whether torch will call the hook by which an engine finds its block."""
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return "off: unset TORCH_DEVICE_BACKEND_AUTOLOAD, or call ds_hybridep.attach(engine)"
+    if any(hook.name == "ds_hybridep" for hook in metadata.entry_points(group="torch.backends")):
+        return "registered"
+    return "missing: a checkout on the path is not enough, run pip install . in this environment"
