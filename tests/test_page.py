@@ -21,6 +21,7 @@ RECORD = {
     "exposed_s": {"tokens": 0.5, "expert_weights": 0.1, "expert_gradients": 0.0, "dense": None},
     "slowest": {"rank": 2, "waited_s": 0.01, "others_waited_s": 0.08},
     "layers": [{"name": "blocks.0.moe", "imbalance": 1.25, "expert_load": 1.75, "codecs": {}}],
+    "plan": "1 MoE layer, domain sizes dc 2, gpu 1, tokens direct, compiled kernels",
 }
 RUNS = (
     Run(title="plain", step_s=2.0, uplink_bytes=14e6, loss=3.0, valid_loss=3.1),
@@ -73,6 +74,7 @@ def test_it_says_what_the_record_says(tmp_path):
     assert waits == {"tokens": "50.0 ms", "computation and all else": "190.0 ms"}
     assert {"1.25", "1.75", "4.1"} <= set(texts)
     assert "Slowest: rank 2, which waited 10.0 ms per step; the others waited 80.0 ms." in texts
+    assert filled[filled.index("The plan") + 1] == RECORD["plan"]
 
 
 def luminance(color):
@@ -106,7 +108,9 @@ def test_several_ways_are_compared(tmp_path):
 def test_show_writes_it_beside_the_table(tmp_path, capsys):
     (tmp_path / "run.json").write_text(json.dumps(RECORD))
     assert main(["show", str(tmp_path / "run.json"), "--html", str(tmp_path / "run.html")]) == 0
-    assert "MB sent per step" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "MB sent per step" in shown
+    assert f"plan: {RECORD['plan']}" in shown
     assert "Where the time of a step goes" in (tmp_path / "run.html").read_text()
 
 

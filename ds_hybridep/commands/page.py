@@ -92,7 +92,8 @@ def _content(record: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
         "rank_bars": _load_bars(record, "imbalance"),
         "codec_title": CODEC_TITLE,
         "codec_rows": codec_rows(record),
-        "plan": explain_plan(record) if record.get("planning") else "",
+        "plan": record.get("plan", ""),
+        "planning": explain_plan(record) if record.get("planning") else "",
         "kinds": KIND_WORDS,
     }
 

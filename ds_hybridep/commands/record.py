@@ -28,7 +28,8 @@ def format_run_record(record: Mapping[str, Any]) -> str:
     out the kind "dense", because plain EP has to synchronise it too.  `report_file` holds:
 
         {"steps": 100, "world_size": 4, "exposed_s": {"tokens": 0.5, ...},
-         "levels": [{"name": "dc", "sent_bytes": {"tokens": 0, "expert_weights": 1000, ...}, "plain_ep_bytes": 4000}]}
+         "levels": [{"name": "dc", "sent_bytes": {"tokens": 0, "expert_weights": 1000, ...}, "plain_ep_bytes": 4000}],
+         "plan": "4 MoE layers, domain sizes dc 2, gpu 1, ..."}
 
     Bytes are sums over all ranks and steps; exposed seconds are means over ranks, summed over steps.
     """
@@ -53,7 +54,8 @@ def format_run_record(record: Mapping[str, Any]) -> str:
     if slowest := slowest_rank(record):
         sections.append(slowest)
     rows = codec_rows(record)
-    return "\n\n".join(sections + ([CODEC_TITLE, aligned(rows)] if len(rows) > 1 else []))
+    sections += [CODEC_TITLE, aligned(rows)] if len(rows) > 1 else []
+    return "\n\n".join([*sections, f"plan: {record['plan']}"] if "plan" in record else sections)
 
 
 def slowest_rank(record: Mapping[str, Any]) -> str:

@@ -206,6 +206,7 @@ class Attachment:
 
     def _publish(self, report: dict[str, Any]) -> None:
         """Write a report to the log, the monitor and the report file, on rank 0."""
+        report["plan"] = self.runtime.describe().removeprefix("hybridep: ")
         if self.planner is not None:
             report["planning"] = self.planner.record(self.runtime)
         self.last_report = report
