@@ -5,6 +5,7 @@ import argparse
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,12 +68,15 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--levels: {','.join(levels)} make {cluster.num_ranks} ranks, but the job has {transport.world_size}"
             )
+        _say(transport.rank, f"measuring {', '.join(levels)}")
         found = probe_links(transport, limit_s=LIMIT_S)
         has_bbr = all(answer for (answer,) in LinkProbe(transport).table([is_permitted(BBR)]))
         transport.close()
         # Measure long links again with other connections, which carry more where frames get lost.
         for link in (Link(congestion_control=BBR), Link(connections=MANY)):
             if any(map(is_long, found.levels)) and (has_bbr or link.congestion_control is None):
+                other = f"congestion control {BBR}" if link.congestion_control else f"{MANY} connections"
+                _say(transport.rank, f"measuring long links again, with {other}")
                 transport = Transport(with_connections(found, link), TIMEOUT_S, agree({"levels": levels}, TIMEOUT_S))
                 found = better_of(found, probe_links(transport, limit_s=LIMIT_S))
                 transport.close()
@@ -84,6 +88,12 @@ def run(args: argparse.Namespace) -> int:
     finally:
         leave_job()
     return 0
+
+
+def _say(rank: int, doing: str) -> None:
+    """Rank 0 says what happens.  Launchers put words before each line, so this is no progress bar."""
+    if rank == 0:
+        print(f"{doing}: about {LIMIT_S:g} s", file=sys.stderr, flush=True)
 
 
 def is_long(level: Level) -> bool:
