@@ -25,7 +25,7 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -50,14 +50,13 @@ from ds_hybridep.transport.endings import (
     exit_now,
     follows_from_others,
 )
-from ds_hybridep.transport.heartbeats import Beat, Fact, Mesh, own_host, peers_of
+from ds_hybridep.transport.heartbeats import Beat, Fact, Mesh, own_host, own_hosts, peers_of
 from ds_hybridep.transport.job import job_store
 from ds_hybridep.transport.position import MAX_TEXT, MainThread, Position
-from ds_hybridep.transport.sockets import bound_retransmission
+from ds_hybridep.transport.sockets import Retransmission
 
 LOOK_S = 0.5  # between looks at the main thread
 BEAT_S = 1.0  # between messages to each peer
-STALL_S = 2.0  # a wait after which connections may have a fault
 GRACE_S = 2.0  # beyond timeout_s, so that a wait with a limit of its own raises its error first
 LINK_S = 5.0  # how long the start waits for the first message of all peers
 SIGNAL_S = 1.5  # how long a rank waits for more news after others got SIGTERM
@@ -128,7 +127,6 @@ class Health:
         self._count = 0
         self._cause = ""
         self._patient_since = float("-inf")  # start of the wait that `_say_patience` saw last
-        self._is_stalled = False  # the main thread has waited longer than STALL_S
         self._leaves = False
         self._asked: tuple[float, bool] | None = None  # when an exception asked for its cause; True: after a limit
         self._answered = threading.Event()
@@ -136,13 +134,8 @@ class Health:
         self._lock = threading.Lock()  # guards `_facts`
         self._endings = Endings(self._on_exception, self._at_exit)
         generation = agree({}, timeout_s)
-        self._mesh = Mesh(self.rank, cluster.num_ranks, own_host(), _shared_key(self.rank, generation, timeout_s))
-        try:
-            addresses, self._hosts = _exchange(self._mesh, cluster, generation, timeout_s)
-            self._mesh.connect(addresses)
-        except BaseException:
-            self._mesh.close()
-            raise
+        self._mesh, hosts = _connect(self.rank, cluster, _Notes(generation, timeout_s))
+        self._retransmission = Retransmission(hosts, timeout_s)
         self._mesh.watch(self._endings.woken)
         self._thread = threading.Thread(target=self._run, name="hybridep-health", daemon=True)
 
@@ -198,7 +191,7 @@ class Health:
             now = time.monotonic()
             if now - looked >= LOOK_S or self._facts:
                 self._position, looked = self._look(), now
-                self._look_for_stall()
+                self._retransmission.look(self._position.for_s if self._position.waits else 0.0, now)
             if now - beaten >= (BEAT_S if self._linked.is_set() else 0.02) or self._has_news():
                 self._beat()
                 beaten = now
@@ -217,12 +210,6 @@ class Health:
             return self._main.look()
         what = before.what if before.waits else "an error of communication"
         return replace(before, what=what, waits=True, for_s=0.0)
-
-    def _look_for_stall(self) -> None:
-        """Once per long wait, see that a link that comes back is used soon; by then all groups have their sockets."""
-        was, self._is_stalled = self._is_stalled, self._position.waits and self._position.for_s > STALL_S
-        if self._is_stalled and not was:
-            bound_retransmission(self._hosts)
 
     def _hear(self, beat: Beat) -> None:
         now = time.monotonic()
@@ -381,31 +368,51 @@ def _say(text: str) -> None:
         os.write(2, text.encode(errors="replace"))
 
 
-def _shared_key(rank: int, generation: int, timeout_s: float) -> str:
-    """Return a random word that rank 0 has chosen, by which ranks know those of their own job."""
-    store, path = job_store(), f"ds_hybridep/{generation}/health/key"
+def _connect(rank: int, cluster: Cluster, notes: "_Notes") -> tuple[Mesh, frozenset[str]]:
+    """Return the connections for heartbeats, and all IP addresses of all ranks' hosts."""
     if rank == 0:
-        store.set(path, f"hybridep-{secrets.token_hex(16)}")
+        notes.write("key", f"hybridep-{secrets.token_hex(16)}")
+    mesh = Mesh(rank, cluster.num_ranks, own_host(), notes.read("key", 0))
     try:
-        store.wait([path], timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise AgreementError(f"rank 0 did not say the key of heartbeats: {error}") from error
-    return str(store.get(path).decode())
+        addresses, hosts = _exchange(mesh, cluster, notes)
+        mesh.connect(addresses)
+    except BaseException:
+        mesh.close()
+        raise
+    return mesh, hosts
 
 
-def _exchange(
-    mesh: Mesh, cluster: Cluster, generation: int, timeout_s: float
-) -> tuple[dict[int, tuple[str, int]], frozenset[str]]:
-    """Return the peers' addresses and all ranks' hosts, which they exchange through the job's store."""
-    store = job_store()
-    path = f"ds_hybridep/{generation}/health"
-    store.set(f"{path}/{mesh.rank}", json.dumps(mesh.address))
-    paths = [f"{path}/{rank}" for rank in range(cluster.num_ranks)]
-    try:
-        store.wait(paths, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        missing = [rank for rank, one in enumerate(paths) if not store.check([one])]
-        raise AgreementError(f"ranks {missing} did not say their addresses for heartbeats: {error}") from error
-    addresses = [(str(host), int(port)) for host, port in map(json.loads, store.multi_get(paths))]
-    hosts = frozenset(host for host, _ in addresses)
-    return {peer: addresses[peer] for peer in peers_of(cluster, mesh.rank)}, hosts
+def _exchange(mesh: Mesh, cluster: Cluster, notes: "_Notes") -> tuple[dict[int, tuple[str, int]], frozenset[str]]:
+    """Return the peers' addresses for heartbeats, and all IP addresses of all ranks' hosts."""
+    notes.write(str(mesh.rank), [mesh.address, own_hosts()])
+    known = {}
+    # Rank 0 alone reads all, and tells the others: each reading all would be a million requests for 1000 ranks.
+    for peer in range(cluster.num_ranks) if mesh.rank == 0 else peers_of(cluster, mesh.rank):
+        (host, port), hosts = notes.read(str(peer), peer)
+        known[peer] = (str(host), int(port)), hosts
+    if mesh.rank == 0:
+        told = {host for address, hosts in known.values() for host in (address[0], *hosts)}
+        notes.write("hosts", sorted(told))
+    return {peer: known[peer][0] for peer in peers_of(cluster, mesh.rank)}, frozenset(notes.read("hosts", 0))
+
+
+class _Notes:
+    """What ranks tell each other at the start, in the job's store."""
+
+    def __init__(self, generation: int, timeout_s: float) -> None:
+        self._store, self._path = job_store(), f"ds_hybridep/{generation}/health"
+        self._timeout_s = timeout_s
+
+    def write(self, name: str, value: Any) -> None:
+        self._store.set(f"{self._path}/{name}", json.dumps(value))
+
+    def read(self, name: str, writer: int) -> Any:
+        """Return a note; AgreementError if its writer does not write it within the time limit."""
+        try:
+            self._store.wait([f"{self._path}/{name}"], timedelta(seconds=self._timeout_s))
+            return json.loads(self._store.get(f"{self._path}/{name}"))
+        except RuntimeError as error:
+            raise AgreementError(
+                f"rank {writer} did not come to the start of heartbeats within {self._timeout_s:g} s, see its log: "
+                f"{str(error).splitlines()[0][:200]}"
+            ) from error

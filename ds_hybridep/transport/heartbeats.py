@@ -290,7 +290,10 @@ class Mesh:
                 continue  # the peer has not dialled yet
             link.dialled_at = now
             family = socket.AF_INET6 if ":" in link.address[0] else socket.AF_INET
-            link.dialled = Socket(family, socket.SOCK_STREAM)
+            try:
+                link.dialled = Socket(family, socket.SOCK_STREAM)
+            except OSError:  # no descriptor is free
+                continue
             link.dialled.setblocking(False)
             error = link.dialled.connect_ex(link.address)
             if error in (0, errno.EINPROGRESS):
@@ -399,3 +402,14 @@ def own_host() -> str:
         found = [one.address for device in psutil.net_if_addrs().values() for one in device]
         host = next((one for one in found if one.count(".") == 3 and not one.startswith("127.")), host)
     return host
+
+
+def own_hosts() -> list[str]:
+    """Return the IP addresses of this host, without loopback addresses."""
+    found = {
+        one.address.partition("%")[0]
+        for device in psutil.net_if_addrs().values()
+        for one in device
+        if one.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    return sorted(host for host in found if host != "::1" and not host.startswith("127."))

@@ -27,9 +27,13 @@ def is_initialized() -> bool:
 
 
 def job_store() -> Any:
-    """Return the job's store, or this attempt's part of it: torchrun may keep one store over restarts."""
+    """Return the job's store, or this attempt's part of it: torchrun may keep one store over restarts.
+
+    Where it makes a new one, the count of attempts is not used, because nodes may differ in it.
+    """
     store = dist.distributed_c10d._get_default_store()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_kept else "0"
     return store if attempt == "0" else dist.distributed_c10d.PrefixStore(f"attempt{attempt}", store)
 
 
