@@ -395,7 +395,7 @@ def plan_without_work(case: Case, *, is_frozen: bool) -> tuple[int, int]:
         ds_hybridep.attach(engine, block_of(case, **block))
         planner = attachment_of(engine).planner
         train(engine, case, 0, 7)
-        return sum(option.is_lossy for option in planner._chooser.options), len(planner.history)
+        return sum(option.is_encoded for option in planner._chooser.options), len(planner.history)
 
 
 def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:

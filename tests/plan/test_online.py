@@ -75,7 +75,7 @@ def test_a_fixed_setting_is_a_choice_of_one():
 def test_codecs_are_chosen_only_where_experts_travel_and_go_together():
     found = options(codec="auto", auto_codecs=["int8"], token_exchange="direct")
     assert [option.label.split(" tokens")[0] for option in found] == ["[1,1]", "[2,1]", "[2,1] int8"]
-    assert [option.is_lossy for option in found] == [False, False, True]
+    assert [option.is_encoded for option in found] == [False, False, True]
     lossy = found[2].config.levels[0]
     assert (lossy.weight_codec.type, lossy.gradient_codec.type) == ("int8", "int8")
     assert found[2].layout.codecs[0].weight == INT8
@@ -90,7 +90,7 @@ def test_codecs_are_also_chosen_where_only_dense_parameters_cross():
         "[2,1] tokens direct",
         "[2,1] int8 tokens direct",
     ]
-    assert [option.is_lossy for option in found] == [False, True, False, True]
+    assert [option.is_encoded for option in found] == [False, True, False, True]
     exact, lossy = (job().predict(option).uplink_bytes[0]["dense_sync"] for option in found[:2])
     assert exact / lossy == pytest.approx(INT8.ratio)
     # Sums by DeepSpeed are never encoded.
