@@ -25,7 +25,7 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "pip install 'ds_hybridep[hf]'": "not run: setup.py has the same names",
     "git clone": "not run: names a place",
     "ssh": "tests/lab/test_multi_node.py",
-    "ip route get": "not run: a look at the machine",
+    "ip -br address": "not run: a look at the machine",
     "echo": "tests/lab/test_multi_node.py",
     "deepspeed --hostfile": "tests/lab/test_multi_node.py",
     "deepspeed --num_gpus 4 examples/finetune_hf.py": "tests/test_finetune_hf.py",
