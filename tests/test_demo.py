@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo, with few steps."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +25,9 @@ def test_the_demo_compares_three_ways_and_writes_a_page(tmp_path: Path) -> None:
     assert "The same training, three ways" in (tmp_path / "report.html").read_text()
 
 
-def test_where_no_interface_counts_the_report_does() -> None:
-    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    try:
-        import demo
-    finally:
-        sys.path.pop(0)
+def test_where_no_interface_counts_the_report_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    demo = importlib.import_module("demo")
     runs = [Run(title=title, step_s=1.0, uplink_bytes=None, loss=3.0, valid_loss=3.0) for title in "abc"]
     sent_bytes = {"tokens": 0, "expert_weights": 600_000, "dense": 200_000}
     record = {"steps": 4, "levels": [{"name": "dc", "sent_bytes": sent_bytes, "plain_ep_bytes": 80_000_000}]}

@@ -25,7 +25,7 @@ FILES = "/proc/self/fd"
 TCP_RTO_MAX_MS = 44  # Linux's number for it, which Python's socket module lacks
 TRIES = 15  # net.ipv4.tcp_retries2 of most systems
 SHORTEST_S = 10.0  # above what a full queue of a slow link adds to the round trip, or TCP would send things twice
-# Else Linux gives a connection up after TRIES, too.  Longer than a rank waits for another; 2148 could overflow.
+# Else Linux gives a connection up after TRIES, too.  Longer than its own limit, 924 s; 2148 could overflow.
 GIVE_UP_S = 2000.0
 STALL_S = 2.0  # a wait after which a link may be cut
 Options = Mapping[int, int | bytes]

@@ -127,15 +127,16 @@ def round_trips_ms(net, sender, receiver, count=10):
 
 
 def check_round_trip(net, sender, receiver, expected_ms):
-    """None is too short, and the fastest is within 10%: processes that wake up late make others longer."""
-    fastest = []
+    """The median of ten is within 10%, none is too short; says what was measured."""
+    medians = []
     for _ in range(MAX_ATTEMPTS):
-        fastest.append(min(round_trips_ms(net, sender, receiver)))
-        assert fastest[-1] >= expected_ms
-        if fastest[-1] < 1.1 * expected_ms:
+        times_ms = round_trips_ms(net, sender, receiver)
+        assert min(times_ms) >= expected_ms
+        medians.append(statistics.median(times_ms))
+        if medians[-1] < 1.1 * expected_ms:
             break
-    print(f"round trip of {expected_ms} ms: {[round(one, 2) for one in fastest]} ms")
-    assert min(fastest) < 1.1 * expected_ms
+    print(f"round trip of {expected_ms} ms: {[round(median, 2) for median in medians]} ms")
+    assert min(medians) < 1.1 * expected_ms
 
 
 def lab_namespaces(pid):

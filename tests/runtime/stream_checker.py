@@ -171,7 +171,10 @@ class StreamChecker(TorchDispatchMode):
                 if actor != memory.owner and at > known.get(actor, 0):
                     self.races.append(f"memory of {memory.owner} is freed while {actor} may use it")
         if len(self.memory) > 4000:
-            self.memory = {key: one for key, one in self.memory.items() if not one.storage.expired()}
+            # Another thread may have freed shared memory just now: the next sweep looks at that.
+            self.memory = {
+                key: one for key, one in self.memory.items() if key in self.shared or not one.storage.expired()
+            }
 
 
 class FakeStream:
