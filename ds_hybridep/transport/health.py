@@ -20,6 +20,7 @@ import faulthandler
 import json
 import os
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -186,7 +187,9 @@ class Health:
             if self._endings.take_sigterm():
                 self._tell(Fact(self.rank, "signal", "SIGTERM"))
                 self._beat()
-                self._mesh.poll(0.1)
+                _say_cause(self)
+                self._beat()
+                self._mesh.drain(LEAVE_S)
                 self._endings.die_of_sigterm()
             now = time.monotonic()
             if now - looked >= LOOK_S or self._facts:
@@ -361,6 +364,24 @@ class Health:
             self._tell(Fact(self.rank, "failed", text))
         self._endings.nudge()
         return (END_S, EXIT_STATUS) if self._cause else (OWN_END_S, 1)
+
+
+def _say_cause(health: Health) -> None:
+    """Say why SIGTERM came, if another rank's end is known or found out within LEAVE_S.
+
+    A launcher may signal a rank before it has noticed the end of the one that broke.
+    """
+    deadline = time.monotonic() + LEAVE_S
+    while not health._cause:
+        for beat in health._mesh.poll(0.1):
+            health._hear(beat)
+        health._look_for_gone()
+        view = health.view()
+        if any(fact.kind in ("failed", "gone", "verdict") and fact.rank != health.rank for fact in view.facts):
+            _say(report(view, cause_of(view), 128 + signal.SIGTERM))
+            return
+        if not health._mesh.dial_closed() or time.monotonic() > deadline:
+            return
 
 
 def _say(text: str) -> None:

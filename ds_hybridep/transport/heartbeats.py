@@ -207,6 +207,16 @@ class Mesh:
             link.told.update(beat.facts)
             self._flush(link)
 
+    def dial_closed(self) -> bool:
+        """Let `poll` dial at once the peers that closed without a word.  Return True if there are any.
+
+        A process that dies closes its connections before its port, so an answer may be older than its end.
+        """
+        closed = [link for link in self.links.values() if link.closed_at is not None and link.rank not in self.gone]
+        for link in closed:
+            link.dialled_at = link.dialled_at if link.dialled is not None else float("-inf")
+        return bool(closed)
+
     def drain(self, limit_s: float) -> None:
         """Send what is queued, for at most `limit_s`."""
         deadline = time.monotonic() + limit_s

@@ -87,7 +87,7 @@ def train(rank, port, fault, folder):
         dist.all_reduce(value)
     if rank == 3:
         folder.joinpath("broken").write_text(str(time.time()))
-        if fault == "kill":
+        if fault.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault == "exception":
             raise ValueError("a bad sample")
@@ -97,7 +97,7 @@ def train(rank, port, fault, folder):
             os._exit(0)
         else:
             work(fault)
-    if fault == "ends at once":
+    if fault in ("ends at once", "kill, then SIGTERM"):
         work("evaluates")
     else:
         dist.all_reduce(value)
@@ -132,6 +132,9 @@ def main(fault, folder):
         for rank, pid in pids.items():
             if rank not in ended and (status := os.waitpid(pid, os.WNOHANG))[0]:
                 ended[rank] = time.time(), os.waitstatus_to_exitcode(status[1])
+                if rank == 3 and fault == "kill, then SIGTERM":  # as launchers do
+                    for other in pids.keys() - ended.keys():
+                        os.kill(pids[other], signal.SIGTERM)
         time.sleep(0.02)
     for rank, pid in pids.items():
         if rank not in ended:
