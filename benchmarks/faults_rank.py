@@ -39,7 +39,7 @@ class Orders:
     phase: str
     victim: int
     kind: str  # "classic" or "autoep"
-    codecs: str  # "exact" or "recommended"
+    codecs: str  # "exact", "recommended", or "no block"
     timeout_s: float
     folder: str
     sizes: tuple[int, int] = (2, 2)
@@ -88,6 +88,7 @@ def block_of(orders: Orders) -> dict[str, Any]:
     if orders.codecs == "recommended":
         level["codecs"] = "recommended"
     return {
+        "enabled": orders.codecs != "no block",
         "levels": [level, {"name": "gpu", "size": gpus, "domain_size": 1, "bandwidth_gbps": 100.0}],
         "timeout_s": orders.timeout_s,
         "report_interval": 0,

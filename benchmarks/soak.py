@@ -8,7 +8,8 @@ that are stopped for a while, ranks that are killed, links that are cut for good
 are started again from the newest whole checkpoint.  Between attempts another job, which runs from the beginning to the
 end, never saves and is never disturbed, follows to the same step: every loss must be bit-equal, and nothing may be
 left in /dev/shm, which is this program's own.  Growth of memory, descriptors and threads is that of the undisturbed
-job.  Classic MoE and AutoEP take turns, an attempt each.
+job; that of a third job without the block, which takes as many steps at the end, is beside it.  Classic MoE and AutoEP
+take turns, an attempt each.
 
 The record is written after each attempt, so that an early end leaves one.  Works without root where user namespaces
 are permitted and /dev/net/tun may be opened.
@@ -38,6 +39,7 @@ from ds_hybridep.lab.topology import LinkSpec, Topology
 from ds_hybridep.lab.unprivileged import become_root
 
 TOPOLOGY = Topology(2, 2)
+CALM = LinkSpec(wan_bits_per_s=500e6)
 RATES = (5e6, 20e6, 100e6, 500e6)  # bits per second of an uplink
 DELAYS_S = (0.0, 0.002, 0.01, 0.05)
 LOSSES = (0.0, 0.0, 0.001, 0.01)
@@ -248,29 +250,39 @@ def record_of(soak: Soak, undisturbed: Undisturbed) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def orders_of(args: argparse.Namespace, folder: Path, kind: str, name: str, **more: Any) -> Any:
+    import faults_rank
+
+    (folder / kind / name).mkdir(parents=True)
+    common = {"fault": "none", "phase": "none", "victim": -1, "codecs": args.codecs, "timeout_s": args.timeout_s}
+    common |= {"kind": kind, "folder": str(folder / kind / name), "num_steps": 10**9}
+    return faults_rank.Orders(**(common | more))
+
+
 @contextmanager
 def jobs(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, tuple[Soak, Undisturbed]]]:
     """For each kind, a job that is disturbed and one that is not."""
-    import faults_rank
-
-    def orders_of(kind: str, name: str, **more: Any) -> Any:
-        (folder / kind / name).mkdir(parents=True)
-        return faults_rank.Orders(
-            fault="none", phase="none", victim=-1, kind=kind, codecs=args.codecs, timeout_s=args.timeout_s,
-            folder=str(folder / kind / name), num_steps=10**9, **more,
-        )  # fmt: skip
-
-    links = LinkSpec(wan_bits_per_s=RATES[-1])
     with ExitStack() as stack:
-        network = stack.enter_context(EmulatedNetwork(TOPOLOGY, replace(links, wan_delay_s=DELAYS_S[1])))
+        network = stack.enter_context(EmulatedNetwork(TOPOLOGY, replace(CALM, wan_delay_s=DELAYS_S[1])))
         draw, begin, result = random.Random(args.seed), time.monotonic(), {}
         for kind in args.kinds:
-            calm = stack.enter_context(EmulatedNetwork(TOPOLOGY, links))
-            undisturbed = Undisturbed(calm, orders_of(kind, "undisturbed", follows=True))
+            calm = stack.enter_context(EmulatedNetwork(TOPOLOGY, CALM))
+            undisturbed = Undisturbed(calm, orders_of(args, folder, kind, "undisturbed", follows=True))
             stack.callback(undisturbed.close)
-            disturbed = orders_of(kind, "disturbed", resume=True, step_s=args.step_s, save_every=2)
+            disturbed = orders_of(args, folder, kind, "disturbed", resume=True, step_s=args.step_s, save_every=2)
             result[kind] = Soak(network, folder / kind / "disturbed", disturbed, draw, begin), undisturbed
         yield result
+
+
+def growth_without_block(args: argparse.Namespace, folder: Path, kind: str, num_steps: int) -> dict[str, float]:
+    """Growth of a job of DeepSpeed alone."""
+    with EmulatedNetwork(TOPOLOGY, CALM) as network:
+        job = Undisturbed(network, orders_of(args, folder, kind, "no block", follows=True, codecs="no block"))
+        try:
+            job.follow(num_steps - 1, limit_s=num_steps * 2.0 + START_LIMIT_S)
+        finally:
+            job.close()
+    return growth_of(job.samples)
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -301,7 +313,10 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 flush=True,
             )
             if ending not in ENDING:
-                return record
+                break
+        for kind, one in record["kinds"].items():
+            if num_steps := len(by_kind[kind][1].losses):
+                one["growth_without_block"] = growth_without_block(args, folder, kind, num_steps)
     return record
 
 
@@ -326,6 +341,8 @@ def main() -> None:
         import hf_model  # noqa: F401
     with tempfile.TemporaryDirectory() as scratch:
         record = run(args, args.logs or Path(scratch))
+    if args.out:
+        args.out.write_text(json.dumps(record) + "\n")
     for kind, one in record["kinds"].items():
         print(kind, {name: value for name, value in one.items() if name not in ("events", "attempts")})
     print("good" if record["is_good"] else "NOT good")
