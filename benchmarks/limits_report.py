@@ -15,17 +15,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-Case = tuple[Any, ...]
+from e2e_report import rate_order
+
+SHOWN = "dcs", "tokens_per_rank", "accumulation", "plan"
 
 
-def ratios(records: list[dict[str, Any]]) -> dict[Case, dict[str, list[float]]]:
-    """Return the ratios by (dcs, tokens, accumulation, plan) and rate."""
-    phases: dict[Case, list[tuple[str, float]]] = defaultdict(list)
+def ratios(records: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Return the ratios by case, JSON of all parameters but the rate, and by rate."""
+    phases: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for record in records:
         params = record["params"]
-        case = params["dcs"], params["tokens_per_rank"], params["accumulation"], params["plan"]
+        case = json.dumps([record["delay"], {name: value for name, value in params.items() if name != "rate"}])
         phases[case].append((params["rate"], statistics.median(record["step_s"])))
-    found: dict[Case, dict[str, list[float]]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     for case, of_case in phases.items():
         found[case] = defaultdict(list)
         for (before, (rate, step_s)), (_, after) in pairwise(pairwise(of_case)):
@@ -38,13 +40,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
     found = ratios([json.loads(line) for line in parser.parse_args().records.read_text().splitlines()])
-    rates = sorted({rate for of_case in found.values() for rate in of_case}, key=lambda rate: -int(rate[:-4]))
+    rates = sorted({rate for of_case in found.values() for rate in of_case}, key=rate_order)
     print("Step time over that of the neighbouring phases without a limit; one number for each phase.\n")
     print("| DCs x ranks | tokens | accumulation | plan | " + " | ".join(rates) + " |")
     print("|---" * (4 + len(rates)) + "|")
     for case, of_case in found.items():
         cells = (", ".join(f"{ratio:.2f}" for ratio in of_case[rate]) for rate in rates)
-        print("| " + " | ".join((*map(str, case), *cells)) + " |")
+        params = json.loads(case)[1]
+        print("| " + " | ".join((*(str(params[name]) for name in SHOWN), *cells)) + " |")
 
 
 if __name__ == "__main__":

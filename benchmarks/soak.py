@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
@@ -315,8 +315,9 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if ending not in ENDING:
                 break
         for kind, one in record["kinds"].items():
-            if num_steps := len(by_kind[kind][1].losses):
-                one["growth_without_block"] = growth_without_block(args, folder, kind, num_steps)
+            with suppress(RuntimeError):  # it took too long
+                num_steps = len(by_kind[kind][1].losses)
+                one["growth_without_block"] = growth_without_block(args, folder, kind, num_steps) if num_steps else {}
     return record
 
 

@@ -63,6 +63,7 @@ LINK_S = 5.0  # how long the start waits for the first message of all peers
 SIGNAL_S = 1.5  # how long a rank waits for more news after others got SIGTERM
 WORD_S = 3.0  # how long an exception waits for news of its cause
 LEAVE_S = 1.0  # how long the last message may take to go out
+SIGTERM_S = 2.5  # how long a rank that got SIGTERM may take to say why
 END_S = 3.0  # how long the main thread has to end in good order
 OWN_END_S = 8.0  # the same after an exception of its own
 AT_WORK_S = 1800.0  # how long others wait for a rank that is at work, like torch's groups
@@ -154,7 +155,7 @@ class Health:
         """Tell the others that this rank ends or detaches in good order, and stop watching."""
         self._leaves = True
         self._endings.nudge()
-        self._thread.join(2.0)
+        self._thread.join(SIGTERM_S + 0.5)
         self._endings.unwatch()
 
     def drop(self) -> None:
@@ -185,12 +186,7 @@ class Health:
                 self._check_links()
             self._look_for_gone()
             if self._endings.take_sigterm():
-                self._tell(Fact(self.rank, "signal", "SIGTERM"))
-                self._beat()
-                _say_cause(self)
-                self._beat()
-                self._mesh.drain(LEAVE_S)
-                self._endings.die_of_sigterm()
+                _die_of_sigterm(self)
             now = time.monotonic()
             if now - looked >= LOOK_S or self._facts:
                 self._position, looked = self._look(), now
@@ -236,8 +232,7 @@ class Health:
             if not any(one.kind != "left" for one in self._facts):
                 self._fact_at = time.monotonic()
             self._facts.append(fact)
-        if fact.kind in ("failed", "gone", "left", "signal"):
-            self._mesh.gone.add(fact.rank)
+        self._mesh.gone.add(fact.rank)
 
     def _has_news(self) -> bool:
         return any(
@@ -366,18 +361,34 @@ class Health:
         return (END_S, EXIT_STATUS) if self._cause else (OWN_END_S, 1)
 
 
+def _die_of_sigterm(health: Health) -> None:
+    """Tell the others, say why SIGTERM came if this rank can find out, and die of it, whatever happens meanwhile."""
+    timer = threading.Timer(SIGTERM_S, health._endings.die_of_sigterm)  # standard error may block
+    timer.daemon = True
+    try:
+        timer.start()
+        health._tell(Fact(health.rank, "signal", "SIGTERM"))
+        health._beat()
+        _say_cause(health)
+        health._beat()
+        health._mesh.drain(LEAVE_S)
+    finally:
+        health._endings.die_of_sigterm()
+
+
 def _say_cause(health: Health) -> None:
-    """Say why SIGTERM came, if another rank's end is known or found out within LEAVE_S.
+    """Say which rank's end made a launcher send SIGTERM, if that is known or found out within LEAVE_S.
 
     A launcher may signal a rank before it has noticed the end of the one that broke.
     """
     deadline = time.monotonic() + LEAVE_S
-    while not health._cause:
+    while not health._cause and not health._answered.is_set():
         for beat in health._mesh.poll(0.1):
             health._hear(beat)
+        health._endings.take_sigterm()  # or a second one would let `poll` return at once
         health._look_for_gone()
-        view = health.view()
-        if any(fact.kind in ("failed", "gone", "verdict") and fact.rank != health.rank for fact in view.facts):
+        if any(fact.kind in ("failed", "gone", "verdict") and fact.rank != health.rank for fact in health._facts):
+            view = health.view()
             _say(report(view, cause_of(view), 128 + signal.SIGTERM))
             return
         if not health._mesh.dial_closed() or time.monotonic() > deadline:

@@ -31,6 +31,7 @@ NEARBY = 8  # in levels of up to this many children, every rank is connected wit
 BRIDGES = 4  # ranks of a domain that are connected with other domains
 MAX_LINE = 1 << 18  # bytes of one message
 DIAL_S = 1.0  # between attempts to reach a peer that is silent
+SOON_S = 0.1  # the same after SIGTERM
 REDIAL_S = 3.0  # of silence, after which a peer is dialled again
 MAX_BACKLOG = 1 << 16  # unsent bytes above which beats without news are left out
 FACTS = ("failed", "gone", "verdict", "signal", "left")  # the most telling first
@@ -208,13 +209,14 @@ class Mesh:
             self._flush(link)
 
     def dial_closed(self) -> bool:
-        """Let `poll` dial at once the peers that closed without a word.  Return True if there are any.
+        """Let `poll` dial soon the peers that closed without a word.  Return True if there are any.
 
         A process that dies closes its connections before its port, so an answer may be older than its end.
         """
         closed = [link for link in self.links.values() if link.closed_at is not None and link.rank not in self.gone]
         for link in closed:
-            link.dialled_at = link.dialled_at if link.dialled is not None else float("-inf")
+            if link.dialled is None and time.monotonic() - link.dialled_at > SOON_S:
+                link.dialled_at = float("-inf")
         return bool(closed)
 
     def drain(self, limit_s: float) -> None:

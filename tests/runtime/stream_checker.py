@@ -355,6 +355,7 @@ def fake_device(cuda: FakeCuda, checker: StreamChecker | None = None) -> Iterato
         mock.patch.object(channels, "_streams_on", return_value=streams),
         mock.patch.object(expert_gather, "streams_of", return_value=streams),
         mock.patch.object(channels.Line, "put", told.wrap(channels.Line.put, told.put)),
+        mock.patch.object(channels, "copy_bytes", told.copy_bytes),
         mock.patch.object(channels.Channel, "_depart", told.wrap(channels.Channel._depart, told.take)),
         mock.patch.object(channels.Channel, "_finish", told.wrap(channels.Channel._finish, told.take)),
         mock.patch.object(channels.Channel, "_post", told.wrap(channels.Channel._post, told.post)),
@@ -398,6 +399,12 @@ class _HandOvers:
                 self._checker.by_host("network", tensor, is_write=True)
         self._tell(transfer)
         original(transfer)
+
+    @staticmethod
+    def copy_bytes(*args: Any, _original: Any = channels.copy_bytes) -> None:
+        """From host memory into host memory: no operation of the device."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            _original(*args)
 
     def deliver(self, original: Any, staged: Any) -> None:
         merge(self._cuda.thread_clock(), self._told.pop(id(staged), {}))

@@ -79,6 +79,8 @@ def train_over_fake_streams(
                 engine.step()
             if settings["report_interval"]:
                 ds_hybridep.stats(engine)
+                for parameter in engine.module.parameters():  # a script may change weights after it
+                    parameter.data.mul_(1.0)
             engine.destroy()  # while weights are on their way
             torch.zeros(1)
     return {"losses": losses, "races": sorted(set(checker.races)), "dropped": cuda.num_dropped}
