@@ -325,8 +325,7 @@ class EmulatedNetwork:
         segments = "gso_max_segs 1" if self.links.wan_loss else ""
         for dc in range(self.topology.num_dcs):
             run_ip(self._switch(dc), f"link set dev wan gso_max_size {over_wan} {segments}")
-        # Whatever the uplink's rate: smaller pieces inside the DC cost more processor time, up to 10% of a step.
-        from_host = segment_batch_bytes(self.links.lan_bits_per_s)
+        from_host = segment_batch_bytes(self.links.lan_bits_per_s)  # smaller pieces cost up to 10% of a step
         for rank in range(self.topology.num_ranks):
             run_ip(self.namespace_of(rank), f"link set dev {HOST_DEVICE} gso_max_size {from_host}")
 

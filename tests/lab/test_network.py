@@ -129,7 +129,8 @@ def round_trips_ms(net, sender, receiver, count=10):
 def check_round_trip(net, sender, receiver, expected_ms):
     """The median of ten is within 10%, none is too short; says what was measured."""
     medians = []
-    for _ in range(MAX_ATTEMPTS):
+    for _ in range(4 * MAX_ATTEMPTS):
+        time.sleep(0.5 if medians else 0.0)  # other processes may have kept both cores busy
         times_ms = round_trips_ms(net, sender, receiver)
         assert min(times_ms) >= expected_ms
         medians.append(statistics.median(times_ms))
