@@ -48,6 +48,9 @@ def main() -> None:
         cells = (", ".join(f"{ratio:.2f}" for ratio in of_case[rate]) for rate in rates)
         params = json.loads(case)[1]
         print("| " + " | ".join((*(str(params[name]) for name in SHOWN), *cells)) + " |")
+    for rate in rates:
+        every = [ratio for of_case in found.values() for ratio in of_case[rate]]
+        print(f"\n{rate}: mean {statistics.mean(every):.2f}, {min(every):.2f} to {max(every):.2f}.")
 
 
 if __name__ == "__main__":

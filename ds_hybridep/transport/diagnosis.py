@@ -71,6 +71,11 @@ def at_work(view: View) -> list[int]:
     ]
 
 
+def all_wait(view: View) -> bool:
+    """Return True if all ranks that have not left are alive and wait in collectives, as far as is known."""
+    return not (_told(view) or _silent(view) or _broken_link(view) or _elsewhere(view))
+
+
 def _silent_ranks(view: View) -> set[int]:
     return {
         rank

@@ -17,26 +17,25 @@ matter what its main thread does.  If an exception follows from another rank's e
 
 import contextlib
 import faulthandler
-import json
 import os
-import secrets
 import signal
 import sys
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
-from ds_hybridep.errors import AgreementError, CommunicationError
+from ds_hybridep.errors import CommunicationError
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.transport.addresses import connect
 from ds_hybridep.transport.agreement import LATE, agree
 from ds_hybridep.transport.diagnosis import (
     Direct,
     Entry,
     View,
+    all_wait,
     at_work,
     cause_of,
     is_firsthand,
@@ -51,8 +50,7 @@ from ds_hybridep.transport.endings import (
     exit_now,
     follows_from_others,
 )
-from ds_hybridep.transport.heartbeats import Beat, Fact, Mesh, own_host, own_hosts, peers_of
-from ds_hybridep.transport.job import job_store
+from ds_hybridep.transport.heartbeats import Beat, Fact
 from ds_hybridep.transport.position import MAX_TEXT, MainThread, Position
 from ds_hybridep.transport.sockets import Retransmission
 
@@ -129,6 +127,7 @@ class Health:
         self._count = 0
         self._cause = ""
         self._patient_since = float("-inf")  # start of the wait that `_say_patience` saw last
+        self._patient_at = float("-inf")  # when it saw that
         self._leaves = False
         self._asked: tuple[float, bool] | None = None  # when an exception asked for its cause; True: after a limit
         self._answered = threading.Event()
@@ -136,7 +135,7 @@ class Health:
         self._lock = threading.Lock()  # guards `_facts`
         self._endings = Endings(self._on_exception, self._at_exit)
         generation = agree({}, timeout_s)
-        self._mesh, hosts = _connect(self.rank, cluster, _Notes(generation, timeout_s))
+        self._mesh, hosts = connect(self.rank, cluster, generation, timeout_s)
         self._retransmission = Retransmission(hosts, timeout_s)
         self._mesh.watch(self._endings.woken)
         self._thread = threading.Thread(target=self._run, name="hybridep-health", daemon=True)
@@ -156,6 +155,8 @@ class Health:
         self._leaves = True
         self._endings.nudge()
         self._thread.join(SIGTERM_S + 0.5)
+        if self._endings.take_sigterm():  # it came after the thread's last look
+            self._endings.die_of_sigterm()
         self._endings.unwatch()
 
     def drop(self) -> None:
@@ -285,6 +286,8 @@ class Health:
             if self._asked is None and position.for_s < AT_WORK_S and at_work(view):
                 self._say_patience(view)
                 return
+            if self._asked is None and now - self._patient_at <= self.timeout_s + GRACE_S and all_wait(view):
+                return  # the rank at work has come, and what all wait for may take as long as at any other time
             if is_firsthand(view) or over_s > GRACE_S:
                 is_late = self._asked is None or self._asked[1]
                 self._end(cause_of(view) if is_late else known_cause_of(view))
@@ -297,7 +300,7 @@ class Health:
             first = at_work(view)[0]
             said = f"rank {first} is at work in {view.others[first].position}, so rank {self.rank} goes on waiting"
             _say(f"hybridep: {said} in {self._position}\n")
-        self._patient_since = since
+        self._patient_since, self._patient_at = since, time.monotonic()
 
     def view(self) -> View:
         now = time.monotonic()
@@ -398,53 +401,3 @@ def _say_cause(health: Health) -> None:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
-
-
-def _connect(rank: int, cluster: Cluster, notes: "_Notes") -> tuple[Mesh, frozenset[str]]:
-    """Return the connections for heartbeats, and all IP addresses of all ranks' hosts."""
-    if rank == 0:
-        notes.write("key", f"hybridep-{secrets.token_hex(16)}")
-    mesh = Mesh(rank, cluster.num_ranks, own_host(), notes.read("key", 0))
-    try:
-        addresses, hosts = _exchange(mesh, cluster, notes)
-        mesh.connect(addresses)
-    except BaseException:
-        mesh.close()
-        raise
-    return mesh, hosts
-
-
-def _exchange(mesh: Mesh, cluster: Cluster, notes: "_Notes") -> tuple[dict[int, tuple[str, int]], frozenset[str]]:
-    """Return the peers' addresses for heartbeats, and all IP addresses of all ranks' hosts."""
-    notes.write(str(mesh.rank), [mesh.address, own_hosts()])
-    known = {}
-    # Rank 0 alone reads all, and tells the others: each reading all would be a million requests for 1000 ranks.
-    for peer in range(cluster.num_ranks) if mesh.rank == 0 else peers_of(cluster, mesh.rank):
-        (host, port), hosts = notes.read(str(peer), peer)
-        known[peer] = (str(host), int(port)), hosts
-    if mesh.rank == 0:
-        told = {host for address, hosts in known.values() for host in (address[0], *hosts)}
-        notes.write("hosts", sorted(told))
-    return {peer: known[peer][0] for peer in peers_of(cluster, mesh.rank)}, frozenset(notes.read("hosts", 0))
-
-
-class _Notes:
-    """What ranks tell each other at the start, in the job's store."""
-
-    def __init__(self, generation: int, timeout_s: float) -> None:
-        self._store, self._path = job_store(), f"ds_hybridep/{generation}/health"
-        self._timeout_s = timeout_s
-
-    def write(self, name: str, value: Any) -> None:
-        self._store.set(f"{self._path}/{name}", json.dumps(value))
-
-    def read(self, name: str, writer: int) -> Any:
-        """Return a note; AgreementError if its writer does not write it within the time limit."""
-        try:
-            self._store.wait([f"{self._path}/{name}"], timedelta(seconds=self._timeout_s))
-            return json.loads(self._store.get(f"{self._path}/{name}"))
-        except RuntimeError as error:
-            raise AgreementError(
-                f"rank {writer} did not come to the start of heartbeats within {self._timeout_s:g} s, see its log: "
-                f"{str(error).splitlines()[0][:200]}"
-            ) from error

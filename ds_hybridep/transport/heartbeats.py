@@ -13,15 +13,12 @@ that wait for long also pass on what they have heard of others.
 import contextlib
 import errno
 import json
-import os
 import selectors
 import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-import psutil
 
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.position import MAX_TEXT, Position
@@ -394,34 +391,3 @@ class Mesh:
             self._selector.unregister(link.dialled)
             link.dialled.close()
         link.dialled = None
-
-
-def own_host() -> str:
-    """Return the address at which other ranks reach this one."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        device = os.environ.get(name, "").split(",")[0].lstrip("^=")
-        for one in psutil.net_if_addrs().get(device, ()):
-            if one.family == socket.AF_INET:
-                return str(one.address)
-    master, host = os.environ.get("MASTER_ADDR", "127.0.0.1"), "127.0.0.1"
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-        with Socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing
-            host = str(probe.getsockname()[0])
-    is_alone = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE")) in (None, os.environ.get("WORLD_SIZE"))
-    if host.startswith("127.") and not is_alone:  # this host is the master, and its own name is a loopback address
-        found = [one.address for device in psutil.net_if_addrs().values() for one in device]
-        host = next((one for one in found if one.count(".") == 3 and not one.startswith("127.")), host)
-    return host
-
-
-def own_hosts() -> list[str]:
-    """Return the IP addresses of this host, without loopback addresses."""
-    found = {
-        one.address.partition("%")[0]
-        for device in psutil.net_if_addrs().values()
-        for one in device
-        if one.family in (socket.AF_INET, socket.AF_INET6)
-    }
-    return sorted(host for host in found if host != "::1" and not host.startswith("127."))

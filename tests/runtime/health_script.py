@@ -16,10 +16,12 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
-os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+if __name__ == "__main__":  # and not in the process of the tests, which import this file
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 import torch
 import torch.distributed as dist
@@ -33,7 +35,7 @@ TIMEOUT_S = 2.0
 
 
 WORK_S = 7.0  # more than the watch would wait for a rank that does nothing
-HEALTHY = ("evaluates", "computes", "debugs", "handles SIGTERM", "ends at once")
+HEALTHY = ("evaluates", "comes late to a slow collective", "computes", "debugs", "handles SIGTERM", "ends at once")
 
 
 class Owner:
@@ -51,7 +53,7 @@ def load_next_sample():
 def work(kind, seconds=WORK_S):
     """What a healthy rank may do while others wait for it."""
     until = time.time() + seconds
-    if kind == "evaluates":
+    if kind in ("evaluates", "comes late to a slow collective"):
         value = torch.eye(64)
         while time.time() < until:
             value = value @ value
@@ -83,6 +85,7 @@ def train(rank, port, fault, folder):
     dist.init_process_group("gloo")
     health.start(Cluster((Level("dc", 2), Level("gpu", 2))), 2 * TIMEOUT_S if fault in HEALTHY else TIMEOUT_S, Owner())
     value = torch.zeros(4)
+    pair = dist.new_group([2, 3])
     for _ in range(3):
         dist.all_reduce(value)
     if rank == 3:
@@ -97,6 +100,11 @@ def train(rank, port, fault, folder):
             os._exit(0)
         else:
             work(fault)
+    if fault == "comes late to a slow collective":  # rank 3 waits too, for as long as a transfer of much may take
+        if rank == 2:
+            threading.Timer(WORK_S + 3.0, lambda: dist.send(value.clone(), 3, group=pair)).start()
+        elif rank == 3:
+            dist.recv(value.clone(), 2, group=pair)
     if fault in ("ends at once", "kill, then SIGTERM"):
         work("evaluates")
     else:
