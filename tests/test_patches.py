@@ -110,7 +110,7 @@ def test_what_a_row_relies_on_and_is_not_there_is_named() -> None:
 
 def test_what_has_no_row_cannot_be_changed() -> None:
     with pytest.raises(AssertionError, match="has no row in the table"):
-        Patches().wrap(patches.ENGINE, "train_batch", SimpleNamespace(train_batch=print), print)
+        Patches().wrap(patches.ENGINE, "train_batch", SimpleNamespace(train_batch=print), lambda _: lambda: None)
 
 
 SHARED = [row for row in TABLE if row.until == "last detach"]

@@ -14,8 +14,9 @@ from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.integration import autoep, dense, facts, supported
-from ds_hybridep.integration.attachment import Attachment, boundary_of, loss_scale_of
-from ds_hybridep.integration.runtime import prepare_runtime
+from ds_hybridep.integration.attachment import Attachment
+from ds_hybridep.integration.prepare import prepare_runtime
+from ds_hybridep.integration.runtime import boundary_of, loss_scale_of
 from ds_hybridep.transport.agreement import announcing_failure
 from ds_hybridep.transport.job import is_initialized, world_size
 from ds_hybridep.transport.trace import record_trace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connects one engine to its runtime, and changes its step, gradients, checkpoints and end while it is attached."""
+"""Connects one engine to its runtime, and changes its step, checkpoints and end while it is attached."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -13,13 +13,12 @@ from torch import nn
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import UnsupportedError
-from ds_hybridep.experts.migration import MigrationManager, is_in_backward
+from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.integration import autoep, checkpoint_guard, checkpoints, classic
 from ds_hybridep.integration.dense import DenseSync
-from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LAYER, ZERO_OPTIMIZER, Patches
-from ds_hybridep.integration.runtime import HybridRuntime
+from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LAYER, Patches
+from ds_hybridep.integration.runtime import EngineStep, HybridRuntime, boundary_of, noticing
 from ds_hybridep.integration.statistics import monitor_events, summarize
-from ds_hybridep.integration.supported import check_optimizer
 from ds_hybridep.transport import health
 from ds_hybridep.transport.agreement import announcing_failure, together
 
@@ -46,9 +45,8 @@ class Attachment:
         self.planner = planner
         self.last_report: dict[str, Any] | None = None
         self._prepare = prepare
-        self._patches, self._plan_patches = Patches(), Patches()
-        self._dense: DenseSync | None = None
-        self._optimizer: Any = None
+        self._patches = Patches()
+        self.dense: DenseSync | None = None
         build = prepare(config)
         # Before memory is allocated: if that gets a rank killed, the others notice at once.
         health.start(config.cluster(), config.timeout_s, self)
@@ -83,21 +81,20 @@ class Attachment:
                 patches.keep(MODULE, "forward_pre_hook", layer.register_forward_pre_hook(watch).remove)
         for method, replacement in (
             ("_configure_optimizer", self._configure_optimizer),
-            ("_take_model_step", self._take_model_step),
-            ("zero_grad", partial(self._zero_grad, by_optimizer=False)),
             ("save_checkpoint", partial(checkpoints.save, self)),
             ("load_checkpoint", partial(checkpoints.load, self)),
             ("destroy", self._destroy),
             ("compile", partial(_refuse, "compile")),
             ("coalesce_grad_reduction", partial(_refuse, "coalesce_grad_reduction")),
         ):
-            patches.wrap(ENGINE, method, self.engine, replacement)
+            patches.wrap(ENGINE, method, self.engine, patches.while_on(replacement))
         patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
+        self.step = EngineStep(self, patches)
         self._bind_runtime()
 
     def _bind_runtime(self) -> None:
         """Connect what every plan connects for itself."""
-        patches = self._plan_patches
+        patches = self._plan_patches = Patches()
         for name, hybrid in self.runtime.layers.items():
             patches.put(MODULE, "_hybridep", self.layers[name], hybrid)
         if self.runtime.migration is not None:
@@ -106,12 +103,12 @@ class Attachment:
             for module in modules:
                 handle = module.register_load_state_dict_post_hook(hook)
                 patches.keep(MODULE, "load_state_dict_post_hook", handle.remove)
-            notice = self.engine.module.register_forward_pre_hook(_noticing(self))
+            notice = self.engine.module.register_forward_pre_hook(noticing(self.step))
             patches.keep(MODULE, "forward_pre_hook", notice.remove)
         if self.runtime.syncs:
-            self._dense = DenseSync(self.engine, self.runtime.syncs, patches, boundary_of(self.engine))
-            self.runtime.shared_parameters = self._dense.shared_parameters
-        self._watch_optimizer()
+            self.dense = DenseSync(self.engine, self.runtime.syncs, patches, boundary_of(self.engine))
+            self.runtime.shared_parameters = self.dense.shared_parameters
+        self.step.watch_optimizer()
 
     def unbind(self) -> None:
         """Undo all changes without waiting.  Parameters, optimizer and module tree were never changed."""
@@ -135,7 +132,7 @@ class Attachment:
         runtime = _build_together(self._prepare(config), config.timeout_s)
         undelivered = earlier.hand_over()
         self._plan_patches.undo()
-        self.runtime, self._dense = runtime, None
+        self.runtime, self.dense = runtime, None
         if lost := runtime.follow(earlier, undelivered):
             log_dist(f"hybridep: gradients of norm {lost:.3g} that codecs had kept back are dropped", ranks=[-1])
         earlier.close()
@@ -155,56 +152,11 @@ class Attachment:
         if self.engine.zero_optimization_stage() == 3 and self.runtime.migration is not None:
             self.runtime.migration.refresh_stale()
 
-    # -- the optimizer and its step ---------------------------------------------------------------------------------
-
     def _configure_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        self._watch_optimizer()
+        self.step.watch_optimizer()
 
-    def _watch_optimizer(self) -> None:
-        """Connect the optimizer as soon as it exists: DeepSpeed makes it after we attach."""
-        optimizer = getattr(self.engine, "optimizer", None)
-        if not hasattr(optimizer, "zero_grad"):
-            return
-        if self._optimizer is None:
-            check_optimizer(self.engine)
-            replacement = partial(self._zero_grad, by_optimizer=True)
-            self._patches.wrap(ZERO_OPTIMIZER, "zero_grad", optimizer, replacement)
-            self._optimizer = optimizer
-        if self._dense is not None:
-            self._dense.watch(self._optimizer)
-
-    def _take_model_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self._watch_optimizer()
-        self.runtime.before_step()
-        try:
-            chosen = self.planner.before_step(self.runtime) if self.planner is not None else None
-            if self._dense is not None:
-                self._dense.before_step()
-            original(*args, **kwargs)
-        except BaseException:
-            self.runtime.abandon_step()
-            raise
-        finally:
-            if self._dense is not None:
-                self._dense.after_step()
-        # Dense parameters and experts travel together.  Experts of several groups must arrive before they are shipped.
-        if self._dense is not None:
-            self._dense.finish_gathers(of_experts_only=True)
-        report = self.runtime.after_step(was_applied=self.engine._step_applied, ships=chosen is None)
-        if self._dense is not None:
-            self._dense.finish_gathers(of_experts_only=False)
-        if self.planner is not None:
-            self.planner.after_step()
-        if report is not None:
-            self._publish(report)
-        if chosen is not None and self.planner is not None:
-            reason = self.planner.reason
-            self.switch(chosen, reason)
-            label = self.planner.history[-1]["to"]
-            log_dist(f"hybridep after step {self.engine.global_steps}: {label}, {reason}", ranks=[0])
-
-    def _publish(self, report: dict[str, Any]) -> None:
+    def publish(self, report: dict[str, Any]) -> None:
         """Write a report to the log, the monitor and the report file, on rank 0."""
         report["plan"] = self.runtime.describe().removeprefix("hybridep: ")
         if self.planner is not None:
@@ -217,61 +169,6 @@ class Attachment:
         if self.runtime.config.report_file is not None:
             checkpoints.write_json(Path(self.runtime.config.report_file), report)
 
-    # -- gradients that are forgotten -------------------------------------------------------------------------------
-
-    def _zero_grad(self, original: Callable[..., Any], *args: Any, by_optimizer: bool, **kwargs: Any) -> Any:
-        if not self._keeps_reduced and (by_optimizer or not self._has_accumulator):
-            self.clear_gradients()
-        return original(*args, **kwargs)
-
-    @property
-    def _keeps_reduced(self) -> bool:
-        """True under ZeRO-2, which keeps reduced gradients whoever calls zero_grad."""
-        return bool(getattr(self.engine.optimizer, "partition_gradients", False))
-
-    @property
-    def _has_accumulator(self) -> bool:
-        """True if gradients are not in `.grad` between micro-steps, so only the optimizer's zero_grad clears them."""
-        optimizer = self.engine.optimizer
-        return (
-            self.engine.zero_optimization_stage() == 3
-            or hasattr(optimizer, "clear_hp_grads")
-            or bool(getattr(optimizer, "use_grad_accum_attribute", False))
-        )
-
-    def clear_gradients(self) -> None:
-        """Drop the gradients of replicas because their owners drop theirs."""
-        # ZeRO 1 has copied the returned gradients, and its step applies the copy whoever calls zero_grad.  After a
-        # step the table still has an entry for each group: None.
-        averaged = getattr(self.engine.optimizer, "averaged_gradients", None) or {}
-        self.runtime.clear_gradients(drops_returned=all(gradients is None for gradients in averaged.values()))
-
-    def owned_in_grad(self) -> list[nn.Parameter]:
-        """Return trainable parameters of owned experts if their gradients stay in `.grad` until the step; else []."""
-        if self._keeps_reduced or self._has_accumulator:
-            return []
-        return [p for layer in self.layers.values() for p in layer.experts.parameters() if p.requires_grad]
-
-
-def loss_scale_of(engine: Any) -> float:
-    """Return the factor that gradients are multiplied by now."""
-    return float(getattr(engine.optimizer, "loss_scale", 1.0))
-
-
-def boundary_of(engine: Any) -> Callable[[], bool]:
-    """Return a function that says whether the running backward is the last before the optimizer step.
-
-    Call it only inside the backward.  Without managed accumulation nobody knows, so every backward returns gradients.
-    Under no_sync the caller says that more backwards will follow.
-    """
-
-    def is_boundary() -> bool:
-        if engine.inside_no_sync_ctxt:
-            return False
-        return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())
-
-    return is_boundary
-
 
 def _wrap_zero_grad_of_module(original: Callable[..., Any]) -> Callable[..., None]:
     """Let `torch.nn.Module.zero_grad` also clear sums of replicas if the module holds all experts of an engine."""
@@ -280,25 +177,11 @@ def _wrap_zero_grad_of_module(original: Callable[..., Any]) -> Callable[..., Non
         original(module, *args, **kwargs)
         cleared = {id(parameter) for parameter in module.parameters()} if _attached else set()
         for attachment in _attached:
-            owned = attachment.owned_in_grad()
+            owned = attachment.step.owned_in_grad()
             if owned and all(id(parameter) in cleared for parameter in owned):
-                attachment.clear_gradients()
+                attachment.step.clear_gradients()
 
     return zero_grad
-
-
-def _noticing(attachment: Attachment) -> Callable[..., None]:
-    """Return a hook before the model's forward: if no owner has a gradient, it clears sums of replicas too."""
-    # A function, not a method: a deep copy of the model copies its hooks, and must not copy the attachment.
-
-    def notice(_module: nn.Module, _inputs: Any) -> None:
-        if is_in_backward():
-            return
-        owned = attachment.owned_in_grad()
-        if owned and all(parameter.grad is None for parameter in owned):
-            attachment.clear_gradients()
-
-    return notice
 
 
 def _refill_after_load(migration: MigrationManager, modules: list[nn.Module]) -> Callable[..., None]:

@@ -114,7 +114,7 @@ class DenseSync:
             self._stand_ins[original], self._syncs[group] = group, sync
             patches.keep("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", group.unregister)
             sync.memory.is_prescaled = not engine.postscale_gradients()
-        patches.wrap(ENGINE, "allreduce_bucket", engine, self._allreduce_bucket)
+        patches.wrap(ENGINE, "allreduce_bucket", engine, patches.while_on(self._allreduce_bucket))
 
     def watch(self, optimizer: Any) -> None:
         """Take over the process groups of an optimizer that partitions its state (ZeRO 1 and 2); ignore others."""
@@ -139,7 +139,7 @@ class DenseSync:
             ("scaled_global_norm", self._global_norm),
         ):
             if hasattr(optimizer, name):
-                self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, replacement)
+                self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, self._patches.while_on(replacement))
 
     def shared_parameters(self, name: str) -> list[Tensor]:
         """Return the flat parameters that the optimizer gathers over the group of this name."""

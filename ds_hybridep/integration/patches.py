@@ -92,11 +92,28 @@ class Patches:
     """What one attachment has changed."""
 
     def __init__(self) -> None:
+        self.is_on = True  # until `undo`
         self._undo: list[Callable[[], None]] = []
 
-    def wrap(self, owner: str, attribute: str, instance: Any, replacement: Callable[..., Any]) -> None:
-        """Call `replacement(original, ...)` in place of a method of one instance."""
-        self.keep(owner, attribute, _wrap(instance, attribute, replacement))
+    def wrap(
+        self, owner: str, attribute: str, instance: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        """Replace a method of one instance by `make(original)`.
+
+        A user's own wrapper may call it even after `undo`, so it must act like `original` when `is_on` is False.
+        """
+        self.keep(owner, attribute, _replace(instance, attribute, make))
+
+    def while_on(self, replacement: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Return what `wrap` wants: it calls `replacement(original, ...)`, and `original(...)` after `undo`."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return replacement(original, *args, **kwargs) if self.is_on else original(*args, **kwargs)
+
+            return call
+
+        return make
 
     def put(self, owner: str, attribute: str, instance: Any, value: Any) -> None:
         """Give an attribute of one instance another value."""
@@ -129,6 +146,7 @@ class Patches:
 
     def undo(self) -> None:
         """Undo all changes, last change first."""
+        self.is_on = False
         while self._undo:
             self._undo.pop()()
 
@@ -153,26 +171,6 @@ def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
             known = inspect.signature(method).parameters
             missing += [f"{row.owner}.{row.attribute}({name}=)" for name in row.parameters if name not in known]
     return missing
-
-
-def _wrap(owner: Any, attribute: str, replacement: Callable[..., Any]) -> Callable[[], None]:
-    """Call `replacement(original, ...)` in place of a method.  Returns the function that undoes this."""
-    is_on = True
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return replacement(original, *args, **kwargs) if is_on else original(*args, **kwargs)
-
-        return call
-
-    put_back = _replace(owner, attribute, make)
-
-    def undo() -> None:
-        nonlocal is_on
-        is_on = False
-        put_back()
-
-    return undo
 
 
 def _replace(

@@ -1,32 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runtime of one attached model under one plan; `Attachment` calls it around the optimizer step."""
+"""The runtime of one attached model under one plan, and the engine's optimizer step, which calls it.
+
+HybridRuntime    channels, layers, migration and counters
+EngineStep       what `engine.step()` and `zero_grad` do around DeepSpeed's own
+"""
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from deepspeed.utils import log_dist
 from torch import Tensor, nn
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import GradientNotReturnedError
-from ds_hybridep.experts.layer_spec import LayerSpec
+from ds_hybridep.experts.migration import is_in_backward
 from ds_hybridep.experts.undelivered import UndeliveredGradients, collect
 from ds_hybridep.experts.verification import verify
-from ds_hybridep.integration.build import Builder, PlannedLayer, describe, encoding_of, plan_layer
+from ds_hybridep.integration.build import Builder, PlannedLayer, describe, encoding_of
 from ds_hybridep.integration.codec_state import CodecState
 from ds_hybridep.integration.dense import DENSE
+from ds_hybridep.integration.patches import ENGINE, ZERO_OPTIMIZER, Patches
 from ds_hybridep.integration.statistics import Statistics
-from ds_hybridep.kernels import Kernels, load_kernels
+from ds_hybridep.integration.supported import check_optimizer
+from ds_hybridep.kernels import Kernels
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Encoding, StepChanges, no_master, no_scale
+from ds_hybridep.sync.feedback import Encoding, StepChanges
 from ds_hybridep.tokens.layer import LayerStats
-from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
-from ds_hybridep.transport.job import backends_of
-from ds_hybridep.version import __version__
+
+if TYPE_CHECKING:
+    from ds_hybridep.integration.attachment import Attachment
 
 
 class HybridRuntime:
@@ -242,53 +250,139 @@ class HybridRuntime:
         return describe(self._planned, self.config, self.transport.backends, self.kernels.name, memory)
 
 
-def prepare_runtime(
-    config: HybridEPConfig,
-    specs: Sequence[LayerSpec],
-    is_boundary: Callable[[], bool],
-    *,
-    sync_groups: Callable[[HybridEPConfig], Mapping[str, tuple[int, ...]]] = lambda _: {},
-    master_of: Callable[[nn.Parameter], Tensor | None] = no_master,
-    loss_scale: Callable[[], float] = no_scale,
-) -> Callable[[], HybridRuntime]:
-    """Return the function that makes a model's runtime.  All ranks must call both, each at the same point.
+class EngineStep:
+    """What an engine's optimizer step and its zero_grad do while the engine is attached."""
 
-    All checks of settings, layers and ranks are made here, before anything is built.
+    def __init__(self, attachment: "Attachment", patches: Patches) -> None:
+        self._attachment, self._patches = attachment, patches
+        self._engine, self._optimizer = attachment.engine, None
+        patches.wrap(ENGINE, "_take_model_step", self._engine, self._wrap_model_step)
+        patches.wrap(ENGINE, "zero_grad", self._engine, partial(self._wrap_zero_grad, by_optimizer=False))
 
-    Args:
-        specs: describe the model's MoE layers, in the order in which they run.
-        is_boundary: returns True if the running backward is the last before the optimizer step.
-        sync_groups: returns, by name, the ranks that hold the same parameters, if settings synchronise these by level.
-        master_of, loss_scale: as in `Encoding`.
+    def watch_optimizer(self) -> None:
+        """Connect the optimizer as soon as it exists: DeepSpeed makes it after we attach."""
+        optimizer = getattr(self._engine, "optimizer", None)
+        if not hasattr(optimizer, "zero_grad"):
+            return
+        if self._optimizer is None:
+            check_optimizer(self._engine)
+            wrap = partial(self._wrap_zero_grad, by_optimizer=True)
+            self._patches.wrap(ZERO_OPTIMIZER, "zero_grad", optimizer, wrap)
+            self._optimizer = optimizer
+        if self._attachment.dense is not None:
+            self._attachment.dense.watch(self._optimizer)
 
-    Raises:
-        PlanError: an expert-parallel group is not a regular part of the levels, or cannot be split into the domains.
-        AgreementError: ranks differ in config, layers or version, or a rank is missing.
-    """
-    with announcing_failure():
-        planned = [plan_layer(config, spec) for spec in specs]
-        synchronised = sync_groups(config)
-        encoding = replace(encoding_of(config), master_of=master_of, loss_scale=loss_scale)
-        device = specs[0].sample.device
-        kernels = load_kernels(config.advanced.kernels, device.type, config.advanced.dispatch_sms)
-        backends = backends_of(config, device)
-        payload = {
-            "version": __version__,
-            "torch": torch.__version__,
-            "kernels": kernels.name,
-            "backends": list(backends),
-            "config": config.canonical(),
-            "layers": [layer.canonical() for layer in planned],
-            "synchronised": sorted(synchronised),
-        }
-    generation = agree(payload, config.timeout_s)
-    transport = Transport(config.cluster(), config.timeout_s, generation, backends)
+    def _wrap_model_step(self, original: Callable[..., Any]) -> Callable[..., None]:
+        def take_model_step(*args: Any, **kwargs: Any) -> None:
+            if self._patches.is_on:
+                self._take(partial(original, *args, **kwargs))
+            else:
+                original(*args, **kwargs)
 
-    def build() -> HybridRuntime:
+        return take_model_step
+
+    def _take(self, step: Callable[[], None]) -> None:
+        self.watch_optimizer()
+        attachment = self._attachment
+        runtime, planner, dense = attachment.runtime, attachment.planner, attachment.dense
+        runtime.before_step()
         try:
-            return HybridRuntime(config, transport, kernels, planned, encoding, is_boundary, synchronised)
+            chosen = planner.before_step(runtime) if planner is not None else None
+            if dense is not None:
+                dense.before_step()
+            step()
         except BaseException:
-            transport.close()
+            runtime.abandon_step()
             raise
+        finally:
+            if dense is not None:
+                dense.after_step()
+        # Dense parameters and experts travel together.  Experts of several groups must arrive before they are shipped.
+        if dense is not None:
+            dense.finish_gathers(of_experts_only=True)
+        report = runtime.after_step(was_applied=self._engine._step_applied, ships=chosen is None)
+        if dense is not None:
+            dense.finish_gathers(of_experts_only=False)
+        if planner is not None:
+            planner.after_step()
+        if report is not None:
+            attachment.publish(report)
+        if chosen is not None and planner is not None:
+            reason = planner.reason
+            attachment.switch(chosen, reason)
+            label = planner.history[-1]["to"]
+            log_dist(f"hybridep after step {self._engine.global_steps}: {label}, {reason}", ranks=[0])
 
-    return build
+    # -- gradients that are forgotten -------------------------------------------------------------------------------
+
+    def _wrap_zero_grad(self, original: Callable[..., Any], *, by_optimizer: bool) -> Callable[..., Any]:
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            is_for_us = self._patches.is_on and not self._keeps_reduced
+            if is_for_us and (by_optimizer or not self._has_accumulator):
+                self.clear_gradients()
+            return original(*args, **kwargs)
+
+        return zero_grad
+
+    @property
+    def _keeps_reduced(self) -> bool:
+        """True under ZeRO-2, which keeps reduced gradients whoever calls zero_grad."""
+        return bool(getattr(self._engine.optimizer, "partition_gradients", False))
+
+    @property
+    def _has_accumulator(self) -> bool:
+        """True if gradients are not in `.grad` between micro-steps, so only the optimizer's zero_grad clears them."""
+        optimizer = self._engine.optimizer
+        return (
+            self._engine.zero_optimization_stage() == 3
+            or hasattr(optimizer, "clear_hp_grads")
+            or bool(getattr(optimizer, "use_grad_accum_attribute", False))
+        )
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients of replicas because their owners drop theirs."""
+        # ZeRO 1 has copied the returned gradients, and its step applies the copy whoever calls zero_grad.  After a
+        # step the table still has an entry for each group: None.
+        averaged = getattr(self._engine.optimizer, "averaged_gradients", None) or {}
+        drops_returned = all(gradients is None for gradients in averaged.values())
+        self._attachment.runtime.clear_gradients(drops_returned=drops_returned)
+
+    def owned_in_grad(self) -> list[nn.Parameter]:
+        """Return trainable parameters of owned experts if their gradients stay in `.grad` until the step; else []."""
+        if self._keeps_reduced or self._has_accumulator:
+            return []
+        return [p for layer in self._attachment.layers.values() for p in layer.experts.parameters() if p.requires_grad]
+
+
+def noticing(step: EngineStep) -> Callable[..., None]:
+    """Return a hook before the model's forward: if no owner has a gradient, it clears sums of replicas too."""
+    # A function, not a method: a deep copy of the model copies its hooks, and must not copy the step.
+
+    def notice(_module: nn.Module, _inputs: Any) -> None:
+        if is_in_backward():
+            return
+        owned = step.owned_in_grad()
+        if owned and all(parameter.grad is None for parameter in owned):
+            step.clear_gradients()
+
+    return notice
+
+
+def loss_scale_of(engine: Any) -> float:
+    """Return the factor that gradients are multiplied by now."""
+    return float(getattr(engine.optimizer, "loss_scale", 1.0))
+
+
+def boundary_of(engine: Any) -> Callable[[], bool]:
+    """Return a function that says whether the running backward is the last before the optimizer step.
+
+    Call it only inside the backward.  Without managed accumulation nobody knows, so every backward returns gradients.
+    Under no_sync the caller says that more backwards will follow.
+    """
+
+    def is_boundary() -> bool:
+        if engine.inside_no_sync_ctxt:
+            return False
+        return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())
+
+    return is_boundary

@@ -345,7 +345,7 @@ def build_case(case: MoeCase, rank: int, is_boundary: Callable[[], bool] = lambd
     """The runtime of `case` on this rank, and its experts by layer.  All ranks must call."""
     from ds_hybridep.config import parse_config
     from ds_hybridep.experts.layer_spec import LayerSpec
-    from ds_hybridep.integration.runtime import prepare_runtime
+    from ds_hybridep.integration.prepare import prepare_runtime
     from ds_hybridep.tokens.layer import call_expert
 
     owned = [
