@@ -424,15 +424,18 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def snapshot(case: Case, model: nn.Module, optimizer: Any = None) -> dict[str, Tensor]:
-    """fp32 copies by global name, of the fp32 masters where DeepSpeed keeps any: of what the optimizer updates.
+    """fp32 copies by global name: of the optimizer's fp32 masters where DeepSpeed keeps any, else of the parameters.
 
-    Five steps move a weight near 1 by one or two of the steps in which bf16 stores it, so which way it was rounded
-    last would be told for a difference. Parameters are held to be their masters rounded, to the bit.  All ranks must
-    call.
+    Five steps move a bf16 weight near 1 by one or two of its roundings, so the last rounding would count as a
+    difference.  Parameters must equal their masters, rounded, bit for bit.  All ranks must call.
     """
     values = {name: value.float() for name, value in whole_parameters(model).items()}
-    pairs = zip(getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=True)
-    masters = {id(p): master for group, of_group in pairs for p, master in zip(group, of_group, strict=True)}  # ZeRO 0
+    masters: dict[int, Tensor] = {}
+    if case.zero_stage == 0:
+        for group, of_group in zip(
+            getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=True
+        ):
+            masters |= {id(parameter): master for parameter, master in zip(group, of_group, strict=True)}
     for name, parameter in model.named_parameters():
         master = masters.get(id(parameter), safe_get_full_fp32_param(parameter))
         if master is not None:
