@@ -45,7 +45,7 @@ class Attachment:
         self.planner = planner
         self.last_report: dict[str, Any] | None = None
         self._prepare = prepare
-        self._patches = Patches()
+        self._patches, self._plan_patches = Patches(), Patches()
         self.dense: DenseSync | None = None
         build = prepare(config)
         # Before memory is allocated: if that gets a rank killed, the others notice at once.
@@ -88,8 +88,8 @@ class Attachment:
             ("coalesce_grad_reduction", partial(_refuse, "coalesce_grad_reduction")),
         ):
             patches.wrap(ENGINE, method, self.engine, patches.while_on(replacement))
-        patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
         self.step = EngineStep(self, patches)
+        patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
         self._bind_runtime()
 
     def _bind_runtime(self) -> None:

@@ -62,7 +62,7 @@ def is_firsthand(view: View) -> bool:
 
 def at_work(view: View) -> list[int]:
     """Return ranks worth waiting for: in no collective, idle for less than timeout_s, heard of recently."""
-    limit_s = max(SILENT_S, SILENT_SHARE * view.timeout_s)
+    limit_s = _patience_s(view)
     heard = {rank: one.position for rank, one in view.others.items() if one.age_s is not None and one.age_s < limit_s}
     return [
         rank
@@ -71,9 +71,19 @@ def at_work(view: View) -> list[int]:
     ]
 
 
-def all_wait(view: View) -> bool:
-    """Return True if all ranks that have not left are alive and wait in collectives, as far as is known."""
-    return not (_told(view) or _silent(view) or _broken_link(view) or _elsewhere(view))
+def any_missing(view: View) -> bool:
+    """Return True if a rank that has not left is in no collective, or was silent for too long to come."""
+    limit_s = _patience_s(view)
+    return any(
+        one.age_s is None or one.age_s > limit_s or not one.position.waits
+        for rank, one in view.others.items()
+        if not _has_left(view, rank)
+    )
+
+
+def _patience_s(view: View) -> float:
+    """Return how long a rank may be silent before the others stop waiting for it."""
+    return max(SILENT_S, SILENT_SHARE * view.timeout_s)
 
 
 def _silent_ranks(view: View) -> set[int]:

@@ -53,6 +53,10 @@ class Endings:
                 signal.set_wakeup_fd(before)
 
     def unwatch(self) -> None:
+        """Stop noticing; a second call does nothing.  Dies of a SIGTERM that came and was not taken."""
+        if self._wake.fileno() == -1:
+            return
+        is_ours = False
         atexit.unregister(self._exit)
         if sys.excepthook == self._except:
             sys.excepthook = self._hook
@@ -61,7 +65,10 @@ class Endings:
                 signal.set_wakeup_fd(-1)
                 if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    is_ours = self._pid == os.getpid()  # a forked process must not read what is the parent's
             self._hears_sigterm = False
+        if is_ours and self._heard_sigterm():
+            self.die_of_sigterm()
         self._wake.close()
         self.woken.close()
 
@@ -77,12 +84,13 @@ class Endings:
 
     def take_sigterm(self) -> bool:
         """Return True if SIGTERM has come and no other code handles it by now."""
-        try:
-            numbers = self.woken.recv(4096)
-        except BlockingIOError:
-            return False
         is_ours = self._hears_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm
-        return is_ours and signal.SIGTERM in numbers
+        return self._heard_sigterm() and is_ours
+
+    def _heard_sigterm(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            return signal.SIGTERM in self.woken.recv(4096)
+        return False
 
     def die_of_sigterm(self) -> None:
         """Die as if no handler had caught the signal."""

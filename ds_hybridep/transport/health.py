@@ -8,8 +8,8 @@ Each rank has a thread that tells some others where its main thread is (`positio
     after timeout_s of waiting    in one collective, of this package or of any other: it judges itself (`diagnosis`)
 
 The others wait longer for a rank that computes, reads or writes, or is in a debugger, because a rank may evaluate or
-save alone.  They end once it is idle for timeout_s or silent for most of it.  Waits of this package keep the limit
-timeout_s.
+save alone.  They end once it is idle for timeout_s or silent for most of it.  Once it has come, they give the
+collective timeout_s more.  Waits of this package keep the limit timeout_s.
 
 A rank that ends writes the message and all threads' stacks, aborts its process groups, and exits with EXIT_STATUS, no
 matter what its main thread does.  If an exception follows from another rank's end, it first says what that was.
@@ -35,7 +35,7 @@ from ds_hybridep.transport.diagnosis import (
     Direct,
     Entry,
     View,
-    all_wait,
+    any_missing,
     at_work,
     cause_of,
     is_firsthand,
@@ -126,8 +126,7 @@ class Health:
         self._known: dict[int, tuple[float, int, Position]] = {}  # rank -> when it was sent, message count, position
         self._count = 0
         self._cause = ""
-        self._patient_since = float("-inf")  # start of the wait that `_say_patience` saw last
-        self._patient_at = float("-inf")  # when it saw that
+        self._patience = Patience(timeout_s)
         self._leaves = False
         self._asked: tuple[float, bool] | None = None  # when an exception asked for its cause; True: after a limit
         self._answered = threading.Event()
@@ -155,8 +154,6 @@ class Health:
         self._leaves = True
         self._endings.nudge()
         self._thread.join(SIGTERM_S + 0.5)
-        if self._endings.take_sigterm():  # it came after the thread's last look
-            self._endings.die_of_sigterm()
         self._endings.unwatch()
 
     def drop(self) -> None:
@@ -278,29 +275,16 @@ class Health:
         if is_over or (told and (waits or min(now - self._fact_at, position.for_s) > self.timeout_s)):
             self._end(cause_of(self.view()))
             return
-        over_s = position.for_s - self.timeout_s - GRACE_S if position.waits else -1.0
+        over_s = -1.0
         if self._asked is not None:
             over_s = now - self._asked[0] - WORD_S
+        elif position.waits and position.for_s > ALERT_SHARE * self.timeout_s:
+            over_s = self._patience.overdue_s(self.view(), now)
         if over_s > 0:
             view = self.view()
-            if self._asked is None and position.for_s < AT_WORK_S and at_work(view):
-                self._say_patience(view)
-                return
-            if self._asked is None and now - self._patient_at <= self.timeout_s + GRACE_S and all_wait(view):
-                return  # the rank at work has come, and what all wait for may take as long as at any other time
             if is_firsthand(view) or over_s > GRACE_S:
                 is_late = self._asked is None or self._asked[1]
                 self._end(cause_of(view) if is_late else known_cause_of(view))
-
-    def _say_patience(self, view: View) -> None:
-        """Say once per wait, on the first rank that waits, that it goes on waiting."""
-        waiting = [rank for rank, entry in view.others.items() if entry.position.waits]
-        since = time.monotonic() - self._position.for_s
-        if since - self._patient_since > LOOK_S + 1.0 and self.rank <= min(waiting, default=self.rank):
-            first = at_work(view)[0]
-            said = f"rank {first} is at work in {view.others[first].position}, so rank {self.rank} goes on waiting"
-            _say(f"hybridep: {said} in {self._position}\n")
-        self._patient_since, self._patient_at = since, time.monotonic()
 
     def view(self) -> View:
         now = time.monotonic()
@@ -362,6 +346,36 @@ class Health:
             self._tell(Fact(self.rank, "failed", text))
         self._endings.nudge()
         return (END_S, EXIT_STATUS) if self._cause else (OWN_END_S, 1)
+
+
+class Patience:
+    """How long this rank waits in a collective while other ranks are at work."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._limit_s = timeout_s + GRACE_S
+        self._worked_at = float("-inf")  # when a rank was last at work while this one waited
+        self._said = float("-inf")  # start of the wait that was spoken of last
+
+    def overdue_s(self, view: View, now: float) -> float:
+        """Return how long this rank has waited beyond its limit; below 0 it waits on."""
+        waited_s = view.own.for_s
+        if waited_s < AT_WORK_S and at_work(view):
+            self._worked_at = now
+            if waited_s > self._limit_s:
+                self._say(view, now - waited_s)
+            return -1.0
+        if not any_missing(view):  # all have come by now, and the collective itself may take timeout_s
+            waited_s = min(waited_s, now - self._worked_at)
+        return waited_s - self._limit_s
+
+    def _say(self, view: View, since: float) -> None:
+        """Say once per wait, on the first rank that waits, that it goes on waiting."""
+        waiting = [rank for rank, entry in view.others.items() if entry.position.waits]
+        if since - self._said > LOOK_S + 1.0 and view.rank <= min(waiting, default=view.rank):
+            first = at_work(view)[0]
+            said = f"rank {first} is at work in {view.others[first].position}, so rank {view.rank} goes on waiting"
+            _say(f"hybridep: {said} in {view.own}\n")
+        self._said = since
 
 
 def _die_of_sigterm(health: Health) -> None:

@@ -35,7 +35,9 @@ TIMEOUT_S = 2.0
 
 
 WORK_S = 7.0  # more than the watch would wait for a rank that does nothing
-HEALTHY = ("evaluates", "comes late to a slow collective", "computes", "debugs", "handles SIGTERM", "ends at once")
+# Seconds until rank 3 comes; the others may wait for 6 s of a rank that does nothing.
+SLOW_COLLECTIVE = {"comes late to a slow collective": WORK_S, "comes in time to a slow collective": 5.0}
+HEALTHY = ("evaluates", *SLOW_COLLECTIVE, "computes", "debugs", "handles SIGTERM", "ends at once")
 
 
 class Owner:
@@ -53,7 +55,7 @@ def load_next_sample():
 def work(kind, seconds=WORK_S):
     """What a healthy rank may do while others wait for it."""
     until = time.time() + seconds
-    if kind in ("evaluates", "comes late to a slow collective"):
+    if kind in ("evaluates", *SLOW_COLLECTIVE):
         value = torch.eye(64)
         while time.time() < until:
             value = value @ value
@@ -99,10 +101,10 @@ def train(rank, port, fault, folder):
         elif fault == "ends at once":
             os._exit(0)
         else:
-            work(fault)
-    if fault == "comes late to a slow collective":  # rank 3 waits too, for as long as a transfer of much may take
+            work(fault, SLOW_COLLECTIVE.get(fault, WORK_S))
+    if fault in SLOW_COLLECTIVE:  # rank 3 waits too, as long as a large transfer may take
         if rank == 2:
-            threading.Timer(WORK_S + 3.0, lambda: dist.send(value.clone(), 3, group=pair)).start()
+            threading.Timer(SLOW_COLLECTIVE[fault] + 3.0, lambda: dist.send(value.clone(), 3, group=pair)).start()
         elif rank == 3:
             dist.recv(value.clone(), 2, group=pair)
     if fault in ("ends at once", "kill, then SIGTERM"):

@@ -3,11 +3,15 @@
 
 import gc
 import json
+import math
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.transport import health
 from ds_hybridep.transport.diagnosis import Direct, Entry, View, at_work, cause_of, report
-from ds_hybridep.transport.health import EXIT_STATUS
+from ds_hybridep.transport.health import EXIT_STATUS, Health, Patience
 from ds_hybridep.transport.heartbeats import FACTS, Beat, Fact, parse_beat, peers_of
 from ds_hybridep.transport.position import MainThread, Position
 
@@ -202,6 +207,108 @@ def test_no_garbage_is_collected_while_frames_are_read():
         finally:
             gc.enable()
     assert seen == [False, False]
+
+
+# -- when a rank judges, by a clock of the test ---------------------------------------------------------------
+
+
+def judged_at(
+    at_s: Callable[[float], tuple[Position, float]], *, left_at: float = math.inf
+) -> tuple[float, str] | None:
+    """When rank 0 ends the job, and why.  It waits since 0 with timeout_s 600, like ranks 1 and 2.
+
+    at_s: the position of rank 3 at a time, and for how long it has been silent.
+    """
+    ends, clock = [], [0.0]
+    watch = Health.__new__(Health)
+    watch.rank, watch.cluster, watch.timeout_s, watch._mesh = 0, TWO_DCS, 600.0, SimpleNamespace(links={})
+    watch._fact_at, watch._patience, watch._asked = 0.0, Patience(600.0), None
+    watch._end = lambda cause: ends.append((clock[0], cause))
+    with mock.patch.object(health, "time", SimpleNamespace(monotonic=lambda: clock[0])):
+        while not ends and clock[0] < 4000:
+            now = clock[0]
+            others = {1: (replace(WAITING, for_s=now), 0.0), 2: (replace(WAITING, for_s=now), 0.0), 3: at_s(now)}
+            watch._position = replace(WAITING, for_s=now)
+            watch._known = {rank: (now - silent_s, 0, position) for rank, (position, silent_s) in others.items()}
+            watch._facts = [Fact(3, "left", "")] if now >= left_at else []
+            watch._judge(now)
+            clock[0] += 0.5
+    return ends[0] if ends else None
+
+
+def works_until(came: float, silent_from: float = math.inf) -> Callable[[float], tuple[Position, float]]:
+    """Rank 3 computes, comes to the collective, and is silent for 10 s."""
+
+    def at_s(now: float) -> tuple[Position, float]:
+        silent_s = now - silent_from if silent_from < now < silent_from + 10 else 0.0
+        return (replace(LOADING, for_s=0.0) if now < came else replace(WAITING, for_s=now - came)), silent_s
+
+    return at_s
+
+
+@pytest.mark.parametrize("came", [300.0, 598.0, 603.0, 1000.0])
+@pytest.mark.parametrize("silent_after", [math.inf, 50.0])
+def test_a_collective_gets_the_whole_limit_once_the_last_rank_has_come(came, silent_after):
+    at, cause = judged_at(works_until(came, came + silent_after))
+    assert came + 600 < at < came + 610
+    assert cause.startswith("all ranks wait in the same collective")
+
+
+def test_a_rank_that_works_and_then_hangs_is_named_when_it_was_idle_for_the_limit():
+    at, cause = judged_at(lambda now: (replace(LOADING, for_s=max(0.0, now - 590)), 0.0))
+    assert 590 + 600 <= at < 590 + 610
+    assert cause.startswith("rank 3 does not come to the collective")
+
+
+def test_a_rank_that_works_and_then_leaves_is_named():
+    at, cause = judged_at(works_until(math.inf), left_at=1000.0)
+    assert 1000 < at < 1000 + 610
+    assert cause.startswith("rank 3 has ended or detached")
+
+
+def test_a_rank_that_works_and_then_is_silent_is_named():
+    at, cause = judged_at(lambda now: (replace(LOADING, for_s=0.0), max(0.0, now - 1000)))
+    assert 1000 < at < 1000 + 610
+    assert "silent" in cause
+
+
+def test_no_rank_is_waited_for_longer_than_half_an_hour():
+    at, cause = judged_at(works_until(math.inf))
+    assert 1800 <= at < 1810
+    assert cause.startswith("rank 3 does not come to the collective")
+
+
+# -- how a watch ends ------------------------------------------------------------------------------------------------
+
+ENDS = """
+import os, signal, sys
+from ds_hybridep.transport.endings import Endings
+endings = Endings(lambda error: (1.0, 1), lambda: None)
+endings.watch()
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("endings.unwatch(); endings.unwatch()", 0),
+        ("os.kill(os.getpid(), signal.SIGTERM); endings.unwatch(); print('goes on')", -15),  # nobody took it
+        ("os.kill(os.getpid(), signal.SIGTERM); assert endings.take_sigterm(); endings.unwatch()", 0),
+        (
+            "pid = os.fork()\nif pid == 0:\n    os.kill(os.getppid(), signal.SIGTERM)\n    endings.unwatch()\n"
+            "    endings.unwatch()\n    os._exit(3)\n"
+            "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3\nendings.unwatch()",
+            -15,  # the fork has not taken the parent's signal
+        ),
+    ],
+)
+def test_a_watch_that_ends_keeps_no_signal_and_may_end_twice(program: str, status: int):
+    run = subprocess.run(
+        [sys.executable, "-c", ENDS.format(program)], capture_output=True, text=True, timeout=50,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (status, ""), run.stderr
 
 
 # -- real ranks -------------------------------------------------------------------------------------------------
