@@ -22,7 +22,9 @@ from deepspeed import comm as dist
 from torch import Tensor
 
 import ds_hybridep
+from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.integration import api
+from ds_hybridep.integration.runtime import HybridRuntime
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm
@@ -224,9 +226,11 @@ def compute_probe_s(num_products: int = 400) -> float:
 
 
 def level_0_bytes(run: Run) -> dict[str, int]:
+    """By kind, without those that are not counted."""
     if run.plan.domain_sizes is None:
         return {}
-    return ds_hybridep.stats(run.engine)["levels"][0]["sent_bytes"]
+    sent = ds_hybridep.stats(run.engine)["levels"][0]["sent_bytes"]
+    return {kind: count for kind, count in sent.items() if count is not None}
 
 
 def run_block(run: Run, driver: Driver, corpus: Tensor, args: argparse.Namespace, rows: int, steps: int) -> Any:
@@ -249,7 +253,11 @@ def run_block(run: Run, driver: Driver, corpus: Tensor, args: argparse.Namespace
     return seconds / steps, wan_bytes, {kind: (n - counted_before[kind]) / (steps + 1) for kind, n in counted.items()}
 
 
-def planner_of(run: Run) -> Any:
+def runtime_of(run: Run) -> HybridRuntime:
+    return api._attachment_of(run.engine).runtime
+
+
+def planner_of(run: Run) -> JobPlanner | None:
     """What plans the run while it trains; None where the plan is given."""
     return None if run.plan.domain_sizes is None else api._attachment_of(run.engine).planner
 
@@ -259,7 +267,7 @@ def settle(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int) -> Non
     planner = planner_of(run)
     if planner is None:
         return
-    planner.choose_anew(api._attachment_of(run.engine).runtime)  # steps of the last rate and batch say nothing
+    planner.choose_anew(runtime_of(run))  # steps of the last rate and batch say nothing
     for _ in range(AUTO_MOST_STEPS):
         train(run, corpus, args, rows, 1)
         if planner.is_settled:
@@ -270,7 +278,7 @@ def settle(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int) -> Non
 def finish_transfers(run: Run) -> None:
     """Wait for weights under way, on all ranks."""
     if run.plan.domain_sizes is not None:
-        migration = api._attachment_of(run.engine).runtime.migration
+        migration = runtime_of(run).migration
         if migration is not None:
             migration.finish()
     dist.barrier()
@@ -313,13 +321,8 @@ def sum_over_ranks(counted: list[dict[str, float]]) -> dict[str, float]:
     return dict(zip(kinds, own.tolist(), strict=True))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--control", type=Path, required=True)
-    parser.add_argument("--dcs", required=True, help="DCs x GPUs per DC, as in 2x2")
-    parser.add_argument("--rates", nargs="+", required=True, help="rates of the DC uplinks, or 'none'")
-    parser.add_argument("--rows", type=int, nargs="+", required=True, help="sequences per rank and micro-step")
-    parser.add_argument("--accumulations", type=int, nargs="+", required=True)
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `build` and `train` read."""
     for name, default in (("hidden", 64), ("layers", 4), ("experts", 8), ("top-k", 2), ("seq-len", 128), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--capacity-factor", type=float, default=1.25)
@@ -331,13 +334,23 @@ def main() -> None:
     parser.add_argument("--dense-ms", type=float, default=2.0, help="slept per dense sublayer and sequence, forward")
     parser.add_argument("--row-us", type=float, default=10.0, help="slept per row and expert, forward")
     parser.add_argument("--prefetch-depth", type=int, default=2)
+    parser.add_argument("--local_rank", type=int, default=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--control", type=Path, required=True)
+    parser.add_argument("--dcs", required=True, help="DCs x GPUs per DC, as in 2x2")
+    parser.add_argument("--rates", nargs="+", required=True, help="rates of the DC uplinks, or 'none'")
+    parser.add_argument("--rows", type=int, nargs="+", required=True, help="sequences per rank and micro-step")
+    parser.add_argument("--accumulations", type=int, nargs="+", required=True)
+    add_model_arguments(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="most steps of one block")
     parser.add_argument("--block-s", type=float, default=2.0, help="seconds of one block to aim at")
     parser.add_argument(
         "--plans", nargs="+", default=[], help="names of the plans to run; by default all with exact tokens"
     )
-    parser.add_argument("--local_rank", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
@@ -377,7 +390,7 @@ def main() -> None:
                             "num_steps": run.num_steps,
                             "picked": None if (planner := planner_of(run)) is None else planner.current.label,
                             "history": None if planner is None else planner.history,
-                            "links": [] if planner is None else planner.links,
+                            "links": [] if planner is None else planner.record(runtime_of(run))["links"],
                         }
                     )  # fmt: skip
                 driver.ask(command="records", records=records)

@@ -47,7 +47,8 @@ def report(records: list[dict[str, Any]], rates: list[str], warm_up: int, steps:
     lines.append(f"     all: planned {ours:.1f} s, by hand {theirs:.1f} s, ratio {ours / theirs:.3f}")
     for entry in planned["history"]:
         done = entry["step"] - warm_up
-        phase = f"{done % steps} steps after the change to {rates[done // steps]}" if done >= 0 else "in the warm-up"
+        index = min(done // steps, len(rates) - 1)
+        phase = f"{done - index * steps} steps after the change to {rates[index]}" if done >= 0 else "in the warm-up"
         lines.append(f"step {entry['step']}, {phase}: {entry['from']} -> {entry['to']} ({entry['reason']})")
     plain = by_name["DeepSpeed"]["losses"]
     for run in (hand, planned):

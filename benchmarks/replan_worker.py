@@ -17,7 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
-from e2e_worker import AUTO_CODECS, AUTO_LEVEL, Driver, Plan, Run, build, train
+from e2e_worker import AUTO_CODECS, AUTO_LEVEL, Driver, Plan, Run, add_model_arguments, build, train
 
 import ds_hybridep
 from ds_hybridep.integration import api
@@ -113,14 +113,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2, help="sequences per rank and micro-step")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--with-codecs", action="store_true", help="lossy codecs too")
-    for name, default in (("hidden", 64), ("layers", 4), ("experts", 8), ("top-k", 2), ("seq-len", 128), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--capacity-factor", type=float, default=1.25)
-    parser.add_argument("--zero-stage", type=int, default=1)
-    parser.add_argument("--prefetch-depth", type=int, default=2)
-    parser.add_argument("--local_rank", type=int, default=0)
+    add_model_arguments(parser)
     args = parser.parse_args()
-    args.compute, args.model = "real", "bytes"
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     sizes = tuple(int(size) for size in args.dcs.split("x"))
