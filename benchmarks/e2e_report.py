@@ -77,7 +77,7 @@ def time_table(records: Sequence[Record]) -> str:
 
 
 AUTO = "hybridep auto"  # the names of planned jobs begin with it
-LOSSY = ("int8", "low rank", "codecs")
+LOSSY = ("int8", "fp8", "low rank", "codecs", "recommended")
 
 
 def is_by_hand(plan: str, *, with_codecs: bool) -> bool:

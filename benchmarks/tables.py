@@ -21,6 +21,7 @@ TABLES = {  # by file of results/: the program that prints it, and its arguments
     "e2e-sleep": ("e2e_report.py", "e2e-sleep-2x2.jsonl", "e2e-sleep-4x1.jsonl"),
     "e2e-hf-2x2": ("e2e_report.py", "e2e-hf-2x2.jsonl"),
     "e2e-auto": ("e2e_report.py", "e2e-auto.jsonl"),
+    "e2e-auto-latest": ("e2e_report.py", "e2e-auto-latest.jsonl"),
     "e2e-limits": ("limits_report.py", "e2e-limits.jsonl"),
     "scale": ("scale.py", "--report", "scale.jsonl", "--plots", str(IMAGES)),
     "losses": ("losses.py", "--report", "losses.jsonl"),
