@@ -176,7 +176,7 @@ def test_the_lab_subcommand(permitted, tmp_path, capsys):
         "lan_bits_per_s": None, "lan_delay_s": 0.0,
     }  # fmt: skip
 
-    assert main([*line, "--", "sh", "-c", "echo oh no; exit 3"]) == 1
+    assert main([*line, "--", "sh", "-c", 'test "$RANK" = 0 || exec sleep 300; echo oh no; exit 3']) == 1
     output = capsys.readouterr()
     assert "FAILED: rank 0 exited with code 3" in output.out
     assert "end of the log of rank 0:\noh no" in output.err
