@@ -41,12 +41,12 @@ base = _load_base()
 Spec = dict[str, Any] | str | None
 
 
-def low_rank(ratio: float, factors: str = "int4", **options: Any) -> dict[str, Any]:
-    return {"type": "low_rank", "ratio": ratio, "factors": factors, "iterations": 2, **options}
+def low_rank(ratio: float, factors: str = "int4", weighting: str = "none") -> dict[str, Any]:
+    return {"type": "low_rank", "ratio": ratio, "factors": factors, "iterations": 2, "weighting": weighting}
 
 
-def balanced(ratio: float, **options: Any) -> dict[str, Any]:
-    return low_rank(ratio, "log4", weighting="rms", **options)
+def balanced(ratio: float) -> dict[str, Any]:
+    return low_rank(ratio, "log4", "rms")
 
 
 def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +61,6 @@ WEIGHTS["50 + int2"] = and_the_rest(low_rank(50))
 GRADIENTS: dict[str, Spec] = {str(ratio): balanced(ratio) for ratio in RATIOS} | PLAIN
 GRADIENTS["50 + int2"] = and_the_rest(balanced(50))
 RANK_7: dict[str, Any] = {"type": "low_rank", "rank": 7, "iterations": 2}
-FIRST = {"first_ratio": 20, "first_steps": 25}
 
 # name -> codecs of expert weights, expert gradients, dense weights, dense gradients; None: exact
 CASES: dict[str, tuple[Spec, Spec, Spec, Spec]] = {
@@ -77,7 +76,6 @@ CASES: dict[str, tuple[Spec, Spec, Spec, Spec]] = {
     "all: 50, dense gradients: + int2": (WEIGHTS["50"], GRADIENTS["50"], WEIGHTS["50"], GRADIENTS["50 + int2"]),
     "attention gradients: 50": (None, None, None, GRADIENTS["50"]),
     "embedding gradients: 50": (None, None, None, GRADIENTS["50"]),
-    "experts: 50, first 20": (low_rank(50, **FIRST), balanced(50, **FIRST), None, None),
 }
 
 

@@ -66,11 +66,6 @@ def balanced(rank: int, factors: str = "log4") -> dict[str, Any]:
     return {**low_rank(rank, factors), "weighting": "rms", "fallback": "int4"}
 
 
-def first_finer(make: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-    """Twice the rank while weights change most."""
-    return {**make(6), "first_ratio": 28.0, "first_steps": 50}
-
-
 def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:
     """Two bits for each element of what the directions leave."""
     return {**codec, "rest": {"type": "int2", "block": 64}}
@@ -87,10 +82,6 @@ CASES: dict[str, tuple[Spec, Spec]] = {
     "low rank 7, int2 / balanced 11, int4": (low_rank(7, "int2"), balanced(11, "int4")),
     "low rank 3, int4 / balanced 3": (low_rank(3, "int4"), balanced(3)),
     "low rank 24, int4 / balanced 24": (low_rank(24, "int4"), balanced(24)),
-    "low rank 14 then 6, int4 / balanced 14 then 6": (
-        first_finer(lambda rank: low_rank(rank, "int4")),
-        first_finer(balanced),
-    ),
     "low rank 16 + int2 / balanced 16 + int2": (and_the_rest(low_rank(16, "int4")), and_the_rest(balanced(16))),
     "low rank 8 + int2 / balanced 8 + int2": (and_the_rest(low_rank(8, "int4")), and_the_rest(balanced(8))),
     "low rank 7, int4 / exact": (low_rank(7, "int4"), None),

@@ -30,13 +30,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm
 
-from ds_hybridep.experts import replicas
-from ds_hybridep.sync import buffers
+from ds_hybridep.sync import gradients
 
 LAYOUTS = {"domain": (4, (2, 1)), "copies": (2, (1, 1))}  # EP size, domain sizes
 PHASES = {"scratch": (1e-3, 300), "tune": (1e-4, 150)}  # learning rate, steps
 EVALUATED = 40  # batches
-residual_dtype = replicas.residual_dtype
+MIN_COMPACT = gradients.MIN_COMPACT
 T_95 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132, 6: 2.015, 7: 1.943, 8: 1.895, 10: 1.833}  # one-sided, by seeds
 
 
@@ -49,8 +48,7 @@ def engine_of(args: argparse.Namespace, seed: int, phase: str, codecs: dict[str,
         {"name": name, "size": 2, "domain_size": size} for name, size in zip(("dc", "gpu"), domain_sizes, strict=True)
     ]
     kept_in = codecs.pop("residuals", None)  # no setting: for the comparison alone
-    for module in (replicas, buffers):
-        module.residual_dtype = residual_dtype if kept_in is None else lambda _: getattr(torch, kept_in)
+    gradients.MIN_COMPACT = MIN_COMPACT if kept_in is None else 2**62  # all in fp32
     rate, steps = PHASES[phase][0] * codecs.pop("rate_factor", 1.0), args.steps or PHASES[phase][1]
     levels[0].update(codecs)
     config: dict[str, Any] = {

@@ -168,9 +168,9 @@ def measure(layers: str, row: str, accumulation: int) -> dict[str, int]:
         train(1)
         if migration is not None:
             migration.finish_shipments()
-            progress, before_step = migration.progress, migration.before_step
+            progress, remember_sent = migration.progress, migration.remember_sent
             migration.progress = lambda: (held.append(migration.replica_bytes), progress())
-            migration.before_step = lambda: (before_step(), held.append(migration.replica_bytes))
+            migration.remember_sent = lambda: (remember_sent(), held.append(migration.replica_bytes))
         between = ds_hybridep.stats(engine)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             train(2)

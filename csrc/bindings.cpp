@@ -300,6 +300,16 @@ void divide_by_gram(Address p, Address q, int64_t n, int64_t rank, int64_t rows,
     hybridep::divide_by_gram(at<const float>(p), at<float>(q), n, rank, rows, cols, to_lane(lane));
 }
 
+void compact_encode(Address values, int64_t n, int64_t length, uint32_t seed, Lane lane, Address words) {
+    require_sizes({n, length});
+    hybridep::compact_encode(at<const float>(values), n, length, seed, to_lane(lane), at<int16_t>(words));
+}
+
+void compact_decode(Address words, int64_t n, int64_t length, Lane lane, Address out) {
+    require_sizes({n, length});
+    hybridep::compact_decode(at<const int16_t>(words), n, length, to_lane(lane), at<float>(out));
+}
+
 hybridep::PatchShape to_patch_shape(int64_t n, int mantissa_bits) {
     require_sizes({n});
     if (mantissa_bits != 7 && mantissa_bits != 10) {
@@ -350,6 +360,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("blockwise_decode", &blockwise_decode, release_gil());
     module.def("low_rank_encode", &low_rank_encode, release_gil());
     module.def("low_rank_decode", &low_rank_decode, release_gil());
+    module.def("compact_encode", &compact_encode, release_gil());
+    module.def("compact_decode", &compact_decode, release_gil());
     module.def("patch_encode", &patch_encode, release_gil());
     module.def("patch_decode", &patch_decode, release_gil());
     module.def("write_headers", &write_headers, release_gil());

@@ -35,7 +35,6 @@ Block = Annotated[int, AfterValidator(_is_block), Says(f"one of {', '.join(map(s
 Rank = Annotated[int | None, Field(ge=1, le=1024), integer("from 1 to 1024", 4)]
 Ratio = Annotated[float | None, Field(gt=1, le=1e6), _RATIO]
 Steps = Annotated[int, Field(ge=1, le=10**9), integer("from 1 to 1000000000", 64)]
-OptionalSteps = Annotated[int | None, Field(ge=1, le=10**9), integer("from 1 to 1000000000", 20)]
 
 
 class Settings(BaseModel):
@@ -84,8 +83,6 @@ class LowRankConfig(CodecConfig):
     refresh_interval: Steps = 64
     fallback: PlainCodec = BlockwiseConfig(type="int4")
     rest: Annotated[BlockwiseConfig | None, BeforeValidator(_named)] = None
-    first_ratio: Ratio = None
-    first_steps: OptionalSteps = None
 
     @model_validator(mode="before")
     @classmethod
@@ -100,12 +97,6 @@ class LowRankConfig(CodecConfig):
             raise ValueError(
                 f"rank is {self.rank}, but ratio is {self.ratio:g}; leave out one of them: each matrix gets the rank "
                 f"that its ratio leads to, or all get one rank"
-            )
-        if (self.first_ratio is None) != (self.first_steps is None):
-            key, other = ("first_steps", "first_ratio") if self.first_steps is None else ("first_ratio", "first_steps")
-            raise ValueError(
-                f"{key} is missing, but {other} is {getattr(self, other)}; set both, the ratio of the first packets "
-                f"and their number, or neither"
             )
         return self
 

@@ -28,9 +28,7 @@ REMOVED_CODECS = {
     "top_k": '"low_rank" or "int2"',
     "sign": '"int2"',
     "sum": '{"type": "low_rank", "rest": "int2"}',
-    "warm_up": '{"type": "low_rank", "first_ratio": 25, "first_steps": 20}',
 }
-REMOVED_OPTIONS = {"first_rank": '"first_ratio": 25, fp32 bytes over bytes sent'}
 REMOVED_CHOICES = {"dense_sync": ("auto", "leave it out: by level sends no more bytes, and is done where it can be")}
 
 
@@ -125,8 +123,6 @@ def _about_unknown_key(
     noun, known = "key", f"known keys: {', '.join(names)}"
     if "type" in model.model_fields and isinstance(parent, Mapping):
         codec = shown(parent.get("type"))
-        if key in REMOVED_OPTIONS:
-            return f"{where} was removed; write {REMOVED_OPTIONS[str(key)]}"
         noun, known = "option", f"options of {codec}: {', '.join(names)}" if names else f"it has none, write {codec}"
     return f"{where} is not a known {noun}; {nearest(key, (*names, *advanced)) or 'remove it'} ({known})"
 

@@ -33,15 +33,6 @@ SPECS = {
         "rest": {"type": "int4", "block": 32},
     },
     "low_rank_ratio": {"type": "low_rank", "ratio": 20, "factors": "log4", "weighting": "rms", "iterations": 2},
-    "low_rank_first": {"type": "low_rank", "rank": 2, "first_ratio": 12, "first_steps": 3},
-    "low_rank_first_rest": {
-        "type": "low_rank",
-        "rank": 1,
-        "weighting": "rms",
-        "rest": "int2",
-        "first_ratio": 20,
-        "first_steps": 2,
-    },
 }
 
 # Even and odd lengths, one block and many, less than a block, vectors, and nothing at all.

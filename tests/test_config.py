@@ -311,7 +311,7 @@ def test_a_key_that_was_removed_is_refused_with_what_to_write_instead(key, inste
 
 @pytest.mark.parametrize(
     ("name", "instead"),
-    [("top_k", "low_rank"), ("sign", "int2"), ("sum", '"rest": "int2"'), ("warm_up", '"first_ratio": 25')],
+    [("top_k", "low_rank"), ("sign", "int2"), ("sum", '"rest": "int2"')],
 )
 def test_a_codec_that_was_removed_is_refused_with_what_to_write_instead(name, instead):
     message = refusal(with_level_setting("weight_codec", name))
@@ -411,8 +411,6 @@ def test_codecs_with_equal_settings_are_equal_however_they_are_written():
         ({"type": "low_rank", "rest": "low_rank"}, '.rest is "low_rank", but must be one of "int8", "int4"'),
         ({"type": "low_rank", "rest": {"type": "int8", "block": 8.0}}, ".rest.block is 8.0, but must be one of 8, 16"),
         ({"type": "low_rank", "rest": 3}, ".rest is 3, but must be a codec name or an object"),
-        ({"type": "low_rank", "first_ratio": 8}, ".first_steps is missing, but first_ratio is 8.0; set both"),
-        ({"type": "low_rank", "first_rank": 8}, '.first_rank was removed; write "first_ratio": 25'),
         ({"type": "low_rank", "ratio": 20, "rank": 4}, ".rank is 4, but ratio is 20; leave out one of them"),
         ({"type": "low_rank", "ratio": 1}, ".ratio is 1, but must be a number > 1"),
     ],

@@ -73,8 +73,10 @@ def kept_back(engine: Engine) -> dict[str, torch.Tensor]:
     result = {}
     for replicas in replicas_of(engine):
         total = torch.zeros(len(replicas.domain_ranks), sum(part.rows * part.cols for part in replicas.parts) * 2)
-        for (_, slot), encoder in replicas.feedback.encoders.items():
-            total[slot] += torch.cat([residual.reshape(-1) for residual in encoder.residuals])
+        gradients, sizes = replicas.feedback.gradients, [part.fp32_bytes // 4 for part in replicas.parts]
+        for (_, (slot, name)), piece in gradients.sent.items():
+            place = total[slot].split(sizes)[replicas.trainable_names.index(name)]
+            place += gradients.value(piece).view(-1)
         result[replicas.layer] = total
     return result
 

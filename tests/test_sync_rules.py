@@ -131,7 +131,7 @@ def memory_between_steps(case: Any) -> list[bool]:
     with engine_of(case, with_block=True, hybridep=over_slow_level(case, codecs="recommended")) as engine:
         train(engine, case, 0, 2)
         sync = dense_sync_of(engine)
-        kept = [buffer.results.replicas for buffer in sync.memory.buffers.values() if buffer.results is not None]
+        kept = [buffer.results.replicas for buffer in sync.memory._buffers.values() if buffer.results is not None]
         kept += [
             one
             for codecs in sync.memory.parameters.values()

@@ -93,6 +93,14 @@ void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, co
 // The flags of n packets, joined by OR; -1 if one does not begin with the three bytes `start` or has another stamp.
 int check_headers(const Payloads& packets, int64_t n, uint32_t start, uint32_t stamp);
 
+// --- The compact form of what is kept between steps, see hybridep_compact.h ------------------------------------------
+
+// words [n, ceil(length / 128), 161] = the compact form of finite values [n, length].
+void compact_encode(const float* values, int64_t n, int64_t length, uint32_t seed, int num_threads, int16_t* words);
+
+// out [n, length] = what the compact form holds.
+void compact_decode(const int16_t* words, int64_t n, int64_t length, int num_threads, float* out);
+
 // --- Patches of 16-bit weights --------------------------------------------------------------------------------------
 
 // n weights of a type with mantissa_bits bits of mantissa: 7 (bf16) or 10 (fp16).
@@ -133,6 +141,10 @@ void low_rank_decode(const Payloads& payloads, int64_t n, const LowRank& shape, 
 void orthonormalise(float* p, int64_t n, int64_t rank, int64_t rows, Stream stream);
 
 void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, Stream stream);
+
+void compact_encode(const float* values, int64_t n, int64_t length, uint32_t seed, Stream stream, int16_t* words);
+
+void compact_decode(const int16_t* words, int64_t n, int64_t length, Stream stream, float* out);
 
 void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shape, Stream stream, uint8_t* payload,
                   int64_t* results);

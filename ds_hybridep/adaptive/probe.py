@@ -23,7 +23,8 @@ from torch import Tensor
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.costs import ranks_below
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.feedback import Encoding
+from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.transport.channels import Channel, Purpose, Transport
 from ds_hybridep.transport.streams import streams_of
 

@@ -4,8 +4,9 @@
 The owner's side and a replica's side of one weight:
 
     packets = codec.encode_update(weights, mirror, state)
-                                                            if order.accept(packets):
-                                                                codec.decode_add(packets, replica)
+                                                            order.check(packets)
+                                                            codec.decode_add(packets, replica)
+                                                            order.advance()
 
 Legend: n tensors of one shape [rows, cols]; L = rows * cols elements.
 """

@@ -59,31 +59,20 @@ class Codec(ABC):
     """
 
     kernels: Mode = field(default="auto", compare=False, repr=False)
-    _layouts: dict[tuple[int, int, int], "_Layout"] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
+    _layouts: dict[tuple[int, int], "_Layout"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     codec_id: ClassVar[int]
     name: ClassVar[str]
 
     # ---- what a codec is asked ----
 
-    def packet_bytes(self, rows: int, cols: int, *, step: int | None = None) -> int:
-        """Return the exact bytes of one packet at encoder step `step`; without `step`, the most over all steps."""
-        codecs = self.stages if step is None else (self.at(step),)
-        return max(self._layout(rows, cols, codec).num_bytes for codec in codecs)
+    def packet_bytes(self, rows: int, cols: int) -> int:
+        """Return the bytes of one packet, header included."""
+        return self._layout(rows, cols).num_bytes
 
     def ratio(self, rows: int, cols: int, dtype: torch.dtype = torch.float32) -> float:
-        """Return bytes of [rows, cols] in `dtype` over those of its packet, header included, after the first steps."""
-        return rows * cols * dtype.itemsize / self._layout(rows, cols, self.stages[-1]).num_bytes
-
-    @property
-    def stages(self) -> tuple["Codec", ...]:
-        """The codecs of the first steps and of all later ones; one codec if no step differs."""
-        return (self,)
-
-    def at(self, step: int) -> "Codec":
-        return self
+        """Return bytes of [rows, cols] in `dtype` over those of its packet, header included."""
+        return rows * cols * dtype.itemsize / self.packet_bytes(rows, cols)
 
     def resolve(self, rows: int, cols: int) -> "Codec":
         """Return the codec that really encodes this shape: this one, or its fallback for small tensors."""
@@ -91,10 +80,7 @@ class Codec(ABC):
 
     def new_state(self, n: int, rows: int, cols: int, *, device: torch.device | str = "cpu") -> CodecState:
         """Return the state of an encoder of [n, rows, cols] that has encoded nothing yet."""
-        tensors: dict[str, Tensor] = {}
-        for codec in self.stages:
-            tensors |= codec.resolve(rows, cols).initial_tensors(n, rows, cols, torch.device(device))
-        return CodecState(tensors=tensors)
+        return CodecState(tensors=self.resolve(rows, cols).initial_tensors(n, rows, cols, torch.device(device)))
 
     def encode(self, x: Tensor, state: CodecState, *, out: Tensor | None = None) -> Tensor:
         """Return packets [n, packet_bytes] uint8 of x [n, rows, cols] fp32, in `out` if given.
@@ -180,7 +166,7 @@ class Codec(ABC):
         n, rows, cols = require_tensors("x", a)
         if other is not None and require_tensors("mirror or residual", other) != (n, rows, cols):
             raise ValueError(f"mirror or residual: got shape {tuple(other.shape)}, wanted that of x, {tuple(a.shape)}")
-        layout = self._layout(rows, cols, self.at(state.step))
+        layout = self._layout(rows, cols)
         codec = layout.codec
         packets = codec._packets_for(a, layout.num_bytes, out)
         payload = packets[:, HEADER_BYTES:]
@@ -237,18 +223,14 @@ class Codec(ABC):
         if out.shape != wanted or out.dtype != torch.uint8 or not out.is_contiguous():
             raise ValueError(
                 f"out: got {out.dtype} {tuple(out.shape)}, wanted contiguous torch.uint8 {wanted}; "
-                "ask packet_bytes(rows, cols, step=state.step)"
+                "ask packet_bytes(rows, cols)"
             )
         return out
 
     def _open(self, packets: Tensor, name: str, target: Tensor) -> tuple["Codec", bool]:
         """Return the codec that made packets of a tensor like `target`, and whether some may be flagged."""
         n, rows, cols = require_tensors(name, target)
-        layouts = [self._layout(rows, cols, codec) for codec in self.stages]
-        layout = next((one for one in layouts if one.num_bytes == packets.shape[-1]), layouts[-1])
-        if layout.num_bytes == layouts[-1].num_bytes and layout.stamp != layouts[-1].stamp and n:
-            # Packets of two codecs may have the same length: the stamp decides.
-            layout = layouts[int(packet.header_words(packets[:1])[0, 3]) % 2**32 == layouts[-1].stamp]
+        layout = self._layout(rows, cols)
         if packets.shape != (n, layout.num_bytes) or packets.dtype != torch.uint8:
             raise PacketError(
                 f"packets: got {packets.dtype} {tuple(packets.shape)}, wanted torch.uint8 {(n, layout.num_bytes)} for "
@@ -268,13 +250,12 @@ class Codec(ABC):
         words = {"number": layout.number, "sequence": step % SEQUENCE_MODULUS, "stamp": layout.stamp}
         write(packets, start=layout.start, **words, is_bad=is_bad.to(torch.uint8))
 
-    def _layout(self, rows: int, cols: int, stage: "Codec") -> "_Layout":
-        key = (rows, cols, id(stage))
-        found = self._layouts.get(key)
+    def _layout(self, rows: int, cols: int) -> "_Layout":
+        found = self._layouts.get((rows, cols))
         if found is None:
-            codec = stage.resolve(rows, cols)
-            settings = (self if type(codec) is type(stage) else codec).settings()
-            found = self._layouts[key] = _Layout(
+            codec = self.resolve(rows, cols)
+            settings = (self if type(codec) is type(self) else codec).settings()
+            found = self._layouts[rows, cols] = _Layout(
                 codec=codec,
                 num_bytes=HEADER_BYTES + codec.payload_bytes(rows, cols),
                 start=packet.MAGIC | packet.VERSION << 8 | codec.codec_id << 16,
@@ -337,28 +318,22 @@ def sequence_of(packets: Tensor) -> int:
 
 
 class PacketOrder:
-    """Says which packets of one tensor group and sender are due, so that each is applied once.
+    """The number of the packet that comes next from one sender, so that a lost or a repeated one is found.
 
-    On an accelerator all count as due: reading their numbers would be a device-to-host sync, and the transport neither
-    loses nor repeats packets.
+    Nothing is checked on an accelerator, where reading a packet's number would be a device-to-host sync.
     """
 
     def __init__(self, expected: int = 0) -> None:
         self.expected = expected % SEQUENCE_MODULUS
 
-    def accept(self, packets: Tensor) -> bool:
-        """Return True if packets [n, packet_bytes] are due, False if they were applied before.
-
-        Raises PacketError, and changes nothing, if earlier packets are missing.
-        """
-        sequence = sequence_of(packets) if packets.device.type == "cpu" else self.expected
-        ahead = (sequence - self.expected) % SEQUENCE_MODULUS
-        if ahead >= SEQUENCE_MODULUS // 2:  # behind, in arithmetic that wraps
-            return False
-        if ahead:
+    def check(self, packets: Tensor) -> None:
+        """Raise PacketError unless packets [n, packet_bytes] are the ones that come next."""
+        if packets.device.type == "cpu" and (sequence := sequence_of(packets)) != self.expected:
             raise PacketError(
-                f"packet has sequence number {sequence}, wanted {self.expected}: {ahead} packets were lost or are "
-                "late; apply those first, or resync the replica from its owner"
+                f"packet has sequence number {sequence}, wanted {self.expected}: one before it was lost, or it came "
+                f"twice; load the last checkpoint"
             )
+
+    def advance(self) -> None:
+        """Call once for each packet."""
         self.expected = (self.expected + 1) % SEQUENCE_MODULUS
-        return True

@@ -24,7 +24,7 @@ to the size of its row and column, as with an optimizer such as Adam, which divi
 Source: the scheme is PowerSGD's (arXiv 1905.13727), with the refresh and the projection onto quantised factors added.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import ClassVar, Literal
 
@@ -57,8 +57,6 @@ class LowRank(Codec):
         many times those of its packet.
     fallback: encodes vectors, and matrices for which its payload is not longer than the factors.
     rest: encodes what the factors leave out.  Its payload follows theirs, and does not count for the ratio.
-    first_ratio: the ratio of the first `first_steps` packets.  They have a state of their own, and the packets after
-        them begin like those of a new encoder.
 
     Error: the sum of squares left exceeds the one before by the rounding of Q at most.  With fp32 factors, it is that
     of a projection onto `rank` directions near the largest.  With weighting, this holds for the divided matrix.
@@ -75,26 +73,10 @@ class LowRank(Codec):
     refresh_interval: int = 64
     fallback: Codec = Blockwise(bits=4)
     rest: Codec | None = None
-    first_ratio: float | None = None
-    first_steps: int | None = None
-
-    # For a stage: the prefix of its tensors' names in the state, and the number of steps before it.
-    _prefix: str = field(default="", compare=False, repr=False)
-    _steps_before: int = field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if (self.wanted_ratio is None) == (self.rank is None):
             raise ValueError(f"got ratio {self.wanted_ratio} and rank {self.rank}, wanted one of them; leave one out")
-
-    @cached_property
-    def stages(self) -> tuple[Codec, ...]:
-        if self.first_ratio is None or self.first_steps is None:
-            return (self,)
-        then = replace(self, first_ratio=None, first_steps=None, _steps_before=self.first_steps)
-        return replace(then, rank=None, wanted_ratio=self.first_ratio, _prefix="first_", _steps_before=0), then
-
-    def at(self, step: int) -> Codec:
-        return self if self.first_steps is None else self.stages[step >= self.first_steps]
 
     @cached_property
     def factors_alone(self) -> "LowRank":
@@ -132,7 +114,7 @@ class LowRank(Codec):
         shapes: dict[str, tuple[int, ...]] = {"q": (n, self.effective_rank(rows, cols), cols)}
         if self.weighting == "rms":
             shapes |= {"row_rms": (n, rows), "col_rms": (n, cols)}
-        return {self._prefix + name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+        return {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
 
     def encode_fused(
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
@@ -140,7 +122,7 @@ class LowRank(Codec):
         kernels = self.compiled(a.device)
         if kernels is None or self.rest is not None:
             return None
-        q = state.tensors[self._prefix + "q"]
+        q = state.tensors["q"]
         wanted = (len(a), self.effective_rank(a.shape[1], a.shape[2]), a.shape[2])
         if q.shape != wanted:
             raise ValueError(f"state: holds q of shape {tuple(q.shape)}, wanted {wanted}; make it with new_state")
@@ -150,8 +132,8 @@ class LowRank(Codec):
             other,
             payload,
             q=q,
-            row_rms=state.tensors.get(self._prefix + "row_rms"),
-            col_rms=state.tensors.get(self._prefix + "col_rms"),
+            row_rms=state.tensors.get("row_rms"),
+            col_rms=state.tensors.get("col_rms"),
             start=self._fresh_start(state.step, q),
             factor=FACTOR_CODES[self.factors],
             iterations=self.iterations,
@@ -178,7 +160,7 @@ class LowRank(Codec):
         n, rows, cols = x.shape
         p_payload, q_payload = self._split(payload, rows, cols)
         payload[:, p_payload[0].numel() + q_payload[0].numel() :] = 0
-        q = state.tensors[self._prefix + "q"]
+        q = state.tensors["q"]
         start = self._fresh_start(state.step, q)
         q = q if start is None else start.repeat(n, 1, 1)
         row_weight, col_weight = self._weights(x, state)
@@ -193,7 +175,7 @@ class LowRank(Codec):
         # 2. Q for that P.
         q = divide_by_gram(_times_rows(x, p), p)
         # Copy in place: memory of another stream must not be freed in this one.
-        state.tensors[self._prefix + "q"].copy_(q)
+        state.tensors["q"].copy_(q)
         self._write(q * col_weight, q_payload)
         return ~self._read(q_payload, cols).isfinite().flatten(1).all(dim=1)
 
@@ -203,7 +185,7 @@ class LowRank(Codec):
             return x.new_ones(()).expand(len(x), 1, x.shape[1]), x.new_ones(()).expand(len(x), 1, x.shape[2])
         weights = []
         for name, dim in (("row_rms", 2), ("col_rms", 1)):
-            rms = state.tensors[self._prefix + name]
+            rms = state.tensors[name]
             mean = RMS_DECAY * rms.double().square() + (1 - RMS_DECAY) * x.double().square().mean(dim)
             rms.copy_(mean.sqrt())
             largest = rms.amax(dim=1, keepdim=True)
@@ -232,7 +214,6 @@ class LowRank(Codec):
 
     def _fresh_start(self, step: int, q: Tensor) -> Tensor | None:
         """Return a start [rank, cols] that depends on the step only; None: start from the q [n, rank, cols] before."""
-        step -= self._steps_before
         if step % self.refresh_interval:
             return None
         generator = torch.Generator().manual_seed(0x5EED + step)

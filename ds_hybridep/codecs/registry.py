@@ -37,8 +37,6 @@ def make_codec(spec: str | Mapping[str, Any] | CodecConfig, *, where: str = "cod
         refresh_interval=settings.refresh_interval,
         fallback=make_codec(settings.fallback, kernels=kernels),
         rest=None if settings.rest is None else make_codec(settings.rest, kernels=kernels),
-        first_ratio=settings.first_ratio,
-        first_steps=settings.first_steps,
         kernels=kernels,
     )
 

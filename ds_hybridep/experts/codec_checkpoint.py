@@ -7,7 +7,7 @@ each rank opens the files of all ranks, and reads what concerns its own experts.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,22 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.experts.replicas import Replicas
+from ds_hybridep.sync.gradients import residual_of
 
 PATTERN = "hybridep_rank_*.pt"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class OwnedExperts:
     """One layer's experts on this rank, by id.
 
-    shapes: [e, *shape] of each trainable parameter.
+    shapes: [e, *shape] of each trainable parameter, by name.
     share: one over the number of ranks that own the same experts; the gradients of these ranks are summed in the end.
     """
 
     name: str
     experts: range
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Mapping[str, tuple[int, ...]]
     share: float
     device: torch.device
 
@@ -74,63 +75,83 @@ def capture(
     undelivered: Mapping[str, Sequence[Tensor]],
     plan: str,
     step: int,
+    world_size: int,
 ) -> dict[str, Any]:
     """Return this rank's state at `plan` and `step`; nothing may be under way, and replicas must hold weights."""
     captured = {replicas.layer: _capture_layer(replicas) for replicas in layers}
     for layer in owned:
         if layer.name in undelivered:
-            record = captured.setdefault(layer.name, {"mirrors": {}, "replicas": [], "encoders": [], "decoders": []})
-            record["undelivered"] = [{"experts": list(layer.experts), "residuals": list(undelivered[layer.name])}]
-    return {"plan": plan, "step": step, "layers": captured}
+            record = captured.setdefault(layer.name, _nothing())
+            waiting = dict(zip(layer.shapes, undelivered[layer.name], strict=True))
+            record["undelivered"] = {"experts": list(layer.experts), "gradients": waiting}
+    return {"plan": plan, "step": step, "world_size": world_size, "layers": captured}
 
 
-def restore(layers: Sequence[Replicas], saved: Mapping[str, Any]) -> dict[str, list[Tensor]]:
+def restore(
+    layers: Sequence[Replicas], owned: Sequence[OwnedExperts], saved: Mapping[str, Any]
+) -> dict[str, list[Tensor]]:
     """Restore the state that `capture` saw under the same plan; replicas must already hold exact weights.
 
     Returns, by layer, what waited for the next gradients of the owned experts.
     """
     for replicas in layers:
         _restore_layer(replicas, saved["layers"][replicas.layer])
+    waiting = {layer: saved["layers"].get(layer.name, {}).get("undelivered") for layer in owned}
     return {
-        name: [part.clone() for part in record["undelivered"][0]["residuals"]]
-        for name, record in saved["layers"].items()
-        if record.get("undelivered")
+        layer.name: [record["gradients"][name].to(layer.device, copy=True) for name in layer.shapes]
+        for layer, record in waiting.items()
+        if record is not None
     }
 
 
-def undelivered(layers: Sequence[OwnedExperts], files: Sequence[Path], step: int) -> dict[str, list[Tensor]]:
+def undelivered(
+    layers: Sequence[OwnedExperts], files: Sequence[Path], step: int, world_size: int
+) -> dict[str, list[Tensor]]:
     """Return the owned experts' gradients that the saved job had not delivered, fp32 [e, *shape], by layer.
 
-    Each owner of an expert takes its share.  Layers without such gradients are left out.
+    Each owner of an expert takes its share.  Layers without such gradients are left out.  They are sums, which
+    DeepSpeed divides by the number of ranks: with another number of ranks they are multiplied, so that the mean stays.
     """
-    found: dict[str, list[Tensor]] = {}
+    found: dict[str, dict[str, Tensor]] = {}
     for path in files:
         saved = read(path)
         if saved["step"] != step:
             continue  # of an earlier checkpoint in this folder
+        scale = world_size / saved["world_size"]
         for layer in layers:
-            kept = saved["layers"].get(layer.name, {})
-            for record in [*kept.get("encoders", ()), *kept.get("undelivered", ())]:
+            for name, experts, kept in _kept(saved["layers"].get(layer.name, {}), set(layer.experts)):
+                if layer.name not in found:
+                    found[layer.name] = {
+                        name: torch.zeros(shape, device=layer.device) for name, shape in layer.shapes.items()
+                    }
+                total = found[layer.name][name]
                 for own_idx, expert in enumerate(layer.experts):
-                    if expert not in record["experts"]:
-                        continue
-                    if layer.name not in found:
-                        found[layer.name] = [torch.zeros(shape, device=layer.device) for shape in layer.shapes]
-                    saved_idx = record["experts"].index(expert)
-                    for total, part in zip(found[layer.name], record["residuals"], strict=True):
-                        share = part[saved_idx].to(total.device)
-                        total[own_idx].add_(share.view(total.shape[1:]), alpha=layer.share)
-    return found
+                    if expert in experts:
+                        share = kept[experts.index(expert)].to(total.device)
+                        total[own_idx].add_(share.view(total.shape[1:]), alpha=layer.share * scale)
+    return {name: list(parts.values()) for name, parts in found.items()}
+
+
+def _kept(record: Mapping[str, Any], wanted: set[int]) -> Iterator[tuple[str, list[int], Tensor]]:
+    """Yield (parameter, expert ids, gradients [e, ...]) that one rank had kept back, if it is about wanted experts."""
+    for sent in record.get("sent", ()):
+        if not wanted.isdisjoint(sent["experts"]):
+            _, name = sent["piece"]
+            yield name, sent["experts"], residual_of(sent)
+    waiting = record.get("undelivered", {"experts": [], "gradients": {}})
+    if not wanted.isdisjoint(waiting["experts"]):
+        for name, gradients in waiting["gradients"].items():
+            yield name, waiting["experts"], gradients
 
 
 def _capture_layer(replicas: Replicas) -> dict[str, Any]:
     feedback = replicas.feedback
     if feedback is None:
-        return {"mirrors": {}, "replicas": [], "encoders": [], "decoders": []}
-    feedback.home.wait()
-    gradients = feedback.gradient_state()
-    for record in gradients["encoders"]:
-        record["experts"] = list(replicas.expert_ids(record["slot"]))
+        return _nothing()
+    gradients = feedback.gradients.state_dict()
+    for record in gradients["sent"]:
+        slot, _ = record["piece"]
+        record["experts"] = list(replicas.expert_ids(slot))
     return {
         "mirrors": {name: mirror.state_dict() for name, mirror in feedback.mirrors.items()},
         "replicas": [
@@ -139,6 +160,10 @@ def _capture_layer(replicas: Replicas) -> dict[str, Any]:
         ],
         **gradients,
     }
+
+
+def _nothing() -> dict[str, Any]:
+    return {"mirrors": {}, "replicas": [], "sent": [], "received": []}
 
 
 def _restore_layer(replicas: Replicas, saved: Mapping[str, Any]) -> None:
@@ -150,4 +175,4 @@ def _restore_layer(replicas: Replicas, saved: Mapping[str, Any]) -> None:
     for record in saved["replicas"]:
         replica = feedback.lossy_replicas[record["slot"]]
         replica.load(record["values"], record["expected"])
-    feedback.load_gradient_state(saved)
+    feedback.gradients.load_state_dict(saved)

@@ -114,7 +114,7 @@ class LayerExperts:
             handle.collected = self.replicas.take_returned()
             if self.gradients is Gradients.UNDONE and (feedback := self.replicas.feedback) is not None:
                 # Undo what was encoded and decoded after the drop.
-                feedback.changes.undo_of([*feedback.encoders.values(), *feedback.decoders.values()])
+                feedback.changes.undo_of(feedback.gradients.noted())
             self.returning, self.gradients = None, Gradients.EMPTY
         return handle.collected
 
@@ -278,6 +278,9 @@ class MigrationManager:
         self.finish_shipments()
         if self.is_stale and any(layer.replicas.sends_patches for layer in self.layers):
             self.refresh()  # patches say how weights differ from what other ranks hold
+
+    def remember_sent(self) -> None:
+        """Call right before the optimizer changes the weights."""
         for layer in self.layers:
             layer.replicas.remember_sent()
 
@@ -291,7 +294,8 @@ class MigrationManager:
 
         ships: False if the next forward, or another plan, ships all weights.
         """
-        if ships:
+        # An optimizer with a step of its own does not say when it begins.
+        if ships and all(layer.replicas.knows_sent for layer in self.layers):
             self._ship(is_exact=False)
         else:
             self.skip_step()

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ds_hybridep.codecs import Patch
 from ds_hybridep.experts.slots import OwnSlot, SlotLayout
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges, residual_dtype
+from ds_hybridep.sync.feedback import Encoding, Feedback
+from ds_hybridep.sync.gradients import GradientMemory, StepChanges
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import Mirror, PatchReplica, PatchSender, Replica
@@ -56,12 +57,12 @@ class Replicas:
         self.device = next(experts[0].parameters()).device
         self.layout = SlotLayout(experts, self.device, is_grouped=is_grouped)
         self.trainable_names = tuple(piece.name for piece in self.layout.trainable)
-        num_local = self.layout.num_local
-        self.parts = tuple(PacketPart(piece.name, piece.shape, num_local) for piece in self.layout.trainable)
         # 1. Slots.
         self.domain_ranks = partition.domain_ranks(rank)
         self.own_slot = partition.offset_index(rank)
         self.replica_slots = tuple(slot for slot in range(len(self.domain_ranks)) if slot != self.own_slot)
+        self.slot_parts = [self._parts(slot) for slot in range(len(self.domain_ranks))]
+        self.parts = self.slot_parts[self.own_slot]
         # 2. Weights, and views of them.
         streams = streams_of(self.device)
         self.streams = streams if isinstance(streams, DeviceStreams) else None  # None: there is no side stream
@@ -74,7 +75,16 @@ class Replicas:
         # 3. Sums of gradients, by slot, for each trainable block.
         self._sums: dict[int, list[Tensor]] = {}
         # 4. What lossy codecs keep.
-        self.feedback = _feedback_of(self, changes)
+        self.feedback = _feedback_of(self, changes, rank)
+
+    def _parts(self, slot: int) -> tuple[PacketPart, ...]:
+        """Return the parts of the messages of a slot."""
+        num_local = self.layout.num_local
+        return tuple(
+            PacketPart(piece.shape, num_local, (((slot, piece.name), num_local * piece.shape.numel()),), block.dtype)
+            for block in self.layout.trainable_blocks
+            for piece in block.slices
+        )
 
     @property
     def weights(self) -> list[Tensor]:
@@ -142,9 +152,9 @@ class Replicas:
         self._sums[slot] = [self.layout.new(block, torch.float32) for block in self.layout.trainable_blocks]
 
     def prepare_return(self) -> None:
-        """Make what a return of gradients needs: sums for the gradients that come back, and the encoders."""
+        """Make what a return of gradients needs: sums for the gradients that come back, and what senders keep."""
         self._make_sums(self.own_slot)
-        self.make_encoders()
+        self.make_senders()
 
     def take_returned(self) -> list[Tensor]:
         """Return what came back for the owned experts, fp32, by `experts` and `trainable_names`, and drop all sums."""
@@ -166,6 +176,11 @@ class Replicas:
         for sender in [] if self.feedback is None else self.feedback.patch_senders:
             in_place = self.own.is_partitioned
             sender.sent = self.own.values(trainable_only=True) if in_place else self.own.copy()
+
+    @property
+    def knows_sent(self) -> bool:
+        """True unless patches need what was sent last, and it was not remembered."""
+        return self.feedback is None or all(sender.sent for sender in self.feedback.patch_senders)
 
     @property
     def sends_patches(self) -> bool:
@@ -206,13 +221,13 @@ class Replicas:
             for stage in self.stages
         )
 
-    def make_encoders(self) -> None:
-        """Make now the encoders of all gradients that leave this rank; otherwise each is made at its first use."""
+    def make_senders(self) -> None:
+        """Make now what is kept of all gradients that leave this rank; otherwise it is made at its first use."""
         if self.feedback is not None:
             for stage in self.stages:
                 for peer in stage.peers:
                     for slot in peer.receives:
-                        self.feedback.encoder(stage.level, slot)
+                        self.feedback.make_senders(stage.level, slot)
 
     def release(self) -> None:
         self.own.release()
@@ -223,16 +238,14 @@ class Replicas:
         return range(owner * self.layout.num_local, (owner + 1) * self.layout.num_local)
 
 
-def _feedback_of(replicas: Replicas, changes: StepChanges) -> Feedback | None:
+def _feedback_of(replicas: Replicas, changes: StepChanges, rank: int) -> Feedback | None:
     """Return the codecs' state; None if nothing is encoded, or if all is frozen and travels only at the start."""
     levels = [stage.level for stage in replicas.stages]
     weights, gradients = replicas.encoding.weight_codecs, replicas.encoding.gradient_codecs
     if not replicas.parts or not any(weights[level] or gradients[level] for level in levels):
         return None
-    kept_in = residual_dtype(block.dtype for block in replicas.layout.trainable_blocks)
-    parts = [replicas.parts] * len(replicas.domain_ranks)
     home = Home(replicas.device, replicas.encoding.is_on_host)
-    feedback = Feedback(parts, gradients, home, changes, residuals=kept_in)
+    feedback = Feedback(replicas.slot_parts, GradientMemory(replicas.layer, gradients, home, changes, rank))
     for level in levels:
         codec = weights[level]
         if isinstance(codec, Patch):

@@ -19,26 +19,30 @@ from torch import Tensor, nn
 from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.slots import lay_out
-from ds_hybridep.sync.feedback import StepChanges
+from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.transport.channels import Purpose, Transport
 
 
 def collect(replicas: Replicas, transport: Transport) -> list[Tensor]:
     """Return gradients of this rank's experts that the domain has not delivered, fp32 [e, *shape] for each of `parts`.
 
-    All ranks of the domain must call, with nothing under way.  Afterwards the encoders have no residuals.
+    All ranks of the domain must call, with nothing under way.  Afterwards senders have no residuals.
     """
-    feedback = replicas.feedback
-    assert feedback is not None, f"{replicas.layer}: nothing is lossy"
+    assert replicas.feedback is not None, f"{replicas.layer}: nothing is lossy"
+    gradients = replicas.feedback.gradients
     shapes = [(part.num_experts, *part.shape) for part in replicas.parts]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     kept = torch.zeros(len(replicas.domain_ranks), sum(sizes), device=replicas.device)
-    feedback.home.wait()
-    for (_, slot), encoder in feedback.encoders.items():
-        kept[slot] += torch.cat([residual.reshape(-1) for residual in encoder.residuals]).to(kept.device)
-    feedback.forget_gradients()
+    gradients.home.wait()
+    for stage in replicas.stages:
+        for slot, parts in enumerate(replicas.slot_parts):
+            for place, part in zip(kept[slot].split(sizes), parts, strict=True):
+                ((piece, _),) = part.pieces
+                if (kept_back := gradients.sent.get((stage.level, piece))) is not None:
+                    place += gradients.value(kept_back).view(-1).to(kept.device)
+    gradients.forget()
     total = kept[replicas.own_slot]
-    if feedback.is_lossy_for_gradients:  # otherwise no rank has kept anything back
+    if gradients.is_lossy:  # otherwise no rank has kept anything back
         ranks = [replicas.domain_ranks[slot] for slot in replicas.replica_slots]
         sent = [kept[slot] for slot in replicas.replica_slots]
         arrived = [torch.empty_like(total) for _ in ranks]

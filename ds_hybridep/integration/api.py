@@ -118,7 +118,9 @@ def stats(engine: nn.Module) -> dict[str, Any]:
         layer["codecs"] = codecs
     return {
         **record,
-        "synchronised": {name: sync.memory.sums().record() for name, sync in runtime.syncs.items() if sync.is_encoded},
+        "synchronised": {
+            name: sync.memory.stats().record() for name, sync in runtime.syncs.items() if sync.is_encoded
+        },
         "replica_bytes": 0 if runtime.migration is None else runtime.migration.replica_bytes,
         "host_bytes": 0 if runtime.migration is None else runtime.migration.host_bytes,
         "job": attachment.last_report,

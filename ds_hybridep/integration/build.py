@@ -18,7 +18,8 @@ from ds_hybridep.kernels import Kernels
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.replica_pool import return_depth
 from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
-from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.feedback import Encoding
+from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
 from ds_hybridep.sync.transfers import StagePipeline
 from ds_hybridep.tokens.exchange import Exchange, build_exchanges
@@ -61,7 +62,12 @@ class PlannedLayer:
         return OwnedExperts(
             name=spec.name,
             experts=range(first, first + spec.num_local),
-            shapes=tuple((spec.num_local, *p.shape) for block in blocks if block.is_trainable for p in block.slices),
+            shapes={
+                piece.name: (spec.num_local, *piece.shape)
+                for block in blocks
+                if block.is_trainable
+                for piece in block.slices
+            },
             share=len(spec.group_ranks) / world_size,
             device=spec.sample.device,
         )

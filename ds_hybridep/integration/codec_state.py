@@ -17,7 +17,8 @@ from ds_hybridep.experts.undelivered import UndeliveredGradients
 from ds_hybridep.integration.build import PlannedLayer
 from ds_hybridep.integration.dense import DENSE
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Feedback, StepChanges
+from ds_hybridep.sync.feedback import Feedback
+from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.memory import undelivered
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
@@ -61,7 +62,8 @@ class CodecState:
             name: sync.memory.capture() for name, sync in self._syncs.items() if sync.is_encoded or sync.memory.kept
         }
         if self.feedbacks or waiting or synchronised:
-            saved = codec_checkpoint.capture(self.replicas, self._owned(), waiting, self.plan, step)
+            world_size = self._transport.world_size
+            saved = codec_checkpoint.capture(self.replicas, self._owned(), waiting, self.plan, step, world_size)
             saved["synchronised"] = synchronised
         codec_checkpoint.write(folder, self._transport.rank, self._transport.world_size, saved)
 
@@ -94,14 +96,14 @@ class CodecState:
                     self._migration.refresh()
                 for name, kept in saved["synchronised"].items():
                     self._syncs[name].memory.resume(kept)
-                self._undelivered.take_over(codec_checkpoint.restore(self.replicas, saved))
+                self._undelivered.take_over(codec_checkpoint.restore(self.replicas, self._owned(), saved))
                 return ""
-        found = codec_checkpoint.undelivered(self._owned(), files, step)
+        found = codec_checkpoint.undelivered(self._owned(), files, step, self._transport.world_size)
         self._undelivered.take_over(found)
         kept = [part for parts in found.values() for part in parts]
         dropped = self._take_over_residuals(files, step)
         if (sync := self._syncs.get(DENSE)) is not None:
-            kept += [one.values for one in sync.memory.kept]
+            kept += [one.values for waiting in sync.memory.kept.values() for one in waiting]
         norms = [(_norm(tensors), what) for tensors, what in ((kept, "handed over"), (dropped, "dropped"))]
         told = " and ".join(f"gradients of norm {norm:.3g} are {what}" for norm, what in norms if norm)
         return f"the checkpoint is of another plan: mirrors begin anew, {told}" if told else ""
@@ -130,7 +132,7 @@ class CodecState:
         if self._migration is not None:
             self._migration.mark_weights_changed()
         for feedback in self.feedbacks:
-            feedback.forget_gradients()
+            feedback.gradients.forget()
         for sync in self._syncs.values():
             sync.memory.forget()
 

@@ -113,7 +113,7 @@ class DenseSync:
             )
             self._stand_ins[original], self._syncs[group] = group, sync
             patches.keep("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", group.unregister)
-            sync.memory.is_prescaled = not engine.postscale_gradients()
+            sync.memory.is_mean = not engine.postscale_gradients()
         patches.wrap(ENGINE, "allreduce_bucket", engine, patches.while_on(self._allreduce_bucket))
 
     def watch(self, optimizer: Any) -> None:
@@ -131,6 +131,9 @@ class DenseSync:
         if (of_experts := getattr(optimizer, "expert_dp_process_group", None)) is not None:
             swapped = {name: swap(group) for name, group in of_experts.items()}
             self._patches.put(ZERO_OPTIMIZER, "expert_dp_process_group", optimizer, swapped)
+        if hasattr(optimizer, "average_tensor"):  # it divides before it sums, whatever the engine does
+            for sync in self._syncs.values():
+                sync.memory.is_mean = True
         for name, replacement in (
             ("average_tensor", self._average_tensor),
             ("independent_gradient_partition_epilogue", self._end_of_backward),
@@ -149,14 +152,17 @@ class DenseSync:
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Copy this rank's partitions, which all ranks hold, before the optimizer changes them."""
+        """Call before the optimizer step."""
         self._is_stepping, self._gathers = True, []
+
+    def commit(self) -> None:
+        """Copy this rank's partitions, which all ranks hold, right before the optimizer changes them."""
         for flat, partitions, group in self._partitioned():
             if group in self._syncs and self._syncs[group].encodes_parameters:
                 self._before[flat.data_ptr()] = partitions[group.rank()].detach().reshape(-1).clone()
 
     def after_step(self) -> None:
-        """Drop the copies of `before_step`.  Outside a step nobody knows what other ranks hold: gathers are exact."""
+        """Drop the copies of `commit`.  Outside a step nobody knows what other ranks hold: gathers are exact."""
         self._is_stepping = False
         self._before.clear()
         self._agreements.forget()
@@ -205,14 +211,14 @@ class DenseSync:
         """Sum each slice only for the rank that reads it, where ZeRO would sum whole buckets for all ranks."""
         if not isinstance(kwargs.get("process_group"), StandInGroup):
             return original(bucket, *args, **kwargs)
-        with self._calling(slices=self._slices_of(bucket, kwargs.get("bucket_ranks"))):
+        with self._calling(**self._slices_of(bucket, kwargs.get("bucket_ranks"))):
             return original(bucket, *args, **kwargs)
 
-    def _slices_of(self, bucket: Sequence[Tensor], ranks: Sequence[Any] | None) -> list[tuple[int, Span]] | None:
-        """Return (owner, span) of each slice of the bucket; None if several ranks read a slice."""
+    def _slices_of(self, bucket: Sequence[Tensor], ranks: Sequence[Any] | None) -> dict[str, Any]:
+        """Return the arguments of `_calling`: slices, or if several ranks read one, spans."""
         owners = [rank if isinstance(rank, frozenset) else frozenset((rank,)) for rank in ranks or ()]
-        if self._bucket is None or len(owners) != len(bucket) or any(len(some) != 1 for some in owners):
-            return None
+        if self._bucket is None or len(owners) != len(bucket):
+            return {}
         whole_bucket, spans = self._bucket
         bounds = {0, whole_bucket.numel()}
         firsts = [(tensor.data_ptr() - whole_bucket.data_ptr()) // tensor.element_size() for tensor in bucket]
@@ -220,7 +226,10 @@ class DenseSync:
             bounds |= {first, first + tensor.numel()}
         ends = sorted(bounds)
         inside = dict(zip(ends, cut(spans, ends[1:]), strict=False))  # by first element
-        return [(owner, span) for first, (owner,) in zip(firsts, owners, strict=True) for span in inside[first]]
+        if any(len(some) != 1 for some in owners):
+            return {"spans": [span for first in firsts for span in inside[first]]}
+        pairs = zip(firsts, owners, strict=True)
+        return {"slices": [(owner, span) for first, (owner,) in pairs for span in inside[first]]}
 
     def _all_reduce(self, sync: GroupSync, tensor: Tensor) -> None:
         if self._call.slices is None:

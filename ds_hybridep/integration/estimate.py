@@ -21,7 +21,8 @@ from ds_hybridep.integration.build import encoding_of
 from ds_hybridep.plan.cluster import divisors
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.replica_pool import leaving_depth, return_depth
-from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.feedback import Encoding
+from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.stages import gather_stages
 
 
@@ -34,7 +35,7 @@ class MemoryNeeds:
     staging: copies of owned weights that travel unencoded, from a step to the next forward.
     gradient_sums: the most that sums of replicas' gradients take in a step, fp32.
     returns: the most that returning gradients take beside these sums, and residuals until the step is applied.
-    step: the same residuals, and what patches sent last, during the optimizer step.
+    step: what patches sent last, during the optimizer step.
     host: what codecs keep in host memory, with "state": "host".
     host_returns: residuals in host memory, from the return of gradients until the step is applied.
     """
@@ -182,14 +183,14 @@ def _memory_of_layer(
         return _LayerNeeds()
     rank = partition.group_ranks[0]
     held = Replicas("", experts, partition, gather_stages(partition, rank), rank, encoding, StepChanges())
-    held.make_encoders()
+    held.make_senders()
     replicas = sum(weights.nbytes for weights in held.weights)
     codecs = held.num_bytes - replicas
     if keeps_own or held.sends_own_slot:
         held.own.make_room(trainable_only=not keeps_own)
     staging = sum(weights.nbytes for weights in held.weights) - replicas
     own_bytes = sum(weights.nbytes for weights in held.values(held.replica_slots[0], trainable_only=True))
-    encoders = held.feedback.encoders.values() if held.feedback is not None else ()
+    sent = held.feedback.gradients.sent.values() if held.feedback is not None else ()
     slot_sums = sum(part.fp32_bytes for part in held.parts)
     return _LayerNeeds(
         replicas=replicas + (staging if keeps_own else 0),
@@ -199,7 +200,7 @@ def _memory_of_layer(
         sent=0 if keeps_own or not held.sends_patches else own_bytes,
         sums=slot_sums * len(held.replica_slots),
         own_sums=slot_sums,
-        residuals=sum(residual.nbytes for encoder in encoders for residual in encoder.residuals),
+        residuals=sum(piece.residual.nbytes for piece in sent),
     )
 
 
@@ -218,14 +219,14 @@ def _most_at_once(
         return max((sum(sizes) if of_all else sum(sizes[at : at + beside + 1]) for at in range(len(sizes))), default=0)
 
     # Once a layer's gradients are sent, new residuals take the place of its larger sums.
-    in_flight, of_step = (0 if is_on_host else most("residuals", of_all=of_all) for of_all in (not accumulates, True))
+    in_flight = 0 if is_on_host else most("residuals", of_all=not accumulates)
     return MemoryNeeds(
         replicas=most("replicas", of_all=not is_transient),
         codecs=most("codecs", of_all=True),
         staging=most("staging", of_all=True),
         gradient_sums=most("sums", of_all=accumulates, beside=leaving),
         returns=most("own_sums") + in_flight,
-        step=of_step + most("sent", of_all=True),
+        step=most("sent", of_all=True),
         host=most("host", of_all=True),
         host_returns=most("residuals", of_all=True) if is_on_host else 0,
     )

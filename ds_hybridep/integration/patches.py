@@ -21,6 +21,7 @@ ZERO_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 MOE_LAYER = "deepspeed.moe.sharded_moe:MOELayer"
 AUTOEP_LAYER = "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer"
 MODULE = "torch.nn:Module"
+OPTIMIZER = "torch.optim:Optimizer"
 TORCH_CHECKPOINTING = "torch.utils.checkpoint"
 DEEPSPEED_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
@@ -70,6 +71,7 @@ TABLE = (
     ),  # fmt: skip
     Patch(ZERO_OPTIMIZER, "has_overflow", "the flag and the norm travel together"),
     Patch(ZERO_OPTIMIZER, "scaled_global_norm", "norms of all parameter groups travel together"),
+    Patch(OPTIMIZER, "step_pre_hook", "from then on a step is not skipped any more", is_method=False),
     Patch(MODULE, "zero_grad", "the model's own zero_grad forgets sums of replicas too", "last detach"),
     Patch(MODULE, "forward_pre_hook", "notices gradients set to None; counts tokens for plans", is_method=False),
     Patch(MODULE, "load_state_dict_post_hook", "weights that were loaded are shipped", is_method=False),

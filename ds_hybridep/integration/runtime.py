@@ -24,12 +24,13 @@ from ds_hybridep.experts.verification import verify
 from ds_hybridep.integration.build import Builder, PlannedLayer, describe, encoding_of
 from ds_hybridep.integration.codec_state import CodecState
 from ds_hybridep.integration.dense import DENSE
-from ds_hybridep.integration.patches import ENGINE, ZERO_OPTIMIZER, Patches
+from ds_hybridep.integration.patches import ENGINE, OPTIMIZER, ZERO_OPTIMIZER, Patches
 from ds_hybridep.integration.statistics import Statistics
 from ds_hybridep.integration.supported import check_optimizer
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.feedback import Encoding
+from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
 
@@ -56,7 +57,7 @@ class HybridRuntime:
         self._undelivered = UndeliveredGradients(
             {layer.spec.name: layer.spec.experts for layer in planned}, is_boundary, encoding.loss_scale, self._changes
         )
-        self._is_stepping = False
+        self._is_stepping = self._is_committed = False
         self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of the group
         # This makes channels, in the same order on all ranks, and before memory is allocated.
         of_dense = replace(encoding_of(config, is_dense=True), loss_scale=encoding.loss_scale)
@@ -84,13 +85,26 @@ class HybridRuntime:
     # -- around the optimizer step ----------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Call right before the optimizer changes parameters."""
+        """Call before the optimizer step, which may still be skipped."""
         if self.migration is not None:
             self.migration.before_step()
         interval, steps = self.config.advanced.verify_interval, self.statistics.num_steps
         if interval and steps and steps % interval == 0:
             self.verify()
         self._is_stepping = True
+
+    def commit(self) -> bool:
+        """Call before each change of parameters in the optimizer step, which is not skipped any more.
+
+        Returns True for the first change of a step.
+        """
+        if not self._is_stepping or self._is_committed:
+            return False
+        self._is_committed = True
+        self._changes.keep()  # first, because it frees what the step needs
+        if self.migration is not None:
+            self.migration.remember_sent()
+        return True
 
     def verify(self) -> None:
         """Raise VerificationError if ranks hold different weights; all ranks must call at the same step."""
@@ -102,7 +116,7 @@ class HybridRuntime:
 
     def abandon_step(self) -> None:
         """Call if the optimizer failed in the step that `before_step` announced; some weights may have changed."""
-        self._is_stepping = False
+        self._is_stepping = self._is_committed = False
         if self.migration is not None:
             self.migration.after_step(ships=False)
 
@@ -111,12 +125,9 @@ class HybridRuntime:
 
         ships: send the new weights to their replicas; False if another plan follows, which ships all weights.
         """
-        self._is_stepping = False
+        self._is_stepping = self._is_committed = False
         if was_applied:
-            if self._changes.notes:
-                self._changes.keep()
-            for sync in self.syncs.values():
-                sync.memory.settle()
+            self._changes.keep()
             if self._undelivered.parts:
                 self._undelivered.deliver()
             if self.migration is not None:
@@ -182,7 +193,7 @@ class HybridRuntime:
         self._changes.keep()  # the next step uses the gradients that are there
         kept = {layer: list(parts) for layer, parts in self._undelivered.remove().items()}
         for replicas in self.codecs.replicas:
-            if replicas.feedback is not None and replicas.feedback.is_lossy_for_gradients:
+            if replicas.feedback is not None and replicas.feedback.gradients.is_lossy:
                 collected = collect(replicas, self.transport)
                 waiting = kept.get(replicas.layer)
                 kept[replicas.layer] = collected if waiting is None else list(map(torch.add, collected, waiting))
@@ -206,7 +217,7 @@ class HybridRuntime:
             if name in self.syncs:
                 self.syncs[name].memory.take_over(sync.memory.capture())
             else:
-                lost += sync.memory.sums().squared_residual
+                lost += sync.memory.squared_residual
         return math.sqrt(lost)
 
     # -- a load -------------------------------------------------------------------------------------------------
@@ -240,9 +251,8 @@ class HybridRuntime:
     @property
     def undelivered_norm(self) -> float:
         """L2 norm of the gradients that this rank has kept back."""
-        feedbacks = self.codecs.feedbacks + [one for sync in self.syncs.values() for one in sync.memory.feedbacks]
-        encoders = [encoder for feedback in feedbacks for encoder in feedback.encoders.values()]
-        return math.sqrt(sum(encoder.squared_residual() for encoder in encoders))
+        squares = [feedback.gradients.squared_residual() for feedback in self.codecs.feedbacks]
+        return math.sqrt(math.fsum([*squares, *(sync.memory.squared_residual for sync in self.syncs.values())]))
 
     def describe(self) -> str:
         """Describe the plan in one line, for the log."""
@@ -269,8 +279,16 @@ class EngineStep:
             wrap = partial(self._wrap_zero_grad, by_optimizer=True)
             self._patches.wrap(ZERO_OPTIMIZER, "zero_grad", optimizer, wrap)
             self._optimizer = optimizer
+            if isinstance(base := self._engine.basic_optimizer, torch.optim.Optimizer):
+                handle = base.register_step_pre_hook(lambda *_: self._commit())
+                self._patches.keep(OPTIMIZER, "step_pre_hook", handle.remove)
         if self._attachment.dense is not None:
             self._attachment.dense.watch(self._optimizer)
+
+    def _commit(self) -> None:
+        attachment = self._attachment
+        if attachment.runtime.commit() and attachment.dense is not None:
+            attachment.dense.commit()
 
     def _wrap_model_step(self, original: Callable[..., Any]) -> Callable[..., None]:
         def take_model_step(*args: Any, **kwargs: Any) -> None:

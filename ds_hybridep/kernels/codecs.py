@@ -124,6 +124,16 @@ class CompiledCodecs:
         with self._lane(_one_device(p=p, q=q)) as lane:
             self._extension.divide_by_gram(p.data_ptr(), q.data_ptr(), *p.shape, q.shape[2], lane)
 
+    def compact(self, values: Tensor, words: Tensor, seed: int) -> None:
+        """Write the compact form of values [n, length] to words [n, blocks, words of a block] int16."""
+        with self._lane(_one_device(values=values, words=words)) as lane:
+            self._extension.compact_encode(values.data_ptr(), *values.shape, seed, lane, words.data_ptr())
+
+    def expand(self, words: Tensor, out: Tensor) -> None:
+        """Assign to out [n, ...] what its compact form holds."""
+        with self._lane(_one_device(words=words, out=out)) as lane:
+            self._extension.compact_decode(words.data_ptr(), *_size(out), lane, out.data_ptr())
+
     def patch_encode(self, new: Tensor, sent: Tensor, payload: Tensor, *, mantissa_bits: int) -> tuple[int, int]:
         """Write to payload [bytes] what turns `sent` into `new`, both [n] of 16 bits, and set sent to new.
 

@@ -14,6 +14,8 @@ from ds_hybridep.plan.slots import part_of
 from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.plan.workload import MASTER_BYTES, Workload
 
+COMPACT_BYTES = 161 * 2 / 128  # of an element in the compact form, which takes 161 words for 128 elements
+
 Way = Literal["weights", "gradients"]  # weights go to the replicas, gradients come back
 
 
@@ -142,9 +144,14 @@ def lossy_weight_values(layout: Layout, workload: Workload) -> int:
 
 
 def gradient_residuals(layout: Layout, workload: Workload) -> float:
-    """Bytes of residuals for each trained parameter that a rank owns; they have the parameter's type."""
+    """Bytes of residuals for each trained parameter that a rank owns."""
     lossy = (level for level in layout.gather_levels if layout.codecs[level].gradient.is_lossy)
-    return workload.param_bytes * sum(gradient_messages(layout, level) for level in lossy)
+    return residual_bytes(workload) * sum(gradient_messages(layout, level) for level in lossy)
+
+
+def residual_bytes(workload: Workload) -> float:
+    """Bytes of one element of a residual.  Source: codecs/compact.py for 16-bit parameters, else fp32."""
+    return COMPACT_BYTES if workload.param_bytes == 2 else MASTER_BYTES
 
 
 def host_traffic_s(layout: Layout, workload: Workload, rates: Rates, way: Way) -> float:

@@ -96,13 +96,14 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
     Each owned parameter in a domain of M ranks has:
 
         copies          M - 1 of the parameter's type; one more, for the owner, if replicas are transient
-        residuals       one of the parameter's type for each lossy message of gradients; until the step is applied, a
-                        new one takes the place of sums; with one micro-step, all layers have it
+        residuals       one for each lossy message of gradients; until the step is applied, a new one takes the place
+                        of sums; with one micro-step, all layers have it
         lossy weights   a 4 B mirror of the owned weights for each codec; 4 B copies if their type is smaller
         sums            M - 1 of 4 B in all layers; with one micro-step, only in layers that leave (`leaving_depth`)
         returned sums   4 B in the layers in flight
         staging         one if owned weights leave as they are; not at the same time as sums
-        sent last       one if weights leave as patches, during the optimizer step; not at the same time as sums
+        sent last       one if weights leave as patches, while the optimizer step is applied; not at the same time as
+                        sums and new residuals
 
     The layers in flight are `layers_in_flight` + 1.  If replicas are transient, only these have copies.  If the host
     keeps the state, it keeps residuals, mirrors and 4 B copies.  Frozen parameters have copies only.
@@ -125,7 +126,7 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
     staging = element * (sends_exactly and not layout.is_transient)
     if layout.state == "host":
         return copies + trained * max(sums, staging, sent), trained * (kept + residuals)
-    return copies + trained * (kept + max(sums + residuals * renewed, staging, residuals + sent)), 0.0
+    return copies + trained * (kept + max(sums + residuals * renewed, staging, sent)), 0.0
 
 
 def state_bytes(num_params: float, num_trained: float, workload: Workload, num_holders: int) -> float:

@@ -72,7 +72,7 @@ class Blocks(SizedPackets):
 
 @dataclass(frozen=True)
 class Factors(SizedPackets):
-    """Two thin factors of a matrix.  If the first steps have another ratio, this gives the sizes of later steps."""
+    """Two thin factors of a matrix."""
 
     ratio: float | None
     rank: int | None

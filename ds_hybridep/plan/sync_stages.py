@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.plan.codec_costs import patch_cost
-from ds_hybridep.plan.costs import experts_per_rank
+from ds_hybridep.plan.costs import experts_per_rank, residual_bytes
 from ds_hybridep.plan.layout import IDENTITY, CodecCost, Layout, Rates, SyncModel
 from ds_hybridep.plan.slots import Shape, Slot, num_elements, shares_of
 from ds_hybridep.plan.workload import Workload
@@ -187,20 +187,20 @@ def sync_host_traffic_s(held: Held, workload: Workload, rates: Rates) -> float:
 def before_step_bytes(held: Held, workload: Workload) -> float:
     """Bytes of a copy of own parameters, which lives from before the optimizer step until the gather after it."""
     is_kept = workload.zero_stage >= 1 and held.levels and gather_codec(held, workload)[1]
-    return _slot_bytes(held, workload) if is_kept else 0.0
+    return _slot_elements(held) * workload.param_bytes if is_kept else 0.0
 
 
 def _residual_bytes(held: Held, workload: Workload) -> float:
-    """Bytes of the residuals on a rank, which have the parameters' type."""
+    """Bytes of the residuals on a rank."""
     encoding_levels = [level for level in held.levels if held.gradients[level] != IDENTITY]
     residuals = sum(held.messages_over(level) for level in encoding_levels)
     if encoding_levels and workload.zero_stage == 0:
         residuals += 1  # for the sum of the own slot
-    return _slot_bytes(held, workload) * residuals
+    return _slot_elements(held) * residual_bytes(workload) * residuals
 
 
-def _slot_bytes(held: Held, workload: Workload) -> float:
-    return sum(map(math.prod, held.tensors)) / held.group_size * workload.param_bytes
+def _slot_elements(held: Held) -> float:
+    return sum(map(math.prod, held.tensors)) / held.group_size
 
 
 def ring_bytes(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import Codec, PacketOrder, Patch
-from ds_hybridep.sync.feedback import Feedback, GradientDecoder, StepChanges, residual_dtype
-from ds_hybridep.sync.flat import Span, parts_of, split
+from ds_hybridep.sync.feedback import Feedback
+from ds_hybridep.sync.flat import Span, split
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart, load_states
 from ds_hybridep.sync.mirrors import Mirror, PatchReplica, PatchSender, Replica
@@ -18,7 +18,7 @@ from ds_hybridep.sync.mirrors import Mirror, PatchReplica, PatchSender, Replica
 
 @dataclass
 class Buffer:
-    """Gradients that are summed together again and again.
+    """The layout of gradients that are summed together.
 
     key: says what they consist of; the same on all ranks and in every run.
     spans: by slot.
@@ -30,39 +30,17 @@ class Buffer:
     sums: Feedback | None = None
     results: "SumFeedback | None" = None
 
-    def encode(
-        self,
-        codecs: Sequence[Codec | None],
-        levels: Sequence[int],
-        like: Tensor,
-        is_on_host: bool,
-        changes: StepChanges,
-        *,
-        gathers: bool,
-    ) -> None:
-        """Make `sums`, and if `gathers` also `results`, which uses the codec of the slowest level that has one."""
-        parts, residuals = [parts_of(slot) for slot in self.spans], residual_dtype([like.dtype])
-        home = Home(like.device, is_on_host)
-        self.sums = Feedback(parts, codecs, home, changes, "gradient", residuals)
-        if gathers:
-            slowest = next(codec for level in levels if (codec := codecs[level]) is not None)
-            self.results = SumFeedback(parts, (slowest,), home, changes, "gradient", residuals)
-
-    @property
-    def feedbacks(self) -> dict[str, Feedback]:
-        return {name: one for name in ("sums", "results") if (one := getattr(self, name)) is not None}
-
 
 class SumFeedback(Feedback):
     """What a codec keeps of sums on their way from the owners to all ranks; one codec serves all levels."""
 
     def encode(self, slot: int, total: Tensor, scale: float) -> Tensor | None:
         """Return the message of a slot's sum, or None if the slot is empty."""
-        encoder = self.encoder(0, slot)
-        if encoder is None:
+        layout = self.layout(0, slot)
+        if layout is None:
             return None
         with self.counters.timing("encode_s"):
-            return encoder.encode(split(total, self.parts[slot]), scale)
+            return self.gradients.encode(0, layout, split(total, self.parts[slot]), scale)
 
 
 class HeldSum:
@@ -71,14 +49,14 @@ class HeldSum:
     varies = False
 
     def __init__(self, feedback: SumFeedback, slot: int, place: Tensor, scale: float) -> None:
-        decoder = feedback.decoder(0, slot, slot)
-        assert decoder is not None, f"slot {slot} is empty"
-        self._decoder: GradientDecoder = decoder
+        layout = feedback.layout(0, slot)
+        assert layout is not None, f"slot {slot} is empty"
+        self._layout: MessageLayout = layout
+        self._gradients, self._slot = feedback.gradients, slot
         self._place, self._scale = place, scale
 
     def new_messages(self) -> list[Tensor]:
-        num_bytes = self._decoder.layout.num_bytes(self._decoder.order.expected)
-        return [torch.empty(num_bytes, dtype=torch.uint8, device=self._place.device)]
+        return [self._layout.room(self._place.device)]
 
     def cut(self, messages: Sequence[Tensor]) -> list[Tensor]:
         return list(messages)
@@ -90,7 +68,8 @@ class HeldSum:
 
     def apply(self, messages: Sequence[Tensor]) -> None:
         total = torch.zeros(self._place.shape, device=self._place.device)
-        self._decoder.add(messages[0], split(total, self._decoder.layout.parts), self._scale)
+        sums = split(total, self._layout.parts)
+        self._gradients.add(0, self._slot, self._layout, messages[0], sums, self._scale)
         self._place.copy_(total)
 
 

@@ -17,6 +17,7 @@ Over the slow link each DC sends half of the vector for a sum, and half for a ga
 half is encoded: sums with error feedback, parameters as their change since the step before.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,13 +27,15 @@ from torch import Tensor
 from ds_hybridep.errors import VerificationError
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.buffers import Buffer, HeldSum, ParameterCodecs
-from ds_hybridep.sync.feedback import Encoding, Feedback, StepChanges
+from ds_hybridep.sync.feedback import Encoding, Feedback
 from ds_hybridep.sync.flat import Span, cut, even_bounds, hash_of, split, whole
-from ds_hybridep.sync.memory import ALL_REDUCE, CodecMemory
+from ds_hybridep.sync.gradients import StepChanges
+from ds_hybridep.sync.memory import CodecMemory
 from ds_hybridep.sync.mirrors import is_patched
 from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
 from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport
+from ds_hybridep.transport.connections import NUM_LANES
 from ds_hybridep.transport.streams import DeviceStreams
 
 
@@ -78,6 +81,40 @@ class FlatSlots:
         return self._loss_scale()
 
 
+class _Pieces:
+    """A flat buffer cut into pieces, each of which belongs to a slot.
+
+    slices: (slot, span) in the order of the buffer.
+    values: by slot, contiguous; views of the buffer where a slot's pieces follow each other, unless `copies`.
+    """
+
+    def __init__(
+        self, flat: Tensor, slices: Sequence[tuple[int, Span]], num_slots: int, *, copies: bool = False
+    ) -> None:
+        of_slot: list[list[int]] = [[] for _ in range(num_slots)]
+        for at, (slot, _) in enumerate(slices):
+            of_slot[slot].append(at)
+        whole_flat = flat.detach().view(-1)
+        places = whole_flat.split([span.num_elements for _, span in slices])
+        starts = [0, *itertools.accumulate(span.num_elements for _, span in slices)]
+        self.spans = [tuple(slices[at][1] for at in members) for members in of_slot]
+        self._places = [[places[at] for at in members] for members in of_slot]
+        self.values = [
+            whole_flat[starts[members[0]] : starts[members[-1] + 1]]
+            if members and not copies and members[-1] - members[0] == len(members) - 1
+            else torch.cat([flat.new_empty(0), *places_of])
+            for members, places_of in zip(of_slot, self._places, strict=True)
+        ]
+
+    def write_back(self, *slots: int) -> None:
+        """Copy `values` of these slots, by default of all, to where the buffer does not have them."""
+        for slot in slots or range(len(self.values)):
+            places, values = self._places[slot], self.values[slot]
+            if places and places[0].data_ptr() != values.data_ptr():
+                for place, value in zip(places, values.split([place.numel() for place in places]), strict=True):
+                    place.copy_(value)
+
+
 class GroupSync:
     """Collectives of one data-parallel group; its ranks must call each with the same sizes and in the same order.
 
@@ -116,7 +153,7 @@ class GroupSync:
         # True if a level that the group crosses has a codec for weights; for weights or gradients.
         self.encodes_parameters = any(encoding.weight_codecs[level] is not None for level in self._levels)
         self.is_encoded = self.encodes_parameters or any(encoding.gradient_codecs[level] for level in self._levels)
-        self.memory = CodecMemory(changes, self.num_slots, encoding, self._levels)
+        self.memory = CodecMemory(name, transport.rank, changes, self.num_slots, encoding, self._levels, device)
         self._waiting: dict[Span, Tensor] = {}  # sums of earlier micro-steps that this rank adds to later ones
         self.waiting_names: set[str] = set()  # parameters with gradients that wait on some rank
         self._pipeline = StagePipeline(transport)
@@ -131,15 +168,18 @@ class GroupSync:
     def all_reduce(self, flat: Tensor, spans: Sequence[Span] = ()) -> None:
         """Replace a contiguous tensor by its sum over the ranks.
 
-        spans: the tensors that it consists of; without them, codecs see one vector.
+        spans: the tensors that it consists of; without their names, the sum travels as it is.
         """
-        whole_flat = flat.detach().view(-1)
-        spans = tuple(spans) or (whole("", (whole_flat.numel(),)),)
-        bounds = even_bounds(spans, self.num_slots)
-        values = list(whole_flat.tensor_split(bounds[:-1]))
-        buffer = self.memory.buffer(ALL_REDUCE, cut(spans, bounds), flat)
-        slots, sums = self._reduce(buffer, values, is_last=True)
+        spans = tuple(spans) or (whole("", (flat.numel(),)),)
+        if all(span.name for span in spans):
+            pieces = _Pieces(flat, self.memory.slices(spans), self.num_slots)
+        else:
+            slots_of = enumerate(cut(spans, even_bounds(spans, self.num_slots)))
+            pieces = _Pieces(flat, [(slot, span) for slot, found in slots_of for span in found], self.num_slots)
+        buffer = self.memory.buffer("all_reduce", pieces.spans, flat)
+        slots, sums = self._reduce(buffer, pieces.values, is_last=True)
         self._give_to_all(buffer, slots, sums)
+        pieces.write_back()
 
     def reduce_to_owners(self, flat: Tensor, slices: Sequence[tuple[int, Span]], *, is_last: bool = True) -> None:
         """Replace this rank's slices of a contiguous tensor by their sums; the other slices stay as they are.
@@ -149,20 +189,13 @@ class GroupSync:
             is_last: False if more sums of the same slices follow before they are used.  Then at most the fastest level
                 is crossed and this rank's slices become zero; the last sum includes everything.
         """
-        pieces = flat.detach().view(-1).split([span.num_elements for _, span in slices])
-        members: list[list[int]] = [[] for _ in range(self.num_slots)]
-        for at, (owner, _) in enumerate(slices):
-            members[self._slot_of_index[owner]].append(at)
-        values = [torch.cat([pieces[at] for at in slot]) if slot else flat.new_empty(0) for slot in members]
-        spans = [tuple(slices[at][1] for at in slot) for slot in members]
-        buffer = self.memory.buffer("reduce", spans, flat)
-        _, sums = self._reduce(buffer, values, is_last=is_last)
-        own = [pieces[at] for at in members[self.own_slot]]
-        for piece, total in zip(own, sums[self.own_slot].split([piece.numel() for piece in own]), strict=True):
-            if is_last:
-                piece.copy_(total)
-            else:
-                piece.zero_()
+        by_slot = [(self._slot_of_index[owner], span) for owner, span in slices]
+        # 16-bit values are copied anyway before anything is added to them.
+        pieces = _Pieces(flat, by_slot, self.num_slots, copies=not is_patched(flat))
+        buffer = self.memory.buffer("reduce", pieces.spans, flat)
+        _, sums = self._reduce(buffer, pieces.values, is_last=is_last)
+        pieces.values[self.own_slot] = sums[self.own_slot] if is_last else torch.zeros_like(sums[self.own_slot])
+        pieces.write_back(self.own_slot)
 
     def verify(self, checksums: Sequence[Tensor]) -> None:
         """Raise VerificationError if ranks have different checksums of what the group shares."""
@@ -319,7 +352,9 @@ class GroupSync:
         return total
 
     def _lane(self, key: str) -> int:
-        return self._lanes.setdefault(key, len(self._lanes) + 1)
+        if len(self._lanes) < NUM_LANES:
+            self._lanes.setdefault(key, len(self._lanes) + 1)
+        return self._lanes.get(key, 0)
 
     def _run(self, transfer: StagedTransfer) -> None:
         self._pipeline.start(transfer)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_hybridep.sync.messages import PacketPart
+from ds_hybridep.sync.messages import PacketPart, Piece
 
 MIN_MATRIX = 1024  # elements; a smaller matrix gains nothing over a vector
 
@@ -77,15 +77,20 @@ def even_bounds(spans: Sequence[Span], num_slots: int) -> list[int]:
     return [*bounds, total]
 
 
-def parts_of(spans: Iterable[Span]) -> tuple[PacketPart, ...]:
+def parts_of(spans: Iterable[Span], dtype: torch.dtype = torch.float32) -> tuple[PacketPart, ...]:
     """Return the parts of a slot's message, in the order of its elements; neighbouring vectors form one part."""
     parts: list[PacketPart] = []
     for span in spans:
+        start = span.start
         for shape in _shapes(span.shape, span.start, span.num_elements):
+            num_elements = math.prod(shape)
+            pieces: tuple[tuple[Piece, int], ...] = (((span.name, start), num_elements),)
+            start += num_elements
             if len(shape) == 1 and parts and len(parts[-1].shape) == 1:
-                shape = (parts.pop().shape.numel() + shape[0],)
+                before = parts.pop()
+                shape, pieces = (before.shape.numel() + num_elements,), before.pieces + pieces
             num_experts, *matrix = shape if len(shape) == 3 else (1, *shape)
-            parts.append(PacketPart(span.name, torch.Size(matrix), num_experts))
+            parts.append(PacketPart(torch.Size(matrix), num_experts, pieces, dtype))
     return tuple(parts)
 
 

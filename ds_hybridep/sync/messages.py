@@ -8,7 +8,8 @@ A message holds one packet for each part of a slot, and e packets for a part of 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,13 +22,21 @@ ALIGNMENT_BYTES = 16
 BLOCK_ELEMENTS = 2**20  # converted at a time, because a copy of all may be too large
 
 
+Piece = tuple[str | int, ...]  # names a run of one parameter's elements, and is the same in every run of the program
+
+
 @dataclass(frozen=True)
 class PacketPart:
-    """One parameter in a message."""
+    """A matrix, or a stack of e matrices, or a vector, in a message: one packet for each matrix.
 
-    name: str
+    pieces: (piece, number of elements); several only for a vector, one after the other.
+    dtype: of the parameter.
+    """
+
     shape: torch.Size
     num_experts: int
+    pieces: tuple[tuple[Piece, int], ...]
+    dtype: torch.dtype = torch.float32
 
     @property
     def rows(self) -> int:
@@ -53,30 +62,32 @@ class MessageLayout:
 
     codec: Codec
     parts: tuple[PacketPart, ...]
-    _places: dict[int, tuple[int, list[tuple[int, int, int]]]] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
 
-    def num_bytes(self, step: int) -> int:
-        """Return the length in bytes of the message of encoder step `step`."""
-        return self._lay_out(step)[0]
+    @property
+    def num_bytes(self) -> int:
+        """The length of a message."""
+        return self._places[0]
 
     @property
     def fp32_bytes(self) -> int:
         """The fp32 bytes of what a message stands for."""
         return sum(part.fp32_bytes for part in self.parts)
 
-    def new_message(self, step: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """Return uint8 memory for the message of encoder step `step`, and the message's packets."""
-        message = torch.empty(self.num_bytes(step), dtype=torch.uint8, device=device)
-        return message, self.packets(message, step)
+    def new_message(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """Return uint8 memory for a message to send, and the message's packets."""
+        message = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)  # nobody gets to see what was there
+        return message, self.packets(message)
 
-    def packets(self, message: Tensor, step: int) -> list[Tensor]:
+    def room(self, device: torch.device) -> Tensor:
+        """Return uint8 memory for a message to receive."""
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+
+    def packets(self, message: Tensor) -> list[Tensor]:
         """Return views of a message, [e, packet_bytes] uint8 for each part."""
         offset = message.storage_offset()
         return [
             message.as_strided((num_experts, num_bytes), (num_bytes, 1), offset + start)
-            for num_experts, num_bytes, start in self._lay_out(step)[1]
+            for num_experts, num_bytes, start in self._places[1]
         ]
 
     def new_states(self, device: torch.device) -> list[CodecState]:
@@ -86,18 +97,15 @@ class MessageLayout:
         """Return zeros, [e, rows, cols] for each part."""
         return [home.zeros(part.num_experts, part.rows, part.cols, dtype=dtype) for part in self.parts]
 
-    def _lay_out(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """Return a message's length, and for each part (packets, bytes of one packet, aligned start)."""
-        codec = self.codec.at(step)
-        found = self._places.get(id(codec))
-        if found is None:
-            places, start = [], 0
-            for part in self.parts:
-                num_bytes = codec.packet_bytes(part.rows, part.cols)
-                places.append((part.num_experts, num_bytes, start))
-                start += math.ceil(part.num_experts * num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            found = self._places[id(codec)] = (start, places)
-        return found
+    @cached_property
+    def _places(self) -> tuple[int, list[tuple[int, int, int]]]:
+        """A message's length, and for each part (packets, bytes of one packet, aligned start)."""
+        places, start = [], 0
+        for part in self.parts:
+            num_bytes = self.codec.packet_bytes(part.rows, part.cols)
+            places.append((part.num_experts, num_bytes, start))
+            start += math.ceil(part.num_experts * num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return start, places
 
 
 def squared_norm(values: Tensor) -> float:

@@ -64,7 +64,7 @@ class Mirror:
 
     def encode(self, weights: Sequence[Tensor]) -> Tensor:
         """Return the uint8 message that brings every replica closer to `weights` ([e, *shape] for each part)."""
-        message, packets = self.layout.new_message(self.states[0].step, self.home.device)
+        message, packets = self.layout.new_message(self.home.device)
         for part, weight, value, state, out in zip(
             self.layout.parts, weights, self.values, self.states, packets, strict=True
         ):
@@ -115,8 +115,7 @@ class Replica:
         self.order = PacketOrder()  # its `expected` is the encoder step of the next message
 
     def new_messages(self) -> list[Tensor]:
-        num_bytes = self.layout.num_bytes(self.order.expected)
-        return [torch.empty(num_bytes, dtype=torch.uint8, device=self._weights[0].device)]
+        return [self.layout.room(self._weights[0].device)]
 
     def cut(self, messages: Sequence[Tensor]) -> list[Tensor]:
         return list(messages)
@@ -130,10 +129,9 @@ class Replica:
         raise AssertionError("packets of lossy codecs are forwarded as they are")
 
     def apply(self, messages: Sequence[Tensor]) -> None:
-        """Add what the message holds, unless it was applied before."""
-        packets = self.layout.packets(messages[0], self.order.expected)
-        if not self.order.accept(packets[0]):
-            return
+        packets = self.layout.packets(messages[0])
+        self.order.check(packets[0])
+        self.order.advance()
         for packet, value, weight in zip(packets, self.values, self._weights, strict=True):
             is_shared = value.data_ptr() == weight.data_ptr()
             work = value if is_shared else self.home.fetch(value)

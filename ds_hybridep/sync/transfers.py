@@ -245,28 +245,28 @@ class Reduce(StagedTransfer):
 
     def _outgoing(self, slot: int, level: int) -> list[Tensor]:
         feedback = self.slots.feedback
-        encoder = None if feedback is None else feedback.encoder(level, slot)
-        if feedback is None or encoder is None:
+        layout = None if feedback is None else feedback.layout(level, slot)
+        if feedback is None or layout is None:
             messages = [total.to(dtype) for total, dtype in self.slots.sums(slot)]
         else:
             with self._timing("encode_s"):
-                messages = [encoder.encode(self.slots.sum_parts(slot), self._scale)]
-            feedback.counters.count("gradient", messages[0].nbytes, encoder.layout.fp32_bytes)
+                messages = [feedback.gradients.encode(level, layout, self.slots.sum_parts(slot), self._scale)]
+            feedback.counters.count("gradient", messages[0].nbytes, layout.fp32_bytes)
         self.slots.drop_sums(slot)
         return messages
 
     def _incoming(self, slot: int, level: int, sender: int) -> list[Tensor]:
         feedback = self.slots.feedback
-        decoder = None if feedback is None else feedback.decoder(level, sender, slot)
-        if decoder is None:
+        layout = None if feedback is None else feedback.layout(level, slot)
+        if feedback is None or layout is None:
             messages = []
             for total, dtype in self.slots.sums(slot):
                 messages.append(torch.empty_like(total, dtype=dtype))
                 self._arrivals.append((sender, partial(total.add_, messages[-1])))
             return messages
-        num_bytes = decoder.layout.num_bytes(decoder.order.expected)
-        message = torch.empty(num_bytes, dtype=torch.uint8, device=self.slots.device)
-        self._arrivals.append((sender, partial(decoder.add, message, self.slots.sum_parts(slot), self._scale)))
+        message = layout.room(self.slots.device)
+        sums, add = self.slots.sum_parts(slot), feedback.gradients.add
+        self._arrivals.append((sender, partial(add, level, sender, layout, message, sums, self._scale)))
         return [message]
 
     def _take_in(self) -> None:

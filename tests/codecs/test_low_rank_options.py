@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`rest`, `first_ratio` and `first_steps` of low_rank, against what they mean, written with plain codecs."""
+"""`rest` of low_rank, against what it means, written with plain codecs."""
 
 import pytest
 import torch
 from codec_cases import normal
 
-from ds_hybridep.codecs import HEADER_BYTES, make_codec, non_finite, sequence_of
-from ds_hybridep.errors import PacketError
+from ds_hybridep.codecs import HEADER_BYTES, make_codec, non_finite
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -109,72 +108,3 @@ def test_a_rest_that_overflows_flags_the_packet(kernels):
     assert non_finite(packets).tolist() == [False, True]
     assert torch.equal(residual[1], torch.zeros(64, 64))
     assert residual[0].abs().max() > 0
-
-
-@pytest.mark.parametrize("rest", [None, "int2"])
-@pytest.mark.parametrize("factors", FACTORS, ids=["plain", "weighted"])
-@pytest.mark.parametrize("first_ratio", [60, 9])
-def test_the_first_steps_have_a_ratio_of_their_own(kernels, factors, rest, first_ratio):
-    """As one encoder for the first steps and a new one for all later ones."""
-    base = {**factors, "rest": rest}
-    codec = make_codec({**base, "first_ratio": first_ratio, "first_steps": 4}, kernels=kernels)
-    by_ratio = {**base, "ratio": first_ratio, "rank": None}
-    first, then = make_codec(by_ratio, kernels=kernels), make_codec(base, kernels=kernels)
-    encoders = {True: (first, first.new_state(*SHAPE)), False: (then, then.new_state(*SHAPE))}
-    state, mirror, wanted = codec.new_state(*SHAPE), torch.zeros(SHAPE), torch.zeros(SHAPE)
-    replica = torch.zeros(SHAPE)
-    for step in range(10):
-        weights = normal(*SHAPE, seed=step)
-        packets = codec.encode_update(weights, mirror, state)
-        of_step, state_of_step = encoders[step < 4]
-        others = of_step.encode_update(weights, wanted, state_of_step)
-        assert packets.shape[1] == codec.packet_bytes(24, 40, step=step) == of_step.packet_bytes(24, 40)
-        assert torch.equal(packets[:, HEADER_BYTES:], others[:, HEADER_BYTES:])
-        assert sequence_of(packets) == step
-        codec.decode_add(packets, replica)
-        assert_same_bits(mirror, wanted)
-        assert_same_bits(replica, wanted)
-    assert codec.packet_bytes(24, 40) == max(first.packet_bytes(24, 40), then.packet_bytes(24, 40))
-    assert codec.ratio(24, 40) == then.ratio(24, 40)
-
-
-@pytest.mark.parametrize(
-    "shape", [(2, 24, 3), (2, 40, 10), (2, 1, 70)], ids=["rank 3 of both", "one falls back", "both"]
-)
-def test_stages_of_any_shape_are_told_apart(kernels, shape):
-    """A rank is no more than the matrix has, and a large one leaves small matrices to the fallback."""
-    spec = {
-        "type": "low_rank",
-        "rank": 3,
-        "first_ratio": 8,
-        "first_steps": 2,
-        "fallback": {"type": "int8", "block": 8},
-    }
-    codec = make_codec(spec, kernels=kernels)
-    weights, mirror, state = normal(*shape), torch.zeros(shape), codec.new_state(*shape)
-    replica = torch.zeros(shape)
-    for step in range(5):
-        packets = codec.encode_update(weights, mirror, state)
-        assert packets.shape[1] == codec.packet_bytes(*shape[1:], step=step)
-        codec.decode_add(packets, replica)
-        assert_same_bits(replica, mirror)
-
-
-def test_packets_of_other_first_steps_are_refused():
-    spec = {"type": "low_rank", "ratio": 25, "first_ratio": 12}
-    codec, other = (make_codec({**spec, "first_steps": steps}) for steps in (2, 3))
-    packets = codec.encode(normal(*SHAPE), codec.new_state(*SHAPE))
-    with pytest.raises(PacketError, match="stamp 0x.*encode and decode with equal codec settings"):
-        other.decode(packets, torch.empty(SHAPE))
-
-
-def test_a_layout_asked_for_by_step_does_not_change_the_stamp():
-    """Messages ask `at(step)` for sizes before anything is encoded."""
-    spec = {"type": "low_rank", "rank": 2, "first_ratio": 12, "first_steps": 1}
-    asked, other = make_codec(spec), make_codec(spec)
-    for step in range(2):
-        asked.at(step).packet_bytes(24, 40)
-    state = asked.new_state(*SHAPE)
-    for step in range(2):
-        packets = asked.encode(normal(*SHAPE, seed=step), state)
-        assert other.decode(packets, torch.empty(SHAPE)).isfinite().all()

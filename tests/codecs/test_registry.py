@@ -56,16 +56,8 @@ def test_every_type_is_tested():
         ),
         ({"type": "low_rank", "rest": {"type": "int2", "block": 9}}, r"^k.rest.block is 9, but must be one of 8, 16"),
         (
-            {"type": "low_rank", "first_ratio": 14},
-            r"^k.first_steps is missing, but first_ratio is 14.0; set both, the ratio",
-        ),
-        (
-            {"type": "low_rank", "first_steps": 50},
-            r"^k.first_ratio is missing, but first_steps is 50; set both, the ratio",
-        ),
-        (
-            {"type": "low_rank", "first_ratio": 9, "first_steps": 0},
-            r"^k.first_steps is 0, but must be an integer from 1",
+            {"type": "low_rank", "refresh_interval": 0},
+            r"^k.refresh_interval is 0, but must be an integer from 1",
         ),
     ],
 )

@@ -39,7 +39,8 @@ def test_verification_makes_no_copies_of_the_weights() -> None:
         from ds_hybridep.kernels import load_kernels
         from ds_hybridep.plan.cluster import Cluster, Level
         from ds_hybridep.plan.partition import Partition
-        from ds_hybridep.sync.feedback import Encoding, StepChanges
+        from ds_hybridep.sync.feedback import Encoding
+        from ds_hybridep.sync.gradients import StepChanges
 
         experts = [torch.nn.Linear(8192, 4096, bias=False)]  # 128 MiB, and as much for each slot
         partition = Partition.build(Cluster((Level("dc", 2),)), (0, 1), (2,))
@@ -59,14 +60,15 @@ def test_a_resume_under_another_plan_reads_only_what_concerns_the_own_experts(tm
     layer = {
         "mirrors": {"int8()": {"values": [big.clone(), big.clone()], "states": []}},
         "replicas": [{"slot": 1, "values": [big.clone()], "expected": 3}],
-        "encoders": [
-            {"level": 0, "slot": 1, "experts": [7], "residuals": [big.clone().view(1, -1)], "states": []},
-            {"level": 0, "slot": 0, "experts": [2, 3], "residuals": [torch.ones(2, 2, 4)], "states": []},
+        "sent": [
+            {"piece": [1, "w"], "experts": [7], "residual": big.clone().view(1, -1)},
+            {"piece": [0, "w"], "experts": [2, 3], "residual": torch.ones(2, 2, 4)},
         ],
-        "decoders": [],
+        "received": [],
     }
     for rank in range(2):
-        codec_checkpoint.write(tmp_path, rank, 2, {"plan": "other", "step": 5, "layers": {"moe": layer}})
+        saved = {"plan": "other", "step": 5, "world_size": 2, "layers": {"moe": layer}}
+        codec_checkpoint.write(tmp_path, rank, 2, saved)
     program = """
         import sys
         from pathlib import Path
@@ -74,11 +76,11 @@ def test_a_resume_under_another_plan_reads_only_what_concerns_the_own_experts(tm
         from ds_hybridep.experts.codec_checkpoint import OwnedExperts, PATTERN, undelivered
 
         owned = OwnedExperts(
-            name="moe", experts=range(2, 4), shapes=((2, 2, 4),), share=0.5, device=torch.device("cpu")
+            name="moe", experts=range(2, 4), shapes={"w": (2, 2, 4)}, share=0.5, device=torch.device("cpu")
         )
 
         def run():
-            found = undelivered([owned], sorted(Path(sys.argv[1]).glob(PATTERN)), 5)
+            found = undelivered([owned], sorted(Path(sys.argv[1]).glob(PATTERN)), 5, 2)
             assert torch.equal(found["moe"][0], torch.ones(2, 2, 4)), found  # half of two files
     """
     assert growth_of(program, str(tmp_path)) < 32

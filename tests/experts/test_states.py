@@ -8,7 +8,7 @@ import pytest
 from ds_hybridep.errors import GradientNotReturnedError
 from ds_hybridep.experts import migration
 from ds_hybridep.experts.migration import Gradients, LayerExperts, ReturnHandle, Weights
-from ds_hybridep.sync.feedback import StepChanges
+from ds_hybridep.sync.gradients import StepChanges
 
 
 @pytest.fixture
@@ -79,7 +79,8 @@ def test_what_codecs_note_of_dropped_gradients_is_undone_where_the_drop_was(
     layer: LayerExperts, is_undone: bool
 ) -> None:
     changes, undone = StepChanges(), []
-    layer.replicas.feedback = mock.MagicMock(changes=changes, encoders={}, decoders={0: "own"})
+    layer.replicas.feedback = mock.MagicMock(changes=changes)
+    layer.replicas.feedback.gradients.noted.return_value = ["own"]
     layer.add_gradients([])
     layer.start_return(ReturnHandle())
     layer.drop_gradients(is_undone=is_undone)

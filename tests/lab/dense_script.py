@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.feedback import Encoding
+from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.channels import Transport
 

@@ -12,7 +12,7 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.integration import estimate
 from ds_hybridep.plan import replica_pool
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
-from ds_hybridep.plan.costs import packet_bytes, row_counts
+from ds_hybridep.plan.costs import COMPACT_BYTES, packet_bytes, row_counts
 from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.memory import memory_of
 from ds_hybridep.plan.model_sizes import model_from_mapping
@@ -406,18 +406,20 @@ def test_memory_per_rank():
     # A copy; sums of it, and what came back for the owned one, of layers in flight.
     assert memory_on((2, 1), EXACT, EXACT).replica_bytes == owned * (2 + 4 * leaving + 4 * in_flight)
     # What came encoded is fp32 beside the 16-bit copy, and owned weights have a mirror; residuals are there twice.
-    assert memory_on((2, 1), LOSSY, LOSSY).replica_bytes == owned * (2 + 4 + 4 + 2 + 2 + 4 * leaving + 4 * in_flight)
+    assert memory_on((2, 1), LOSSY, LOSSY).replica_bytes == owned * (
+        2 + 4 + 4 + 2 * COMPACT_BYTES + 4 * leaving + 4 * in_flight
+    )
     assert plain.total_bytes == plain.state_bytes + plain.activation_bytes + plain.workspace_bytes
 
 
-def test_a_replicated_parameter_takes_eight_bytes_under_patches_and_error_feedback(monkeypatch):
-    """Copy 2, sum 4, residual 2; beside that buffers of the layers in flight."""
+def test_what_a_replicated_parameter_takes_under_patches_and_error_feedback(monkeypatch):
+    """Copy 2, sum 4, residual 2.5; beside that buffers of the layers in flight."""
     owned, in_flight = 4 * 2 * TOY.expert_params, 1
     many, one = (memory_on((2, 1), CHANGES, LOSSY, micro_steps=steps) for steps in (4, 1))
-    assert many.replica_bytes == owned * (2 + 2 + 4 + (4 + 2) * in_flight)
+    assert many.replica_bytes == owned * (2 + COMPACT_BYTES + 4 + (4 + COMPACT_BYTES) * in_flight)
     # With one micro-step there are sums of the layers that leave, and new residuals of all.
-    assert one.replica_bytes == owned * (2 + 2 + 4 * in_flight + 2 + 4 * 3 / 4)
-    # What was sent last is there during the optimizer step, when there are no sums.
+    assert one.replica_bytes == owned * (2 + COMPACT_BYTES + 4 * in_flight + COMPACT_BYTES + 4 * 3 / 4)
+    # What was sent last is there while the step is applied, when there are no sums and no second residuals.
     monkeypatch.setattr(replica_pool, "RETURNING_BYTES", 0)  # of large layers few are in flight
     alone = memory_on((2, 1), CHANGES, EXACT, micro_steps=1, model=dataclasses.replace(TOY, num_moe_layers=48))
     assert alone.replica_bytes == 12 * owned * (2 + 2)
@@ -428,10 +430,10 @@ def test_state_on_the_host_leaves_copies_and_sums_on_the_device():
     owned, in_flight = 4 * 2 * TOY.expert_params, 1
     here, there = (memory_on((2, 1), CHANGES, LOSSY, state, micro_steps=4) for state in ("device", "host"))
     assert there.replica_bytes == owned * (2 + 4 + 4 * in_flight)
-    assert there.host_bytes == owned * (2 + 2) + here.sync_bytes
+    assert there.host_bytes == owned * 2 * COMPACT_BYTES + here.sync_bytes
     assert there.sync_bytes == 0
     # Of a quarter of the dense parameters: a residual and a new one for a message.
-    assert here.sync_bytes == TOY.dense_params / 4 * (2 + 2)
+    assert here.sync_bytes == TOY.dense_params / 4 * 2 * COMPACT_BYTES
 
 
 def test_own_parameters_as_they_were_are_kept_in_the_place_of_activations():
@@ -452,7 +454,7 @@ def test_state_on_the_host_takes_the_time_of_its_way():
         for layout in (here, dataclasses.replace(here, state="host"))
     ]
     owned = 4 * 2 * TOY.expert_params
-    assert seconds[1] - seconds[0] == pytest.approx(owned * 2 * 2 / 1e3)
+    assert seconds[1] - seconds[0] == pytest.approx(owned * 2 * COMPACT_BYTES / 1e3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -463,12 +465,12 @@ def test_memory_of_working_copies_is_what_the_estimator_builds(dtype, codecs, wh
     levels = [{"name": "dc", "size": 2}, {"name": "gpu", "size": 4}]
     for level in where:
         levels[level] |= {"weight_codec": codecs[0], "gradient_codec": codecs[1]}
-    expert = estimate._shell([(shape, dtype, True) for shape in ((16, 8), (8, 16))])
+    expert = estimate._shell([(shape, dtype, True) for shape in ((64, 32), (32, 64))])
     block = {"levels": levels, "state": state}
     needs = estimate._print_needs([(expert, 2, 8)] * 4, block, 8, accumulation, is_partitioned=False)
     names = [codecs if level in where else ("identity", "identity") for level in (0, 1)]
     pairs = [LevelCodecs(*(CodecCost(name, is_lossy=name == "int8") for name in one)) for one in names]
-    model = dataclasses.replace(TOY, num_experts=16, num_moe_layers=4, expert_params=2 * 8 * 16)
+    model = dataclasses.replace(TOY, num_experts=16, num_moe_layers=4, expert_params=2 * 64 * 32)
     workload = toy(model=model, param_bytes=dtype.itemsize, micro_steps=accumulation)
     for sizes, need in needs.items():
         layout = Layout(spans=(2, 4), domain_sizes=sizes, codecs=tuple(pairs), state=state)

@@ -160,13 +160,10 @@ def test_every_byte_of_sums_and_gathers_is_predicted(pool4: ProcessPool, stage: 
     assert_bytes(records, case, SETS[codecs])
 
 
-FIXED = [spec for spec in SETTINGS if "first_steps" not in spec]  # the plan is of later steps
-
-
-@pytest.mark.parametrize("first", range(0, len(FIXED), 3))
+@pytest.mark.parametrize("first", range(0, len(SETTINGS), 3))
 def test_every_codec_of_fixed_size_has_the_bytes_predicted(pool4: ProcessPool, first: int):
     """Three at a time: of weights and of gradients over the slow level, and of gradients inside."""
-    weight, gradient, inside = (FIXED[(first + index) % len(FIXED)] for index in range(3))
+    weight, gradient, inside = (SETTINGS[(first + index) % len(SETTINGS)] for index in range(3))
     toy = ToyConfig(ep_size=2, **TOY)
     case = Case(levels=levels_of((2, 2), (1, 2)), toy=toy, zero_stage=1, dense_sync="hierarchical")
     codecs = [{"weight_codec": weight, "gradient_codec": gradient}, {"gradient_codec": inside}]

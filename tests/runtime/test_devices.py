@@ -25,8 +25,9 @@ from ds_hybridep.kernels import RoutePlan, load_kernels
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.flat import whole
+from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.stages import gather_stages
 from ds_hybridep.sync.transfers import Reduce
 from ds_hybridep.tokens import exchange as row_exchange
@@ -50,7 +51,7 @@ CODECS: tuple[Any, ...] = (
     {"type": "low_rank", "rank": 2},
     {"type": "low_rank", "rank": 2, "weighting": "rms", "factors": "log4", "iterations": 2},
     {"type": "low_rank", "rest": "int4"},
-    {"type": "low_rank", "rank": 2, "first_ratio": 9, "first_steps": 1},
+    {"type": "low_rank", "rank": 2, "refresh_interval": 2},
 )
 
 

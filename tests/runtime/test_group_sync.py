@@ -13,8 +13,9 @@ from torch import distributed as dist
 from ds_hybridep.codecs import Patch, make_codec
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.flat import cut, even_bounds, whole
+from ds_hybridep.sync.gradients import StepChanges
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 

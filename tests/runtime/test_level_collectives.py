@@ -20,8 +20,9 @@ from torch import distributed as dist
 from ds_hybridep.integration.agreements import Agreements
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.sync.dense import GroupSync
-from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.flat import whole
+from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.transport.stand_in import StandInGroup
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]

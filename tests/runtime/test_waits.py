@@ -201,7 +201,8 @@ def agree_on_numbers() -> list[list[float]]:
     from moe_refs import open_transport
 
     from ds_hybridep.sync.dense import GroupSync
-    from ds_hybridep.sync.feedback import Encoding, StepChanges
+    from ds_hybridep.sync.feedback import Encoding
+    from ds_hybridep.sync.gradients import StepChanges
 
     transport = open_transport(Cluster((Level("dc", 2), Level("gpu", 2))), timeout_s=LIMIT_S)
     nothing = Encoding((None, None), (None, None))

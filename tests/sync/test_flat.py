@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hybridep.sync.buffers import Buffer
-from ds_hybridep.sync.feedback import Encoding, StepChanges
+from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.flat import MIN_MATRIX, Span, cut, even_bounds, hash_of, parts_of, split, whole
+from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.memory import CodecMemory, Kept
 
 SHAPES = st.one_of(
@@ -71,7 +72,7 @@ def test_parts_cover_a_slot_with_whole_rows(spans: list[Span], data: st.DataObje
         # Where a tensor is whole, so are its matrices.
         for span in slot:
             if len(span.shape) == 3 and span.num_elements == math.prod(span.shape) >= MIN_MATRIX:
-                experts = [p for p in parts if p.name == span.name and len(p.shape) > 1]
+                experts = [p for p in parts if p.pieces[0][0][0] == span.name and len(p.shape) > 1]
                 assert sum(p.num_experts * p.rows for p in experts) == span.shape[0] * span.shape[1]
 
 
@@ -89,9 +90,10 @@ def test_what_was_kept_is_added_once_where_it_belongs(
     size: int, kept_from: int, span_from: int, span_size: int, scale: float
 ) -> None:
     changes = StepChanges()
-    residuals = CodecMemory(changes, 4, Encoding((None,), (None,)), (0,))
+    residuals = CodecMemory("dense", 0, changes, 4, Encoding((None,), (None,)), (0,), torch.device("cpu"))
+    residuals.is_mean = True
     values = torch.arange(1.0, size + 1)
-    residuals.kept = [Kept("weight", kept_from, values.clone())]
+    residuals.kept = {"weight": [Kept("weight", kept_from, values.clone())]}
     spans = (Span("other", (7,), 0, 7), Span("weight", (100,), span_from, span_size))
     buffer = Buffer("reduce", (spans,))
     total = torch.zeros(7 + span_size)
@@ -105,3 +107,8 @@ def test_what_was_kept_is_added_once_where_it_belongs(
     changes.undo()  # the step was skipped
     residuals.add_kept(buffer, [again], scale)
     assert torch.equal(again, total)
+    saved = residuals.capture()["kept"]  # before the step is applied, a checkpoint still has it
+    assert sum(values.numel() for *_, values in saved) == size
+    changes.keep()
+    left = sum(values.numel() for *_, values in residuals.capture()["kept"])
+    assert left == size - int(expected[span_from : span_from + span_size].count_nonzero())

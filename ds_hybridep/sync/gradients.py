@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What codecs keep of gradients from step to step: one record for each *piece* of a parameter and each level.
+
+A piece is a run of elements of one parameter (or of one parameter of several experts).  Its *residual* is what earlier
+packets left out; the sender adds it to the next gradient of the same piece.  A piece that is not sent in a step keeps
+its residual.  So the sum of what arrives, and of what waits, is the sum of the gradients.
+
+A step writes new residuals beside the old ones.  They replace the old ones if the step is applied, and are dropped if
+it is skipped.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.codecs import Codec, CodecState, PacketOrder
+from ds_hybridep.codecs.compact import compact, compact_shape, expand, mix
+from ds_hybridep.sync.home import Home
+from ds_hybridep.sync.messages import MessageLayout, PacketPart, Piece, squared_norm
+
+MIN_COMPACT = 1024  # elements; a smaller residual stays in fp32
+
+
+class StepChanges:
+    """What the optimizer step under way has changed, and how to undo it if the step is skipped."""
+
+    def __init__(self) -> None:
+        self.notes: dict[Any, tuple[Callable[[], None], Callable[[], None]]] = {}
+
+    def __contains__(self, changed: object) -> bool:
+        return changed in self.notes
+
+    def note(self, changed: object, undo: Callable[[], None], keep: Callable[[], None] = lambda: None) -> None:
+        """Note that `changed` changes: `undo` restores it, `keep` makes it final.  A step's first note counts."""
+        self.notes.setdefault(changed, (undo, keep))
+
+    def keep(self) -> None:
+        """Make all changes final: the optimizer step is being applied."""
+        for _, keep in self.notes.values():
+            keep()
+        self.notes.clear()
+
+    def undo(self) -> None:
+        """Undo all changes: the optimizer step was skipped, or its gradients were dropped."""
+        self.undo_of(list(self.notes))
+
+    def undo_of(self, changed: Iterable[object]) -> None:
+        """Undo the changes of these objects only."""
+        for one in changed:
+            if one in self.notes:
+                undo, _ = self.notes.pop(one)
+                undo()
+
+
+class SentPiece:
+    """What the sender of one piece keeps: its residual, and the state of the encoder.
+
+    Residuals of 16-bit parameters are in the form of `codecs.compact`, int16; others are fp32 [n, rows, cols].
+    """
+
+    def __init__(self, shape: tuple[int, int, int], state: CodecState, residual: Tensor, place: int) -> None:
+        self.shape, self.state = shape, state
+        self._applied = residual  # as of the last applied step
+        self._place = place  # a number for the random rounding
+        # The residual of the step under way, and the state before it, while the step is noted.
+        self._pending: Tensor | None = None
+        self._saved: dict[str, Any] | None = None
+
+    def begin(self, changes: StepChanges) -> None:
+        """Call before each encoding."""
+        if self not in changes:
+            self._saved = self.state.state_dict()
+            changes.note(self, self._undo, self._keep)
+
+    @property
+    def residual(self) -> Tensor:
+        """What was not delivered yet, the step under way included, as it is stored."""
+        return self._applied if self._pending is None else self._pending
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Residuals: of the last applied step, and of the step under way."""
+        return [self._applied] if self._pending is None else [self._applied, self._pending]
+
+    @property
+    def seed(self) -> int:
+        """A number for the rounding of the residual that the next packet leaves."""
+        return mix(self._place ^ mix(self.state.step & 0xFFFFFFFF))
+
+    def stored(self, left: Tensor, seed: int) -> Tensor:
+        """Return a residual, fp32 of this shape, as it is stored."""
+        return compact(left, seed) if self._applied.dtype == torch.int16 else left
+
+    def put(self, stored: Tensor) -> None:
+        self._pending = stored
+
+    def _keep(self) -> None:
+        self._applied, self._pending, self._saved = self.residual, None, None
+
+    def _undo(self) -> None:
+        assert self._saved is not None, "a step was undone that had not begun"
+        self.state.load_state_dict(self._saved)
+        self._pending = self._saved = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last applied step; tensors of residuals are those in use, not copies."""
+        state = self.state.state_dict() if self._saved is None else self._saved
+        return {"shape": list(self.shape), "residual": self._applied, "state": state}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self._applied.copy_(saved["residual"])
+        self.state.load_state_dict(saved["state"])
+
+
+class ReceivedPiece:
+    """What the receiver of one piece keeps: the number of the sender's next packet."""
+
+    def __init__(self, expected: int = 0) -> None:
+        self.order = PacketOrder(expected)
+        self._applied: int | None = None
+
+    def begin(self, changes: StepChanges) -> None:
+        """Call before each decoding."""
+        if self not in changes:
+            self._applied = self.order.expected
+            changes.note(self, self._undo, self._keep)
+
+    @property
+    def expected(self) -> int:
+        """The number of the next packet as of the last applied step."""
+        return self.order.expected if self._applied is None else self._applied
+
+    def _keep(self) -> None:
+        self._applied = None
+
+    def _undo(self) -> None:
+        self.order.expected, self._applied = self.expected, None
+
+
+class GradientMemory:
+    """What codecs keep of the gradients that this rank sends and receives, as far as they belong together.
+
+    Args:
+        name: of the layer or group, for the random rounding.
+        codecs: by level; None for a level where gradients go as they are.
+        rank: this rank.
+        changes: shared by all that a skipped step undoes.
+    """
+
+    def __init__(self, name: str, codecs: Sequence[Codec | None], home: Home, changes: StepChanges, rank: int) -> None:
+        self.codecs, self.home, self.changes = tuple(codecs), home, changes
+        self._place = f"{name} {rank}"
+        self.sent: dict[tuple[int, Piece], SentPiece] = {}  # by level
+        self.received: dict[tuple[int, int, Piece], ReceivedPiece] = {}  # by level and sender
+        # What a checkpoint had of pieces that were not asked for yet.
+        self._saved_sent: dict[tuple[int, Piece], Mapping[str, Any]] = {}
+        self._saved_received: dict[tuple[int, int, Piece], int] = {}
+
+    @property
+    def is_lossy(self) -> bool:
+        return any(codec is not None for codec in self.codecs)
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def encode(self, level: int, layout: MessageLayout, gradients: Sequence[Tensor], scale: float) -> Tensor:
+        """Return the uint8 message of gradients ([e, *shape] fp32 for each part), divided by the loss scale."""
+        message, packets = layout.new_message(self.home.device)
+        written: list[tuple[SentPiece, Tensor]] = []
+        for part, gradient, out in zip(layout.parts, gradients, packets, strict=True):
+            pieces = [self.sender(level, part, at) for at in range(len(part.pieces))]
+            for piece in pieces:
+                piece.begin(self.changes)
+            unscaled = part.as_matrices(gradient)
+            unscaled = unscaled / scale if scale != 1.0 else unscaled
+            seeds, left = [piece.seed for piece in pieces], self._left(part, pieces)
+            layout.codec.encode_with_residual(unscaled, left, pieces[0].state, out=out)
+            for piece in pieces[1:]:
+                piece.state.step += 1
+            split = left.view(-1).split([size for _, size in part.pieces]) if len(pieces) > 1 else (left,)
+            for piece, seed, one in zip(pieces, seeds, split, strict=True):
+                written.append((piece, self.home.keep(piece.stored(one.view(piece.shape), seed))))
+        for piece, stored in written:
+            piece.put(stored)
+        return message
+
+    def add(
+        self, level: int, sender: int, layout: MessageLayout, message: Tensor, sums: Sequence[Tensor], scale: float
+    ) -> None:
+        """Add what a sender's message holds, times the loss scale, to `sums` ([e, *shape] fp32 for each part).
+
+        Raises PacketError, and changes nothing, if it is not the sender's next message.
+        """
+        packets = layout.packets(message)
+        pieces = [self._receiver(level, sender, piece) for part in layout.parts for piece, _ in part.pieces]
+        pieces[0].order.check(packets[0])
+        for piece in pieces:
+            piece.begin(self.changes)
+            piece.order.advance()
+        for part, packet, total in zip(layout.parts, packets, sums, strict=True):
+            matrices = total.view(part.num_experts, part.rows, part.cols)
+            if scale == 1.0:
+                layout.codec.decode_add(packet, matrices)
+            else:
+                matrices.add_(layout.codec.decode(packet, torch.empty_like(matrices)), alpha=scale)
+
+    def sender(self, level: int, part: PacketPart, at: int = 0) -> SentPiece:
+        """Return what is kept of the part's piece number `at`, made at the first call."""
+        piece, num_elements = part.pieces[at]
+        if (found := self.sent.get((level, piece))) is not None:
+            return found
+        codec = self.codecs[level]
+        assert codec is not None, f"level {level} has no gradient codec"
+        shape = (part.num_experts, part.rows, part.cols) if len(part.pieces) == 1 else (1, 1, num_elements)
+        is_compact = part.dtype.itemsize == 2 and num_elements >= MIN_COMPACT
+        stored = compact_shape(shape[0], shape[1] * shape[2]) if is_compact else shape
+        residual = self.home.zeros(*stored, dtype=torch.int16 if is_compact else torch.float32)
+        place = zlib.crc32(f"{self._place} {level} {piece}".encode())
+        made = SentPiece(shape, codec.new_state(*shape, device=self.home.device), residual, place)
+        if (saved := self._saved_sent.pop((level, piece), None)) is not None:
+            made.load_state_dict(saved)
+        self.sent[level, piece] = made
+        return made
+
+    def _receiver(self, level: int, sender: int, piece: Piece) -> ReceivedPiece:
+        key = level, sender, piece
+        if key not in self.received:
+            self.received[key] = ReceivedPiece(self._saved_received.pop(key, 0))
+        return self.received[key]
+
+    def _left(self, part: PacketPart, pieces: Sequence[SentPiece]) -> Tensor:
+        """Return the residuals of a part's pieces on the device, fp32 [e, rows, cols], to be changed."""
+        found = [self.value(piece) for piece in pieces]
+        shape = part.num_experts, part.rows, part.cols
+        return found[0].view(shape) if len(found) == 1 else torch.cat([one.view(-1) for one in found]).view(shape)
+
+    def value(self, piece: SentPiece) -> Tensor:
+        """Return a copy of a residual on the device, fp32 [n, rows, cols]."""
+        stored = self.home.fetch(piece.residual)
+        if stored.dtype == torch.int16:
+            return expand(stored, torch.empty(piece.shape, device=stored.device))
+        return stored.clone() if stored is piece.residual else stored
+
+    # -- numbers ----------------------------------------------------------------------------------------------------
+
+    def squared_residual(self) -> float:
+        """Return the sum of squares of what was not delivered yet."""
+        self.home.wait()
+        return sum(squared_norm(self.value(piece)) for piece in self.sent.values())
+
+    def noted(self) -> Iterator[object]:
+        """Yield all that `changes` may have a note of."""
+        yield from self.sent.values()
+        yield from self.received.values()
+
+    # -- checkpoints and other plans --------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Drop residuals, and the numbers of the senders' next packets."""
+        for kept in (self.sent, self.received, self._saved_sent, self._saved_received):
+            kept.clear()
+
+    def state_dict(self) -> dict[str, list[dict[str, Any]]]:
+        """Return everything as of the last applied step."""
+        self.home.wait()
+        sent = {key: piece.state_dict() for key, piece in self.sent.items()}
+        expected = {key: piece.expected for key, piece in self.received.items()}
+        return {
+            "sent": [
+                {"level": level, "piece": list(piece), **saved}
+                for (level, piece), saved in {**self._saved_sent, **sent}.items()
+            ],
+            "received": [
+                {"level": level, "sender": sender, "piece": list(piece), "expected": number}
+                for (level, sender, piece), number in {**self._saved_received, **expected}.items()
+            ],
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Restore what `state_dict` returned under the same codecs; each piece is restored when it is asked for."""
+        self.forget()
+        self._saved_sent = {(one["level"], tuple(one["piece"])): one for one in saved["sent"]}
+        self._saved_received = {
+            (one["level"], one["sender"], tuple(one["piece"])): one["expected"] for one in saved["received"]
+        }
+
+
+def residual_of(saved: Mapping[str, Any]) -> Tensor:
+    """Return a residual that `SentPiece.state_dict` has saved, fp32 [n, rows, cols] on the host."""
+    stored: Tensor = saved["residual"].cpu()
+    if stored.dtype == torch.int16:
+        return expand(stored, torch.empty(saved["shape"]))
+    return stored

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residuals of gradients against a slow reference: kept, undone, by piece, at home on the device or the host."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hybridep.codecs import make_codec
+from ds_hybridep.codecs.compact import compact, expand
+from ds_hybridep.config_codecs import recommended_codecs
+from ds_hybridep.errors import PacketError
+from ds_hybridep.experts.undelivered import collect
+from ds_hybridep.sync.feedback import Feedback
+from ds_hybridep.sync.flat import parts_of, whole
+from ds_hybridep.sync.gradients import GradientMemory, StepChanges, residual_of
+from ds_hybridep.sync.home import Home
+from ds_hybridep.sync.messages import MessageLayout, PacketPart
+
+CPU = torch.device("cpu")
+SHAPE = (2, 32, 40)
+
+
+def part_of(dtype: torch.dtype = torch.float32, name: str = "w", slot: int = 1) -> PacketPart:
+    return PacketPart(torch.Size(SHAPE[1:]), SHAPE[0], (((slot, name), math.prod(SHAPE)),), dtype)
+
+
+class Sender:
+    """One sender of some parts over one level, and its receiver."""
+
+    def __init__(self, codec: Any, *parts: PacketPart, is_host: bool = False, kernels: Any = "reference") -> None:
+        self.changes, self.codec = StepChanges(), make_codec(codec, kernels=kernels)
+        self.memory = GradientMemory("layer", (self.codec,), Home(CPU, is_host), self.changes, 0)
+        self.other = GradientMemory("layer", (self.codec,), Home(CPU), StepChanges(), 1)
+        self.parts = parts
+
+    def encode(self, *gradients: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.memory.encode(0, MessageLayout(self.codec, self.parts), gradients, scale)
+
+    def receive(self, message: torch.Tensor, scale: float = 1.0) -> list[torch.Tensor]:
+        found = [torch.zeros(part.num_experts, *part.shape) for part in self.parts]
+        self.other.add(0, 0, MessageLayout(self.codec, self.parts), message, found, scale)
+        return found
+
+    def residuals(self) -> list[torch.Tensor]:
+        return [self.memory.value(piece) for piece in self.memory.sent.values()]
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or SHAPE), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("is_host", [False, True])
+@pytest.mark.parametrize("codec", ["int4", {"type": "low_rank", "rank": 2}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_residuals_are_what_was_not_sent(codec: Any, dtype: torch.dtype, is_host: bool) -> None:
+    sender = Sender(codec, part_of(dtype), is_host=is_host)
+    expected = torch.zeros(SHAPE)
+    for step in range(4):
+        wanted = normal(step) + expected
+        expected = wanted - sender.receive(sender.encode(normal(step) * 8.0, scale=8.0))[0]
+        (piece,) = sender.memory.sent.values()
+        if dtype.itemsize == 2:
+            assert piece.residual.dtype == torch.int16
+            assert piece.residual.nbytes <= 2.52 * math.prod(SHAPE)
+            unit = 2.0 ** (math.ceil(math.log2(float(expected.abs().max()))) - 19)
+            torch.testing.assert_close(sender.residuals()[0], expected, rtol=0, atol=unit)
+            expected = sender.residuals()[0]
+        assert torch.equal(sender.residuals()[0], expected)
+        sender.changes.keep()
+        assert torch.equal(residual_of(piece.state_dict()), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_skipped_step_leaves_no_bit_changed_and_no_second_copy(dtype: torch.dtype) -> None:
+    sender = Sender({"type": "low_rank", "rank": 2}, part_of(dtype))
+    sender.encode(normal(1))
+    sender.changes.keep()
+    (piece,) = sender.memory.sent.values()
+    before = piece.residual.clone()
+    message = sender.encode(normal(2))
+    sender.encode(normal(3))  # twice in one step
+    assert len(piece.tensors) == 2
+    assert torch.equal(piece.state_dict()["residual"], before)  # as of the last applied step
+    sender.changes.undo()
+    assert torch.equal(piece.residual, before)
+    assert len(piece.tensors) == 1
+    assert torch.equal(sender.encode(normal(2)), message)
+
+
+def test_an_encoding_that_fails_loses_no_residual() -> None:
+    sender = Sender("int4", part_of(), part_of(name="other"))
+    sender.encode(normal(1), normal(2))
+    before = sender.residuals()
+    with pytest.raises(RuntimeError):  # in the second part
+        sender.encode(normal(3), torch.zeros(1))
+    assert all(map(torch.equal, before, sender.residuals()))
+
+
+def test_a_message_that_is_lost_or_comes_twice_is_an_error() -> None:
+    sender = Sender("int4", part_of())
+    first, second = sender.encode(normal(1)), sender.encode(normal(2))
+    for wrong, number in ((second, 1), (first, 0)):
+        if number == 0:
+            sender.receive(first)
+        with pytest.raises(PacketError, match=f"packet has sequence number {number}, wanted {1 - number}: one before"):
+            sender.receive(wrong)
+    sender.receive(second)
+
+
+# -- pieces ---------------------------------------------------------------------------------------------------------
+
+SPANS = [whole("a.weight", (64, 48)), whole("a.bias", (64,)), whole("b.bias", (40,)), whole("b.weight", (48, 48))]
+
+
+@pytest.mark.parametrize("codec", ["int4", {"type": "low_rank", "rank": 3}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_that_are_skipped_at_times_lose_nothing_and_need_no_more_memory(codec: Any, dtype: torch.dtype) -> None:
+    """Every combination of tensors is a buffer of its own; neighbouring vectors share a packet."""
+    sender, generator = Sender(codec, kernels="auto"), torch.Generator().manual_seed(5)
+    owed = {span.name: torch.zeros(span.num_elements, dtype=torch.float64) for span in SPANS}
+    delivered = {span.name: torch.zeros(span.num_elements, dtype=torch.float64) for span in SPANS}
+    sizes = []
+    for step in range(64):
+        spans = [span for at, span in enumerate(SPANS) if step % 16 >> at & 1]
+        flat = [torch.randn(span.num_elements, generator=generator) for span in spans]
+        sender.parts = parts_of(spans, dtype)
+        pieces = torch.cat([*flat, torch.zeros(0)])
+        views = pieces.split([part.fp32_bytes // 4 for part in sender.parts]) if spans else ()
+        gradients = [view.view(part.num_experts, *part.shape) for view, part in zip(views, sender.parts, strict=True)]
+        if spans:
+            found = torch.cat([one.view(-1) for one in sender.receive(sender.encode(*gradients))])
+            sender.changes.keep()
+            for span, one, gradient in zip(spans, found.split([s.num_elements for s in spans]), flat, strict=True):
+                owed[span.name] += gradient
+                delivered[span.name] += one
+        sizes.append(sum(t.nbytes for piece in sender.memory.sent.values() for t in piece.tensors))
+    assert sizes[16] == sizes[-1]
+    left = {piece[0]: sender.memory.value(one).view(-1) for (_, piece), one in sender.memory.sent.items()}
+    for name, total in owed.items():
+        torch.testing.assert_close(delivered[name] + left[name], total, rtol=0, atol=2e-3)
+
+
+def test_what_is_saved_comes_back_when_it_is_asked_for() -> None:
+    one, other = Sender("int4", part_of(torch.bfloat16)), Sender("int4", part_of(torch.bfloat16))
+    one.encode(normal(1))
+    one.changes.keep()
+    saved = one.memory.state_dict()
+    other.memory.load_state_dict(saved)
+    assert other.memory.state_dict()["sent"][0]["residual"] is saved["sent"][0]["residual"]  # not copied yet
+    assert torch.equal(one.encode(normal(2)), other.encode(normal(2)))
+    assert torch.equal(one.residuals()[0], other.residuals()[0])
+
+
+def test_residuals_in_host_memory_are_there_before_they_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may still be writing them."""
+    part, changes = part_of(), StepChanges()
+    memory = GradientMemory("moe", [make_codec("int4", kernels="reference")], Home(CPU, True), changes, 0)
+    feedback = Feedback([(part_of(slot=0),), (part,)], memory)
+    feedback.make_senders(0, 1)
+    late = normal(6)
+    (piece,) = memory.sent.values()
+    monkeypatch.setattr(Home, "wait", lambda _: piece.residual.copy_(late))
+    sent: list[torch.Tensor] = []
+
+    def start(sends: list[tuple[int, torch.Tensor]], *_: Any) -> Any:
+        sent.extend(one for _, one in sends)
+        return SimpleNamespace(wait=int)
+
+    transport: Any = SimpleNamespace(channel=lambda *_: SimpleNamespace(start=start))
+    replicas: Any = SimpleNamespace(
+        feedback=feedback, parts=feedback.parts[0], slot_parts=feedback.parts, domain_ranks=(0, 1), own_slot=0,
+        replica_slots=(1,), device=CPU, layer="moe", stages=(SimpleNamespace(level=0),),
+    )  # fmt: skip
+    collect(replicas, transport)
+    assert torch.equal(sent[0], late.reshape(-1))
+
+
+# -- nothing is lost for good -----------------------------------------------------------------------------------
+
+RECOMMENDED = recommended_codecs(2)
+GRADIENT_CODECS = {
+    "int8": "int8",
+    "int4": "int4",
+    "int2": "int2",
+    "low_rank": {"type": "low_rank"},
+    "recommended, experts": RECOMMENDED.gradient.spec,
+    "recommended, dense": RECOMMENDED.dense_gradient.spec,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_noisy", [False, True], ids=["constant", "noisy"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("codec", GRADIENT_CODECS.values(), ids=GRADIENT_CODECS)
+def test_a_gradient_a_ten_thousandth_of_its_neighbours_arrives(codec: Any, dtype: torch.dtype, is_noisy: bool) -> None:
+    """What has arrived and what waits is the sum of 5000 gradients: within 2% of each element, without bias."""
+    check_sums(codec, dtype, is_noisy=is_noisy, num_steps=5000)
+
+
+@pytest.mark.parametrize("codec", GRADIENT_CODECS.values(), ids=GRADIENT_CODECS)
+def test_small_gradients_arrive(codec: Any) -> None:
+    """Fewer steps, so more noise is left: it falls with the root of their number."""
+    check_sums(codec, torch.bfloat16, is_noisy=False, num_steps=500, most=0.02 * math.sqrt(10))
+
+
+def check_sums(codec: Any, dtype: torch.dtype, *, is_noisy: bool, num_steps: int, most: float = 0.02) -> None:
+    rows, cols = 64, 128
+    generator = torch.Generator().manual_seed(7)
+    part = PacketPart(torch.Size((rows, cols)), 1, ((("w",), rows * cols),), dtype)
+    sender = Sender(codec, part, kernels="auto")
+    size = torch.exp(torch.rand(1, rows, cols, generator=generator) * math.log(1e-4))
+    mean = size * torch.sign(torch.randn(1, rows, cols, generator=generator))
+    owed, arrived = torch.zeros(1, rows, cols, dtype=torch.float64), torch.zeros(1, rows, cols, dtype=torch.float64)
+    for _ in range(num_steps):
+        noise = torch.randn(1, rows, cols, generator=generator) if is_noisy else torch.zeros(())
+        gradient = (mean * (1 + noise)).to(dtype).float()
+        arrived += sender.receive(sender.encode(gradient))[0]
+        sender.changes.keep()
+        owed += gradient
+    error = (arrived + sender.residuals()[0] - owed) / (num_steps * mean)
+    assert error.abs().max() < most
+    assert error.mean().abs() < 0.002
+    small = size < 3e-4
+    assert error[small].mean().abs() < 0.002 + 4 * error[small].std() / math.sqrt(int(small.sum()))
+
+
+def test_bf16_would_lose_them() -> None:
+    """The control: why residuals are not kept in the type of the parameters."""
+    step, lost = torch.full((1, 128), 2e-4), torch.ones(1, 128)
+    kept = torch.ones(1, 128)
+    for at in range(1000):
+        lost = (lost + step).bfloat16().float()
+        kept = expand(compact(kept + step, at), torch.empty_like(kept))
+    assert torch.equal(lost, torch.ones(1, 128))
+    torch.testing.assert_close(kept, torch.full((1, 128), 1.2), rtol=0, atol=2e-3)
