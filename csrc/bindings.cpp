@@ -255,10 +255,10 @@ hybridep::LowRank to_low_rank(int64_t rank, int64_t rows, int64_t cols, int fact
     return {rank, rows, cols, static_cast<hybridep::Factor>(factor), iterations};
 }
 
-void low_rank_encode(int source, Address a, Address other, int64_t n, int64_t length, int64_t rank, int64_t rows,
-                     int64_t cols, int factor, int iterations, Address start, Lane lane, Address q, Address row_rms,
+void low_rank_encode(int source, Address a, Address other, int64_t n, int64_t length, Address sizes, int64_t rank,
+                     int64_t rows, int64_t cols, int factor, int iterations, Address start, Lane lane, Address q, Address row_rms,
                      Address col_rms, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
-    hybridep::low_rank_encode(to_input(source, a, other, n, length), to_low_rank(rank, rows, cols, factor, iterations),
+    hybridep::low_rank_encode(to_input(source, a, other, n, length), at<const float>(sizes), to_low_rank(rank, rows, cols, factor, iterations),
                               at<const float>(start), to_lane(lane),
                               {at<float>(q), at<float>(row_rms), at<float>(col_rms)},
                               to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));

@@ -385,7 +385,7 @@ void update_rms(int64_t size, MeanSquare mean_square, float* rms, float* weight)
     }
 }
 
-// Makes the weights of rows [rows] and columns [cols] of one tensor x, and updates the state that they come from.
+// Makes the weights of rows [rows] and columns [cols] from the sizes of one tensor x, and updates their state.
 void weigh(const float* x, int64_t rows, int64_t cols, float* row_rms, float* col_rms, float* row_weight,
            float* col_weight) {
     std::vector<double> row_sum(static_cast<size_t>(rows), 0.0), col_sum(static_cast<size_t>(cols), 0.0);
@@ -415,8 +415,8 @@ void divide_lines(float* lines, int64_t num_lines, int64_t length, const float* 
 
 }  // namespace
 
-void low_rank_encode(const Input& input, const LowRank& shape, const float* start, int num_threads,
-                     const LowRankState& state, const Payloads& payloads, uint8_t* is_bad) {
+void low_rank_encode(const Input& input, const float* sizes, const LowRank& shape, const float* start,
+                     int num_threads, const LowRankState& state, const Payloads& payloads, uint8_t* is_bad) {
     const auto [rank, rows, cols, factor, iterations] = shape;
     const int64_t n = input.n;
     const bool is_weighted = state.row_rms != nullptr;
@@ -440,7 +440,8 @@ void low_rank_encode(const Input& input, const LowRank& shape, const float* star
         for (int64_t tensor = 0; tensor < n; ++tensor) {
             float* to = weighted.data() + tensor * rows * cols;
             float* of_rows = row_weight.data() + tensor * rows;
-            weigh(to, rows, cols, row_rms.data() + tensor * rows, col_rms.data() + tensor * cols, of_rows,
+            const float* of = sizes != nullptr && is_bad[tensor] == 0 ? sizes + tensor * rows * cols : to;
+            weigh(of, rows, cols, row_rms.data() + tensor * rows, col_rms.data() + tensor * cols, of_rows,
                   col_weight.data() + tensor * cols);
             divide_lines(to, rows, cols, col_weight.data() + tensor * cols);
             for (int64_t row = 0; row < rows; ++row) {

@@ -72,9 +72,10 @@ struct LowRankState {
 };
 
 // Does `iterations` steps of power iteration from state.q, or for every tensor from `start` [rank, cols] if given.
-// Writes P and Q, and the next step's state, which a bad tensor does not change.  Otherwise like blockwise_encode.
-void low_rank_encode(const Input& input, const LowRank& shape, const float* start, int num_threads,
-                     const LowRankState& state, const Payloads& payloads, uint8_t* is_bad);
+// Writes P and Q, and the next step's state, which a bad tensor does not change.  `sizes` [n, length] says how large
+// rows and columns are, for weighting; null: the values to encode do.  Otherwise like blockwise_encode.
+void low_rank_encode(const Input& input, const float* sizes, const LowRank& shape, const float* start,
+                     int num_threads, const LowRankState& state, const Payloads& payloads, uint8_t* is_bad);
 
 // out [n, rows, cols] = or += ((p0 q0 + p1 q1) + ...).
 void low_rank_decode(const Payloads& payloads, int64_t n, const LowRank& shape, bool is_add, int num_threads,

@@ -169,7 +169,9 @@ class Blockwise(Codec):
     def header_number(self, rows: int, cols: int) -> int:
         return self.bits
 
-    def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
+    def encode_payload(
+        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, sizes: Tensor | None
+    ) -> Tensor:
         flags = self.encode_fused(Source.ENCODE, x, None, state, payload)
         if flags is not None:
             return flags.bool()

@@ -27,7 +27,9 @@ class Identity(Codec):
     def payload_bytes(self, rows: int, cols: int) -> int:
         return round_up(rows * cols * DTYPES[self.dtype].itemsize)
 
-    def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
+    def encode_payload(
+        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, sizes: Tensor | None
+    ) -> Tensor:
         """Encode; elements that overflow fp16 count as not finite."""
         values = x.flatten(1).to(DTYPES[self.dtype])
         num_bytes = values.shape[1] * values.element_size()

@@ -19,7 +19,9 @@ codes 8-15 for their negatives.  The scale is the largest magnitude / 32, rounde
 
 With weighting, steps 1 and 2 work on X with each row and each column divided by its running root mean square.  The
 factors are multiplied by those again before they are sent.  This is the best approximation if an error counts relative
-to the size of its row and column, as with an optimizer such as Adam, which divides each element by its size.
+to the size of its row and column, as with an optimizer such as Adam, which divides each element by its size.  If X is a
+gradient and its residual, the sizes are those of the gradient alone.  Otherwise an element that is much larger than its
+row and column would count less the more of it waits, and never arrive.
 
 Source: the scheme is PowerSGD's (arXiv 1905.13727), with the refresh and the projection onto quantised factors added.
 """
@@ -119,6 +121,17 @@ class LowRank(Codec):
     def encode_fused(
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
     ) -> Tensor | None:
+        return self._encode_compiled(source, a, other, state, payload, a if source == Source.RESIDUAL else None)
+
+    def _encode_compiled(
+        self,
+        source: Source,
+        a: Tensor,
+        other: Tensor | None,
+        state: CodecState,
+        payload: Tensor,
+        sizes: Tensor | None,
+    ) -> Tensor | None:
         kernels = self.compiled(a.device)
         if kernels is None or self.rest is not None:
             return None
@@ -131,6 +144,7 @@ class LowRank(Codec):
             a,
             other,
             payload,
+            sizes=sizes,
             q=q,
             row_rms=state.tensors.get("row_rms"),
             col_rms=state.tensors.get("col_rms"),
@@ -139,31 +153,35 @@ class LowRank(Codec):
             iterations=self.iterations,
         )
 
-    def encode_payload(self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor) -> Tensor:
+    def encode_payload(
+        self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, sizes: Tensor | None
+    ) -> Tensor:
         """Encode; the columns of factors are rows here, [n, rank, rows or cols]."""
         if self.rest is not None:
             end = self.factor_bytes(x.shape[1], x.shape[2])
-            is_overflow = self.factors_alone.encode_payload(x, state, payload[:, :end], is_bad)
+            is_overflow = self.factors_alone.encode_payload(x, state, payload[:, :end], is_bad, sizes)
             value = torch.empty_like(x)
             self.factors_alone.decode_payload(payload[:, :end], value, is_add=False)
-            return is_overflow | self.rest.encode_payload(x - value, state, payload[:, end:], is_bad)
+            return is_overflow | self.rest.encode_payload(x - value, state, payload[:, end:], is_bad, None)
         mine = {name: state.tensors[name] for name in self.initial_tensors(0, x.shape[1], x.shape[2], x.device)}
         before = {name: tensor.clone() for name, tensor in mine.items()}
-        flags = self.encode_fused(Source.ENCODE, x, None, state, payload)
-        is_overflow = self._encode_by_definition(x, state, payload) if flags is None else flags.bool()
+        if sizes is not None:
+            sizes = torch.where(is_bad.view(-1, 1, 1), x, sizes)
+        flags = self._encode_compiled(Source.ENCODE, x, None, state, payload, sizes)
+        is_overflow = self._encode_by_definition(x, state, payload, sizes) if flags is None else flags.bool()
         for name, tensor in mine.items():
             keep = (is_bad | is_overflow).view(-1, *[1] * (tensor.dim() - 1))
             tensor.copy_(torch.where(keep, before[name], tensor))
         return is_overflow
 
-    def _encode_by_definition(self, x: Tensor, state: CodecState, payload: Tensor) -> Tensor:
+    def _encode_by_definition(self, x: Tensor, state: CodecState, payload: Tensor, sizes: Tensor | None) -> Tensor:
         n, rows, cols = x.shape
         p_payload, q_payload = self._split(payload, rows, cols)
         payload[:, p_payload[0].numel() + q_payload[0].numel() :] = 0
         q = state.tensors["q"]
         start = self._fresh_start(state.step, q)
         q = q if start is None else start.repeat(n, 1, 1)
-        row_weight, col_weight = self._weights(x, state)
+        row_weight, col_weight = self._weights(x if sizes is None else sizes, state)
         x = x / col_weight / row_weight.transpose(1, 2)
 
         # 1. P, as the decoder will see it.

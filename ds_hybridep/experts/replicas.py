@@ -5,7 +5,7 @@
     sums     M x [e * n]  fp32 partial gradients since the last return (own slot: what came back)
 
 Each row has one tensor for each block of `experts.slots`.  The own slot has weights only while they are sent.  Sums
-have memory from a step's first gradients until they were sent.  Sums of the own slot have memory during a return.
+have memory from a step's first gradients until they were sent, those of the own slot from the first arrival on.
 """
 
 from collections.abc import Iterable, Sequence
@@ -114,10 +114,16 @@ class Replicas:
         """Return the weights of a slot by parameter name, for each module of `experts`."""
         return self.own.by_name() if slot == self.own_slot else self._views[slot]
 
-    def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
-        """Return a slot's partial gradients, fp32 [e * n] for each trainable block, and the type they travel in."""
-        dtypes = [block.dtype for block in self.layout.trainable_blocks]
-        return list(zip(self._sums[slot], dtypes, strict=True))
+    def sum_sizes(self, slot: int) -> list[tuple[int, torch.dtype]]:
+        return [(self.layout.num_local * one.num_elements, one.dtype) for one in self.layout.trainable_blocks]
+
+    def make_sums(self) -> None:
+        if self.own_slot not in self._sums:
+            self._make_sums(self.own_slot)
+
+    def sums(self, slot: int) -> list[Tensor]:
+        """Return a slot's partial gradients, fp32 [e * n] for each trainable block."""
+        return self._sums[slot]
 
     def sum_parts(self, slot: int) -> list[Tensor]:
         return self.layout.parts(self._sums[slot])
@@ -151,13 +157,9 @@ class Replicas:
     def _make_sums(self, slot: int) -> None:
         self._sums[slot] = [self.layout.new(block, torch.float32) for block in self.layout.trainable_blocks]
 
-    def prepare_return(self) -> None:
-        """Make what a return of gradients needs: sums for the gradients that come back, and what senders keep."""
-        self._make_sums(self.own_slot)
-        self.make_senders()
-
     def take_returned(self) -> list[Tensor]:
         """Return what came back for the owned experts, fp32, by `experts` and `trainable_names`, and drop all sums."""
+        self.make_sums()
         returned = self.layout.by_module(self.sum_parts(self.own_slot))
         self.clear_sums()
         return returned

@@ -81,6 +81,7 @@ class CompiledCodecs:
         other: Tensor | None,
         payload: Tensor,
         *,
+        sizes: Tensor | None,
         q: Tensor,
         row_rms: Tensor | None,
         col_rms: Tensor | None,
@@ -90,15 +91,19 @@ class CompiledCodecs:
     ) -> Tensor:
         """Like `blockwise_encode`, with factors of q's rank.
 
+        sizes, like a: says how large rows and columns are; None: what is encoded does.
         q [n, rank, cols], row_rms [n, rows], col_rms [n, cols]: are updated for the next step.
         start [rank, cols]: iterations begin with it instead of with q.
         factor: `enum class Factor` in csrc/include/hybridep_codecs.h.
         """
-        device = _one_device(a=a, other=other, payload=payload, q=q, row_rms=row_rms, col_rms=col_rms, start=start)
+        device = _one_device(
+            a=a, other=other, payload=payload, sizes=sizes, q=q, row_rms=row_rms, col_rms=col_rms, start=start
+        )
         is_bad = _flags(a)
         with self._lane(device) as lane:
             self._extension.low_rank_encode(
                 *_input(source, a, other),
+                _address(sizes),
                 *(q.shape[1], a.shape[1], a.shape[2], factor, iterations),
                 _address(start),
                 lane,

@@ -23,12 +23,14 @@ class Buffer:
     key: says what they consist of; the same on all ranks and in every run.
     spans: by slot.
     sums, results: feedback on the way to the owners, and on the sums' way to all ranks; None if nothing is encoded.
+    rounded: what sums of 16-bit gradients lose at their owner when they get this type; None if nothing is encoded.
     """
 
     key: str
     spans: tuple[tuple[Span, ...], ...]
     sums: Feedback | None = None
     results: "SumFeedback | None" = None
+    rounded: Feedback | None = None
 
 
 class SumFeedback(Feedback):
@@ -67,10 +69,21 @@ class HeldSum:
     pass_over = assign
 
     def apply(self, messages: Sequence[Tensor]) -> None:
+        self._place.copy_(self._decoded(messages[0]))
+
+    def apply_own(self, message: Tensor) -> None:
+        """Like `apply`, where the message was encoded: what the place cannot hold goes into a later one."""
+        total = self._decoded(message)
+        self._place.copy_(total)
+        if self._place.dtype != total.dtype:
+            lost = split(total - self._place, self._layout.parts)
+            self._gradients.leave_out(0, self._layout.parts, lost, self._scale)
+
+    def _decoded(self, message: Tensor) -> Tensor:
         total = torch.zeros(self._place.shape, device=self._place.device)
         sums = split(total, self._layout.parts)
-        self._gradients.add(0, self._slot, self._layout, messages[0], sums, self._scale)
-        self._place.copy_(total)
+        self._gradients.add(0, self._slot, self._layout, message, sums, self._scale)
+        return total
 
 
 class ParameterCodecs:

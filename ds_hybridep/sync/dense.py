@@ -67,8 +67,14 @@ class FlatSlots:
     def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
         return [self._values[slot]]
 
-    def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
-        return [(self._sums[slot], self._values[slot].dtype)]
+    def sum_sizes(self, slot: int) -> list[tuple[int, torch.dtype]]:
+        return [(self._values[slot].numel(), self._values[slot].dtype)]
+
+    def make_sums(self) -> None:
+        """Do nothing: the sums are the caller's."""
+
+    def sums(self, slot: int) -> list[Tensor]:
+        return [self._sums[slot]]
 
     def sum_parts(self, slot: int) -> list[Tensor]:
         assert self.feedback is not None, f"{self.layer}: nothing is encoded"
@@ -194,7 +200,10 @@ class GroupSync:
         pieces = _Pieces(flat, by_slot, self.num_slots, copies=not is_patched(flat))
         buffer = self.memory.buffer("reduce", pieces.spans, flat)
         _, sums = self._reduce(buffer, pieces.values, is_last=is_last)
-        pieces.values[self.own_slot] = sums[self.own_slot] if is_last else torch.zeros_like(sums[self.own_slot])
+        total = sums[self.own_slot]
+        if is_last and buffer.rounded is not None:
+            total = self._rounded(buffer.rounded, total, flat.dtype)
+        pieces.values[self.own_slot] = total if is_last else torch.zeros_like(total)
         pieces.write_back(self.own_slot)
 
     def verify(self, checksums: Sequence[Tensor]) -> None:
@@ -243,6 +252,14 @@ class GroupSync:
             self.waiting_names |= names
         return slots, sums
 
+    def _rounded(self, feedback: Feedback, total: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the own slot's sum as `dtype`; what that loses goes into later sums."""
+        parts, scale = feedback.parts[self.own_slot], self.encoding.loss_scale()
+        feedback.gradients.take(0, parts, split(total, parts), scale)
+        rounded = total.to(dtype)
+        feedback.gradients.leave_out(0, parts, split(total - rounded, parts), scale)
+        return rounded
+
     def _split_stages(self, buffer: Buffer) -> tuple[tuple[GatherStage, ...], tuple[GatherStage, ...]]:
         """Return the stages that the sums of every micro-step cross, and those crossed once per optimizer step."""
         fastest = self.stages[-1:]
@@ -261,7 +278,7 @@ class GroupSync:
             message = results.encode(self.own_slot, sums[self.own_slot], scale)
             if message is not None:
                 messages = {level: [message] for level in self._levels if codecs[level] is not None}
-                HeldSum(results, self.own_slot, place, scale).apply([message])
+                HeldSum(results, self.own_slot, place, scale).apply_own(message)
             results.replicas = {
                 slot: HeldSum(results, slot, slots.values(slot, trainable_only=True)[0], scale)
                 for slot, level in enumerate(self.level_to)

@@ -64,15 +64,15 @@ class SentPiece:
     def __init__(self, shape: tuple[int, int, int], state: CodecState, residual: Tensor, place: int) -> None:
         self.shape, self.state = shape, state
         self._applied = residual  # as of the last applied step
-        self._place = place  # a number for the random rounding
-        # The residual of the step under way, and the state before it, while the step is noted.
+        self._place, self._count = place, 0  # numbers for the random rounding: whose, and how many there were
+        # The residual of the step under way, and what there was before it, while the step is noted.
         self._pending: Tensor | None = None
         self._saved: dict[str, Any] | None = None
 
     def begin(self, changes: StepChanges) -> None:
         """Call before each encoding."""
         if self not in changes:
-            self._saved = self.state.state_dict()
+            self._saved = {"state": self.state.state_dict(), "count": self._count}
             changes.note(self, self._undo, self._keep)
 
     @property
@@ -85,34 +85,33 @@ class SentPiece:
         """Residuals: of the last applied step, and of the step under way."""
         return [self._applied] if self._pending is None else [self._applied, self._pending]
 
-    @property
-    def seed(self) -> int:
-        """A number for the rounding of the residual that the next packet leaves."""
-        return mix(self._place ^ mix(self.state.step & 0xFFFFFFFF))
-
-    def stored(self, left: Tensor, seed: int) -> Tensor:
-        """Return a residual, fp32 of this shape, as it is stored."""
-        return compact(left, seed) if self._applied.dtype == torch.int16 else left
+    def stored(self, left: Tensor) -> Tensor:
+        """Return the next residual, fp32 of this shape, as it is stored."""
+        is_compact = self._applied.dtype == torch.int16
+        return compact(left, mix(self._place ^ mix(self._count & 0xFFFFFFFF))) if is_compact else left
 
     def put(self, stored: Tensor) -> None:
         self._pending = stored
+        self._count += 1
 
     def _keep(self) -> None:
         self._applied, self._pending, self._saved = self.residual, None, None
 
     def _undo(self) -> None:
         assert self._saved is not None, "a step was undone that had not begun"
-        self.state.load_state_dict(self._saved)
+        self.state.load_state_dict(self._saved["state"])
+        self._count = self._saved["count"]
         self._pending = self._saved = None
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last applied step; tensors of residuals are those in use, not copies."""
-        state = self.state.state_dict() if self._saved is None else self._saved
-        return {"shape": list(self.shape), "residual": self._applied, "state": state}
+        saved = self._saved or {"state": self.state.state_dict(), "count": self._count}
+        return {"shape": list(self.shape), "residual": self._applied, **saved}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self._applied.copy_(saved["residual"])
         self.state.load_state_dict(saved["state"])
+        self._count = saved["count"]
 
 
 class ReceivedPiece:
@@ -170,18 +169,14 @@ class GradientMemory:
         message, packets = layout.new_message(self.home.device)
         written: list[tuple[SentPiece, Tensor]] = []
         for part, gradient, out in zip(layout.parts, gradients, packets, strict=True):
-            pieces = [self.sender(level, part, at) for at in range(len(part.pieces))]
-            for piece in pieces:
-                piece.begin(self.changes)
+            pieces = self._begin(level, part)
             unscaled = part.as_matrices(gradient)
             unscaled = unscaled / scale if scale != 1.0 else unscaled
-            seeds, left = [piece.seed for piece in pieces], self._left(part, pieces)
+            left = self._left(part, pieces)
             layout.codec.encode_with_residual(unscaled, left, pieces[0].state, out=out)
             for piece in pieces[1:]:
                 piece.state.step += 1
-            split = left.view(-1).split([size for _, size in part.pieces]) if len(pieces) > 1 else (left,)
-            for piece, seed, one in zip(pieces, seeds, split, strict=True):
-                written.append((piece, self.home.keep(piece.stored(one.view(piece.shape), seed))))
+            written += self._stored(part, pieces, left)
         for piece, stored in written:
             piece.put(stored)
         return message
@@ -206,19 +201,52 @@ class GradientMemory:
             else:
                 matrices.add_(layout.codec.decode(packet, torch.empty_like(matrices)), alpha=scale)
 
+    def take(self, level: int, parts: Sequence[PacketPart], sums: Sequence[Tensor], scale: float) -> None:
+        """Move residuals, times the loss scale, to `sums` ([e, *shape] fp32 for each part)."""
+        for part, total in zip(parts, sums, strict=True):
+            pieces = self._begin(level, part)
+            left = self._left(part, pieces)
+            total.view(left.shape).add_(left, alpha=scale)
+            for piece in pieces:
+                piece.put(self.home.keep(torch.zeros_like(piece.residual)))
+
+    def leave_out(self, level: int, parts: Sequence[PacketPart], lost: Sequence[Tensor], scale: float) -> None:
+        """Add to residuals what was lost behind the codec, times the loss scale ([e, *shape] fp32 for each part)."""
+        for part, more in zip(parts, lost, strict=True):
+            pieces = self._begin(level, part)
+            left = self._left(part, pieces)
+            left += torch.where(more.isfinite(), more, 0.0).view(left.shape) / scale
+            for piece, stored in self._stored(part, pieces, left):
+                piece.put(stored)
+
+    def _begin(self, level: int, part: PacketPart) -> list[SentPiece]:
+        """Return what is kept of a part's pieces, before it changes."""
+        pieces = [self.sender(level, part, at) for at in range(len(part.pieces))]
+        for piece in pieces:
+            piece.begin(self.changes)
+        return pieces
+
+    def _stored(self, part: PacketPart, pieces: Sequence[SentPiece], left: Tensor) -> list[tuple[SentPiece, Tensor]]:
+        """Return a part's pieces with their new residuals, of which `left` [e, rows, cols] fp32 consists."""
+        split = left.view(-1).split([size for _, size in part.pieces]) if len(pieces) > 1 else (left,)
+        return [
+            (piece, self.home.keep(piece.stored(one.view(piece.shape))))
+            for piece, one in zip(pieces, split, strict=True)
+        ]
+
     def sender(self, level: int, part: PacketPart, at: int = 0) -> SentPiece:
         """Return what is kept of the part's piece number `at`, made at the first call."""
         piece, num_elements = part.pieces[at]
         if (found := self.sent.get((level, piece))) is not None:
             return found
         codec = self.codecs[level]
-        assert codec is not None, f"level {level} has no gradient codec"
         shape = (part.num_experts, part.rows, part.cols) if len(part.pieces) == 1 else (1, 1, num_elements)
         is_compact = part.dtype.itemsize == 2 and num_elements >= MIN_COMPACT
         stored = compact_shape(shape[0], shape[1] * shape[2]) if is_compact else shape
         residual = self.home.zeros(*stored, dtype=torch.int16 if is_compact else torch.float32)
         place = zlib.crc32(f"{self._place} {level} {piece}".encode())
-        made = SentPiece(shape, codec.new_state(*shape, device=self.home.device), residual, place)
+        state = CodecState() if codec is None else codec.new_state(*shape, device=self.home.device)
+        made = SentPiece(shape, state, residual, place)
         if (saved := self._saved_sent.pop((level, piece), None)) is not None:
             made.load_state_dict(saved)
         self.sent[level, piece] = made

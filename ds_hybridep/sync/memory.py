@@ -19,6 +19,7 @@ from ds_hybridep.sync.feedback import Encoding, Feedback
 from ds_hybridep.sync.flat import Span, cut, even_bounds, hash_of, parts_of
 from ds_hybridep.sync.gradients import GradientMemory, StepChanges, residual_of
 from ds_hybridep.sync.home import Home
+from ds_hybridep.sync.mirrors import is_patched
 
 MOST_BUFFERS = 64  # whose layouts are remembered; they follow from their spans
 
@@ -51,9 +52,10 @@ class CodecMemory:
         codecs = encoding.gradient_codecs
         slowest = next((codecs[level] for level in levels if codecs[level] is not None), None)
         home = Home(device, encoding.is_on_host)
-        # What is kept on the sums' way to the owners, and on their way to all ranks.
+        # What is kept on the sums' way to the owners, on their way to all ranks, and of sums that the owner rounds.
         self.sums = GradientMemory(f"{name}, sums", codecs, home, changes, rank)
         self.results = GradientMemory(f"{name}, results", (slowest,), home, changes, rank)
+        self.rounded = GradientMemory(f"{name}, rounded", (None,), home, changes, rank)
         self.parameters: dict[str, ParameterCodecs] = {}  # by dtype and spans
         self.kept: dict[str, list[Kept]] = {}  # by name
         self._counters = CodecCounters()  # of gradients
@@ -72,7 +74,7 @@ class CodecMemory:
     @property
     def squared_residual(self) -> float:
         """The sum of squares of the gradients that were not delivered yet."""
-        return self.sums.squared_residual() + self.results.squared_residual()
+        return sum(one.squared_residual() for one in (self.sums, self.results, self.rounded))
 
     def stats(self) -> CodecSums:
         """Return what codecs did, and how much of the gradients they have not delivered."""
@@ -80,8 +82,8 @@ class CodecMemory:
 
     def forget(self) -> None:
         """Drop everything but the counters; all ranks must call."""
-        self.sums.forget()
-        self.results.forget()
+        for one in (self.sums, self.results, self.rounded):
+            one.forget()
         self.gather_exactly()
         self.kept, self._slices = {}, {}
 
@@ -105,6 +107,8 @@ class CodecMemory:
                 parts = [parts_of(slot, like.dtype) for slot in spans]
                 found.sums = Feedback(parts, self.sums, "gradient", self._counters)
                 found.results = SumFeedback(parts, self.results, "gradient", self._counters)
+                if is_patched(like):
+                    found.rounded = Feedback(parts, self.rounded, "gradient", self._counters)
         self._buffers[key] = found
         while len(self._buffers) > MOST_BUFFERS:
             self._buffers.pop(next(iter(self._buffers)))
@@ -197,6 +201,7 @@ class CodecMemory:
         return {
             "sums": self.sums.state_dict(),
             "results": self.results.state_dict(),
+            "rounded": self.rounded.state_dict(),
             "parameters": {**self._saved_parameters, **states},
             "slices": [
                 [*astuple(span), [[slot, part.start, part.num_elements] for slot, part in parts]]
@@ -212,6 +217,7 @@ class CodecMemory:
         self.forget()
         self.sums.load_state_dict(saved["sums"])
         self.results.load_state_dict(saved["results"])
+        self.rounded.load_state_dict(saved["rounded"])
         self._saved_parameters = dict(saved["parameters"])
         for name, shape, *run, parts in saved["slices"]:
             found = [(slot, Span(name, tuple(shape), start, num_elements)) for slot, start, num_elements in parts]
@@ -223,7 +229,7 @@ def undelivered(saved: Mapping[str, Any]) -> list[Kept]:
     """Return all that a rank had kept back according to `CodecMemory.capture`, as parts of a mean."""
     found = [Kept(name, start, values.clone()) for name, start, values in saved["kept"]]
     scale = 1.0 if saved["is_mean"] else 1.0 / saved["num_ranks"]
-    for piece in (*saved["sums"]["sent"], *saved["results"]["sent"]):
+    for piece in (piece for kept in ("sums", "results", "rounded") for piece in saved[kept]["sent"]):
         values = residual_of(piece).reshape(-1) * scale
         if bool(values.any()):
             name, start = piece["piece"]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ds_hybridep.errors import CommunicationError, PacketError
 from ds_hybridep.sync.feedback import Feedback
+from ds_hybridep.sync.messages import MessageLayout
 from ds_hybridep.sync.mirrors import HeldSlot
 from ds_hybridep.sync.stages import GatherStage
 from ds_hybridep.transport.channels import Purpose, Transfer, Transport
@@ -42,8 +43,16 @@ class Slots(Protocol):
         """Return the slot's values as they are held, one contiguous tensor for each message."""
         ...
 
-    def sums(self, slot: int) -> list[tuple[Tensor, torch.dtype]]:
-        """Return the slot's sums, one contiguous tensor for each message, and the types in which they go unencoded."""
+    def sum_sizes(self, slot: int) -> list[tuple[int, torch.dtype]]:
+        """Return the elements of each message of sums, and the type in which they go unencoded."""
+        ...
+
+    def make_sums(self) -> None:
+        """Make the sums of the own slot, unless they are there; called before anything is added to them."""
+        ...
+
+    def sums(self, slot: int) -> list[Tensor]:
+        """Return the slot's sums, one contiguous tensor for each message."""
         ...
 
     def sum_parts(self, slot: int) -> list[Tensor]:
@@ -81,6 +90,8 @@ class StagedTransfer(ABC):
     def advance(self) -> None:
         """Wait for the stage under way, take in what arrived, and start the next one."""
         streams = self.slots.streams
+        if self._transfer is not None:
+            self._make_room()  # in the current stream, which also frees it
         with _NOTHING if streams is None else streams.aside():
             if self._transfer is not None:
                 self._transfer.wait()
@@ -110,6 +121,9 @@ class StagedTransfer(ABC):
 
     @abstractmethod
     def _start_stage(self, stage: GatherStage) -> Transfer: ...
+
+    def _make_room(self) -> None:
+        """Make memory for what the finished stage brought."""
 
     @abstractmethod
     def _take_in(self) -> None:
@@ -247,7 +261,8 @@ class Reduce(StagedTransfer):
         feedback = self.slots.feedback
         layout = None if feedback is None else feedback.layout(level, slot)
         if feedback is None or layout is None:
-            messages = [total.to(dtype) for total, dtype in self.slots.sums(slot)]
+            sizes = self.slots.sum_sizes(slot)
+            messages = [total.to(dtype) for total, (_, dtype) in zip(self.slots.sums(slot), sizes, strict=True)]
         else:
             with self._timing("encode_s"):
                 messages = [feedback.gradients.encode(level, layout, self.slots.sum_parts(slot), self._scale)]
@@ -259,15 +274,24 @@ class Reduce(StagedTransfer):
         feedback = self.slots.feedback
         layout = None if feedback is None else feedback.layout(level, slot)
         if feedback is None or layout is None:
-            messages = []
-            for total, dtype in self.slots.sums(slot):
-                messages.append(torch.empty_like(total, dtype=dtype))
-                self._arrivals.append((sender, partial(total.add_, messages[-1])))
+            sizes = self.slots.sum_sizes(slot)
+            messages = [torch.empty(size, dtype=dtype, device=self.slots.device) for size, dtype in sizes]
+            self._arrivals.append((sender, partial(self._add, slot, messages)))
             return messages
         message = layout.room(self.slots.device)
-        sums, add = self.slots.sum_parts(slot), feedback.gradients.add
-        self._arrivals.append((sender, partial(add, level, sender, layout, message, sums, self._scale)))
+        self._arrivals.append((sender, partial(self._add_encoded, slot, level, sender, layout, message)))
         return [message]
+
+    def _add(self, slot: int, messages: Sequence[Tensor]) -> None:
+        for total, message in zip(self.slots.sums(slot), messages, strict=True):
+            total.add_(message)
+
+    def _add_encoded(self, slot: int, level: int, sender: int, layout: MessageLayout, message: Tensor) -> None:
+        assert (feedback := self.slots.feedback) is not None, f"{self.slots.layer}: nothing is encoded"
+        feedback.gradients.add(level, sender, layout, message, self.slots.sum_parts(slot), self._scale)
+
+    def _make_room(self) -> None:
+        self.slots.make_sums()
 
     def _take_in(self) -> None:
         with self._timing("decode_s"):

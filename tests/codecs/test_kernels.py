@@ -197,7 +197,7 @@ def test_tensors_on_two_devices_are_refused(compiled_codecs):
     codecs, x, payload = compiled_codecs, normal(2, 4, 8), torch.zeros(2, 64, dtype=torch.uint8)
     far = {name: tensor.to("meta") for name, tensor in (("x", x), ("payload", payload))}
     flags = torch.zeros(2, dtype=torch.uint8, device="meta")
-    low_rank = {"q": x, "row_rms": None, "col_rms": None, "start": None, "factor": 0, "iterations": 1}
+    low_rank = {"sizes": None, "q": x, "row_rms": None, "col_rms": None, "start": None, "factor": 0, "iterations": 1}
     for name, call in {
         "other": lambda: codecs.prepare(Source.UPDATE, x, far["x"]),
         "payload": lambda: codecs.blockwise_encode(Source.ENCODE, x, None, far["payload"], bits=4, block=32),
@@ -206,7 +206,7 @@ def test_tensors_on_two_devices_are_refused(compiled_codecs):
     }.items():
         with pytest.raises(ValueError, match=f"{name}: on device meta, wanted cpu, where"):
             call()
-    for wrong in ("q", "row_rms", "col_rms", "start"):
+    for wrong in ("sizes", "q", "row_rms", "col_rms", "start"):
         with pytest.raises(ValueError, match=f"{wrong}: on device meta, wanted cpu, where a is"):
             codecs.low_rank_encode(Source.ENCODE, x, None, payload, **{**low_rank, wrong: far["x"]})
     decoders = [

@@ -118,7 +118,7 @@ def test_migration_of_a_layer_stays_on_the_device(weights_codec: str, gradient_c
             shipment = WeightShipment(replicas, is_exact=is_exact)
             shipment.load()
             replicas.add_gradients(map(torch.empty_like, replicas.trainable_weights(replicas.replica_slots)))
-            replicas.prepare_return()
+            replicas.make_senders()
             for transfer in (shipment, Reduce(replicas, Purpose("expert_gradients", "return"))):
                 while not transfer.is_complete:
                     transfer.advance()

@@ -16,6 +16,7 @@ from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.flat import cut, even_bounds, whole
 from ds_hybridep.sync.gradients import StepChanges
+from ds_hybridep.sync.memory import undelivered
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -141,6 +142,66 @@ def test_what_sums_leave_out_comes_later(
         assert one["mean"] < 0.25 * one["first"] + (0.004 if dtype == "bfloat16" else 0.0)
     if not owners:
         assert len({one["bits"] for one in found}) == 1
+
+
+def sum_of_unknown(sizes: tuple[int, ...]) -> tuple[bool, int]:
+    group = open_group(sizes, [None] * len(sizes), ["int4", *[None] * (len(sizes) - 1)])
+    total = torch.full((3, 50), dist.get_rank() + 1.001)
+    group.all_reduce(total)
+    kept = len(group.memory.sums.sent)
+    group.transport.close()
+    expected = sum(rank + 1.001 for rank in range(math.prod(sizes)))
+    return bool(torch.allclose(total, torch.full((3, 50), expected), rtol=1e-6)), kept
+
+
+def test_sums_of_unknown_tensors_are_exact_because_residuals_would_have_no_owner(pool4: ProcessPool) -> None:
+    assert pool4.run(sum_of_unknown, sizes=(2, 2)) == [(True, 0)] * 4
+
+
+def sum_small_numbers(codec: Any, owners: bool, num_sums: int) -> list[float]:
+    """How far what has arrived and what waits is from the sum of constant gradients, relative to each element.
+
+    Returns the largest distance, the mean of all, and the mean of elements below 3e-4 of the largest.
+    """
+    group = open_group((2, 2), [None, None], [codec, None])
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(5)
+    sizes = torch.exp(torch.rand(TOTAL, generator=generator) * math.log(1e-4))
+    own = (sizes * (1 + 0.1 * rank)).bfloat16()
+    exact = sum((sizes * (1 + 0.1 * other)).bfloat16().double() for other in range(4))
+    slots = cut(SPANS, even_bounds(SPANS, 4))
+    slices = [(owner, span) for owner, slot in enumerate(slots) for span in slot]
+    mine = torch.cat([torch.full((span.num_elements,), owner == rank or not owners) for owner, span in slices])
+    found = torch.zeros(TOTAL, dtype=torch.float64)
+    for _ in range(num_sums):
+        last = own.clone()
+        if owners:
+            group.reduce_to_owners(last, slices)
+        else:
+            group.all_reduce(last, SPANS)
+        group.memory.changes.keep()
+        found += torch.where(mine, last.double(), 0.0)
+    waiting = torch.zeros(TOTAL, dtype=torch.float64)
+    starts = {span.name: start for span, start in zip(SPANS, (0, 1280, 1312), strict=True)}
+    for one in undelivered(group.memory.capture()):
+        first = starts[one.name] + one.start
+        waiting[first : first + one.values.numel()] += one.values.double() * 4  # of a mean over four ranks
+    dist.all_reduce(waiting)
+    group.transport.close()
+    error = ((found + waiting) / (num_sums * exact) - 1)[mine]
+    return [float(error.abs().max()), float(error.mean()), float(error[sizes[mine] < 3e-4].mean())]
+
+
+@pytest.mark.parametrize("owners", [True, False])
+@pytest.mark.parametrize(
+    "codec", ["int4", {"type": "low_rank", "ratio": 8, "factors": "log4", "weighting": "rms"}], ids=str
+)
+def test_small_gradients_of_16_bits_arrive(pool4: ProcessPool, codec: Any, owners: bool) -> None:
+    """Rounding to nearest would lose those below a 256th of a residual for good."""
+    for largest, mean, of_small in pool4.run(sum_small_numbers, codec=codec, owners=owners, num_sums=300):
+        assert largest < 0.02 * math.sqrt(5000 / 300)  # the noise of rounding falls with the root of their number
+        assert abs(mean) < 0.002
+        assert abs(of_small) < 0.004
 
 
 def sum_in_micro_steps(sizes: tuple[int, ...], num_micro_steps: int) -> dict[str, Any]:
