@@ -19,9 +19,9 @@ codes 8-15 for their negatives.  The scale is the largest magnitude / 32, rounde
 
 With weighting, steps 1 and 2 work on X with each row and each column divided by its running root mean square.  The
 factors are multiplied by those again before they are sent.  This is the best approximation if an error counts relative
-to the size of its row and column, as with an optimizer such as Adam, which divides each element by its size.  If X is a
-gradient and its residual, the sizes are those of the gradient alone.  Otherwise an element that is much larger than its
-row and column would count less the more of it waits, and never arrive.
+to the size of its row and column, as with an optimizer such as Adam, which divides each element by its size.  If X is
+a gradient and its residual, the sizes are those of the gradient alone.  Otherwise an element that is much larger than
+its row and column would count less the more of it waits, and never arrive.
 
 Source: the scheme is PowerSGD's (arXiv 1905.13727), with the refresh and the projection onto quantised factors added.
 """
