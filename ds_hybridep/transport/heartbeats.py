@@ -27,6 +27,8 @@ NEARBY = 8  # in levels of up to this many children, every rank is connected wit
 BRIDGES = 4  # ranks of a domain that are connected with other domains
 MAX_LINE = 1 << 18  # bytes of one message
 MAX_TEXT = 960  # letters of a fact
+MAX_STRANGERS = 32  # accepted connections that have not said who they are; more than a rank has peers
+STRANGER_S = 5.0  # how long one may take to say it
 DIAL_S = 1.0  # between attempts to reach a peer that is silent
 REDIAL_S = 3.0  # of silence, after which a peer is dialled again
 MAX_BACKLOG = 1 << 16  # unsent bytes above which beats without news are left out
@@ -183,7 +185,10 @@ class Mesh:
                 self._serve(key.data, key.fileobj, events, beats)
             elif key.fileobj in self._strangers:
                 self._welcome(key.fileobj)
-        self._dial(time.monotonic())
+        now = time.monotonic()
+        for stranger in [one for one, (_, since) in self._strangers.items() if now - since > STRANGER_S]:
+            self._refuse(stranger)
+        self._dial(now)
         return beats
 
     def send(self, link: Link, beat: Beat) -> None:
@@ -228,6 +233,13 @@ class Mesh:
             stranger.setblocking(False)
             self._strangers[stranger] = b"", time.monotonic()
             self._selector.register(stranger, selectors.EVENT_READ, None)
+            if len(self._strangers) > MAX_STRANGERS:
+                self._refuse(next(iter(self._strangers)))  # the oldest: a peer says at once who it is
+
+    def _refuse(self, stranger: Socket) -> None:
+        del self._strangers[stranger]
+        self._selector.unregister(stranger)
+        stranger.close()
 
     def _welcome(self, stranger: Socket) -> None:
         """Read the first line of an accepted connection: the key and the peer's rank."""

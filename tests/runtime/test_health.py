@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ from process_pool import COLLECTIVE_LIMIT_S, ProcessPool
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport.diagnosis import Direct, Entry, View, cause_of, report
 from ds_hybridep.transport.health import EXIT_STATUS, Health
-from ds_hybridep.transport.heartbeats import FACTS, Beat, Fact, parse_beat, peers_of
+from ds_hybridep.transport.heartbeats import FACTS, MAX_STRANGERS, Beat, Fact, Mesh, parse_beat, peers_of
 from ds_hybridep.transport.job import longest_wait_s
 from ds_hybridep.transport.waits import Waits
 
@@ -149,6 +150,44 @@ def test_damaged_messages_are_dropped_or_harmless(beat, data):
 @pytest.mark.parametrize("line", [b"", b"[]", b"{}", b"[" * 100_000, b"[1,2]", b"[9,0,0,0,[],[]]", b"null"])
 def test_lines_that_no_rank_sends_are_dropped(line):
     assert parse_beat(line, 8) is None
+
+
+def test_strangers_that_connect_and_say_nothing_keep_few_descriptors_and_not_for_long():
+    listening, dialling = Mesh(0, 2, "127.0.0.1", "key"), Mesh(1, 2, "127.0.0.1", "key")
+    listening.connect({1: dialling.address})
+    dialling.connect({0: listening.address})
+    before = len(os.listdir("/proc/self/fd"))
+    strangers = []
+    for _ in range(400):
+        strangers.append(socket.create_connection(listening.address))
+        listening.poll(0.0)
+    assert len(os.listdir("/proc/self/fd")) - before - len(strangers) <= MAX_STRANGERS
+    heard, deadline = [], time.monotonic() + 50  # a peer comes through
+    while not heard and time.monotonic() < deadline:
+        dialling.poll(0.05)
+        dialling.send(dialling.links[0], Beat(1, 1, 4, False))
+        heard = listening.poll(0.05)
+    assert heard[0].rank == 1
+    while strangers and time.monotonic() < deadline:  # without another connection that would push them out
+        listening.poll(0.05)
+        for stranger in strangers:
+            stranger.setblocking(False)
+        strangers = [one for one in strangers if not is_closed(one)]
+    assert strangers == []
+    for mesh in (listening, dialling):
+        mesh.close()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other end has closed this connection; then closes this end."""
+    try:
+        connection.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    connection.close()
+    return True
 
 
 # -- when a rank ends ---------------------------------------------------------------------------------------------
