@@ -69,17 +69,10 @@ class Breaker:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "exception":
             raise ValueError("a bad sample")
-        elif fault == "hang":
-            load_next_sample()
         elif fault in ("link", "dc"):  # the driver cuts
             answer = Path(self._orders.folder, "cut")
             while not answer.exists():
                 time.sleep(0.02)
-
-
-def load_next_sample() -> None:
-    """A data loader whose source does not answer."""
-    time.sleep(1e6)
 
 
 def block_of(orders: Orders) -> dict[str, Any]:
@@ -187,14 +180,8 @@ def main(orders: Orders) -> None:
     with failing_attach(orders, rank):
         engine = engine_of(orders)
     breaker = Breaker(orders)
-    hangs = orders.fault == "hang" and rank == orders.victim
-    if rank == orders.victim and not hangs:
+    if rank == orders.victim:
         break_in(engine, breaker, orders.phase)
-
-    def hang_before(phase: str) -> None:
-        """Hang like a data loader, while the others go on to this phase."""
-        if hangs and orders.phase == phase:
-            breaker()
 
     checkpoints = str(Path(orders.folder, "checkpoints"))
     first = 0
@@ -205,14 +192,11 @@ def main(orders: Orders) -> None:
         if orders.follows:
             await_order(Path(orders.folder, "until"), step)
         breaker.is_armed = step >= FAULT_STEP
-        hang_before("forward")
         if orders.step_s:
             time.sleep(orders.step_s)
         inputs, targets = batch(step, rank)
         loss, aux_loss = engine(inputs, targets)
-        hang_before("backward")
         engine.backward(loss + 0.01 * aux_loss)
-        hang_before("step")
         engine.step()
         total = loss.detach().float()
         dist.all_reduce(total)
@@ -220,11 +204,9 @@ def main(orders: Orders) -> None:
             with Path(orders.folder, "losses").open("a") as file:
                 file.write(json.dumps([step, total.item()]) + "\n")
         if orders.phase in ("save", "load") or (orders.save_every and (step + 1) % orders.save_every == 0):
-            hang_before("save")
             tag = f"turn{step // orders.save_every % 3}" if orders.save_every else None
             engine.save_checkpoint(checkpoints, tag, client_state={"step": step + 1})
         if orders.phase == "load" and step >= FAULT_STEP:
-            hang_before("load")
             engine.load_checkpoint(checkpoints)
     engine.destroy()
     print("done")

@@ -22,7 +22,7 @@ REASON = why_not_permitted(with_delay=False) if os.geteuid() == 0 else why_no_us
     ("phase", "codecs", "faults"),
     [
         ("backward", "recommended", ["kill", "stop", "exception", "dc"]),
-        ("forward", "exact", ["memory", "hang", "kill rank 0"]),
+        ("load", "exact", ["memory", "link", "kill rank 0"]),
     ],
 )
 def test_every_rank_ends_in_time_and_names_the_cause(phase: str, codecs: str, faults: list[str]) -> None:

@@ -101,7 +101,9 @@ def follow_an_expert() -> set[tuple[str, str]]:
 
 
 def files_of(entered: set[tuple[str, str]]) -> set[str]:
-    return {file for file, _ in entered}
+    return {
+        file for file, _ in entered if file != "transport/waits.py"
+    }  # notes since when a rank waits, for heartbeats
 
 
 def test_a_token_passes_six_files(pool2: ProcessPool) -> None:

@@ -38,7 +38,7 @@ from ds_hybridep.plan.slots import part_of
 from ds_hybridep.plan.workload import Workload
 from ds_hybridep.transport.agreement import agree, announcing_failure, together
 from ds_hybridep.transport.channels import Transport
-from ds_hybridep.transport.job import backends_of
+from ds_hybridep.transport.job import backends_of, longest_wait_s
 from ds_hybridep.version import __version__
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class JobPlanner:
             device = spec.sample.device
             backends = backends_of(config, device)
         generation = agree({"version": __version__, "planned": config.canonical()}, config.timeout_s)
-        self._transport = Transport(config.cluster(), config.timeout_s, generation, backends)
+        self._transport = Transport(config.cluster(), longest_wait_s(config.timeout_s), generation, backends)
         with together(config.timeout_s, self._transport.close):
             self._links = JobLinks(config, self._transport, device)
             rates = measure_experts(spec, self._links.probe, self._links.cluster)

@@ -54,7 +54,7 @@ def save(
 
 def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces `engine.load_checkpoint`.  Raises AgreementError if only some ranks find a checkpoint."""
-    engine, timeout_s = attachment.engine, attachment.runtime.config.timeout_s
+    engine, timeout_s = attachment.engine, attachment.runtime.transport.timeout_s
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     # Only rank 0 looks: file systems may show the other ranks an older state.

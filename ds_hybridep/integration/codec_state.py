@@ -84,7 +84,7 @@ class CodecState:
                 saved = codec_checkpoint.read(path) if path in files else None
             is_same = saved is not None and saved["plan"] == self.plan and saved["step"] == step
             try:
-                agree({f"state of lossy codecs in {folder.name}": is_same}, self._config.timeout_s)
+                agree({f"state of lossy codecs in {folder.name}": is_same}, self._transport.timeout_s)
             except AgreementError as error:
                 raise AgreementError(
                     f"{error} (True: its {codec_checkpoint.PATTERN} in {folder} is of this plan and step); all ranks "

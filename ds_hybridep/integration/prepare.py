@@ -15,7 +15,7 @@ from ds_hybridep.kernels import load_kernels
 from ds_hybridep.sync.feedback import no_master, no_scale
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
-from ds_hybridep.transport.job import backends_of
+from ds_hybridep.transport.job import backends_of, longest_wait_s
 from ds_hybridep.version import __version__
 
 
@@ -59,7 +59,7 @@ def prepare_runtime(
             "synchronised": sorted(synchronised),
         }
     generation = agree(payload, config.timeout_s)
-    transport = Transport(config.cluster(), config.timeout_s, generation, backends)
+    transport = Transport(config.cluster(), longest_wait_s(config.timeout_s), generation, backends)
 
     def build() -> HybridRuntime:
         try:

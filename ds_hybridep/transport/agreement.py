@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from ds_hybridep.errors import AgreementError, CommunicationError
 from ds_hybridep.transport.job import is_initialized, job_store
+from ds_hybridep.transport.waits import waiting
 
-LATE = "did not join"  # how messages describe a rank that did not come in time
 
-
+@waiting(for_all=True)
 def agree(payload: Mapping[str, Any], timeout_s: float) -> int:
     """Wait until all ranks have called with an equal payload, and return the number of this start-up.
 
@@ -104,6 +104,7 @@ class _Startup:
     have gone on to a later one.
     """
 
+    @waiting(for_all=True)
     def __init__(self, timeout_s: float) -> None:
         self._store = job_store()
         self._timeout_s = timeout_s
@@ -125,6 +126,7 @@ class _Startup:
     def _key(self, name: str) -> str:
         return f"ds_hybridep/startup/{self.generation}/{name}"
 
+    @waiting(for_all=True)
     def publish(self, payload: Mapping[str, Any]) -> None:
         self._store.set(self._key(str(self._rank)), json.dumps(payload, sort_keys=True))
 
@@ -155,6 +157,7 @@ class _Startup:
         verdict = self._get("verdict", limit_s)
         return self._give_up([0], "rank 0", limit_s) if verdict is None else verdict
 
+    @waiting(for_all=True)
     def await_payload(self) -> Mapping[str, Any]:
         """On other ranks: return what rank 0 has published."""
         text = self._get("0", self._timeout_s)
@@ -168,7 +171,7 @@ class _Startup:
         for rank in missing:
             self._store.set(self._key(f"missed/{rank}"), "")
         return (
-            f"{who} {LATE} the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there "
+            f"{who} did not join the hybridep start-up within {limit_s:g} s: install the same ds_hybridep there "
             f"and give every rank the same ds_config (hybridep.timeout_s sets the limit)"
         )
 

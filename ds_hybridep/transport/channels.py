@@ -26,6 +26,7 @@ from ds_hybridep.transport.groups import connect_gloo, first_line
 from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
 from ds_hybridep.transport.staging import Part, Staging
 from ds_hybridep.transport.streams import DeviceStreams, streams_of
+from ds_hybridep.transport.waits import waiting
 
 T = TypeVar("T")
 
@@ -308,8 +309,7 @@ class Channel:
 
     def _watch(self, transfer: Transfer) -> None:
         if self._under_way is None:
-            # A script may end while the weights of its last step still travel.  A thread that returns from gloo while
-            # the interpreter ends would abort the process.
+            # A thread that returns from gloo while the interpreter ends, with weights on their way, would abort it.
             atexit.register(self._end_threads)
             self._under_way = Line(f"hybridep-{self.name}", self._finish)
         (self._departing or self._under_way).put(transfer)
@@ -341,7 +341,8 @@ class Channel:
         for line in (self._departing, self._under_way):
             if line is not None:
                 line.end()
-                line.thread.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
+                with waiting():
+                    line.thread.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
 
     def close(self) -> None:
         """Let the threads end and drop the connections.  Does not block."""
@@ -357,7 +358,7 @@ class Transport:
 
     Args:
         cluster: its levels are used in counters and errors, and say which connections each channel has.
-        timeout_s: the longest wait.
+        timeout_s: the longest wait for ranks that live.
         generation: from `agree`; makes the names of these connections unique in the job.
         backends: "gloo" or "nccl" at each level, for tensors on a device; empty for gloo.  Host tensors use gloo.
     """
@@ -411,8 +412,7 @@ class Transport:
                         self.wait_records.append(Wait(level, transfer.purpose, begin_ns, time.perf_counter_ns()))
 
     def note_finished(self, transfer: Transfer) -> None:
-        records = self.records  # the main thread may end a trace at any time
-        if records is not None:
+        if (records := self.records) is not None:  # the main thread may end a trace at any time
             records.append(transfer)
         with self._finished:
             self.num_finished += 1
@@ -427,7 +427,7 @@ class Transport:
     def exposed(self, purpose: Purpose) -> Iterator[None]:
         """Count the seconds inside as time during which training waited for `purpose`."""
         begin = time.perf_counter()
-        with profiler_range("wait", str(purpose)):
+        with profiler_range("wait", str(purpose)), waiting():
             yield
         self.traffic.exposed_s[purpose.kind] += time.perf_counter() - begin
 

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says what is wrong with a job whose ranks wait, from what one rank knows.  All functions are pure."""
+"""Says which rank or link is to blame for the end of a job, from what one rank knows.  All functions are pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.heartbeats import FACTS, Fact
-from ds_hybridep.transport.position import Position
 
 SILENT_S = 5.0  # a rank is silent after this long without news of it
-SILENT_SHARE = 0.8  # of timeout_s: after this long without news, a rank no longer counts as at work
 
 
 @dataclass(frozen=True)
@@ -17,7 +15,7 @@ class Entry:
     """What is known about another rank."""
 
     age_s: float | None  # since the last news of it, direct or through others; None: never
-    position: Position = Position()
+    step: int = 0  # optimizer steps that it had made then
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class View:
     rank: int
     cluster: Cluster
     timeout_s: float
-    own: Position
+    step: int  # of this rank
     others: Mapping[int, Entry]
     direct: Mapping[int, Direct] = field(default_factory=dict)
     facts: Sequence[Fact] = ()  # in the order in which they came
@@ -43,47 +41,11 @@ class View:
 
 
 def cause_of(view: View) -> str:
-    """Say in one line what is wrong, beginning with the rank, the domain or the link that is to blame."""
-    return (
-        _told(view) or _silent(view) or _broken_link(view) or _elsewhere(view) or _left(view) or _in_collectives(view)
-    )
+    """Say in one line what is wrong, beginning with the rank, the domain or the link that is to blame.
 
-
-def known_cause_of(view: View) -> str:
-    """Like `cause_of`, but only if a rank told the cause, is silent or has left; else empty."""
-    return _told(view) or _silent(view) or _left(view)
-
-
-def is_firsthand(view: View) -> bool:
-    """Return False if only other ranks are connected with the silent ranks, and so may know more."""
-    silent = _silent_ranks(view)
-    return not silent or any(rank in view.direct for rank in silent)
-
-
-def at_work(view: View) -> list[int]:
-    """Return ranks worth waiting for: in no collective, idle for less than timeout_s, heard of recently."""
-    limit_s = _patience_s(view)
-    heard = {rank: one.position for rank, one in view.others.items() if one.age_s is not None and one.age_s < limit_s}
-    return [
-        rank
-        for rank, position in heard.items()
-        if not position.waits and position.for_s < view.timeout_s and not _has_left(view, rank)
-    ]
-
-
-def any_missing(view: View) -> bool:
-    """Return True if a rank that has not left is in no collective, or was silent for too long to come."""
-    limit_s = _patience_s(view)
-    return any(
-        one.age_s is None or one.age_s > limit_s or not one.position.waits
-        for rank, one in view.others.items()
-        if not _has_left(view, rank)
-    )
-
-
-def _patience_s(view: View) -> float:
-    """Return how long a rank may be silent before the others stop waiting for it."""
-    return max(SILENT_S, SILENT_SHARE * view.timeout_s)
+    Empty if no rank told the cause, is silent or has left, and every peer is heard.
+    """
+    return _told(view) or _silent(view) or _broken_link(view) or _left(view)
 
 
 def _silent_ranks(view: View) -> set[int]:
@@ -105,14 +67,12 @@ def _told(view: View) -> str:
     where = _last_seen(view, first.rank)
     if first.kind == "failed":
         return f"rank {first.rank} failed: {first.text}{where}"
-    if first.kind == "signal":
-        return f"rank {first.rank} was ended by {first.text}{where}"
     return f"rank {first.rank} ended without a word ({first.text}): killed, out of memory, or crashed{where}"
 
 
 def _last_seen(view: View, rank: int) -> str:
     entry = view.others.get(rank)
-    return f"; last seen in {entry.position}" if entry is not None and entry.age_s is not None else ""
+    return f"; last seen in step {entry.step}" if entry is not None and entry.age_s is not None else ""
 
 
 def _silent(view: View) -> str:
@@ -189,16 +149,6 @@ def _broken_link(view: View) -> str:
     return ""
 
 
-def _elsewhere(view: View) -> str:
-    ranks = {rank: entry.position for rank, entry in view.others.items() if not _has_left(view, rank)}
-    away = [rank for rank, position in ranks.items() if not position.waits]
-    if away:
-        slowest = max(away, key=lambda rank: ranks[rank].for_s)
-        also = f"; not in a collective either: ranks {sorted(set(away) - {slowest})}" if len(away) > 1 else ""
-        return f"rank {slowest} does not come to the collective that others wait in: it is in {ranks[slowest]}{also}"
-    return ""
-
-
 def _left(view: View) -> str:
     left = sorted(fact.rank for fact in view.facts if fact.kind == "left")
     if not left:
@@ -207,47 +157,32 @@ def _left(view: View) -> str:
     return f"{who} ended or detached (the script returned, or called exit), while others wait in a collective"
 
 
-def _in_collectives(view: View) -> str:
-    places: dict[tuple[int, str], list[int]] = {(view.own.step, view.own.what): [view.rank]}
-    for rank, entry in view.others.items():
-        places.setdefault((entry.position.step, entry.position.what), []).append(rank)
-    if len(places) > 1:
-        said = "; ".join(
-            f"ranks {sorted(ranks)} in {what} (step {step})" for (step, what), ranks in sorted(places.items())
-        )
-        return f"ranks wait in different collectives: {said}"
-    name = view.cluster.levels[0].name
-    return (
-        f"all ranks wait in the same collective ({view.own.what}) and are alive: a link, likely of level '{name}', is "
-        f"too slow for timeout_s, or lost a connection"
-    )
-
-
 def _has_left(view: View, rank: int) -> bool:
     return any(fact.rank == rank and fact.kind == "left" for fact in view.facts)
 
 
 def report(view: View, cause: str, status: int) -> str:
-    """Return the message of a rank that ends: the cause, then where every rank is and what to do."""
-    lines = [f"hybridep: {cause}", f"  this is rank {view.rank}, in {view.own}; it ends with exit status {status}"]
-    by_position: dict[str, list[int]] = {}
+    """Return the message of a rank that ends: the cause, then what is known of every rank, and what to do."""
+    this = f"this is rank {view.rank}, in step {view.step}"
+    lines = [f"hybridep: {cause}", f"  {this}; it ends with exit status {status}"]
+    by_state: dict[str, list[int]] = {}
     ends = {fact.rank: fact.kind for fact in view.facts if fact.kind != "verdict"}
     for rank, entry in sorted(view.others.items()):
         if rank in ends:
-            said = "has left" if ends[rank] == "left" else f"has ended, was last seen in {entry.position}"
+            said = "has left" if ends[rank] == "left" else f"has ended, was last seen in step {entry.step}"
         elif entry.age_s is None:
             said = "never heard of"
+        elif entry.age_s > SILENT_S:
+            said = f"silent for {entry.age_s:.0f} s, was in step {entry.step}"
         else:
-            quiet = f"silent for {entry.age_s:.0f} s, was" if entry.age_s > SILENT_S else "alive,"
-            place = f"{entry.position.phase} of step {entry.position.step}"
-            said = f"{quiet} in {place}, {'waiting in ' if entry.position.waits else ''}{entry.position.what}"
-        by_position.setdefault(said, []).append(rank)
-    lines += [f"  rank{'s' * (len(ranks) > 1)} {_short(ranks)}: {said}" for said, ranks in by_position.items()]
+            said = f"alive, in step {entry.step}"
+        by_state.setdefault(said, []).append(rank)
+    lines += [f"  rank{'s' * (len(ranks) > 1)} {_short(ranks)}: {said}" for said, ranks in by_state.items()]
     if view.last_transfer:
         lines.append(f"  last transfer of this rank: {view.last_transfer}")
     lines.append(
         "  what to do: read the log of the rank that the first line names, then restart from the last checkpoint; "
-        f"if it was only slow, raise hybridep.timeout_s (now {view.timeout_s:g})"
+        f"if it was only silent for a while, raise hybridep.timeout_s (now {view.timeout_s:g})"
     )
     return "\n".join(lines) + "\n"
 

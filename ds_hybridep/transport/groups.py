@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.transport.job import job_store
 from ds_hybridep.transport.sockets import congestion_control
+from ds_hybridep.transport.waits import waiting
 
 if TYPE_CHECKING:
     from ds_hybridep.transport.channels import Transport
@@ -50,7 +51,8 @@ def connect_nccl(name: str, ranks: tuple[int, ...], transport: "Transport", devi
 @contextlib.contextmanager
 def naming_ranks(name: str, ranks: tuple[int, ...], transport: "Transport", hint: str) -> Iterator[None]:
     try:
-        yield
+        with waiting(for_all=True):
+            yield
     except RuntimeError as error:
         raise CommunicationError(
             f"rank {transport.rank}: connecting ranks {list(ranks)} for {name} failed within the time limit of "

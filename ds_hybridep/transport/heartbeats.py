@@ -6,8 +6,8 @@ A rank is connected with a few others at every level, so that no single rank or 
     level gpu    all ranks of the same node, or if there are many, those 1, 2, 4, ... places away
     level dc     only for the first ranks of a datacentre: the ranks at the same place in the others
 
-Messages are lines of JSON.  They say where the sender is, and pass on news: a rank failed, ended or is gone.  Ranks
-that wait for long also pass on what they have heard of others.
+Messages are lines of JSON.  They say that the sender lives, and pass on news: a rank failed, ended or is gone.  A rank
+that misses a peer asks for more, and the others tell it of whom they have heard.
 """
 
 import contextlib
@@ -21,17 +21,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.transport.position import MAX_TEXT, Position
 
 Socket = socket.socket
 NEARBY = 8  # in levels of up to this many children, every rank is connected with every other
 BRIDGES = 4  # ranks of a domain that are connected with other domains
 MAX_LINE = 1 << 18  # bytes of one message
+MAX_TEXT = 960  # letters of a fact
+MAX_STRANGERS = 32  # accepted connections that have not said who they are; more than a rank has peers
+STRANGER_S = 5.0  # how long one may take to say it
 DIAL_S = 1.0  # between attempts to reach a peer that is silent
-SOON_S = 0.1  # the same after SIGTERM
 REDIAL_S = 3.0  # of silence, after which a peer is dialled again
 MAX_BACKLOG = 1 << 16  # unsent bytes above which beats without news are left out
-FACTS = ("failed", "gone", "verdict", "signal", "left")  # the most telling first
+FACTS = ("failed", "gone", "verdict", "left")  # the most telling first
 
 
 def peers_of(cluster: Cluster, rank: int) -> list[int]:
@@ -55,7 +56,7 @@ class Fact:
     """What happened to a rank."""
 
     rank: int
-    kind: Literal["failed", "gone", "verdict", "signal", "left"]
+    kind: Literal["failed", "gone", "verdict", "left"]
     text: str
 
 
@@ -65,48 +66,37 @@ class Beat:
 
     rank: int
     count: int  # number of this message among the sender's
-    position: Position
-    alert: bool  # the sender passes on what it has heard
-    others: tuple[tuple[int, float, int, Position], ...] = ()  # rank, seconds since it was heard, count, position
+    step: int  # optimizer steps so far
+    alert: bool  # the sender asks what others have heard, and passes on what it has heard itself
+    others: tuple[tuple[int, float, int, int], ...] = ()  # rank, seconds since it was heard, count, step
     facts: tuple[Fact, ...] = ()
 
     def line(self) -> bytes:
-        others = [[rank, round(age, 2), count, _pack(position)] for rank, age, count, position in self.others]
+        others = [[rank, round(age, 2), count, step] for rank, age, count, step in self.others]
         facts = [[fact.rank, fact.kind, fact.text] for fact in self.facts]
-        record = [self.rank, self.count, _pack(self.position), int(self.alert), others, facts]
+        record = [self.rank, self.count, self.step, int(self.alert), others, facts]
         return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
 def parse_beat(line: bytes, world_size: int) -> Beat | None:
     """Return the message in a line, or None if no rank of this job sends such a line."""
     try:
-        rank, count, position, alert, others, facts = json.loads(line)
+        rank, count, step, alert, others, facts = json.loads(line)
         if len(others) > world_size or len(facts) > 2 * world_size:
             return None
         return Beat(
             _rank(rank, world_size),
             _number(count, int),
-            _unpack(position),
+            _number(step, int),
             bool(_number(alert, int)),
             tuple(
-                (_rank(other, world_size), _number(age, float, int), _number(number, int), _unpack(packed))
-                for other, age, number, packed in others
+                (_rank(other, world_size), _number(age, float, int), _number(number, int), _number(at, int))
+                for other, age, number, at in others
             ),
             tuple(Fact(_rank(other, world_size), _kind(kind), _text(text)) for other, kind, text in facts),
         )
     except (ValueError, TypeError, RecursionError):
         return None
-
-
-def _pack(position: Position) -> list[Any]:
-    return [position.step, position.phase, position.what, int(position.waits), round(position.for_s, 1)]
-
-
-def _unpack(packed: Any) -> Position:
-    step, phase, what, waits, for_s = packed
-    return Position(
-        _number(step, int), _text(phase), _text(what), bool(_number(waits, int)), _number(for_s, float, int)
-    )
 
 
 def _number(value: Any, *kinds: type) -> Any:
@@ -124,7 +114,7 @@ def _rank(value: Any, world_size: int) -> int:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(value)
-    return "".join(letter if letter.isprintable() else " " for letter in value[: 4 * MAX_TEXT])
+    return "".join(letter if letter.isprintable() else " " for letter in value[:MAX_TEXT])
 
 
 def _kind(value: Any) -> Any:
@@ -195,7 +185,10 @@ class Mesh:
                 self._serve(key.data, key.fileobj, events, beats)
             elif key.fileobj in self._strangers:
                 self._welcome(key.fileobj)
-        self._dial(time.monotonic())
+        now = time.monotonic()
+        for stranger in [one for one, (_, since) in self._strangers.items() if now - since > STRANGER_S]:
+            self._refuse(stranger)
+        self._dial(now)
         return beats
 
     def send(self, link: Link, beat: Beat) -> None:
@@ -204,17 +197,6 @@ class Mesh:
             link.outbox += beat.line()
             link.told.update(beat.facts)
             self._flush(link)
-
-    def dial_closed(self) -> bool:
-        """Let `poll` dial soon the peers that closed without a word.  Return True if there are any.
-
-        A process that dies closes its connections before its port, so an answer may be older than its end.
-        """
-        closed = [link for link in self.links.values() if link.closed_at is not None and link.rank not in self.gone]
-        for link in closed:
-            if link.dialled is None and time.monotonic() - link.dialled_at > SOON_S:
-                link.dialled_at = float("-inf")
-        return bool(closed)
 
     def drain(self, limit_s: float) -> None:
         """Send what is queued, for at most `limit_s`."""
@@ -251,6 +233,13 @@ class Mesh:
             stranger.setblocking(False)
             self._strangers[stranger] = b"", time.monotonic()
             self._selector.register(stranger, selectors.EVENT_READ, None)
+            if len(self._strangers) > MAX_STRANGERS:
+                self._refuse(next(iter(self._strangers)))  # the oldest: a peer says at once who it is
+
+    def _refuse(self, stranger: Socket) -> None:
+        del self._strangers[stranger]
+        self._selector.unregister(stranger)
+        stranger.close()
 
     def _welcome(self, stranger: Socket) -> None:
         """Read the first line of an accepted connection: the key and the peer's rank."""

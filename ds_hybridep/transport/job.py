@@ -37,6 +37,16 @@ def job_store() -> Any:
     return store if attempt == "0" else dist.distributed_c10d.PrefixStore(f"attempt{attempt}", store)
 
 
+def longest_wait_s(timeout_s: float) -> float:
+    """Return torch's own time limit for the job's collectives, or `timeout_s` if that is longer.
+
+    A rank may wait this long for another one that lives: heartbeats end a job whose ranks do not.
+    """
+    group = dist.distributed_c10d._get_default_group()
+    limits = [group._get_backend(device).options._timeout for device in group._device_types]
+    return max(timeout_s, *(limit.total_seconds() for limit in limits))
+
+
 def join_job(timeout_s: float) -> None:
     """Form the job's process group over gloo, from what a launcher has set in the environment.
 

@@ -5,7 +5,7 @@
 
 FAULT may also be what is none: one of HEALTHY, after which all ranks end with status 0.
 
-Prints seconds until each rank ended, from when rank 3 broke, and exit statuses, as JSON.
+Prints the exit statuses of the ranks as JSON; null for one that had not ended after LIMIT_S.
 """
 
 import atexit
@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -30,14 +29,10 @@ from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport import health
 from ds_hybridep.transport.sockets import TCP_RTO_MAX_MS
 
-LIMIT_S = 25.0
+LIMIT_S = 30.0
 TIMEOUT_S = 2.0
-
-
-WORK_S = 7.0  # more than the watch would wait for a rank that does nothing
-# Seconds until rank 3 comes; the others may wait for 6 s of a rank that does nothing.
-SLOW_COLLECTIVE = {"comes late to a slow collective": WORK_S, "comes in time to a slow collective": 5.0}
-HEALTHY = ("evaluates", *SLOW_COLLECTIVE, "computes", "debugs", "handles SIGTERM", "ends at once")
+WORK_S = 9.0  # more than the watch would wait for a rank that is silent
+HEALTHY = ("computes", "sleeps", "debugs", "handles SIGTERM", "ends at once")
 
 
 class Owner:
@@ -48,22 +43,17 @@ class Owner:
         return "rows of layer 0"
 
 
-def load_next_sample():
-    time.sleep(1000)
-
-
-def work(kind, seconds=WORK_S):
+def work(kind):
     """What a healthy rank may do while others wait for it."""
-    until = time.time() + seconds
-    if kind in ("evaluates", *SLOW_COLLECTIVE):
+    until = time.time() + WORK_S
+    if kind == "computes":
         value = torch.eye(64)
         while time.time() < until:
             value = value @ value
-    elif kind == "computes":  # for long at one place
-        value = torch.rand(1500, 1500)
-        list(iter(lambda: value @ value is None or time.time() > until, True))
+    elif kind == "sleeps":
+        time.sleep(WORK_S)
     elif kind == "debugs":
-        bdb.Bdb().runcall(time.sleep, seconds)
+        bdb.Bdb().runcall(time.sleep, WORK_S)
     elif kind == "handles SIGTERM":
         heard = []
         signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
@@ -85,33 +75,26 @@ def retransmission_bounds():
 def train(rank, port, fault, folder):
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo")
-    health.start(Cluster((Level("dc", 2), Level("gpu", 2))), 2 * TIMEOUT_S if fault in HEALTHY else TIMEOUT_S, Owner())
+    health.start(Cluster((Level("dc", 2), Level("gpu", 2))), TIMEOUT_S, Owner())
     value = torch.zeros(4)
-    pair = dist.new_group([2, 3])
     for _ in range(3):
         dist.all_reduce(value)
     if rank == 3:
-        folder.joinpath("broken").write_text(str(time.time()))
-        if fault.startswith("kill"):
+        if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "exception":
             raise ValueError("a bad sample")
-        elif fault == "hang":
-            load_next_sample()
         elif fault == "ends at once":
             os._exit(0)
         else:
-            work(fault, SLOW_COLLECTIVE.get(fault, WORK_S))
-    if fault in SLOW_COLLECTIVE:  # rank 3 waits too, as long as a large transfer may take
-        if rank == 2:
-            threading.Timer(SLOW_COLLECTIVE[fault] + 3.0, lambda: dist.send(value.clone(), 3, group=pair)).start()
-        elif rank == 3:
-            dist.recv(value.clone(), 2, group=pair)
-    if fault in ("ends at once", "kill, then SIGTERM"):
-        work("evaluates")
+            work(fault)
+    if fault == "ends at once":
+        work("sleeps")
     else:
         dist.all_reduce(value)
-    if fault == "evaluates" and rank != 3:
+    if fault == "sleeps" and rank != 3:
         print("shortest retransmission bound", min(retransmission_bounds()), file=sys.stderr, flush=True)
     health.stop(health._owners[0])
 
@@ -120,7 +103,7 @@ def main(fault, folder):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    begin, pids, ended = time.time(), {}, {}
+    begin, pids, statuses = time.time(), {}, {}
     for rank in range(4):
         pid = os.fork()
         if pid == 0:
@@ -129,29 +112,25 @@ def main(fault, folder):
             status = 0
             try:
                 train(rank, port, fault, folder)
-            except ValueError as error:
-                sys.excepthook(type(error), error, error.__traceback__)
-                atexit._run_exitfuncs()  # as at any interpreter's end
+            except (ValueError, RuntimeError) as error:  # as at any interpreter's end
                 status = 1
-            except RuntimeError as error:
-                sys.excepthook(type(error), error, error.__traceback__)
-                status = health.EXIT_STATUS
+                try:
+                    sys.excepthook(type(error), error, error.__traceback__)
+                except SystemExit as end:
+                    status = end.code
+                atexit._run_exitfuncs()
             os._exit(status)
         pids[rank] = pid
-    while len(ended) < 4 and time.time() - begin < LIMIT_S:
+    while len(statuses) < 4 - (fault == "stop") and time.time() - begin < LIMIT_S:
         for rank, pid in pids.items():
-            if rank not in ended and (status := os.waitpid(pid, os.WNOHANG))[0]:
-                ended[rank] = time.time(), os.waitstatus_to_exitcode(status[1])
-                if rank == 3 and fault == "kill, then SIGTERM":  # as launchers do
-                    for other in pids.keys() - ended.keys():
-                        os.kill(pids[other], signal.SIGTERM)
+            if rank not in statuses and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                statuses[rank] = os.waitstatus_to_exitcode(ended[1])
         time.sleep(0.02)
     for rank, pid in pids.items():
-        if rank not in ended:
+        if rank not in statuses:
             os.kill(pid, signal.SIGKILL)
-            ended[rank] = time.time(), None
-    broken = float(folder.joinpath("broken").read_text())
-    print(json.dumps([[ended[rank][0] - broken, ended[rank][1]] for rank in range(4)]))
+            os.waitpid(pid, 0)
+    print(json.dumps([statuses.get(rank) for rank in range(4)]))
 
 
 if __name__ == "__main__":
