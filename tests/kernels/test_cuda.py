@@ -9,7 +9,10 @@ import torch
 from cuda_emulation import load_emulated
 from kernels.refs import PLAN_FIELDS, large_routes, payload
 
+from ds_hybridep.codecs import make_codec
+from ds_hybridep.errors import ConfigError
 from ds_hybridep.kernels import load_kernels
+from ds_hybridep.plan.packets import LARGEST_RANK
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -74,6 +77,16 @@ def test_a_wrong_token_is_found_on_a_few_multiprocessors():
 def test_dispatch_on_a_few_multiprocessors_is_what_the_kernels_are_called():
     assert load_emulated(dispatch_sms=3).name == "emulated, dispatch on 3 SMs"
     assert load_emulated().name == "emulated"
+
+
+def test_the_settings_take_the_ranks_that_the_kernels_take():
+    codecs = load_emulated().codecs
+    codecs.orthonormalise(torch.empty(0, LARGEST_RANK, 300))
+    make_codec({"type": "low_rank", "rank": LARGEST_RANK})
+    with pytest.raises(RuntimeError, match=f"rank: got {LARGEST_RANK + 1}, wanted at most {LARGEST_RANK} on CUDA"):
+        codecs.orthonormalise(torch.empty(0, LARGEST_RANK + 1, 300))
+    with pytest.raises(ConfigError, match=f"rank is {LARGEST_RANK + 1}, but must be an integer from 1 to"):
+        make_codec({"type": "low_rank", "rank": LARGEST_RANK + 1})
 
 
 # --- On a GPU --------------------------------------------------------------------------------------------------------
