@@ -281,13 +281,15 @@ void write_headers(Address packets, int64_t stride, int64_t n, uint32_t start, u
 #endif
 }
 
-#ifndef HYBRIDEP_CUDA
-
-int check_headers(Address packets, int64_t stride, int64_t n, uint32_t start, uint32_t stamp) {
+int check_headers(Address packets, int64_t stride, int64_t n, uint32_t start, uint32_t stamp,
+                  [[maybe_unused]] Lane lane) {
+#ifdef HYBRIDEP_CUDA
+    hybridep::check_headers(to_payloads(packets, stride, 0), n, start, stamp, to_lane(lane));
+    return 1;
+#else
     return hybridep::check_headers(to_payloads(packets, stride, 0), n, start, stamp);
-}
-
 #endif
+}
 
 void orthonormalise(Address p, int64_t n, int64_t rank, int64_t rows, Lane lane) {
     require_sizes({n, rank, rows});
@@ -353,9 +355,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("patch_encode", &patch_encode, release_gil());
     module.def("patch_decode", &patch_decode, release_gil());
     module.def("write_headers", &write_headers, release_gil());
-#ifndef HYBRIDEP_CUDA
-    module.def("check_headers", &check_headers);
-#endif
+    module.def("check_headers", &check_headers, release_gil());
     module.def("orthonormalise", &orthonormalise, release_gil());
     module.def("divide_by_gram", &divide_by_gram, release_gil());
 }

@@ -292,6 +292,17 @@ __global__ void put_headers(Payloads packets, int64_t n, Words words, const uint
     }
 }
 
+// A thread per packet, likewise.
+__global__ void look_at_headers(Payloads packets, int64_t n, uint32_t start, uint32_t stamp) {
+    const int64_t tensor = global_thread();
+    if (tensor >= n) return;
+    const uint8_t* packet = packets.data + tensor * packets.stride;
+    uint32_t found_start = 0, found_stamp = 0;
+    for (int byte = 0; byte < 3; ++byte) found_start |= static_cast<uint32_t>(packet[byte]) << (8 * byte);
+    for (int byte = 0; byte < 4; ++byte) found_stamp |= static_cast<uint32_t>(packet[12 + byte]) << (8 * byte);
+    if (found_start != start || found_stamp != stamp) fail_packet(found_start, found_stamp, start, stamp);
+}
+
 }  // namespace
 
 void prepare(const Input& input, Stream stream, float* x, uint8_t* is_bad) {
@@ -307,6 +318,11 @@ void prepare(const Input& input, Stream stream, float* x, uint8_t* is_bad) {
 void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, const uint8_t* is_bad, Stream stream) {
     launch({.grid = blocks_for(n, kCodecBlock), .block = kCodecBlock, .stream = stream}, put_headers, packets, n,
            Words{{words[0], words[1], words[2], words[3]}}, is_bad);
+}
+
+void check_headers(const Payloads& packets, int64_t n, uint32_t start, uint32_t stamp, Stream stream) {
+    launch({.grid = blocks_for(n, kCodecBlock), .block = kCodecBlock, .stream = stream}, look_at_headers, packets, n,
+           start, stamp);
 }
 
 }  // namespace hybridep

@@ -142,4 +142,7 @@ void patch_decode(const uint8_t* payload, int64_t bytes, const PatchShape& shape
 
 void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, const uint8_t* is_bad, Stream stream);
 
+// A packet that begins otherwise, or has another stamp, ends the kernel like an index out of range.
+void check_headers(const Payloads& packets, int64_t n, uint32_t start, uint32_t stamp, Stream stream);
+
 }  // namespace hybridep

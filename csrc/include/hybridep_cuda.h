@@ -160,6 +160,22 @@ __device__ __noinline__ inline void fail_index(const char* name, int64_t index, 
 #endif
 }
 
+// The same for a packet that begins with the bytes `start` or has a `stamp` other than what is wanted.
+__device__ __noinline__ inline void fail_packet(uint32_t start, uint32_t stamp, uint32_t wanted_start,
+                                                uint32_t wanted_stamp) {
+    constexpr char kMessage[] =
+        "ds_hybridep: packet starts with %#010x and stamp %#010x, wanted %#010x and %#010x; encode and decode with "
+        "equal codec settings and shapes\n";
+#ifdef HYBRIDEP_EMULATION
+    char text[sizeof(kMessage) + 16];
+    std::snprintf(text, sizeof(text), kMessage, start, stamp, wanted_start, wanted_stamp);
+    emulation::Machine::get().fail<std::runtime_error>(text);
+#else
+    printf(kMessage, start, stamp, wanted_start, wanted_stamp);
+    __trap();
+#endif
+}
+
 // Shared memory whose size is given at the launch.
 template <typename T>
 __device__ __forceinline__ T* dynamic_shared() {

@@ -60,7 +60,7 @@ class CompiledKernels:
         self._dispatch_rows: Callable[..., None] = extension.dispatch_rows
         self._combine_rows: Callable[..., None] = extension.combine_rows
         self._lane: Lane = _threads
-        self.codecs = CompiledCodecs(extension, _threads)
+        self.codecs = CompiledCodecs(extension, _threads, self.device_type)
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
         sizes = plan_sizes(topk_idx, expert_to_destination, num_destinations)

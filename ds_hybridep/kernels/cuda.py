@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing kernels of csrc/ on CUDA tensors.  They queue work on the current stream; only `plan_routes` waits, for
-the number of rows.
+the number of rows.  Of codecs, only patches wait.
 
-The device finds an index that is out of range.  `plan_routes` then raises ValueError, as on the CPU.  The other
-operations print a line on standard output and cause a CUDA error at the next synchronisation; after that the process
-cannot use its device.
+The device finds an index that is out of range, and a packet of other settings.  `plan_routes` then raises ValueError,
+as on the CPU.  The other operations print a line on standard output and cause a CUDA error at the next
+synchronisation; after that the process cannot use its device.
 """
 
 from collections.abc import Iterator
@@ -26,14 +26,6 @@ def current_stream(device: torch.device) -> Iterator[int]:
         yield int(torch.cuda.current_stream(device).cuda_stream)
 
 
-class CudaCodecs(CompiledCodecs):
-    """Like `CompiledCodecs`, on a CUDA stream; the host waits for patches only."""
-
-    def check_headers(self, packets: Tensor, *, start: int, stamp: int) -> int:
-        """Return 1: some packet may be flagged.  Reading the flags would be a wait for the device."""
-        return 1
-
-
 class CudaKernels(CompiledKernels):
     """Like `CompiledKernels`, on CUDA devices of compute capability 8.0 and later."""
 
@@ -44,7 +36,7 @@ class CudaKernels(CompiledKernels):
         """Wrap `extension`, the module that HybridEPBuilder("cuda") loads; `dispatch_sms` as in `load_kernels`."""
         super().__init__(extension)
         self._lane = lane
-        self.codecs = CudaCodecs(extension, lane)
+        self.codecs = CompiledCodecs(extension, lane, self.device_type)
         if dispatch_sms is not None:
             self.name = f"{self.name}, dispatch on {dispatch_sms} SMs"
             self._dispatch_rows = partial(extension.dispatch_rows_on, dispatch_sms)

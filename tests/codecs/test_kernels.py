@@ -13,6 +13,7 @@ from kernels.on_device import on_cuda
 
 from ds_hybridep.codecs import interface, make_codec, non_finite
 from ds_hybridep.codecs.low_rank import divide_by_gram, orthonormal
+from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import Source, build
 
 pytestmark = pytest.mark.timeout(300)
@@ -218,6 +219,75 @@ def test_tensors_on_two_devices_are_refused(compiled_codecs):
             call()
     with pytest.raises(ValueError, match="payload: on device meta, wanted cpu, where a is"):
         codecs.blockwise_encode(Source.ENCODE, x, None, far["payload"], bits=4, block=32)
+
+
+SHAPE_OF_PACKETS = (2, 8, 16)
+
+
+def encoded(spec="int8"):
+    codec = make_codec(spec, kernels="compiled")
+    return codec, codec.encode(normal(*SHAPE_OF_PACKETS), codec.new_state(*SHAPE_OF_PACKETS))
+
+
+@pytest.mark.parametrize("compiled_codecs", ["compiled", "emulated"], indirect=True)  # a GPU's error ends the process
+def test_packets_of_another_shape_are_refused_on_every_device():
+    codec, packets = encoded()
+    message = "packet .*starts with .* and stamp 0x.*, wanted .* and 0x.*encode and decode with equal codec settings"
+    for decode in (codec.decode, codec.decode_add):
+        with pytest.raises((PacketError, RuntimeError), match=message):
+            decode(packets, torch.zeros(2, 16, 8))
+        damaged = packets.clone()
+        damaged[1, 2] += 1
+        with pytest.raises((PacketError, RuntimeError), match=message):
+            decode(damaged, torch.zeros(SHAPE_OF_PACKETS))
+
+
+TWO_SPECS = pytest.mark.parametrize("spec", ["int8", {"type": "low_rank", "rank": 2, "rest": "int2"}], ids=str)
+
+
+@TWO_SPECS
+def test_packets_on_another_device_than_their_target_are_refused(spec):
+    codec, packets = encoded(spec)
+    for one, other in ((packets.to("meta"), "cpu"), (packets, "meta")):
+        with pytest.raises(ValueError, match=f"packets: on device {one.device}, wanted {other}, where out is"):
+            codec.decode(one, torch.zeros(SHAPE_OF_PACKETS, device=other))
+
+
+def test_tensors_on_a_device_without_memory_are_refused(compiled_codecs):
+    if hasattr(compiled_codecs, "_kernels"):
+        pytest.skip("on_cuda moves all tensors to its device")
+    packets = torch.zeros(2, 64, dtype=torch.uint8, device="meta")
+    with pytest.raises(
+        ValueError, match="packets: on device meta, wanted cpu; use load_codec_kernels for that device"
+    ):
+        compiled_codecs.check_headers(packets, start=0, stamp=0)
+    with pytest.raises(ValueError, match="p: on device meta, wanted cpu"):
+        compiled_codecs.orthonormalise(torch.zeros(1, 2, 8, device="meta"))
+
+
+@TWO_SPECS
+@pytest.mark.parametrize("kernels", ["compiled", "reference"])
+def test_packets_whose_bytes_lie_apart_are_refused(kernels, spec):
+    _, packets = encoded(spec)
+    codec, apart = make_codec(spec, kernels=kernels), packets.repeat_interleave(2, dim=1)[:, ::2]
+    with pytest.raises(
+        ValueError, match=r"packets: strides \(\d+, 2\), wanted bytes side by side; pass packets.contig"
+    ):
+        codec.decode(apart, torch.zeros(SHAPE_OF_PACKETS))
+    codec.decode(apart.contiguous(), torch.zeros(SHAPE_OF_PACKETS))
+
+
+def test_a_payload_whose_bytes_lie_apart_is_refused(compiled_codecs):
+    if hasattr(compiled_codecs, "_kernels"):
+        pytest.skip("on_cuda makes all tensors dense")
+    payload, x = torch.zeros(64, 2, dtype=torch.uint8).t(), normal(2, 4, 8)
+    for call in (
+        lambda: compiled_codecs.blockwise_encode(Source.ENCODE, x, None, payload, bits=4, block=32),
+        lambda: compiled_codecs.blockwise_decode(payload, x, bits=4, block=32, is_add=False),
+        lambda: compiled_codecs.low_rank_decode(payload, x, rank=1, factor=0, is_add=True),
+    ):
+        with pytest.raises(ValueError, match=r"payload: strides \(1, 2\), wanted bytes side by side"):
+            call()
 
 
 LOW_RANKS = [
