@@ -226,7 +226,7 @@ class Codec(ABC):
 
     def compiled(self, device: torch.device) -> CompiledCodecs | None:
         """Return compiled kernels for tensors on `device`, or None: use PyTorch."""
-        return load_codec_kernels(self.kernels, device.type)
+        return load_codec_kernels(self.kernels, device)
 
     # ---- checks ----
 

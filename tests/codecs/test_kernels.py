@@ -31,8 +31,8 @@ def compiled_codecs(request):
     else:
         chosen = load_emulated().codecs if request.param == "emulated" else build.load_codec_kernels("compiled")
 
-    def load(mode, device_type="cpu"):
-        return chosen if mode == "compiled" else build.load_codec_kernels(mode, device_type)
+    def load(mode, device="cpu"):
+        return chosen if mode == "compiled" else build.load_codec_kernels(mode, device)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interface, "load_codec_kernels", load)

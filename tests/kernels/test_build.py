@@ -8,11 +8,14 @@ import os
 import subprocess
 import sys
 import types
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 
+from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import KernelBuildError
 from ds_hybridep.kernels import build, load_kernels
 
@@ -25,7 +28,7 @@ HybridEPBuilder = builder_module.HybridEPBuilder
 @pytest.fixture
 def forget_builds():
     """Let load_kernels decide anew, now and for the tests that follow."""
-    caches = (build._extension_or_reason, build._kernels_of, build._warn_once)
+    caches = (build._extension_or_reason, build._kernels_of, build._warn_once, build.load_codec_kernels)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -219,6 +222,26 @@ def test_a_module_without_code_for_the_device_is_refused(cuda_machine, forget_bu
     )
     with pytest.raises(KernelBuildError, match=wanted):
         load_kernels("compiled", "cuda")
+
+
+def test_only_the_device_of_the_tensors_is_asked_what_it_can_run(cuda_machine, forget_builds, monkeypatch):
+    """To ask makes a context, which takes memory, on the device that is the current one."""
+    current, asked = [0], []
+
+    @contextmanager
+    def device(wanted):
+        before, current[0] = current[0], wanted.index
+        yield
+        current[0] = before
+
+    module = types.SimpleNamespace(code_error=lambda: asked.append(current[0]) or "no kernel image")
+    monkeypatch.setattr(builder_module.torch.cuda, "device", device)
+    monkeypatch.setattr(HybridEPBuilder, "load", lambda self, verbose: module)
+    cuda_machine.capabilities[:] = [(9, 0)] * 4
+    codec = make_codec("int8")
+    assert codec.compiled(torch.device("cuda:3")) is None
+    assert load_kernels("auto", torch.device("cuda:2")).name == load_kernels("auto", "cuda").name == "reference"
+    assert asked == [3, 2, 0]
 
 
 def test_mistakes_of_ours_are_not_taken_for_failed_builds(forget_builds, monkeypatch):
