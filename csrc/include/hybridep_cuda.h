@@ -18,8 +18,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
-#include <mutex>
 #include <source_location>
 #include <stdexcept>
 #include <string>
@@ -89,55 +87,25 @@ inline void fill_bytes(void* at, int value, int64_t bytes, Stream stream,
     if (bytes > 0) check(cudaMemsetAsync(at, value, static_cast<size_t>(bytes), stream), where);
 }
 
-#ifndef HYBRIDEP_EMULATION
-inline constexpr uint64_t kKeptScratchBytes = 64 << 20;
-
-// The current device's pool for scratch.  It keeps up to kKeptScratchBytes of freed memory.
-inline cudaMemPool_t scratch_pool() {
-    static std::mutex mutex;
-    static std::map<int, cudaMemPool_t> pools;
-    int device = 0;
-    check(cudaGetDevice(&device));
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = pools.find(device);
-    if (found != pools.end()) return found->second;
-    cudaMemPoolProps properties{};
-    properties.allocType = cudaMemAllocationTypePinned;  // the only type that there is for memory of a device
-    properties.location = {cudaMemLocationTypeDevice, device};
-    cudaMemPool_t pool;
-    check(cudaMemPoolCreate(&pool, &properties));
-    uint64_t kept = kKeptScratchBytes;
-    check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &kept));
-    return pools[device] = pool;
-}
-#endif
-
-// Memory of the device for a launcher's work in a stream.
-template <typename T>
+// Divides the scratch of a workspace into pieces.  Without memory it only adds up the pieces, so the code that takes
+// them also says how many bytes they need.
 class Scratch {
    public:
-    Scratch(int64_t count, Stream stream) : stream_(stream) {
-        const size_t bytes = std::max<size_t>(static_cast<size_t>(count) * sizeof(T), 1);
-#ifdef HYBRIDEP_EMULATION
-        data_ = static_cast<T*>(std::memset(std::aligned_alloc(64, (bytes + 63) / 64 * 64), 0xcd, bytes));
-#else
-        check(cudaMallocFromPoolAsync(reinterpret_cast<void**>(&data_), bytes, scratch_pool(), stream));
-#endif
+    explicit Scratch(void* memory = nullptr) : memory_(static_cast<char*>(memory)) {}
+
+    template <typename T>
+    T* take(int64_t count) {
+        constexpr int64_t kAlignment = 256;
+        char* piece = memory_ == nullptr ? nullptr : memory_ + bytes_;
+        bytes_ += (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
+        return reinterpret_cast<T*>(piece);
     }
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
-    ~Scratch() {
-#ifdef HYBRIDEP_EMULATION
-        std::free(data_);
-#else
-        cudaFreeAsync(data_, stream_);  // the next checked call reports an error of the stream
-#endif
-    }
-    T* get() const { return data_; }
+
+    int64_t bytes() const { return bytes_; }
 
    private:
-    T* data_ = nullptr;
-    Stream stream_;
+    char* memory_;
+    int64_t bytes_ = 0;
 };
 
 // Whether every pointer is a multiple of `bytes`.

@@ -136,12 +136,11 @@ std::string code_error();
 // A plan whose sizes the host does not know: the outputs have room for T * min(K, N) rows, and the first R rows are
 // written.
 //
-//   scratch  plan_scratch_bytes(...) bytes
 //   counts   [N + 2]: rows_per_destination, then the first id of topk_idx and of expert_to_destination that is out of
 //            range as position << 32 | id, or kNoneWrong; if one is out of range, the rows are meaningless
 int64_t plan_scratch_bytes(int64_t num_tokens, int64_t num_destinations);
 
-void plan_routes(const Routes& routes, Stream stream, void* scratch, int64_t* counts, int64_t* row_to_token,
+void plan_routes(const Routes& routes, const Workspace& work, int64_t* counts, int64_t* row_to_token,
                  int32_t* row_topk_idx, int64_t* slot_to_row, int64_t* first_slot_to_row);
 
 inline constexpr int64_t kNoneWrong = 0x7f7f7f7f7f7f7f7f;

@@ -58,7 +58,10 @@ class CompiledCodecs:
         device = self._device_of(a=a, other=other)
         x, is_bad = torch.empty_like(a), _flags(a)
         with self._lane(device) as lane:
-            self._extension.prepare(*_input(source, a, other), lane, x.data_ptr(), is_bad.data_ptr())
+            scratch = _bytes(self._extension.flags_scratch_bytes(len(a)), device)
+            self._extension.prepare(
+                *_input(source, a, other), lane, scratch.data_ptr(), x.data_ptr(), is_bad.data_ptr()
+            )
         return x, is_bad.bool()
 
     def blockwise_encode(
@@ -68,8 +71,12 @@ class CompiledCodecs:
         device = self._device_of(a=a, other=other, payload=payload)
         is_bad = _flags(a)
         with self._lane(device) as lane:
+            scratch = _bytes(self._extension.flags_scratch_bytes(len(a)), device)
             self._extension.blockwise_encode(
-                *_input(source, a, other), bits, block, lane, *_place(payload), is_bad.data_ptr()
+                *_input(source, a, other),
+                *(bits, block, lane, scratch.data_ptr()),
+                *_place(payload),
+                is_bad.data_ptr(),
             )
         return is_bad
 
@@ -100,12 +107,14 @@ class CompiledCodecs:
         """
         device = self._device_of(a=a, other=other, payload=payload, q=q, row_rms=row_rms, col_rms=col_rms, start=start)
         is_bad = _flags(a)
+        sizes = (q.shape[1], a.shape[1], a.shape[2])
         with self._lane(device) as lane:
+            num_bytes = self._extension.low_rank_encode_scratch_bytes(len(a), *sizes, row_rms is not None)
+            scratch = _bytes(num_bytes, device)
             self._extension.low_rank_encode(
                 *_input(source, a, other),
-                *(q.shape[1], a.shape[1], a.shape[2], factor, iterations),
-                _address(start),
-                lane,
+                *(*sizes, factor, iterations),
+                *(_address(start), lane, scratch.data_ptr()),
                 *(q.data_ptr(), _address(row_rms), _address(col_rms)),
                 *_place(payload),
                 is_bad.data_ptr(),
@@ -115,8 +124,12 @@ class CompiledCodecs:
     def low_rank_decode(self, payload: Tensor, out: Tensor, *, rank: int, factor: int, is_add: bool) -> None:
         """Assign or add to out [n, rows, cols] the products of factors, summed over rank in order."""
         sizes = (len(out), rank, out.shape[1], out.shape[2])
-        with self._lane(self._device_of(out=out, payload=payload)) as lane:
-            self._extension.low_rank_decode(*_place(payload), *sizes, factor, is_add, lane, out.data_ptr())
+        device = self._device_of(out=out, payload=payload)
+        with self._lane(device) as lane:
+            scratch = _bytes(self._extension.low_rank_decode_scratch_bytes(*sizes), device)
+            self._extension.low_rank_decode(
+                *_place(payload), *sizes, factor, is_add, lane, scratch.data_ptr(), out.data_ptr()
+            )
 
     def orthonormalise(self, p: Tensor) -> None:
         """Make the rows of p [n, rank, rows] orthonormal, in place; replaces dependent rows by independent ones."""
@@ -125,8 +138,10 @@ class CompiledCodecs:
 
     def divide_by_gram(self, p: Tensor, q: Tensor) -> None:
         """q [n, rank, cols] = (P P^T)^-1 q, in place, for p [n, rank, rows]; finite for dependent rows too."""
-        with self._lane(self._device_of(p=p, q=q)) as lane:
-            self._extension.divide_by_gram(p.data_ptr(), q.data_ptr(), *p.shape, q.shape[2], lane)
+        device, sizes = self._device_of(p=p, q=q), (*p.shape, q.shape[2])
+        with self._lane(device) as lane:
+            scratch = _bytes(self._extension.low_rank_encode_scratch_bytes(*sizes, False), device)
+            self._extension.divide_by_gram(p.data_ptr(), q.data_ptr(), *sizes, lane, scratch.data_ptr())
 
     def patch_encode(self, new: Tensor, sent: Tensor, payload: Tensor, *, mantissa_bits: int) -> tuple[int, int]:
         """Write to payload [bytes] what turns `sent` into `new`, both [n] of 16 bits, and set sent to new.
@@ -136,9 +151,10 @@ class CompiledCodecs:
         device = self._device_of(new=new, sent=sent, payload=payload)
         results = torch.empty(2, dtype=torch.int64, device=device)
         with self._lane(device) as lane:
+            scratch = _bytes(self._extension.patch_encode_scratch_bytes(len(new)), device)
             self._extension.patch_encode(
                 *(new.data_ptr(), sent.data_ptr(), len(new), mantissa_bits),
-                *(lane, payload.data_ptr(), results.data_ptr()),
+                *(lane, scratch.data_ptr(), payload.data_ptr(), results.data_ptr()),
             )
         num_bytes, checksum = results.tolist()
         return num_bytes, checksum
@@ -151,9 +167,10 @@ class CompiledCodecs:
         device = self._device_of(held=held, payload=payload)
         results = torch.empty(2, dtype=torch.int64, device=device)
         with self._lane(device) as lane:
+            scratch = _bytes(self._extension.patch_decode_scratch_bytes(len(held)), device)
             self._extension.patch_decode(
                 *(payload.data_ptr(), len(payload), len(held), mantissa_bits),
-                *(lane, held.data_ptr(), results.data_ptr()),
+                *(lane, scratch.data_ptr(), held.data_ptr(), results.data_ptr()),
             )
         damage, checksum = results.tolist()
         return PATCH_DAMAGES[damage], checksum
@@ -190,7 +207,12 @@ class CompiledCodecs:
 
 def _flags(a: Tensor) -> Tensor:
     """Return [n] uint8 on the device of a [n, ...], not filled."""
-    return torch.empty(len(a), dtype=torch.uint8, device=a.device)
+    return _bytes(len(a), a.device)
+
+
+def _bytes(number: int, device: torch.device) -> Tensor:
+    """Return memory, for scratch from torch too: it is used again in the order of the stream."""
+    return torch.empty(number, dtype=torch.uint8, device=device)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -15,6 +15,8 @@ from ds_hybridep.codecs import interface, make_codec, non_finite
 from ds_hybridep.codecs.low_rank import divide_by_gram, orthonormal
 from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import Source, build
+from ds_hybridep.kernels import codecs as codecs_module
+from ds_hybridep.plan.packets import LARGEST_RANK
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -312,6 +314,69 @@ def test_low_rank_leaves_as_much_as_the_definition(spec, shape):
         left.append([float((x - mirror).norm()), float(residual.norm())])
     # Of noise that is the same in all directions, another one may be taken; with few bits that shows.
     assert left[0] == pytest.approx(left[1], rel=0.002 if spec["factors"] in ("fp32", "bf16") else 0.05)
+
+
+@pytest.mark.parametrize("compiled_codecs", ["emulated", CUDA], indirect=True)
+@pytest.mark.parametrize("shape", [(1, 131, 130945), (9, 2, 2**20)], ids=["chunks of several tiles", "several turns"])
+@pytest.mark.slow  # under emulation
+def test_low_rank_of_wide_tensors_leaves_as_much_as_on_the_cpu(compiled_codecs, shape):
+    n, rows, cols = shape
+    x = normal(n, rows, 2) @ normal(n, 2, cols, seed=1) + 0.1 * normal(*shape, seed=2)
+    left = []
+    for kernels in (compiled_codecs, build.load_codec_kernels("compiled")):
+        residual, payload = torch.zeros(shape), torch.empty(n, 8 * (rows + cols), dtype=torch.uint8)
+        kernels.low_rank_encode(
+            *(Source.RESIDUAL, x, residual, payload),
+            **{"row_rms": None, "col_rms": None, "start": None, "factor": 0, "iterations": 1},
+            q=normal(n, 2, cols, seed=3),
+        )
+        left.append([float(one.norm()) for one in residual])
+    assert left[0] == pytest.approx(left[1], rel=1e-4, abs=1e-2)
+
+
+GUARD_BYTES = 4096
+
+
+def test_kernels_stay_inside_their_scratch(compiled_codecs, monkeypatch):
+    """Memory from torch has neighbours."""
+    if hasattr(compiled_codecs, "_kernels"):
+        pytest.skip("on_cuda takes the scratch on the GPU")
+    taken = []
+
+    def guarded(number, device):
+        taken.append(torch.full((number + GUARD_BYTES,), 0xA5, dtype=torch.uint8))
+        return taken[-1][:number]
+
+    monkeypatch.setattr(codecs_module, "_bytes", guarded)
+    shape = (2, 61, 70)
+    for spec in (*SPECS.values(), *LOW_RANKS):
+        codec, x = make_codec(spec, kernels="compiled"), normal(*shape)
+        codec.decode(codec.encode_with_residual(x, normal(*shape), codec.new_state(*shape)), x)
+    compiled_codecs.divide_by_gram(normal(2, 5, 33), normal(2, 5, 70))
+    new, held, payload = normal(5001).bfloat16(), normal(5001, seed=1).bfloat16(), torch.empty(11_000).byte()
+    num_bytes, _ = compiled_codecs.patch_encode(new, held.clone(), payload, mantissa_bits=7)
+    compiled_codecs.patch_decode(payload[:num_bytes], held, mantissa_bits=7)
+    assert torch.equal(held, new)
+    assert len(taken) > 50
+    assert all((memory[-GUARD_BYTES:] == 0xA5).all() for memory in taken)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("n", "rows", "cols"),
+    [(1, 14336, 4096), (8, 4096, 14336), (1, 151936, 4096), (1, 4096, 151936)],
+    ids=["expert", "eight experts", "embedding", "head"],
+)
+@pytest.mark.parametrize("compiled_codecs", ["emulated", CUDA], indirect=True)
+def test_low_rank_needs_little_memory_beside_large_tensors(compiled_codecs, n, rows, cols, weighted):
+    """A sum for each 64 rows and each column of Q took rank / 64 times the tensors: 0.94 GB for one expert."""
+    extension = getattr(compiled_codecs, "_kernels", compiled_codecs)._extension
+    before = 4 * n * (rows // 64) * LARGEST_RANK * cols
+    assert before / (4 * n * rows * cols) == LARGEST_RANK / 64
+    scratch = extension.low_rank_encode_scratch_bytes(n, LARGEST_RANK, rows, cols, weighted)
+    factors = 4 * n * LARGEST_RANK * (rows + cols)
+    assert scratch < 2.2 * factors + 2**26 < before / 8
+    assert scratch < 4 * n * rows * cols / 4
 
 
 def test_a_state_of_another_shape_is_refused_before_the_kernel_reads_it():
