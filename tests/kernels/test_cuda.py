@@ -4,6 +4,8 @@
 Those that need a GPU are marked; the others run the same sources on the CPU (see cuda_emulation).
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from cuda_emulation import load_emulated
@@ -72,6 +74,19 @@ def test_rows_on_a_few_multiprocessors_go_through_all_stages(num_rows, row_bytes
 def test_a_wrong_token_is_found_on_a_few_multiprocessors():
     with pytest.raises(IndexError, match="row_to_token: holds 7, but there are 3 tokens"):
         load_emulated(dispatch_sms=2).dispatch_rows(payload(3, 8), torch.tensor([0, 1, 7]))
+
+
+def test_threads_launch_a_kernel_with_different_sizes_of_shared_memory():
+    """A kernel's limit of shared memory is one for all threads, and the GIL is not held."""
+    kernels, rows = load_emulated(dispatch_sms=1), payload(6, 1024)
+
+    def combine(slot_to_row):
+        wanted = reference.combine_rows(rows, slot_to_row)
+        return [torch.equal(kernels.combine_rows(rows, slot_to_row), wanted) for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(combine, 2 * [torch.tensor([[0], [1]]), torch.tensor([[2, 3, 5], [4, 1, -1]])]))
+    assert all(map(all, results))
 
 
 def test_dispatch_on_a_few_multiprocessors_is_what_the_kernels_are_called():
