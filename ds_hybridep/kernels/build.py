@@ -35,8 +35,8 @@ def load_kernels(mode: Mode, device: torch.device | str = "cpu", dispatch_sms: i
         mode: "auto" for compiled kernels, or else the reference and one warning that says why; "compiled" for compiled
             kernels or an error; "reference" for the PyTorch definitions.
         device: a device, or the type of the current one.
-        dispatch_sms: most multiprocessors on which compiled kernels for "cuda" dispatch and combine rows; the others
-            stay free for kernels that run at the same time.  None for all.  Results are the same.
+        dispatch_sms: most multiprocessors on which compiled kernels for "cuda" dispatch and combine rows, forward and
+            backward; the others stay free for kernels that run at the same time.  None for all.  Results are the same.
 
     Raises:
         KernelBuildError: mode is "compiled" and there are no compiled kernels.

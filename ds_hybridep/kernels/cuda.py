@@ -10,6 +10,7 @@ synchronisation; after that the process cannot use its device.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from ds_hybridep.kernels.codecs import CompiledCodecs, Lane
 from ds_hybridep.kernels.compiled import CompiledKernels, RoutePlan, plan_sizes
+
+ROW_OPERATIONS = ("dispatch_rows", "quantise_rows", "dequantise_rows", "combine_rows", "combine_rows_backward")
 
 
 @contextmanager
@@ -39,8 +42,8 @@ class CudaKernels(CompiledKernels):
         self.codecs = CompiledCodecs(extension, lane, self.device_type)
         if dispatch_sms is not None:
             self.name = f"{self.name}, dispatch on {dispatch_sms} SMs"
-            self._dispatch_rows = partial(extension.dispatch_rows_on, dispatch_sms)
-            self._combine_rows = partial(extension.combine_rows_on, dispatch_sms)
+            on_few = {name: partial(getattr(extension, f"{name}_on"), dispatch_sms) for name in ROW_OPERATIONS}
+            self._rows = SimpleNamespace(**on_few)
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
         """Make the plan on the device, with room for the most rows there can be; only counts go to the host."""

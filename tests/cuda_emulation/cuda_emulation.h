@@ -100,6 +100,7 @@ class Machine {
         if (shared_bytes > kPlainSharedBytes && static_cast<int>(shared_bytes) > shared_limit_of(kernel)) {
             throw std::runtime_error("emulation: more shared memory than the kernel is allowed");
         }
+        largest_grid_ = std::max(largest_grid_, grid);
         while (static_cast<int>(fibers_.size()) < block) fibers_.push_back(std::make_unique<Fiber>());
         body_ = std::move(body);
         is_backwards_ = !is_backwards_;
@@ -116,6 +117,11 @@ class Machine {
     void allow_shared(const void* kernel, int bytes) {
         const std::lock_guard<std::mutex> lock(limits_mutex_);
         shared_limits_[kernel] = bytes;
+    }
+
+    int64_t take_largest_grid() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return std::exchange(largest_grid_, 0);
     }
 
     void* shared() { return shared_.data(); }
@@ -322,6 +328,7 @@ class Machine {
     }
 
     std::mutex mutex_;
+    int64_t largest_grid_ = 0;
     std::mutex limits_mutex_;  // another one: limits are set while a kernel runs
     std::map<const void*, int> shared_limits_;
     std::vector<std::unique_ptr<Fiber>> fibers_;

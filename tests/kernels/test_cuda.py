@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cuda_emulation import load_emulated
+from cuda_emulation import largest_grid, load_emulated
 from kernels.refs import PLAN_FIELDS, large_routes, payload
 
 from ds_hybridep.codecs import make_codec
@@ -69,6 +69,29 @@ def test_rows_on_a_few_multiprocessors_go_through_all_stages(num_rows, row_bytes
     row_to_token = torch.randint(7, (num_rows,), generator=torch.Generator().manual_seed(num_rows))
     for num_sms in (1, 3):
         assert torch.equal(load_emulated(dispatch_sms=num_sms).dispatch_rows(x, row_to_token), x[row_to_token])
+
+
+def test_no_operation_on_rows_takes_more_than_its_multiprocessors():
+    """dispatch_sms keeps the others free for kernels that run at the same time."""
+    num_tokens, top_k, num_sms = 600, 2, 3
+    x, weights = payload(num_tokens, 256), payload(num_tokens, top_k, salt=1)
+    slot_to_row = torch.arange(num_tokens * top_k).view(num_tokens, top_k)
+    row_to_token = torch.arange(num_tokens).repeat_interleave(top_k)
+    kernels, all_sms = load_emulated(dispatch_sms=num_sms), load_emulated()
+    records, rows = all_sms.quantise_rows(x, row_to_token, "int8"), all_sms.dispatch_rows(x, row_to_token)
+    operations = {
+        "dispatch": lambda k: k.dispatch_rows(x, row_to_token),
+        "quantise": lambda k: k.quantise_rows(x, row_to_token, "int8"),
+        "dequantise": lambda k: k.dequantise_rows(records, 256, "int8", torch.float32),
+        "combine": lambda k: k.combine_rows(rows, slot_to_row, weights),
+        "backward of combine": lambda k: k.combine_rows_backward(x, rows, slot_to_row, weights),
+    }
+    for name, operation in operations.items():
+        largest_grid()
+        wanted = operation(all_sms)
+        assert largest_grid() > num_sms, name
+        torch.testing.assert_close(operation(kernels), wanted, rtol=0, atol=0)
+        assert largest_grid() <= num_sms, name
 
 
 def test_a_wrong_token_is_found_on_a_few_multiprocessors():
