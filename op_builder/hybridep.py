@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the kernels in csrc/ for the CPU or for CUDA: on first use, once per machine and version of the sources.
+"""Builds the kernels in csrc/ for the CPU or for CUDA: on first use, once per kind of machine and version of sources.
 
     HybridEPBuilder()         for CPU tensors, with the C++ compiler
     HybridEPBuilder("cuda")   for CUDA tensors, with nvcc: for the architectures in TORCH_CUDA_ARCH_LIST, else those of
@@ -268,6 +268,7 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
                 input=json.dumps(arguments),
                 capture_output=True,
                 text=True,
+                errors="replace",
             )
             if run.returncode:
                 ended = f"{COMPILE_PROGRAM.name} ended with {run.returncode}: {run.stderr}"
@@ -308,7 +309,7 @@ def _make_once(library: Path, make: Callable[[], None]) -> None:
 
 def _open_lock(library: Path) -> TextIO | None:
     """A file of this machine and user that stands for the library; None if there cannot be one."""
-    path = Path(tempfile.gettempdir()) / f"ds_hybridep_{os.getuid()}_{library.parent.name}_{library.stem}.lock"
+    path = Path(tempfile.gettempdir()) / f"ds_hybridep_{os.getuid()}_{_digest([os.fsencode(library)])}.lock"
     try:
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+", encoding="utf-8")
     except OSError:
@@ -368,9 +369,12 @@ def _is_below(arch: str) -> bool:
 
 
 def _version_of(command: list[str]) -> str:
-    """What a compiler says to --version; empty if it cannot be run."""
+    """What a compiler says to --version, in English whatever the user's language; empty if it cannot be run."""
+    english = {**os.environ, "LC_ALL": "C"}
     try:
-        run = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        run = subprocess.run(
+            [*command, "--version"], env=english, capture_output=True, text=True, timeout=60, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return run.stdout

@@ -73,6 +73,19 @@ def test_another_version_of_a_compiler_makes_another_library(cuda_machine, devic
     assert after != before
 
 
+def test_the_users_language_makes_no_difference(monkeypatch, tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho c++ 12.2 $LC_ALL $LANG\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.delenv("LANG", raising=False)
+    libraries = set()
+    for language in ("de_DE.UTF-8", "C"):
+        monkeypatch.setenv("LC_ALL", language)
+        libraries.add(HybridEPBuilder().library())
+    assert len(libraries) == 1
+
+
 # --- Built ahead of time ---------------------------------------------------------------------------------------------
 
 
@@ -287,6 +300,12 @@ def test_a_process_that_waits_takes_what_another_machine_has_built(building, fak
     assert building.waiting.wait(100)
     HybridEPBuilder()._compile(HybridEPBuilder().library())
     assert {future.result(100) for future in futures} == {str(HybridEPBuilder().library())}
+    assert len(fake_compiler()) == 1
+
+
+def test_builds_in_other_folders_are_not_waited_for(building, fake_compiler, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "others"))
+    assert HybridEPBuilder().jit_load()
     assert len(fake_compiler()) == 1
 
 
