@@ -5,7 +5,8 @@
 // sizes, type codes and, on the CPU, index ranges.  The GIL is released while a kernel runs.
 //
 // One module is for the CPU.  Another, compiled with HYBRIDEP_CUDA, is for CUDA devices.  Functions in both take the
-// same arguments.  The argument `lane` is a number of threads on the CPU and a stream on CUDA devices.
+// same arguments.  The argument `lane` is a number of threads on the CPU and a stream on CUDA devices.  `scratch` is
+// memory for intermediate results there; kernels for the CPU take their own.
 
 #include <pybind11/pybind11.h>
 
@@ -25,9 +26,11 @@ using Address = std::uintptr_t;
 #ifdef HYBRIDEP_CUDA
 using Lane = Address;
 hybridep::Stream to_lane(Lane lane) { return reinterpret_cast<hybridep::Stream>(lane); }
+hybridep::Workspace to_work(Lane lane, Address scratch) { return {to_lane(lane), reinterpret_cast<void*>(scratch)}; }
 #else
 using Lane = int;
 int to_lane(Lane lane) { return lane; }
+int to_work(Lane lane, Address) { return lane; }
 #endif
 
 template <typename T>
@@ -80,7 +83,7 @@ void plan_routes(Address topk_idx, Address expert_to_destination, int64_t num_to
                  Address row_to_token, Address row_topk_idx, Address slot_to_row, Address first_slot_to_row) {
     const hybridep::Routes routes =
         to_routes(topk_idx, expert_to_destination, num_tokens, top_k, num_experts, num_destinations);
-    hybridep::plan_routes(routes, to_lane(lane), at<void>(scratch), at<int64_t>(counts), at<int64_t>(row_to_token),
+    hybridep::plan_routes(routes, to_work(lane, scratch), at<int64_t>(counts), at<int64_t>(row_to_token),
                           at<int32_t>(row_topk_idx), at<int64_t>(slot_to_row), at<int64_t>(first_slot_to_row));
 }
 
@@ -189,6 +192,32 @@ void combine_rows_on(int num_sms, Address rows, int rows_type, Address slot_to_r
                               at<void>(out), to_type(out_type));
 }
 
+void quantise_rows_on(int num_sms, Address x, int x_type, Address row_to_token, int64_t num_tokens, int64_t num_rows,
+                      int64_t hidden, int format, Lane lane, Address records) {
+    require_sizes({num_tokens, num_rows, hidden});
+    hybridep::quantise_rows_on(num_sms, at<const void>(x), to_type(x_type), at<const int64_t>(row_to_token),
+                               {num_tokens, num_rows, hidden}, to_row_format(format), to_lane(lane),
+                               at<uint8_t>(records));
+}
+
+void dequantise_rows_on(int num_sms, Address records, int64_t num_rows, int64_t hidden, int format, Lane lane,
+                        Address out, int out_type) {
+    require_sizes({num_rows, hidden});
+    hybridep::dequantise_rows_on(num_sms, at<const uint8_t>(records), {0, num_rows, hidden}, to_row_format(format),
+                                 to_lane(lane), at<void>(out), to_type(out_type));
+}
+
+void combine_rows_backward_on(int num_sms, Address grad, int grad_type, Address rows, int rows_type,
+                              Address slot_to_row, Address weights, int64_t num_tokens, int64_t top_k,
+                              int64_t num_rows, int64_t hidden, Lane lane, Address scratch, Address grad_rows,
+                              Address grad_weights) {
+    require_sizes({num_tokens, top_k, num_rows, hidden});
+    hybridep::combine_rows_backward_on(num_sms, at<const void>(grad), to_type(grad_type), at<const void>(rows),
+                                       to_type(rows_type), at<const int64_t>(slot_to_row), at<const float>(weights),
+                                       {num_tokens, top_k, num_rows, hidden}, to_lane(lane), at<int64_t>(scratch),
+                                       at<void>(grad_rows), at<float>(grad_weights));
+}
+
 #endif
 
 void bit_sums(Address data, int64_t num_words, int word_bytes, Lane lane, Address sums) {
@@ -226,15 +255,17 @@ hybridep::Payloads to_payloads(Address payload, int64_t stride, int64_t bytes) {
     return {at<uint8_t>(payload), stride, bytes};
 }
 
-void prepare(int source, Address a, Address other, int64_t n, int64_t length, Lane lane, Address x, Address is_bad) {
-    hybridep::prepare(to_input(source, a, other, n, length), to_lane(lane), at<float>(x), at<uint8_t>(is_bad));
+void prepare(int source, Address a, Address other, int64_t n, int64_t length, Lane lane, Address scratch, Address x,
+             Address is_bad) {
+    hybridep::prepare(to_input(source, a, other, n, length), to_work(lane, scratch), at<float>(x),
+                      at<uint8_t>(is_bad));
 }
 
 void blockwise_encode(int source, Address a, Address other, int64_t n, int64_t length, int bits, int64_t block,
-                      Lane lane, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
+                      Lane lane, Address scratch, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
     require_block(block);
     require_bits(bits);
-    hybridep::blockwise_encode(to_input(source, a, other, n, length), bits, block, to_lane(lane),
+    hybridep::blockwise_encode(to_input(source, a, other, n, length), bits, block, to_work(lane, scratch),
                                to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
 }
 
@@ -256,19 +287,21 @@ hybridep::LowRank to_low_rank(int64_t rank, int64_t rows, int64_t cols, int fact
 }
 
 void low_rank_encode(int source, Address a, Address other, int64_t n, int64_t length, Address sizes, int64_t rank,
-                     int64_t rows, int64_t cols, int factor, int iterations, Address start, Lane lane, Address q, Address row_rms,
-                     Address col_rms, Address payload, int64_t stride, int64_t bytes, Address is_bad) {
-    hybridep::low_rank_encode(to_input(source, a, other, n, length), at<const float>(sizes), to_low_rank(rank, rows, cols, factor, iterations),
-                              at<const float>(start), to_lane(lane),
+                     int64_t rows, int64_t cols, int factor, int iterations, Address start, Lane lane, Address scratch,
+                     Address q, Address row_rms, Address col_rms, Address payload, int64_t stride, int64_t bytes,
+                     Address is_bad) {
+    hybridep::low_rank_encode(to_input(source, a, other, n, length), at<const float>(sizes),
+                              to_low_rank(rank, rows, cols, factor, iterations), at<const float>(start),
+                              to_work(lane, scratch),
                               {at<float>(q), at<float>(row_rms), at<float>(col_rms)},
                               to_payloads(payload, stride, bytes), at<uint8_t>(is_bad));
 }
 
 void low_rank_decode(Address payload, int64_t stride, int64_t bytes, int64_t n, int64_t rank, int64_t rows,
-                     int64_t cols, int factor, bool is_add, Lane lane, Address out) {
+                     int64_t cols, int factor, bool is_add, Lane lane, Address scratch, Address out) {
     require_sizes({n});
     hybridep::low_rank_decode(to_payloads(payload, stride, bytes), n, to_low_rank(rank, rows, cols, factor, 1), is_add,
-                              to_lane(lane), at<float>(out));
+                              to_work(lane, scratch), at<float>(out));
 }
 
 void write_headers(Address packets, int64_t stride, int64_t n, uint32_t start, uint32_t number, uint32_t sequence,
@@ -281,13 +314,15 @@ void write_headers(Address packets, int64_t stride, int64_t n, uint32_t start, u
 #endif
 }
 
-#ifndef HYBRIDEP_CUDA
-
-int check_headers(Address packets, int64_t stride, int64_t n, uint32_t start, uint32_t stamp) {
+int check_headers(Address packets, int64_t stride, int64_t n, uint32_t start, uint32_t stamp,
+                  [[maybe_unused]] Lane lane) {
+#ifdef HYBRIDEP_CUDA
+    hybridep::check_headers(to_payloads(packets, stride, 0), n, start, stamp, to_lane(lane));
+    return 1;
+#else
     return hybridep::check_headers(to_payloads(packets, stride, 0), n, start, stamp);
-}
-
 #endif
+}
 
 void orthonormalise(Address p, int64_t n, int64_t rank, int64_t rows, Lane lane) {
     require_sizes({n, rank, rows});
@@ -295,9 +330,10 @@ void orthonormalise(Address p, int64_t n, int64_t rank, int64_t rows, Lane lane)
     hybridep::orthonormalise(at<float>(p), n, rank, rows, to_lane(lane));
 }
 
-void divide_by_gram(Address p, Address q, int64_t n, int64_t rank, int64_t rows, int64_t cols, Lane lane) {
+void divide_by_gram(Address p, Address q, int64_t n, int64_t rank, int64_t rows, int64_t cols, Lane lane,
+                    Address scratch) {
     require_sizes({n, rank, rows, cols});
-    hybridep::divide_by_gram(at<const float>(p), at<float>(q), n, rank, rows, cols, to_lane(lane));
+    hybridep::divide_by_gram(at<const float>(p), at<float>(q), n, rank, rows, cols, to_work(lane, scratch));
 }
 
 void compact_encode(Address values, int64_t n, int64_t length, uint32_t seed, Lane lane, Address words) {
@@ -319,18 +355,33 @@ hybridep::PatchShape to_patch_shape(int64_t n, int mantissa_bits) {
     return {n, mantissa_bits};
 }
 
-void patch_encode(Address values, Address sent, int64_t n, int mantissa_bits, Lane lane, Address payload,
-                  Address results) {
+void patch_encode(Address values, Address sent, int64_t n, int mantissa_bits, Lane lane, Address scratch,
+                  Address payload, Address results) {
     hybridep::patch_encode(at<const uint16_t>(values), at<uint16_t>(sent), to_patch_shape(n, mantissa_bits),
-                           to_lane(lane), at<uint8_t>(payload), at<int64_t>(results));
+                           to_work(lane, scratch), at<uint8_t>(payload), at<int64_t>(results));
 }
 
-void patch_decode(Address payload, int64_t bytes, int64_t n, int mantissa_bits, Lane lane, Address held,
-                  Address results) {
+void patch_decode(Address payload, int64_t bytes, int64_t n, int mantissa_bits, Lane lane, Address scratch,
+                  Address held, Address results) {
     require_sizes({bytes});
-    hybridep::patch_decode(at<const uint8_t>(payload), bytes, to_patch_shape(n, mantissa_bits), to_lane(lane),
-                           at<uint16_t>(held), at<int64_t>(results));
+    hybridep::patch_decode(at<const uint8_t>(payload), bytes, to_patch_shape(n, mantissa_bits),
+                           to_work(lane, scratch), at<uint16_t>(held), at<int64_t>(results));
 }
+
+#ifdef HYBRIDEP_CUDA
+
+using hybridep::flags_scratch_bytes, hybridep::low_rank_encode_scratch_bytes, hybridep::low_rank_decode_scratch_bytes;
+using hybridep::patch_decode_scratch_bytes, hybridep::patch_encode_scratch_bytes;
+
+#else
+
+int64_t flags_scratch_bytes(int64_t) { return 0; }
+int64_t low_rank_encode_scratch_bytes(int64_t, int64_t, int64_t, int64_t, bool) { return 0; }
+int64_t low_rank_decode_scratch_bytes(int64_t, int64_t, int64_t, int64_t) { return 0; }
+int64_t patch_encode_scratch_bytes(int64_t) { return 0; }
+int64_t patch_decode_scratch_bytes(int64_t) { return 0; }
+
+#endif
 
 }  // namespace
 
@@ -343,6 +394,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("plan_routes", &plan_routes, release_gil());
     module.def("dispatch_rows_on", &dispatch_rows_on, release_gil());
     module.def("combine_rows_on", &combine_rows_on, release_gil());
+    module.def("quantise_rows_on", &quantise_rows_on, release_gil());
+    module.def("dequantise_rows_on", &dequantise_rows_on, release_gil());
+    module.def("combine_rows_backward_on", &combine_rows_backward_on, release_gil());
     module.attr("NONE_WRONG") = hybridep::kNoneWrong;
 #else
     module.def("plan_chunks", &plan_chunks);
@@ -355,6 +409,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("combine_rows", &combine_rows, release_gil());
     module.def("combine_rows_backward", &combine_rows_backward, release_gil());
     module.def("bit_sums", &bit_sums, release_gil());
+    module.def("flags_scratch_bytes", &flags_scratch_bytes);
+    module.def("low_rank_encode_scratch_bytes", &low_rank_encode_scratch_bytes);
+    module.def("low_rank_decode_scratch_bytes", &low_rank_decode_scratch_bytes);
+    module.def("patch_encode_scratch_bytes", &patch_encode_scratch_bytes);
+    module.def("patch_decode_scratch_bytes", &patch_decode_scratch_bytes);
     module.def("prepare", &prepare, release_gil());
     module.def("blockwise_encode", &blockwise_encode, release_gil());
     module.def("blockwise_decode", &blockwise_decode, release_gil());
@@ -365,9 +424,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("patch_encode", &patch_encode, release_gil());
     module.def("patch_decode", &patch_decode, release_gil());
     module.def("write_headers", &write_headers, release_gil());
-#ifndef HYBRIDEP_CUDA
-    module.def("check_headers", &check_headers);
-#endif
+    module.def("check_headers", &check_headers, release_gil());
     module.def("orthonormalise", &orthonormalise, release_gil());
     module.def("divide_by_gram", &divide_by_gram, release_gil());
 }

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ds_hybridep.config_messages import Says
+from ds_hybridep.plan.packets import LARGEST_RANK
 
 DEFAULT_RATIO = 50.0  # of low rank: fp32 bytes over bytes sent
 BLOCKS = tuple(2**power for power in range(3, 11))  # allowed numbers of elements that share a scale
@@ -32,7 +33,7 @@ def _named(codec: object) -> object:
 
 _RATIO = Says("a number > 1 and at most 1e6", "give fp32 bytes over bytes sent, for example 50")
 Block = Annotated[int, AfterValidator(_is_block), Says(f"one of {', '.join(map(str, BLOCKS))}", "choose one of these")]
-Rank = Annotated[int | None, Field(ge=1, le=1024), integer("from 1 to 1024", 4)]
+Rank = Annotated[int | None, Field(ge=1, le=LARGEST_RANK), integer(f"from 1 to {LARGEST_RANK}", 4)]
 Ratio = Annotated[float | None, Field(gt=1, le=1e6), _RATIO]
 Steps = Annotated[int, Field(ge=1, le=10**9), integer("from 1 to 1000000000", 64)]
 

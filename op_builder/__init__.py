@@ -5,6 +5,6 @@ DeepSpeed imports a top-level `op_builder` to find out whether it runs from its 
 for a marker that this module must never define.
 """
 
-from ds_hybridep.op_builder.hybridep import BuildLockTimeout, HybridEPBuilder
+from ds_hybridep.op_builder.hybridep import HybridEPBuilder
 
-__all__ = ["BuildLockTimeout", "HybridEPBuilder"]
+__all__ = ["HybridEPBuilder"]

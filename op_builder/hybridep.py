@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the kernels in csrc/ for the CPU or for CUDA: on first use, once per machine and version of the sources.
+"""Builds the kernels in csrc/ for the CPU or for CUDA: on first use, once per kind of machine and version of sources.
 
     HybridEPBuilder()         for CPU tensors, with the C++ compiler
     HybridEPBuilder("cuda")   for CUDA tensors, with nvcc: for the architectures in TORCH_CUDA_ARCH_LIST, else those of
@@ -9,26 +9,31 @@ With DS_BUILD_HYBRIDEP=1 in the environment, setup.py builds ahead of time whate
 """
 
 import fcntl
+import glob
 import hashlib
 import importlib
 import importlib.util
+import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 from torch.utils import cpp_extension
 
-LOCK_TIMEOUT_S = 600.0
+COMPILE_PROGRAM = Path(__file__).with_name("compile.py")
+MOST_WAIT_S = 600.0  # for the build of another process; then this one builds too
 LOCK_POLL_S = 0.1
 
 MIN_CAPABILITY = (8, 0)
@@ -36,22 +41,20 @@ NAMES_BELOW = ("Kepler", "Maxwell", "Pascal", "Volta", "Turing")  # torch's name
 ARCH_LIST = "TORCH_CUDA_ARCH_LIST"
 
 
-class BuildLockTimeout(RuntimeError):
-    """Another process has held the build lock for longer than any build takes."""
-
-
 class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no types
     """Compiles and loads the kernels for tensors of one type of device.
 
     The CUDA kernels need compute capability 8.0 or later; lower entries of TORCH_CUDA_ARCH_LIST are left out.
 
-    The module's name ends in a digest of what decides the build: sources, flags, $CXX, nvcc's version, Python, torch,
-    GPU architectures, and for `-march=native` the processor.  So a changed source gets another name, and no stale
-    module is loaded.  Unlike machines that share a home directory get one build each.
+    The module's name ends in a digest of sources, flags, Python, torch, and for `-march=native` of the processor.  So
+    a changed source gets another name, and no stale module is loaded.  Unlike machines may share a home directory: a
+    module has a library for each set of architectures and compilers.
 
-    A `flock` lets only one process build a module; the kernel drops it when its holder dies.  torch's own lock is a
-    file that a killed build leaves behind, and later builds wait for it without end.  The holder of the flock removes
-    such a file, because no other process can be at work.
+        hybridep_cuda_0123456789ab/8.0-9.0_a1b2c3d4e5f6.so      the last part is a digest of the compilers' versions
+
+    A library that exists is imported, without a lock.  One that does not is built in a folder of its own and then
+    linked to its place, never over another one, because other processes have that mapped.  What a killed build leaves
+    behind is in nobody's way.
     """
 
     BUILD_VAR = "DS_BUILD_HYBRIDEP"
@@ -68,10 +71,8 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         self.name: str = f"{base}_{self.digest()}"
 
     def absolute_name(self) -> str:
-        """The module's name if it was compiled ahead of time.  Its digest leaves out nvcc, which may be missing."""
-        if not self.is_cuda:
-            return f"ds_hybridep.{self.name}"
-        return f"ds_hybridep.{self.CUDA_NAME}_{self.digest(with_nvcc=False)}"
+        """The module's name if it was compiled ahead of time."""
+        return f"ds_hybridep.{self.name}"
 
     def is_ahead_of_time(self) -> bool:
         """Whether the module was compiled ahead of time from these very sources and flags."""
@@ -93,14 +94,16 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
             if capability < MIN_CAPABILITY:
                 found = ".".join(map(str, capability))
                 return f"{torch.cuda.get_device_name()} has compute capability {found}; the kernels need 8.0 or later"
-        if not ahead_of_time and self.is_ahead_of_time():
-            return None
+        return None if not ahead_of_time and self.is_built() else self._why_no_build()
+
+    def _why_no_build(self) -> str | None:
+        """Why nvcc cannot build here; None if no reason is known."""
         if not _architectures():
             return f"{ARCH_LIST}={os.environ[ARCH_LIST]!r} names nothing of compute capability 8.0 or later, as needed"
         if cpp_extension.CUDA_HOME is None or not self.nvcc().exists():
             return "nvcc was not found; install the CUDA toolkit of torch's version and set CUDA_HOME to its folder"
-        version = re.search(r"release (\d+)\.\d+", _version_of(self.nvcc()))
-        if version is not None and version[1] != torch.version.cuda.split(".")[0]:
+        version = re.search(r"release (\d+)\.\d+", _version_of([str(self.nvcc())]))
+        if version is not None and version[1] != str(torch.version.cuda).split(".")[0]:
             return (
                 f"{self.nvcc()} is of CUDA {version[1]}, torch of CUDA {torch.version.cuda}; "
                 "set CUDA_HOME to the folder of a toolkit of torch's version"
@@ -160,37 +163,58 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         """The flag to compile for this very processor.  DeepSpeed's own method takes a second to find the same."""
         return "-mcpu=native" if platform.machine().startswith("ppc") else "-march=native"
 
-    def digest(self, with_nvcc: bool = True) -> str:
-        """First 12 hex digits of a digest of what decides the build; nvcc's version can be left out."""
-        sha = hashlib.sha256()
+    @cached_property
+    def compilers(self) -> str:
+        """What the compilers say of themselves; empty unless all can be run."""
+        commands = [shlex.split(os.environ.get("CXX", "c++")), *([[str(self.nvcc())]] if self.is_cuda else [])]
+        said = [_version_of(command) for command in commands]
+        return "\0".join(said) if all(said) else ""
+
+    def digest(self) -> str:
+        """A digest of what decides the module, whoever compiles it and for which architectures."""
         suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
-        compiler = os.environ.get("CXX", "")
-        parts = [*self.cxx_args(), *self.nvcc_args(), sys.version, suffix, torch.__version__, compiler]
-        if self.is_cuda:
-            parts += [_version_of(self.nvcc()) if with_nvcc else "", *_architectures()]
-        else:
-            parts.append(_processor())
-        for part in parts:
-            sha.update(part.encode() + b"\0")
+        parts = [*self.cxx_args(), *self.nvcc_args(), sys.version, suffix, torch.__version__]
         headers = [path for folder in self.include_paths() for path in sorted(Path(folder).glob("*.h"))]
-        for path in [*map(Path, self.sources()), *headers]:
-            sha.update(path.read_bytes() + b"\0")
-        return sha.hexdigest()[:12]
+        texts = [path.read_bytes() for path in [*map(Path, self.sources()), *headers]]
+        return _digest([*map(str.encode, parts), b"" if self.is_cuda else _processor().encode(), *texts])
 
     def build_directory(self) -> Path:
-        """Folder of this build, below TORCH_EXTENSIONS_DIR if that is set."""
+        """Folder of this module's libraries, below TORCH_EXTENSIONS_DIR if that is set."""
         root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
-        return Path(root) / self.name
+        return Path(root).absolute() / self.name
+
+    def library(self) -> Path:
+        """Where the library by the compilers of this machine lies, once it is built."""
+        architectures = f"{'-'.join(_architectures())}_" if self.is_cuda else ""
+        return self.build_directory() / f"{architectures}{_digest([self.compilers.encode()])}.so"
+
+    def find_library(self) -> Path | None:
+        """The library that was built earlier.  On a machine without compilers, that of any."""
+        library = self.library()
+        if self.compilers:
+            return library if library.exists() else None
+        architectures = library.name.rpartition("_")[0]
+        pattern = f"{glob.escape(architectures)}_*.so" if self.is_cuda else "*.so"
+        return min(library.parent.glob(pattern), default=None)
 
     def is_built(self) -> bool:
         """Whether loading would compile nothing."""
-        return self.is_ahead_of_time() or (self.build_directory() / f"{self.name}.so").exists()
+        return self.is_ahead_of_time() or self.find_library() is not None
 
     def load(self, verbose: bool = True) -> Any:
         """The module compiled ahead of time from these very sources and flags, else the one from `jit_load`."""
-        if self.name not in self._loaded_ops and self.is_ahead_of_time():
-            self._loaded_ops[self.name] = importlib.import_module(self.absolute_name())
-        return self._loaded_ops.get(self.name) or self.jit_load(verbose)
+        if self.name not in self._loaded_ops:
+            self._loaded_ops[self.name] = self._ahead_of_time() or self.jit_load(verbose)
+        return self._loaded_ops[self.name]
+
+    def _ahead_of_time(self) -> Any:
+        """The module compiled ahead of time; None if there is none, or if a build would fit the device better."""
+        if not self.is_ahead_of_time():
+            return None
+        module = importlib.import_module(self.absolute_name())
+        if self.why_unusable(module) is None:
+            return module
+        return None if self.find_library() is not None or self._why_no_build() is None else module
 
     def builder(self) -> Any:
         """The extension that setup.py builds ahead of time."""
@@ -203,90 +227,122 @@ class HybridEPBuilder(CPUOpBuilder):  # type: ignore[misc]  # deepspeed has no t
         )
 
     def jit_load(self, verbose: bool = True) -> Any:
-        """The compiled module, built now if it was not built before.  `load` then finds it again in this process.
+        """The compiled module, built now if it was not built before.  What compilers say is shown if they fail.
 
         Raises:
-            RuntimeError: the compiler or ninja failed; the message ends with what the compiler said.  Or torch does
-                not know an architecture that is listed.
-            ImportError: the module was built but cannot be loaded.
-            OSError: the build folder cannot be written or locked.
-            BuildLockTimeout: another process holds the lock and does not let go.
+            RuntimeError: the compiler or ninja failed, here or in the process that this one waited for; the message
+                ends with what the compiler said.  Or torch does not know an architecture that is listed.
+            ImportError: the library cannot be loaded.
+            OSError: the build folder cannot be written.
         """
-        directory = self.build_directory()
-        directory.mkdir(parents=True, exist_ok=True)
-        with (
-            _ninja_on_path(),
-            _changed_environment(self.environment()),
-            _exclusive(directory.parent / f"{self.name}.flock"),
-        ):
-            (directory / "lock").unlink(missing_ok=True)  # torch's lock, left by a build that was killed
-            try:
-                module = cpp_extension.load(
-                    name=self.name,
-                    sources=self.sources(),
-                    extra_include_paths=self.include_paths(),
-                    extra_cflags=self.cxx_args(),
-                    extra_cuda_cflags=self.nvcc_args(),
-                    build_directory=str(directory),
-                    verbose=verbose,
-                )
-            except ValueError as error:
-                listed = os.environ.get(ARCH_LIST)
-                raise RuntimeError(
-                    f"{error}; {ARCH_LIST} is {listed!r}: set it to what torch and nvcc know"
-                ) from error
-        self._loaded_ops[self.name] = module
+        library = self.find_library()
+        if library is None:
+            library = self.library()
+            _make_once(library, lambda: self._compile(library))
+        spec = importlib.util.spec_from_file_location(self.name, library)
+        assert spec is not None, library
+        assert spec.loader is not None, library
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
         return module
 
+    def _compile(self, library: Path) -> None:
+        if not self.compilers:
+            wanted = f"{os.environ.get('CXX', 'c++')}{' or nvcc' if self.is_cuda else ''}"
+            raise RuntimeError(f"{wanted} cannot be run; install a C++ compiler, or set CXX to the one that you have")
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="building-", dir=library.parent, ignore_cleanup_errors=True) as folder:
+            arguments = {
+                "name": self.name,
+                "sources": self.sources(),
+                "extra_include_paths": self.include_paths(),
+                "extra_cflags": self.cxx_args(),
+                "extra_cuda_cflags": self.nvcc_args(),
+                "build_directory": folder,
+            }
+            # pip puts ninja beside this Python, which is on the PATH of activated environments only.
+            path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+            run = subprocess.run(
+                [sys.executable, str(COMPILE_PROGRAM)],
+                env={**os.environ, **self.environment(), "PATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+                input=json.dumps(arguments),
+                capture_output=True,
+                text=True,
+                errors="replace",
+            )
+            if run.returncode:
+                ended = f"{COMPILE_PROGRAM.name} ended with {run.returncode}: {run.stderr}"
+                raise RuntimeError(run.stdout.strip() or ended)
+            _put_in_place(Path(folder) / f"{self.name}.so", library)
 
-@contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`.  Raises BuildLockTimeout after LOCK_TIMEOUT_S."""
-    with path.open("a+") as file:
-        deadline_s = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                pass
-            if time.monotonic() > deadline_s:
-                file.seek(0)
-                raise BuildLockTimeout(
-                    f"{path}: held for over {LOCK_TIMEOUT_S:.0f} s by {file.read().strip() or 'an unknown process'}, "
-                    "which builds the same kernels; end that process if it hangs, or delete the file"
-                )
+
+def _make_once(library: Path, make: Callable[[], None]) -> None:
+    """Call `make`, unless another process of this machine makes the library meanwhile.
+
+    Nobody waits for more than one build: if that fails, its error is raised here too.  Machines do not wait for each
+    other, because locks of shared folders cannot be relied on; the first that is ready puts its library in place.
+    """
+    file = _open_lock(library)
+    if file is None:
+        return make()
+    with file:  # closing it gives up the lock, and so does the end of this process
+        is_mine = is_first = _try_lock(file)
+        deadline_s = time.monotonic() + MOST_WAIT_S
+        while not (is_mine or library.exists() or time.monotonic() > deadline_s):
             time.sleep(LOCK_POLL_S)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}")
-        file.flush()
-        yield  # closing the file gives up the lock; the file stays, since another process may wait on it
+            is_mine = _try_lock(file)
+        if library.exists():
+            return None
+        failure = file.read() if is_mine and not is_first else ""
+        if failure:
+            raise RuntimeError(failure)
+        if is_mine:
+            file.truncate(0)
+        try:
+            make()
+        except (RuntimeError, OSError) as error:
+            if is_mine:
+                file.seek(0)
+                file.write(str(error))
+            raise
 
 
-@contextmanager
-def _ninja_on_path() -> Iterator[None]:
-    """Put the `ninja` that pip installed beside this Python on PATH, if the environment was not activated."""
-    if cpp_extension.is_ninja_available():
-        yield
-        return
-    before = os.environ.get("PATH", os.defpath)
-    with _changed_environment({"PATH": os.pathsep.join([sysconfig.get_path("scripts"), before])}):
-        yield
-
-
-@contextmanager
-def _changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables inside the `with` block."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
+def _open_lock(library: Path) -> TextIO | None:
+    """A file of this machine and user that stands for the library; None if there cannot be one."""
+    path = Path(tempfile.gettempdir()) / f"ds_hybridep_{os.getuid()}_{_digest([os.fsencode(library)])}.lock"
     try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+", encoding="utf-8")
+    except OSError:
+        return None
+
+
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no locks here: the lock only saves work
+        pass
+    return True
+
+
+def _put_in_place(built: Path, library: Path) -> None:
+    """Give a finished library its name, unless another machine was faster.  No library is overwritten."""
+    try:
+        os.link(built, library)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        if not library.exists():
+            os.rename(built, library)
+
+
+def _digest(parts: list[bytes]) -> str:
+    """The first 12 hex digits of a digest."""
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(part + b"\0")
+    return sha.hexdigest()[:12]
 
 
 def _architectures() -> list[str]:
@@ -312,12 +368,16 @@ def _is_below(arch: str) -> bool:
     return arch.startswith(NAMES_BELOW) if number is None else (int(number[1]), int(number[2])) < MIN_CAPABILITY
 
 
-def _version_of(nvcc: Path) -> str:
-    """What `nvcc --version` says; empty if it cannot be run."""
+def _version_of(command: list[str]) -> str:
+    """What a compiler says to --version, in English whatever the user's language; empty if it cannot be run."""
+    english = {**os.environ, "LC_ALL": "C"}
     try:
-        return subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+        run = subprocess.run(
+            [*command, "--version"], env=english, capture_output=True, text=True, timeout=60, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
+    return run.stdout
 
 
 def _processor() -> str:

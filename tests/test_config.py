@@ -405,7 +405,7 @@ def test_codecs_with_equal_settings_are_equal_however_they_are_written():
 @pytest.mark.parametrize(
     ("codec", "message"),
     [
-        ({"type": "low_rank", "rank": {4}}, ".rank is {4}, but must be an integer from 1 to 1024"),
+        ({"type": "low_rank", "rank": {4}}, ".rank is {4}, but must be an integer from 1 to 256"),
         ({"type": "low_rank", "rnak": 4}, '.rnak is not a known option; did you mean "rank"? (options of "low_rank"'),
         ({"type": "low_rank", "fallback": {"type": "int8", "block": 5}}, ".fallback.block is 5, but must be one of 8"),
         ({"type": "low_rank", "rest": "low_rank"}, '.rest is "low_rank", but must be one of "int8", "int4"'),

@@ -3,6 +3,8 @@
 // Low rank on the CPU.  hybridep_codecs.h says what each function computes; ds_hybridep/codecs/low_rank.py explains
 // the scheme.
 
+#include <omp.h>
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -20,6 +22,23 @@ constexpr int64_t kRowsAtOnce = 4;
 constexpr int64_t kFactorBlock = 256;  // elements of a factor column that share a scale
 constexpr int64_t kLanes = 16;
 
+// Memory of `size` elements for each thread of a parallel region.  It is made before, because an exception inside a
+// region ends the process.
+template <typename T>
+class PerThread {
+public:
+    PerThread(int threads, int64_t size) : size_(size), all_(static_cast<size_t>(threads * size)) {}
+    T* mine() { return all_.data() + omp_get_thread_num() * size_; }
+
+private:
+    int64_t size_;
+    std::vector<T> all_;
+};
+
+// Threads for a loop over n tensors.
+int threads_for_tensors(int64_t n, int64_t num_elements, int num_threads) {
+    return static_cast<int>(std::clamp<int64_t>(n, 1, threads_for(num_elements, num_threads)));
+}
 
 // to [size] = or += ((p0 q0 + p1 q1) + ...) for one row of p and columns of q from `q` on; size is at most kWide.
 template <bool kIsWhole>
@@ -116,8 +135,8 @@ void orthonormalise_one(float* p, int64_t rank, int64_t rows) {
 }
 
 // inverse [rank, rank] of the symmetric positive definite gram, by Gauss-Jordan without pivots; overwrites gram.
-void invert(std::vector<double>& gram, std::vector<double>& inverse, int64_t rank) {
-    std::fill(inverse.begin(), inverse.end(), 0.0);
+void invert(double* gram, double* inverse, int64_t rank) {
+    std::fill(inverse, inverse + rank * rank, 0.0);
     for (int64_t i = 0; i < rank; ++i) inverse[i * rank + i] = 1.0;
     for (int64_t pivot = 0; pivot < rank; ++pivot) {
         const double factor = 1.0 / gram[pivot * rank + pivot];
@@ -145,11 +164,15 @@ void orthonormalise(float* p, int64_t n, int64_t rank, int64_t rows, int num_thr
 
 void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, int num_threads) {
     constexpr double kRidge = 1e-6, kSmallest = 1e-3;  // quantised rows can be dependent or 0
-#pragma omp parallel for num_threads(threads_for(n * rank * rank * (rows + cols), num_threads)) schedule(static)
+    const int threads = threads_for_tensors(n, n * rank * rank * (rows + cols), num_threads);
+    PerThread<double> grams(threads, rank * rank), inverses(threads, rank * rank);
+    PerThread<float> befores(threads, rank * cols);
+#pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t tensor = 0; tensor < n; ++tensor) {
         const float* left = p + tensor * rank * rows;
         float* right = q + tensor * rank * cols;
-        std::vector<double> gram(static_cast<size_t>(rank * rank)), inverse(gram.size());
+        double *gram = grams.mine(), *inverse = inverses.mine();
+        float* before = befores.mine();
         for (int64_t i = 0; i < rank; ++i) {
             for (int64_t j = 0; j <= i; ++j) {
                 gram[i * rank + j] = gram[j * rank + i] = dot(left + i * rows, left + j * rows, rows);
@@ -157,12 +180,12 @@ void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t r
             gram[i * rank + i] += kRidge * std::max(gram[i * rank + i], kSmallest);
         }
         invert(gram, inverse, rank);
-        std::vector<float> before(right, right + rank * cols);
+        std::copy(right, right + rank * cols, before);
         for (int64_t i = 0; i < rank; ++i) {
             float* to = right + i * cols;
             std::fill(to, to + cols, 0.0f);
             for (int64_t j = 0; j < rank; ++j) {
-                subtract(to, -static_cast<float>(inverse[i * rank + j]), before.data() + j * cols, cols);
+                subtract(to, -static_cast<float>(inverse[i * rank + j]), before + j * cols, cols);
             }
         }
     }
@@ -386,9 +409,11 @@ void update_rms(int64_t size, MeanSquare mean_square, float* rms, float* weight)
 }
 
 // Makes the weights of rows [rows] and columns [cols] from the sizes of one tensor x, and updates their state.
-void weigh(const float* x, int64_t rows, int64_t cols, float* row_rms, float* col_rms, float* row_weight,
+// sums [rows + cols] is for sums of squares.
+void weigh(const float* x, int64_t rows, int64_t cols, double* sums, float* row_rms, float* col_rms, float* row_weight,
            float* col_weight) {
-    std::vector<double> row_sum(static_cast<size_t>(rows), 0.0), col_sum(static_cast<size_t>(cols), 0.0);
+    double *row_sum = sums, *col_sum = sums + rows;
+    std::fill(sums, sums + rows + cols, 0.0);
     for (int64_t row = 0; row < rows; ++row) {
         for (int64_t col = 0; col < cols; ++col) {
             const double value = x[row * cols + col];
@@ -436,12 +461,14 @@ void low_rank_encode(const Input& input, const float* sizes, const LowRank& shap
         col_weight.resize(static_cast<size_t>(n * cols));
         row_rms.assign(state.row_rms, state.row_rms + n * rows);
         col_rms.assign(state.col_rms, state.col_rms + n * cols);
-#pragma omp parallel for num_threads(threads_for(n * rows * cols, num_threads)) schedule(static)
+        const int threads = threads_for_tensors(n, n * rows * cols, num_threads);
+        PerThread<double> sums(threads, rows + cols);
+#pragma omp parallel for num_threads(threads) schedule(static)
         for (int64_t tensor = 0; tensor < n; ++tensor) {
             float* to = weighted.data() + tensor * rows * cols;
             float* of_rows = row_weight.data() + tensor * rows;
             const float* of = sizes != nullptr && is_bad[tensor] == 0 ? sizes + tensor * rows * cols : to;
-            weigh(of, rows, cols, row_rms.data() + tensor * rows, col_rms.data() + tensor * cols, of_rows,
+            weigh(of, rows, cols, sums.mine(), row_rms.data() + tensor * rows, col_rms.data() + tensor * cols, of_rows,
                   col_weight.data() + tensor * cols);
             divide_lines(to, rows, cols, col_weight.data() + tensor * cols);
             for (int64_t row = 0; row < rows; ++row) {

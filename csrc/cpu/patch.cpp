@@ -3,6 +3,8 @@
 // Patches of 16-bit weights on the CPU: a thread per segment.  hybridep_codecs.h says what each function computes;
 // ds_hybridep/codecs/patch_format.py defines the layout.
 
+#include <omp.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -118,32 +120,17 @@ uint32_t check_segment(const uint16_t* weights, int64_t length, int64_t segment)
 
 // --- Encoding -------------------------------------------------------------------------------------------------------
 
-// Memory that grows and is not cleared.
-template <typename T>
-class Buffer {
-public:
-    // Makes room for `size` elements; the first `kept` elements stay.
-    T* reserve(size_t size, size_t kept) {
-        if (size > size_) {
-            size_ = std::max(size, 2 * size_);
-            std::unique_ptr<T[]> larger(new T[size_]);
-            std::copy_n(data_.get(), kept, larger.get());
-            data_ = std::move(larger);
-        }
-        return data_.get();
-    }
-    T* get() { return data_.get(); }
-
-private:
-    std::unique_ptr<T[]> data_;
-    size_t size_ = 0;
-};
-
-// Memory that one thread needs for a segment.  A thread makes it once for all its segments.
+// Memory that one thread needs for a segment of up to `length` weights.  It is made before the parallel region, because
+// an exception inside one ends the process.  `tokens` and `bytes` have room for the most that there can be; what is not
+// written takes no memory.
 struct Encoder {
+    explicit Encoder(int64_t length)
+        : tokens(new Token[static_cast<size_t>(length + kBlocksPerSegment)]),
+          bytes(new uint8_t[static_cast<size_t>(kMaxHeadBytes + 2 * kBlocksPerSegment + 2 * length)]) {}
+
     Masks masks;
-    Buffer<Token> tokens;
-    Buffer<uint8_t> bytes;
+    std::unique_ptr<Token[]> tokens;
+    std::unique_ptr<uint8_t[]> bytes;
     size_t ends[kBlocksPerSegment];  // tokens up to the end of each block
     uint32_t counts[kCodes];
     uint8_t lengths[kCodes];
@@ -206,7 +193,7 @@ int64_t raw_segment(const uint16_t* values, int64_t length, uint8_t* out) {
         const int64_t begin = static_cast<int64_t>(idx) * kBlock;
         const int count = block_length(length, idx);
         if (make_masks<true>(values + begin, old + begin, count, top, mantissa_bits, encoder.masks)) {
-            Token* tokens = encoder.tokens.reserve(num_tokens + kBlock + 1, num_tokens);
+            Token* tokens = encoder.tokens.get();
             Token* to = tokens + num_tokens;
             uint32_t* counts = encoder.counts;
             for_each_token(encoder.masks, values + begin, old + begin, count, [&](const Token& token) {
@@ -239,7 +226,7 @@ int64_t encode_segment(const uint16_t* values, const uint16_t* old, int64_t leng
         code_lengths(encoder.counts + code * kSymbols, encoder.lengths + code * kSymbols);
         code_words(encoder.lengths + code * kSymbols, encoder.words + code * kSymbols);
     }
-    uint8_t* bytes = encoder.bytes.reserve(static_cast<size_t>(kMaxHeadBytes + 2 * kBlocksPerSegment + 2 * length), 0);
+    uint8_t* bytes = encoder.bytes.get();
     bytes[0] = kCoded;
     bytes[1] = static_cast<uint8_t>(top);
     const int num_blocks = blocks_of(length);
@@ -285,13 +272,16 @@ void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shap
 
     // 1. Write segments, each at the place where it lies if all segments are as long as they can be.
     uint8_t* first = payload + kLengthBytes * num_segments;
-#pragma omp parallel num_threads(threads_of(shape, num_threads)) reduction(+ : checksum)
+    const int threads = threads_of(shape, num_threads);
+    std::vector<Encoder> encoders;
+    for (int i = 0; i < threads; ++i) encoders.emplace_back(std::min(shape.n, kSegment));
+#pragma omp parallel num_threads(threads) reduction(+ : checksum)
     {
-        const auto encoder = std::make_unique<Encoder>();
+        Encoder& encoder = encoders[static_cast<size_t>(omp_get_thread_num())];
 #pragma omp for schedule(dynamic)
         for (int64_t segment = 0; segment < num_segments; ++segment) {
             const int64_t begin = segment * kSegment, length = segment_length(shape.n, segment);
-            const int64_t bytes = encode_segment(values + begin, sent + begin, length, shape.mantissa_bits, *encoder,
+            const int64_t bytes = encode_segment(values + begin, sent + begin, length, shape.mantissa_bits, encoder,
                                                  first + segment * (1 + 2 * kSegment));
             store32(payload + kLengthBytes * segment, bytes);
             if (bytes > 0) std::memcpy(sent + begin, values + begin, static_cast<size_t>(2 * length));
@@ -378,15 +368,17 @@ void patch_decode(const uint8_t* payload, int64_t bytes, const PatchShape& shape
 
     std::atomic<int64_t> damage = 0;
     uint32_t checksum = 0;
-#pragma omp parallel num_threads(threads_of(shape, num_threads)) reduction(+ : checksum)
+    const int threads = threads_of(shape, num_threads);
+    std::vector<Decoder> decoders(static_cast<size_t>(threads));
+#pragma omp parallel num_threads(threads) reduction(+ : checksum)
     {
-        const auto decoder = std::make_unique<Decoder>();
+        Decoder& decoder = decoders[static_cast<size_t>(omp_get_thread_num())];
 #pragma omp for schedule(dynamic)
         for (int64_t segment = 0; segment < num_segments; ++segment) {
             const int64_t length = segment_length(shape.n, segment), from = offsets[segment];
             uint16_t* weights = held + segment * kSegment;
             const Damage found = decode_segment(payload + from, offsets[segment + 1] - from, length,
-                                                shape.mantissa_bits, *decoder, weights);
+                                                shape.mantissa_bits, decoder, weights);
             if (found != Damage::kNone) damage = static_cast<int64_t>(found);
             checksum += check_segment(weights, length, segment);
         }

@@ -219,18 +219,21 @@ __global__ void __launch_bounds__(kCodecBlock) decode_blocks(Payloads payloads, 
 
 }  // namespace
 
-void blockwise_encode(const Input& input, int bits, int64_t block, Stream stream, const Payloads& payloads,
+int64_t flags_scratch_bytes(int64_t n) { return n * static_cast<int64_t>(sizeof(uint32_t)); }
+
+void blockwise_encode(const Input& input, int bits, int64_t block, const Workspace& work, const Payloads& payloads,
                       uint8_t* is_bad) {
     require_even(payloads);
+    const Stream stream = work.stream;
+    auto* flags = static_cast<uint32_t*>(work.scratch);
     const Blocks blocks{bits, static_cast<int>(block), static_cast<int>(std::min<int64_t>(block / kVector, kLanes))};
-    Scratch<uint32_t> flags(input.n, stream);
-    fill_bytes(flags.get(), 0, input.n * sizeof(uint32_t), stream);
+    fill_bytes(flags, 0, flags_scratch_bytes(input.n), stream);
     const auto run = [&](auto* kernel, int num_segments) {
         const int64_t num_pieces = ceil_div(input.length, num_segments * kSegment);
         const int64_t grid = std::min(blocks_for(input.n * num_pieces * kLanes, kCodecBlock), kMaxGrid);
         const auto pass = [&](Pass which, int64_t of_blocks) {
             launch({.grid = of_blocks, .block = kCodecBlock, .stream = stream}, kernel, input, blocks, payloads, which,
-                   flags.get());
+                   flags);
         };
         // A residual must stay as it is if its packet is lost, so lost packets are found first.  A mirror becomes nan
         // then, so all mirrors are written at once, and tensors with flags a second time.
@@ -247,7 +250,7 @@ void blockwise_encode(const Input& input, int bits, int64_t block, Stream stream
     } else {
         with_segments<false>(block, run);
     }
-    finish(flags.get(), input.n, stream, is_bad);
+    finish(flags, input.n, stream, is_bad);
 }
 
 void blockwise_decode(const Payloads& payloads, int64_t n, int64_t length, int bits, int64_t block, bool is_add,
@@ -292,21 +295,38 @@ __global__ void put_headers(Payloads packets, int64_t n, Words words, const uint
     }
 }
 
+// A thread per packet, likewise.
+__global__ void look_at_headers(Payloads packets, int64_t n, uint32_t start, uint32_t stamp) {
+    const int64_t tensor = global_thread();
+    if (tensor >= n) return;
+    const uint8_t* packet = packets.data + tensor * packets.stride;
+    uint32_t found_start = 0, found_stamp = 0;
+    for (int byte = 0; byte < 3; ++byte) found_start |= static_cast<uint32_t>(packet[byte]) << (8 * byte);
+    for (int byte = 0; byte < 4; ++byte) found_stamp |= static_cast<uint32_t>(packet[12 + byte]) << (8 * byte);
+    if (found_start != start || found_stamp != stamp) fail_packet(found_start, found_stamp, start, stamp);
+}
+
 }  // namespace
 
-void prepare(const Input& input, Stream stream, float* x, uint8_t* is_bad) {
+void prepare(const Input& input, const Workspace& work, float* x, uint8_t* is_bad) {
+    const Stream stream = work.stream;
+    auto* flags = static_cast<uint32_t*>(work.scratch);
     const int64_t grid = std::min(blocks_for(input.n * input.length, kCodecBlock), kMaxGrid);
-    Scratch<uint32_t> flags(input.n, stream);
-    fill_bytes(flags.get(), 0, input.n * sizeof(uint32_t), stream);
-    launch({.grid = grid, .block = kCodecBlock, .stream = stream}, prepare_elements, input, x, flags.get());
+    fill_bytes(flags, 0, flags_scratch_bytes(input.n), stream);
+    launch({.grid = grid, .block = kCodecBlock, .stream = stream}, prepare_elements, input, x, flags);
     launch({.grid = std::min(grid, kRepairGrid), .block = kCodecBlock, .stream = stream}, clear_flagged, input.n,
-           input.length, flags.get(), x);
-    finish(flags.get(), input.n, stream, is_bad);
+           input.length, flags, x);
+    finish(flags, input.n, stream, is_bad);
 }
 
 void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, const uint8_t* is_bad, Stream stream) {
     launch({.grid = blocks_for(n, kCodecBlock), .block = kCodecBlock, .stream = stream}, put_headers, packets, n,
            Words{{words[0], words[1], words[2], words[3]}}, is_bad);
+}
+
+void check_headers(const Payloads& packets, int64_t n, uint32_t start, uint32_t stamp, Stream stream) {
+    launch({.grid = blocks_for(n, kCodecBlock), .block = kCodecBlock, .stream = stream}, look_at_headers, packets, n,
+           start, stamp);
 }
 
 }  // namespace hybridep

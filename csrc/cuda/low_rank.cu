@@ -17,10 +17,14 @@ constexpr int kBlock = 256;
 constexpr int kWarps = kBlock / kLanes;
 constexpr int kMaxRank = 256;
 constexpr int kRowsAtOnce = 4;         // rows of a warp for one load of q
-constexpr int kChunk = 64;             // rows whose products are summed before they are added to others
+constexpr int kTile = 64;              // rows that a block takes at a time
 constexpr int kColumnsAtOnce = 128;    // columns of a block, one for each thread
 constexpr int64_t kFactorBlock = 256;  // elements of a factor column that share a scale
 constexpr int kPerLane = static_cast<int>(kFactorBlock) / kLanes;
+
+constexpr int kMostWidth = 16;         // columns of a factor that are made together
+constexpr int64_t kBlocksPerTensor = 2048;    // about as many as a device runs at a time
+constexpr int64_t kPartialFloats = 16 << 20;  // what the chunks of several tensors may take
 
 int64_t capped(int64_t grid) { return std::min(grid, kMaxGrid); }
 
@@ -84,61 +88,86 @@ __global__ void __launch_bounds__(kBlock)
     }
 }
 
-// partial [n, chunks, rank, cols] = p [n, rank, rows] times X, separately for each chunk of rows.  A block per tensor,
-// chunk and kColumnsAtOnce columns.
+// How rows are divided into chunks, whose products are summed separately: enough to keep a device busy.  It depends on
+// the shape alone, so results depend neither on the device nor on n.
+struct Chunks {
+    int64_t rows;     // of a chunk, a multiple of kTile
+    int64_t count;    // of a tensor
+    int64_t tensors;  // that are multiplied at a time
+};
+
+Chunks chunks_of(int64_t n, int64_t rank, int64_t rows, int64_t cols) {
+    const int64_t most = std::max<int64_t>(kBlocksPerTensor / std::max<int64_t>(ceil_div(cols, kColumnsAtOnce), 1), 1);
+    const int64_t num_tiles = std::max<int64_t>(ceil_div(rows, kTile), 1), tiles_each = ceil_div(num_tiles, most);
+    const int64_t count = ceil_div(num_tiles, tiles_each);
+    const int64_t floats = std::max<int64_t>(count * std::min<int64_t>(rank, kMostWidth) * cols, 1);
+    return {tiles_each * kTile, count, std::clamp<int64_t>(kPartialFloats / floats, 1, std::max<int64_t>(n, 1))};
+}
+
+// partial [tensors, chunks, width, cols] = columns [begin, begin + width) of p [n, rank, rows] times X, separately for
+// each chunk of rows, of tensors from `first_tensor` on; width is kWidth or what is left.  A block per tensor, chunk
+// and kColumnsAtOnce columns.
 template <int kWidth>
 __global__ void __launch_bounds__(kColumnsAtOnce)
-    times_rows(Matrix x, const float* __restrict__ p, int64_t rank, int64_t begin, float* __restrict__ partial) {
-    __shared__ float left[kChunk][kWidth];
-    const int64_t num_chunks = ceil_div(x.rows, kChunk), num_pieces = ceil_div(x.cols, kColumnsAtOnce);
+    times_rows(Matrix x, const float* __restrict__ p, int64_t rank, int64_t begin, int64_t first_tensor, Chunks chunks,
+               float* __restrict__ partial) {
+    __shared__ float left[kTile][kWidth];
+    const int64_t num_pieces = ceil_div(x.cols, kColumnsAtOnce);
     const int64_t piece = blockIdx.x % num_pieces, task = blockIdx.x / num_pieces;
-    const int64_t tensor = task / num_chunks, first = task % num_chunks * kChunk;
-    const int64_t num_left = x.rows - first;
-    const int num_rows = static_cast<int>(num_left < kChunk ? num_left : kChunk);
-    for (int i = static_cast<int>(threadIdx.x); i < kChunk * kWidth; i += kColumnsAtOnce) {
-        const int row = i % kChunk, column = i / kChunk;
-        const bool is_there = row < num_rows && begin + column < rank;
-        left[row][column] = is_there ? p[(tensor * rank + begin + column) * x.rows + first + row] : 0.0f;
-    }
-    __syncthreads();
+    const int64_t tensor = first_tensor + task / chunks.count, chunk_begin = task % chunks.count * chunks.rows;
+    const int64_t chunk_end = chunk_begin + chunks.rows < x.rows ? chunk_begin + chunks.rows : x.rows;
+    const int width = static_cast<int>(rank - begin < kWidth ? rank - begin : kWidth);
     const int64_t col = piece * kColumnsAtOnce + threadIdx.x;
-    if (col >= x.cols) return;
     const uint32_t flag = x.flags[tensor];
     float sum[kWidth] = {};
-    for (int row = 0; row < num_rows; ++row) {
-        const float value = x.at(tensor, first + row, col, flag);
+    const float* columns = p + (tensor * rank + begin) * x.rows;
+    for (int64_t first = chunk_begin; first < chunk_end; first += kTile) {
+        const int num_rows = static_cast<int>(chunk_end - first < kTile ? chunk_end - first : kTile);
+        __syncthreads();  // all threads have read the tile before
+        for (int i = static_cast<int>(threadIdx.x); i < kTile * kWidth; i += kColumnsAtOnce) {
+            const int row = i % kTile, column = i / kTile;
+            const bool is_there = row < num_rows && column < width;
+            left[row][column] = is_there ? columns[column * x.rows + first + row] : 0.0f;
+        }
+        __syncthreads();
+        if (col >= x.cols) continue;
+        for (int row = 0; row < num_rows; ++row) {
+            const float value = x.at(tensor, first + row, col, flag);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) sum[i] = fmaf(left[row][i], value, sum[i]);
+            for (int i = 0; i < kWidth; ++i) sum[i] = fmaf(left[row][i], value, sum[i]);
+        }
     }
+    if (col >= x.cols) return;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-        if (begin + i < rank) partial[(task * rank + begin + i) * x.cols + col] = sum[i];
+        if (i < width) partial[(task * width + i) * x.cols + col] = sum[i];
     }
 }
 
-// A thread per element of q [n, rank * cols]: the sum of its chunks.
-__global__ void add_chunks(const float* __restrict__ partial, int64_t n, int64_t num_chunks, int64_t size,
-                           float* __restrict__ q) {
-    for (int64_t i = global_thread(); i < n * size; i += num_threads()) {
+// A thread per element: columns [begin, begin + width) of q [n, rank, cols] = the sums of their chunks.
+__global__ void add_chunks(const float* __restrict__ partial, int64_t num_tensors, int64_t num_chunks, int64_t width,
+                           int64_t cols, int64_t first_tensor, int64_t rank, int64_t begin, float* __restrict__ q) {
+    const int64_t size = width * cols;
+    for (int64_t i = global_thread(); i < num_tensors * size; i += num_threads()) {
         float sum = 0.0f;
         for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
             sum += partial[(i / size * num_chunks + chunk) * size + i % size];
         }
-        q[i] = sum;
+        q[((first_tensor + i / size) * rank + begin) * cols + i % size] = sum;
     }
 }
 
 // Calls body(first, width) for groups of factor columns that are made together; width is 4, 8 or 16.
 template <typename Body>
 void for_columns(int64_t rank, Body&& body) {
-    for (int64_t begin = 0; begin < rank; begin += 16) {
+    for (int64_t begin = 0; begin < rank; begin += kMostWidth) {
         const int64_t left = rank - begin;
         if (left <= 4) {
             body(begin, std::integral_constant<int, 4>{});
         } else if (left <= 8) {
             body(begin, std::integral_constant<int, 8>{});
         } else {
-            body(begin, std::integral_constant<int, 16>{});
+            body(begin, std::integral_constant<int, kMostWidth>{});
         }
     }
 }
@@ -150,14 +179,52 @@ void multiply_columns(const Matrix& x, const float* q, int64_t rank, Stream stre
     });
 }
 
-void multiply_rows(const Matrix& x, const float* p, int64_t rank, Stream stream, float* q) {
-    const int64_t num_chunks = ceil_div(x.rows, kChunk), n = x.input.n;
-    Scratch<float> partial(n * num_chunks * rank * x.cols, stream);
-    for_columns(rank, [&](int64_t begin, auto width) {
-        launch({.grid = n * num_chunks * ceil_div(x.cols, kColumnsAtOnce), .block = kColumnsAtOnce, .stream = stream},
-               times_rows<width.value>, x, p, rank, begin, partial.get());
-    });
-    launch(plain(n * rank * x.cols, stream), add_chunks, partial.get(), n, num_chunks, rank * x.cols, q);
+void multiply_rows(const Matrix& x, const float* p, int64_t rank, Stream stream, float* partial, float* q) {
+    const Chunks chunks = chunks_of(x.input.n, rank, x.rows, x.cols);
+    for (int64_t first = 0; first < x.input.n; first += chunks.tensors) {
+        const int64_t num_tensors = std::min(chunks.tensors, x.input.n - first);
+        for_columns(rank, [&](int64_t begin, auto width) {
+            const int64_t num_columns = std::min<int64_t>(width.value, rank - begin);
+            launch({.grid = num_tensors * chunks.count * ceil_div(x.cols, kColumnsAtOnce),
+                    .block = kColumnsAtOnce,
+                    .stream = stream},
+                   times_rows<width.value>, x, p, rank, begin, first, chunks, partial);
+            launch(plain(num_tensors * num_columns * x.cols, stream), add_chunks, partial, num_tensors, chunks.count,
+                   num_columns, x.cols, first, rank, begin, q);
+        });
+    }
+}
+
+// --- Scratch --------------------------------------------------------------------------------------------------------
+
+struct LowRankScratch {
+    uint32_t* flags;   // [n]
+    float* p;          // [n, rank, rows]
+    float* q;          // [n, rank, cols]
+    float* read_p;     // as p and q, and as a decoder reads them
+    float* read_q;
+    float* partial;    // for times_rows
+    double* gram;      // [n, rank, 2 rank]
+    float* inverse;    // [n, rank, rank]
+    double* squares;   // [n, rows + cols] with weighting, as what follows
+    float* next_rms;
+    float* weights;
+};
+
+LowRankScratch take_scratch(Scratch& scratch, int64_t n, int64_t rank, int64_t rows, int64_t cols, bool is_weighted) {
+    const Chunks chunks = chunks_of(n, rank, rows, cols);
+    const int64_t num_weights = is_weighted ? n * (rows + cols) : 0;
+    return {.flags = scratch.take<uint32_t>(n),
+            .p = scratch.take<float>(n * rank * rows),
+            .q = scratch.take<float>(n * rank * cols),
+            .read_p = scratch.take<float>(n * rank * rows),
+            .read_q = scratch.take<float>(n * rank * cols),
+            .partial = scratch.take<float>(chunks.tensors * chunks.count * std::min<int64_t>(rank, kMostWidth) * cols),
+            .gram = scratch.take<double>(n * rank * 2 * rank),
+            .inverse = scratch.take<float>(n * rank * rank),
+            .squares = scratch.take<double>(num_weights),
+            .next_rms = scratch.take<float>(num_weights),
+            .weights = scratch.take<float>(num_weights)};
 }
 
 // --- Small matrices, a block of threads per tensor ------------------------------------------------------------------
@@ -314,12 +381,10 @@ void orthonormalise_flagged(float* p, int64_t n, int64_t rank, int64_t rows, con
 }
 
 void divide(const float* p, const float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, Stream stream,
-            float* to) {
+            const LowRankScratch& scratch, float* to) {
     require_rank(rank);
-    Scratch<double> work(n * rank * 2 * rank, stream);
-    Scratch<float> inverse(n * rank * rank, stream);
-    launch({.grid = n, .block = kBlock, .stream = stream}, invert_gram, p, rank, rows, work.get(), inverse.get());
-    launch(plain(n * rank * cols, stream), multiply_small, inverse.get(), q, n, rank, cols, to);
+    launch({.grid = n, .block = kBlock, .stream = stream}, invert_gram, p, rank, rows, scratch.gram, scratch.inverse);
+    launch(plain(n * rank * cols, stream), multiply_small, scratch.inverse, q, n, rank, cols, to);
 }
 
 // --- Factors as they are written ------------------------------------------------------------------------------------
@@ -564,9 +629,11 @@ void apply(const float* p, const float* q, int64_t n, const LowRank& shape, Appl
 constexpr double kRmsDecay = 0.95;     // of the mean of squares, each step
 constexpr float kSmallestRms = 1e-3f;  // of the largest: rows and columns below this count as if they had it
 
-// Sums of squares: a warp per row, or a thread per column if kIsColumn.  Also flags bad tensors.
+// Sums of squares of x, or of sizes [n, rows, cols] if given: a warp per row, or a thread per column if kIsColumn.
+// Also flags tensors whose x is bad.
 template <bool kIsColumn>
-__global__ void __launch_bounds__(kBlock, 1) sum_squares(Matrix x, double* __restrict__ sums) {
+__global__ void __launch_bounds__(kBlock, 1)
+    sum_squares(Matrix x, const float* __restrict__ sizes, double* __restrict__ sums) {
     const int64_t num_lines = kIsColumn ? x.cols : x.rows, size = kIsColumn ? x.rows : x.cols;
     const int64_t step = kIsColumn ? 1 : kLanes, num_workers = kIsColumn ? num_threads() : num_threads() / kLanes;
     for (int64_t line = kIsColumn ? global_thread() : global_warp(); line < x.input.n * num_lines;
@@ -574,7 +641,9 @@ __global__ void __launch_bounds__(kBlock, 1) sum_squares(Matrix x, double* __res
         const int64_t tensor = line / num_lines, idx = line % num_lines;
         double sum = 0.0;
         for (int64_t i = kIsColumn ? 0 : lane_idx(); i < size; i += step) {
-            const double value = kIsColumn ? x.at(tensor, i, idx, 0) : x.at(tensor, idx, i, 0);
+            const int64_t row = kIsColumn ? i : idx, col = kIsColumn ? idx : i;
+            const double of_x = x.at(tensor, row, col, 0);
+            const double value = sizes != nullptr ? sizes[(tensor * x.rows + row) * x.cols + col] : of_x;
             sum += value * value;
         }
         if constexpr (!kIsColumn) sum = warp_sum(sum);
@@ -630,81 +699,91 @@ void orthonormalise(float* p, int64_t n, int64_t rank, int64_t rows, Stream stre
     orthonormalise_flagged(p, n, rank, rows, nullptr, stream);
 }
 
-void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, Stream stream) {
-    Scratch<float> before(n * rank * cols, stream);
-    launch(plain(n * rank * cols, stream), copy_tensors<false>, q, n, rank * cols, nullptr, before.get());
-    divide(p, before.get(), n, rank, rows, cols, stream, q);
+int64_t low_rank_encode_scratch_bytes(int64_t n, int64_t rank, int64_t rows, int64_t cols, bool is_weighted) {
+    Scratch scratch;
+    take_scratch(scratch, n, rank, rows, cols, is_weighted);
+    return scratch.bytes();
 }
 
-void low_rank_encode(const Input& input, const LowRank& shape, const float* start, Stream stream,
-                     const LowRankState& state, const Payloads& payloads, uint8_t* is_bad) {
+void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols,
+                    const Workspace& work) {
+    const Stream stream = work.stream;
+    Scratch pieces(work.scratch);
+    const LowRankScratch scratch = take_scratch(pieces, n, rank, rows, cols, false);
+    launch(plain(n * rank * cols, stream), copy_tensors<false>, q, n, rank * cols, nullptr, scratch.q);
+    divide(p, scratch.q, n, rank, rows, cols, stream, scratch, q);
+}
+
+void low_rank_encode(const Input& input, const float* sizes, const LowRank& shape, const float* start,
+                     const Workspace& work, const LowRankState& state, const Payloads& payloads, uint8_t* is_bad) {
     require_even(payloads);
+    const Stream stream = work.stream;
     const auto [rank, rows, cols, factor, iterations] = shape;
-    const int64_t n = input.n, p_size = n * rank * rows, q_size = n * rank * cols;
+    const int64_t n = input.n, q_size = n * rank * cols;
     const bool is_weighted = state.row_rms != nullptr;
-    Scratch<uint32_t> flags(n, stream);
-    Scratch<float> p(p_size, stream), q(q_size, stream), sums(q_size, stream);
-    Scratch<float> read_p(p_size, stream), read_q(q_size, stream);
-    fill_bytes(flags.get(), 0, n * sizeof(uint32_t), stream);
+    Scratch pieces(work.scratch);
+    const LowRankScratch scratch = take_scratch(pieces, n, rank, rows, cols, is_weighted);
+    const auto [flags, p, q, read_p, read_q, partial, gram, inverse, squares, next_rms, weights] = scratch;
+    fill_bytes(flags, 0, n * sizeof(uint32_t), stream);
     launch(plain(q_size, stream), start != nullptr ? copy_tensors<true> : copy_tensors<false>,
-           start != nullptr ? start : state.q, n, rank * cols, nullptr, q.get());
+           start != nullptr ? start : state.q, n, rank * cols, nullptr, q);
 
     // 1. If asked for, weights that scale rows and columns to about the same size.
-    const int64_t num_weights = is_weighted ? n * (rows + cols) : 0;
-    Scratch<double> squares(num_weights, stream);
-    Scratch<float> next_rms(num_weights, stream), weights(num_weights, stream);
-    Matrix x{input, rows, cols, nullptr, nullptr, flags.get()};
+    Matrix x{input, rows, cols, nullptr, nullptr, flags};
     const float* row_weight = nullptr;
     const float* col_weight = nullptr;
     if (is_weighted) {
-        launch(plain(n * rows * kLanes, stream), sum_squares<false>, x, squares.get());
-        launch(plain(n * cols, stream), sum_squares<true>, x, squares.get() + n * rows);
-        launch({.grid = n, .block = kBlock, .stream = stream}, update_rms, squares.get(), state.row_rms, rows, cols,
-               flags.get(), next_rms.get(), weights.get());
-        launch({.grid = n, .block = kBlock, .stream = stream}, update_rms, squares.get() + n * rows, state.col_rms,
-               cols, rows, flags.get(), next_rms.get() + n * rows, weights.get() + n * rows);
-        row_weight = x.row_weight = weights.get();
-        col_weight = x.col_weight = weights.get() + n * rows;
+        launch(plain(n * rows * kLanes, stream), sum_squares<false>, x, sizes, squares);
+        launch(plain(n * cols, stream), sum_squares<true>, x, sizes, squares + n * rows);
+        launch({.grid = n, .block = kBlock, .stream = stream}, update_rms, squares, state.row_rms, rows, cols, flags,
+               next_rms, weights);
+        launch({.grid = n, .block = kBlock, .stream = stream}, update_rms, squares + n * rows, state.col_rms, cols,
+               rows, flags, next_rms + n * rows, weights + n * rows);
+        row_weight = x.row_weight = weights;
+        col_weight = x.col_weight = weights + n * rows;
     }
 
     // 2. P as the decoder will read it.  The first pass finds bad tensors; their P is 0 from then on.
     for (int iteration = 0; iteration < iterations; ++iteration) {
-        if (iteration > 0) multiply_rows(x, p.get(), rank, stream, q.get());
-        multiply_columns(x, q.get(), rank, stream, p.get());
-        orthonormalise_flagged(p.get(), n, rank, rows, flags.get(), stream);
+        if (iteration > 0) multiply_rows(x, p, rank, stream, partial, q);
+        multiply_columns(x, q, rank, stream, p);
+        orthonormalise_flagged(p, n, rank, rows, flags, stream);
     }
     const int64_t p_bytes = rank * factor_bytes(rows, factor), used = p_bytes + rank * factor_bytes(cols, factor);
-    write(p.get(), place_of(payloads, 0, n, rank, rows, factor), row_weight, stream, read_p.get(), p.get(), nullptr);
+    write(p, place_of(payloads, 0, n, rank, rows, factor), row_weight, stream, read_p, p, nullptr);
 
-    // 3. Q for that P, and the start of the next step.
-    multiply_rows(x, p.get(), rank, stream, sums.get());
-    divide(p.get(), sums.get(), n, rank, rows, cols, stream, q.get());
-    write(q.get(), place_of(payloads, p_bytes, n, rank, cols, factor), col_weight, stream, read_q.get(), nullptr,
-          flags.get());
+    // 3. Q for that P, and the start of the next step.  Until Q is written, read_q has the sums that it is made of.
+    multiply_rows(x, p, rank, stream, partial, read_q);
+    divide(p, read_q, n, rank, rows, cols, stream, scratch, q);
+    write(q, place_of(payloads, p_bytes, n, rank, cols, factor), col_weight, stream, read_q, nullptr, flags);
     launch(plain(n, stream), clear_rest, payloads, n, used);
-    launch(plain(q_size, stream), copy_tensors<false>, q.get(), n, rank * cols, flags.get(), state.q);
+    launch(plain(q_size, stream), copy_tensors<false>, q, n, rank * cols, flags, state.q);
     if (is_weighted) {
-        launch(plain(n * rows, stream), copy_tensors<false>, next_rms.get(), n, rows, flags.get(), state.row_rms);
-        launch(plain(n * cols, stream), copy_tensors<false>, next_rms.get() + n * rows, n, cols, flags.get(),
-               state.col_rms);
+        launch(plain(n * rows, stream), copy_tensors<false>, next_rms, n, rows, flags, state.row_rms);
+        launch(plain(n * cols, stream), copy_tensors<false>, next_rms + n * rows, n, cols, flags, state.col_rms);
     }
 
     // 4. The mirror, or the residual.
     if (input.source != Source::kEncode) {
         const Apply how = input.source == Source::kUpdate ? Apply::kAdd : Apply::kResidual;
-        apply(read_p.get(), read_q.get(), n, shape, how, flags.get(), input.a, stream, input.other);
+        apply(read_p, read_q, n, shape, how, flags, input.a, stream, input.other);
     }
-    finish(flags.get(), n, stream, is_bad);
+    finish(flags, n, stream, is_bad);
 }
 
-void low_rank_decode(const Payloads& payloads, int64_t n, const LowRank& shape, bool is_add, Stream stream,
+int64_t low_rank_decode_scratch_bytes(int64_t n, int64_t rank, int64_t rows, int64_t cols) {
+    return n * rank * (rows + cols) * static_cast<int64_t>(sizeof(float));
+}
+
+void low_rank_decode(const Payloads& payloads, int64_t n, const LowRank& shape, bool is_add, const Workspace& work,
                      float* out) {
     require_even(payloads);
     const auto [rank, rows, cols, factor, iterations] = shape;
-    Scratch<float> p(n * rank * rows, stream), q(n * rank * cols, stream);
-    read(place_of(payloads, 0, n, rank, rows, factor), stream, p.get());
-    read(place_of(payloads, rank * factor_bytes(rows, factor), n, rank, cols, factor), stream, q.get());
-    apply(p.get(), q.get(), n, shape, is_add ? Apply::kAdd : Apply::kAssign, nullptr, nullptr, stream, out);
+    auto* q = static_cast<float*>(work.scratch);  // before P, because vectors of Q need the alignment
+    float* p = q + n * rank * cols;
+    read(place_of(payloads, 0, n, rank, rows, factor), work.stream, p);
+    read(place_of(payloads, rank * factor_bytes(rows, factor), n, rank, cols, factor), work.stream, q);
+    apply(p, q, n, shape, is_add ? Apply::kAdd : Apply::kAssign, nullptr, nullptr, work.stream, out);
 }
 
 }  // namespace hybridep

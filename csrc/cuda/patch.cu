@@ -118,6 +118,17 @@ struct Plan {
     int64_t* segment_begins;  // [segments]: in the payload
 };
 
+Plan take_plan(Scratch& scratch, int64_t num_segments) {
+    return {.tops = scratch.take<int32_t>(num_segments),
+            .counts = scratch.take<uint32_t>(num_segments * kCodes),
+            .lengths = scratch.take<uint8_t>(num_segments * kCodes),
+            .words = scratch.take<uint16_t>(num_segments * kCodes),
+            .block_bytes = scratch.take<uint32_t>(num_segments * kBlocksPerSegment),
+            .block_begins = scratch.take<uint32_t>(num_segments * kBlocksPerSegment),
+            .segment_bytes = scratch.take<int64_t>(num_segments),
+            .segment_begins = scratch.take<int64_t>(num_segments)};
+}
+
 // A CUDA block per segment.
 __global__ void __launch_bounds__(kSampleBlock)
     find_tops(const uint16_t* __restrict__ old, PatchShape shape, int32_t* __restrict__ tops) {
@@ -317,20 +328,21 @@ __global__ void __launch_bounds__(kPatchBlock)
 
 }  // namespace
 
-void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shape, Stream stream, uint8_t* payload,
-                  int64_t* results) {
-    const int64_t num_segments = segments_of(shape.n), num_blocks = num_segments * kBlocksPerSegment;
-    Scratch<int32_t> tops(num_segments, stream);
-    Scratch<uint32_t> counts(num_segments * kCodes, stream);
-    Scratch<uint8_t> lengths(num_segments * kCodes, stream);
-    Scratch<uint16_t> words(num_segments * kCodes, stream);
-    Scratch<uint32_t> block_bytes(num_blocks, stream), block_begins(num_blocks, stream);
-    Scratch<int64_t> segment_bytes(num_segments, stream), segment_begins(num_segments, stream);
-    const Plan plan{tops.get(),        counts.get(),       lengths.get(),       words.get(),
-                    block_bytes.get(), block_begins.get(), segment_bytes.get(), segment_begins.get()};
-    fill_bytes(counts.get(), 0, num_segments * kCodes * static_cast<int64_t>(sizeof(uint32_t)), stream);
+int64_t patch_encode_scratch_bytes(int64_t n) {
+    Scratch scratch;
+    take_plan(scratch, segments_of(n));
+    return scratch.bytes();
+}
+
+void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shape, const Workspace& work,
+                  uint8_t* payload, int64_t* results) {
+    const Stream stream = work.stream;
+    const int64_t num_segments = segments_of(shape.n);
+    Scratch scratch(work.scratch);
+    const Plan plan = take_plan(scratch, num_segments);
+    fill_bytes(plan.counts, 0, num_segments * kCodes * static_cast<int64_t>(sizeof(uint32_t)), stream);
     const Launch by_warp{.grid = num_segments * kGroups, .block = kPatchBlock, .stream = stream};
-    launch({.grid = num_segments, .block = kSampleBlock, .stream = stream}, find_tops, sent, shape, tops.get());
+    launch({.grid = num_segments, .block = kSampleBlock, .stream = stream}, find_tops, sent, shape, plan.tops);
     launch(by_warp, count_symbols, values, sent, shape, plan);
     launch({.grid = num_segments, .block = kLanes, .stream = stream}, make_codes, plan);
     launch(by_warp, measure_tokens, values, sent, shape, plan);
@@ -352,6 +364,13 @@ struct Found {
     int64_t* block_begins;    // [segments][kBlocksPerSegment + 1]: in the payload
     uint16_t* tables;         // [segments][kClasses][kCodeTable]
 };
+
+Found take_found(Scratch& scratch, int64_t num_segments) {
+    return {.segment_begins = scratch.take<int64_t>(num_segments + 1),
+            .kinds = scratch.take<Kind>(num_segments),
+            .block_begins = scratch.take<int64_t>(num_segments * (kBlocksPerSegment + 1)),
+            .tables = scratch.take<uint16_t>(num_segments * kClasses * kCodeTable)};
+}
 
 __device__ __forceinline__ void report(Damage damage, int64_t* results) {
     atomicMax(reinterpret_cast<unsigned long long*>(results), static_cast<unsigned long long>(damage));
@@ -474,14 +493,18 @@ __global__ void __launch_bounds__(kPatchBlock)
 
 }  // namespace
 
-void patch_decode(const uint8_t* payload, int64_t bytes, const PatchShape& shape, Stream stream, uint16_t* held,
-                  int64_t* results) {
+int64_t patch_decode_scratch_bytes(int64_t n) {
+    Scratch scratch;
+    take_found(scratch, segments_of(n));
+    return scratch.bytes();
+}
+
+void patch_decode(const uint8_t* payload, int64_t bytes, const PatchShape& shape, const Workspace& work,
+                  uint16_t* held, int64_t* results) {
+    const Stream stream = work.stream;
     const int64_t num_segments = segments_of(shape.n);
-    Scratch<int64_t> segment_begins(num_segments + 1, stream);
-    Scratch<Kind> kinds(num_segments, stream);
-    Scratch<int64_t> block_begins(num_segments * (kBlocksPerSegment + 1), stream);
-    Scratch<uint16_t> tables(num_segments * kClasses * kCodeTable, stream);
-    const Found found{segment_begins.get(), kinds.get(), block_begins.get(), tables.get()};
+    Scratch scratch(work.scratch);
+    const Found found = take_found(scratch, num_segments);
     launch({.grid = 1, .block = 1, .stream = stream}, find_segments, payload, bytes, num_segments, found, results);
     launch({.grid = num_segments, .block = kLanes, .stream = stream}, read_heads, payload, shape, found, results);
     launch({.grid = num_segments * kGroups, .block = kPatchBlock, .stream = stream}, apply_patch, payload, shape,

@@ -3,7 +3,8 @@
 // Dispatch and combine on a few multiprocessors: a block stays on each and takes every num_sms-th piece of work.
 //
 // With bulk copies, a pipeline of stages in shared memory keeps many bytes on their way with few threads.  Without
-// them, blocks of 512 threads run the same kernels as rows.cu.
+// them, for rows of one byte an element and for the backward of combine, blocks of 512 threads run the same kernels as
+// rows.cu.
 
 #include "hybridep_bulk.h"
 #include "hybridep_cuda_rows.h"
@@ -227,6 +228,28 @@ int64_t combine_rows_on(int num_sms, const void* rows, Type rows_type, const int
             {.grid = std::min<int64_t>(num_sms, sizes.num_tokens * num_pieces), .block = kLoopBlock, .stream = stream},
             combine_tokens<kLoopBlock, Rows, Out>, from, slot_to_row, weights, sizes, to);
     });
+    return kAllInRange;
+}
+
+int64_t quantise_rows_on(int num_sms, const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes,
+                         RowFormat format, Stream stream, uint8_t* records) {
+    require_sms(num_sms);
+    launch_quantise<kLoopBlock>(num_sms, x, x_type, row_to_token, sizes, format, stream, records);
+    return kAllInRange;
+}
+
+void dequantise_rows_on(int num_sms, const uint8_t* records, const RowSizes& sizes, RowFormat format, Stream stream,
+                        void* out, Type out_type) {
+    require_sms(num_sms);
+    launch_dequantise<kLoopBlock>(num_sms, records, sizes, format, stream, out, out_type);
+}
+
+int64_t combine_rows_backward_on(int num_sms, const void* grad, Type grad_type, const void* rows, Type rows_type,
+                                 const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
+                                 Stream stream, int64_t* scratch, void* grad_rows, float* grad_weights) {
+    require_sms(num_sms);
+    launch_combine_backward<kLoopBlock>(num_sms, grad, grad_type, rows, rows_type, slot_to_row, weights, sizes, stream,
+                                        scratch, grad_rows, grad_weights);
     return kAllInRange;
 }
 

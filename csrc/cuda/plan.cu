@@ -21,12 +21,12 @@ struct PlanScratch {
     int64_t num_chunks;          // C
 };
 
-PlanScratch plan_scratch(void* scratch, int64_t num_tokens, int64_t num_destinations) {
+PlanScratch take_plan(Scratch& scratch, int64_t num_tokens, int64_t num_destinations) {
     const int64_t num_chunks = blocks_for(num_tokens, 32);
-    auto* chunk_start = static_cast<int64_t*>(scratch);
-    auto* destination_start = chunk_start + num_destinations * num_chunks;
-    return {chunk_start, destination_start, reinterpret_cast<uint32_t*>(destination_start + num_destinations),
-            num_chunks};
+    return {.chunk_start = scratch.take<int64_t>(num_destinations * num_chunks),
+            .destination_start = scratch.take<int64_t>(num_destinations),
+            .token_bits = scratch.take<uint32_t>(num_destinations * num_chunks),
+            .num_chunks = num_chunks};
 }
 
 // Destination of the slot's expert; -1 if there is none, or if an id is out of range.
@@ -151,14 +151,16 @@ std::string code_error() {
 }
 
 int64_t plan_scratch_bytes(int64_t num_tokens, int64_t num_destinations) {
-    const int64_t num_words = num_destinations * blocks_for(num_tokens, 32);
-    return num_words * static_cast<int64_t>(sizeof(int64_t) + sizeof(uint32_t)) +
-           num_destinations * static_cast<int64_t>(sizeof(int64_t));
+    Scratch scratch;
+    take_plan(scratch, num_tokens, num_destinations);
+    return scratch.bytes();
 }
 
-void plan_routes(const Routes& routes, Stream stream, void* scratch, int64_t* counts, int64_t* row_to_token,
+void plan_routes(const Routes& routes, const Workspace& work, int64_t* counts, int64_t* row_to_token,
                  int32_t* row_topk_idx, int64_t* slot_to_row, int64_t* first_slot_to_row) {
-    const PlanScratch parts = plan_scratch(scratch, routes.num_tokens, routes.num_destinations);
+    const Stream stream = work.stream;
+    Scratch scratch(work.scratch);
+    const PlanScratch parts = take_plan(scratch, routes.num_tokens, routes.num_destinations);
     int64_t* first_wrong = counts + routes.num_destinations;
     fill_bytes(first_wrong, 0x7f, 2 * sizeof(int64_t), stream);
     fill_bytes(parts.token_bits, 0, routes.num_destinations * parts.num_chunks * sizeof(uint32_t), stream);

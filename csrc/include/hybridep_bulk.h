@@ -115,13 +115,4 @@ bool has_bulk_copies([[maybe_unused]] void (*kernel)(Wanted...)) {
 #endif
 }
 
-// Bytes of shared memory that a block can have on the current device.
-inline int64_t max_shared_bytes() {
-#ifdef HYBRIDEP_EMULATION
-    return 64 * 1024;
-#else
-    return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-#endif
-}
-
 }  // namespace hybridep

@@ -122,37 +122,52 @@ void patch_decode(const uint8_t* payload, int64_t bytes, const PatchShape& shape
 
 // --- On CUDA devices, see hybridep_stream.h -------------------------------------------------------------------------
 //
-// Payloads start at even addresses and are an even number of bytes apart.  Scratch memory comes from a pool of CUDA's,
-// in the order of the stream.
+// Payloads start at even addresses and are an even number of bytes apart.
 
-void prepare(const Input& input, Stream stream, float* x, uint8_t* is_bad);
+int64_t flags_scratch_bytes(int64_t n);  // of the first two
 
-void blockwise_encode(const Input& input, int bits, int64_t block, Stream stream, const Payloads& payloads,
+void prepare(const Input& input, const Workspace& work, float* x, uint8_t* is_bad);
+
+void blockwise_encode(const Input& input, int bits, int64_t block, const Workspace& work, const Payloads& payloads,
                       uint8_t* is_bad);
 
 void blockwise_decode(const Payloads& payloads, int64_t n, int64_t length, int bits, int64_t block, bool is_add,
                       Stream stream, float* out);
 
-void low_rank_encode(const Input& input, const LowRank& shape, const float* start, Stream stream,
-                     const LowRankState& state, const Payloads& payloads, uint8_t* is_bad);
+// About twice the factors, and up to 64 MiB for products of chunks of rows.
+int64_t low_rank_encode_scratch_bytes(int64_t n, int64_t rank, int64_t rows, int64_t cols, bool is_weighted);
 
-void low_rank_decode(const Payloads& payloads, int64_t n, const LowRank& shape, bool is_add, Stream stream,
+void low_rank_encode(const Input& input, const float* sizes, const LowRank& shape, const float* start,
+                     const Workspace& work, const LowRankState& state, const Payloads& payloads, uint8_t* is_bad);
+
+int64_t low_rank_decode_scratch_bytes(int64_t n, int64_t rank, int64_t rows, int64_t cols);
+
+void low_rank_decode(const Payloads& payloads, int64_t n, const LowRank& shape, bool is_add, const Workspace& work,
                      float* out);
 
 void orthonormalise(float* p, int64_t n, int64_t rank, int64_t rows, Stream stream);
 
-void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols, Stream stream);
+// As much scratch as low_rank_encode without weighting.
+void divide_by_gram(const float* p, float* q, int64_t n, int64_t rank, int64_t rows, int64_t cols,
+                    const Workspace& work);
 
 void compact_encode(const float* values, int64_t n, int64_t length, uint32_t seed, Stream stream, int16_t* words);
 
 void compact_decode(const int16_t* words, int64_t n, int64_t length, Stream stream, float* out);
 
-void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shape, Stream stream, uint8_t* payload,
-                  int64_t* results);
+int64_t patch_encode_scratch_bytes(int64_t n);
 
-void patch_decode(const uint8_t* payload, int64_t bytes, const PatchShape& shape, Stream stream, uint16_t* held,
-                  int64_t* results);
+void patch_encode(const uint16_t* values, uint16_t* sent, const PatchShape& shape, const Workspace& work,
+                  uint8_t* payload, int64_t* results);
+
+int64_t patch_decode_scratch_bytes(int64_t n);
+
+void patch_decode(const uint8_t* payload, int64_t bytes, const PatchShape& shape, const Workspace& work,
+                  uint16_t* held, int64_t* results);
 
 void write_headers(const Payloads& packets, int64_t n, const uint32_t* words, const uint8_t* is_bad, Stream stream);
+
+// A packet that begins otherwise, or has another stamp, ends the kernel like an index out of range.
+void check_headers(const Payloads& packets, int64_t n, uint32_t start, uint32_t stamp, Stream stream);
 
 }  // namespace hybridep

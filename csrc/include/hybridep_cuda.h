@@ -18,11 +18,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <mutex>
+#include <set>
 #include <source_location>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "hybridep_elements.h"
 #include "hybridep_stream.h"
@@ -40,15 +41,33 @@ inline void check(cudaError_t error, std::source_location where = std::source_lo
                              where.file_name() + ":" + std::to_string(where.line()) + " in " + where.function_name());
 }
 
-#ifndef HYBRIDEP_EMULATION
-// Attribute of the current device.
-inline int device_attribute(cudaDeviceAttr attribute) {
+// Bytes of shared memory that a block can have on the current device.
+inline int max_shared_bytes() {
+#ifdef HYBRIDEP_EMULATION
+    return 64 * 1024;
+#else
     int device = 0, value = 0;
     check(cudaGetDevice(&device));
-    check(cudaDeviceGetAttribute(&value, attribute, device));
+    check(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     return value;
-}
 #endif
+}
+
+// Allows launches of a kernel with as much shared memory as the current device has.  The limit is the kernel's, and
+// threads launch it at the same time with different sizes, so it is set once and never lowered.
+inline void allow_all_shared_memory(const void* kernel, std::source_location where) {
+    static std::mutex mutex;
+    static std::set<std::pair<int, const void*>> done;
+    int device = 0;
+    check(cudaGetDevice(&device), where);
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (done.contains({device, kernel})) return;
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel), where);
+    const int left = max_shared_bytes() - static_cast<int>(attributes.sharedSizeBytes);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, left), where);
+    done.emplace(device, kernel);
+}
 
 inline int64_t blocks_for(int64_t num_threads, int block) { return (num_threads + block - 1) / block; }
 
@@ -62,7 +81,7 @@ struct Launch {
 };
 
 inline constexpr int64_t kMaxGrid = 0x7fffffff;
-inline constexpr size_t kPlainSharedBytes = 48 * 1024;  // for more than this, a kernel needs an attribute
+inline constexpr size_t kPlainSharedBytes = 48 * 1024;  // for more than this, a kernel needs a permission
 
 template <typename... Wanted, typename... Given>
 void launch(const Launch& how, void (*kernel)(Wanted...), Given... arguments) {
@@ -70,14 +89,11 @@ void launch(const Launch& how, void (*kernel)(Wanted...), Given... arguments) {
     if (how.grid < 0 || how.grid > kMaxGrid) {
         throw std::runtime_error("grid of " + std::to_string(how.grid) + " blocks in " + how.where.function_name());
     }
+    const auto* address = reinterpret_cast<const void*>(kernel);
+    if (how.shared_bytes > kPlainSharedBytes) allow_all_shared_memory(address, how.where);
 #ifdef HYBRIDEP_EMULATION
-    emulation::Machine::get().launch(how.grid, how.block, how.shared_bytes, [=] { kernel(arguments...); });
+    emulation::Machine::get().launch(address, how.grid, how.block, how.shared_bytes, [=] { kernel(arguments...); });
 #else
-    if (how.shared_bytes > kPlainSharedBytes) {
-        check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   static_cast<int>(how.shared_bytes)),
-              how.where);
-    }
     kernel<<<static_cast<unsigned>(how.grid), how.block, how.shared_bytes, how.stream>>>(
         static_cast<Wanted>(arguments)...);
     check(cudaGetLastError(), how.where);
@@ -89,55 +105,25 @@ inline void fill_bytes(void* at, int value, int64_t bytes, Stream stream,
     if (bytes > 0) check(cudaMemsetAsync(at, value, static_cast<size_t>(bytes), stream), where);
 }
 
-#ifndef HYBRIDEP_EMULATION
-inline constexpr uint64_t kKeptScratchBytes = 64 << 20;
-
-// The current device's pool for scratch.  It keeps up to kKeptScratchBytes of freed memory.
-inline cudaMemPool_t scratch_pool() {
-    static std::mutex mutex;
-    static std::map<int, cudaMemPool_t> pools;
-    int device = 0;
-    check(cudaGetDevice(&device));
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = pools.find(device);
-    if (found != pools.end()) return found->second;
-    cudaMemPoolProps properties{};
-    properties.allocType = cudaMemAllocationTypePinned;  // the only type that there is for memory of a device
-    properties.location = {cudaMemLocationTypeDevice, device};
-    cudaMemPool_t pool;
-    check(cudaMemPoolCreate(&pool, &properties));
-    uint64_t kept = kKeptScratchBytes;
-    check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &kept));
-    return pools[device] = pool;
-}
-#endif
-
-// Memory of the device for a launcher's work in a stream.
-template <typename T>
+// Divides the scratch of a workspace into pieces.  Without memory it only adds up the pieces, so the code that takes
+// them also says how many bytes they need.
 class Scratch {
    public:
-    Scratch(int64_t count, Stream stream) : stream_(stream) {
-        const size_t bytes = std::max<size_t>(static_cast<size_t>(count) * sizeof(T), 1);
-#ifdef HYBRIDEP_EMULATION
-        data_ = static_cast<T*>(std::memset(std::aligned_alloc(64, (bytes + 63) / 64 * 64), 0xcd, bytes));
-#else
-        check(cudaMallocFromPoolAsync(reinterpret_cast<void**>(&data_), bytes, scratch_pool(), stream));
-#endif
+    explicit Scratch(void* memory = nullptr) : memory_(static_cast<char*>(memory)) {}
+
+    template <typename T>
+    T* take(int64_t count) {
+        constexpr int64_t kAlignment = 256;
+        char* piece = memory_ == nullptr ? nullptr : memory_ + bytes_;
+        bytes_ += (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
+        return reinterpret_cast<T*>(piece);
     }
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
-    ~Scratch() {
-#ifdef HYBRIDEP_EMULATION
-        std::free(data_);
-#else
-        cudaFreeAsync(data_, stream_);  // the next checked call reports an error of the stream
-#endif
-    }
-    T* get() const { return data_; }
+
+    int64_t bytes() const { return bytes_; }
 
    private:
-    T* data_ = nullptr;
-    Stream stream_;
+    char* memory_;
+    int64_t bytes_ = 0;
 };
 
 // Whether every pointer is a multiple of `bytes`.
@@ -156,6 +142,22 @@ __device__ __noinline__ inline void fail_index(const char* name, int64_t index, 
 #else
     printf("ds_hybridep: %s: holds %lld, but there are %lld %s\n", name, static_cast<long long>(index),
            static_cast<long long>(size), of_what);
+    __trap();
+#endif
+}
+
+// The same for a packet that begins with the bytes `start` or has a `stamp` other than what is wanted.
+__device__ __noinline__ inline void fail_packet(uint32_t start, uint32_t stamp, uint32_t wanted_start,
+                                                uint32_t wanted_stamp) {
+    constexpr char kMessage[] =
+        "ds_hybridep: packet starts with %#010x and stamp %#010x, wanted %#010x and %#010x; encode and decode with "
+        "equal codec settings and shapes\n";
+#ifdef HYBRIDEP_EMULATION
+    char text[sizeof(kMessage) + 16];
+    std::snprintf(text, sizeof(text), kMessage, start, stamp, wanted_start, wanted_stamp);
+    emulation::Machine::get().fail<std::runtime_error>(text);
+#else
+    printf(kMessage, start, stamp, wanted_start, wanted_stamp);
     __trap();
 #endif
 }

@@ -136,12 +136,11 @@ std::string code_error();
 // A plan whose sizes the host does not know: the outputs have room for T * min(K, N) rows, and the first R rows are
 // written.
 //
-//   scratch  plan_scratch_bytes(...) bytes
 //   counts   [N + 2]: rows_per_destination, then the first id of topk_idx and of expert_to_destination that is out of
 //            range as position << 32 | id, or kNoneWrong; if one is out of range, the rows are meaningless
 int64_t plan_scratch_bytes(int64_t num_tokens, int64_t num_destinations);
 
-void plan_routes(const Routes& routes, Stream stream, void* scratch, int64_t* counts, int64_t* row_to_token,
+void plan_routes(const Routes& routes, const Workspace& work, int64_t* counts, int64_t* row_to_token,
                  int32_t* row_topk_idx, int64_t* slot_to_row, int64_t* first_slot_to_row);
 
 inline constexpr int64_t kNoneWrong = 0x7f7f7f7f7f7f7f7f;
@@ -171,5 +170,15 @@ int64_t dispatch_rows_on(int num_sms, const void* x, const int64_t* row_to_token
 
 int64_t combine_rows_on(int num_sms, const void* rows, Type rows_type, const int64_t* slot_to_row,
                         const float* weights, const CombineSizes& sizes, Stream stream, void* out, Type out_type);
+
+int64_t quantise_rows_on(int num_sms, const void* x, Type x_type, const int64_t* row_to_token, const RowSizes& sizes,
+                         RowFormat format, Stream stream, uint8_t* records);
+
+void dequantise_rows_on(int num_sms, const uint8_t* records, const RowSizes& sizes, RowFormat format, Stream stream,
+                        void* out, Type out_type);
+
+int64_t combine_rows_backward_on(int num_sms, const void* grad, Type grad_type, const void* rows, Type rows_type,
+                                 const int64_t* slot_to_row, const float* weights, const CombineSizes& sizes,
+                                 Stream stream, int64_t* scratch, void* grad_rows, float* grad_weights);
 
 }  // namespace hybridep

@@ -14,4 +14,11 @@ namespace hybridep {
 // otherwise, such a function returns kAllInRange.
 using Stream = CUstream_st*;
 
+// A stream, and memory for what the kernels of one call leave to each other there.  A function that takes it instead of
+// num_threads needs as many bytes as ..._scratch_bytes says, at a multiple of 16.
+struct Workspace {
+    Stream stream;
+    void* scratch;
+};
+
 }  // namespace hybridep

@@ -23,7 +23,7 @@ from torch import Tensor
 from ds_hybridep.codecs import packet
 from ds_hybridep.codecs.packet import HEADER_BYTES, SEQUENCE_MODULUS
 from ds_hybridep.errors import PacketError
-from ds_hybridep.kernels import CompiledCodecs, Mode, Source, load_codec_kernels
+from ds_hybridep.kernels import CompiledCodecs, Mode, Source, load_codec_kernels, require_dense_rows
 
 
 @dataclass
@@ -217,7 +217,7 @@ class Codec(ABC):
 
     def compiled(self, device: torch.device) -> CompiledCodecs | None:
         """Return compiled kernels for tensors on `device`, or None: use PyTorch."""
-        return load_codec_kernels(self.kernels, device.type)
+        return load_codec_kernels(self.kernels, device)
 
     # ---- checks ----
 
@@ -241,8 +241,11 @@ class Codec(ABC):
                 f"packets: got {packets.dtype} {tuple(packets.shape)}, wanted torch.uint8 {(n, layout.num_bytes)} for "
                 f"{layout.codec.settings()} on [{n}, {rows}, {cols}]; encode and decode with equal settings and shapes"
             )
+        if packets.device != target.device:
+            raise ValueError(f"packets: on device {packets.device}, wanted {target.device}, where {name} is")
+        require_dense_rows("packets", packets)
         kernels = self.compiled(target.device)
-        if kernels is not None and packets.stride(1) == 1:
+        if kernels is not None:
             flags = kernels.check_headers(packets, start=layout.start, stamp=layout.stamp)
             if flags >= 0:
                 return layout.codec, flags > 0

@@ -38,6 +38,7 @@ from ds_hybridep.codecs.blockwise import Blockwise, quantised_bytes, read_quanti
 from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add, round_up
 from ds_hybridep.codecs.packet import HEADER_BYTES
 from ds_hybridep.kernels import Source
+from ds_hybridep.plan.packets import LARGEST_RANK
 
 FACTOR_BLOCK = 256  # elements of a factor column that share a scale
 FACTOR_BITS = {"int8": 8, "int4": 4, "int2": 2, "log4": 4}
@@ -45,7 +46,6 @@ FACTOR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FACTOR_CODES = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3, "int2": 4, "log4": 5}  # as in csrc
 LOG_VALUES = (0.0, 2.0, 4.0, 6.0, 10.0, 15.0, 22.0, 32.0)
 LOG_BETWEEN = (1.0, 3.0, 5.0, 8.0, 12.5, 18.5, 27.0)
-LARGEST_RANK = 256  # largest rank from a ratio: more fits neither the CUDA kernels nor the time of a step
 RMS_DECAY = 0.95  # of the mean of squares, each step
 SMALLEST_RMS = 1e-3  # of the largest: smaller rows and columns count as if they had this
 

@@ -154,7 +154,7 @@ class Patch:
         return packet.stamp_of(f"{self.settings()} {weights.dtype}", 1, len(weights))
 
     def _compiled(self, device: torch.device) -> CompiledCodecs | None:
-        return load_codec_kernels(self.kernels, device.type)
+        return load_codec_kernels(self.kernels, device)
 
 
 def _require_weights(name: str, weights: Tensor) -> int:

@@ -47,7 +47,7 @@ def prepare_runtime(
         synchronised = sync_groups(config)
         encoding = replace(encoding_of(config), master_of=master_of, loss_scale=loss_scale)
         device = specs[0].sample.device
-        kernels = load_kernels(config.advanced.kernels, device.type, config.advanced.dispatch_sms)
+        kernels = load_kernels(config.advanced.kernels, device, config.advanced.dispatch_sms)
         backends = backends_of(config, device)
         payload = {
             "version": __version__,

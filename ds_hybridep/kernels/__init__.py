@@ -6,7 +6,16 @@ Legend: T tokens, K top_k, D hidden, R rows, N destinations, E experts.
 """
 
 from ds_hybridep.kernels.build import Kernels, Mode, load_codec_kernels, load_kernels
-from ds_hybridep.kernels.codecs import CompiledCodecs, Source
+from ds_hybridep.kernels.codecs import CompiledCodecs, Source, require_dense_rows
 from ds_hybridep.kernels.compiled import RoutePlan
 
-__all__ = ["CompiledCodecs", "Kernels", "Mode", "RoutePlan", "Source", "load_codec_kernels", "load_kernels"]
+__all__ = [
+    "CompiledCodecs",
+    "Kernels",
+    "Mode",
+    "RoutePlan",
+    "Source",
+    "load_codec_kernels",
+    "load_kernels",
+    "require_dense_rows",
+]

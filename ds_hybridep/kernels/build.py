@@ -5,7 +5,10 @@ import functools
 import importlib
 import logging
 import subprocess
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
+
+import torch
 
 from ds_hybridep.errors import KernelBuildError
 from ds_hybridep.kernels.codecs import CompiledCodecs
@@ -25,15 +28,15 @@ OUTPUT_TAIL_CHARS = 4000
 logger = logging.getLogger(__name__)
 
 
-def load_kernels(mode: Mode, device_type: str = "cpu", dispatch_sms: int | None = None) -> Kernels:
-    """Kernels for tensors on `device_type`.  The first call in a process may compile for some seconds.
+def load_kernels(mode: Mode, device: torch.device | str = "cpu", dispatch_sms: int | None = None) -> Kernels:
+    """Kernels for tensors on `device`.  The first call in a process may compile for some seconds.
 
     Args:
         mode: "auto" for compiled kernels, or else the reference and one warning that says why; "compiled" for compiled
             kernels or an error; "reference" for the PyTorch definitions.
-        device_type: as in torch.device.type.
-        dispatch_sms: most multiprocessors on which compiled kernels for "cuda" dispatch and combine rows; the others
-            stay free for kernels that run at the same time.  None for all.  Results are the same.
+        device: a device, or the type of the current one.
+        dispatch_sms: most multiprocessors on which compiled kernels for "cuda" dispatch and combine rows, forward and
+            backward; the others stay free for kernels that run at the same time.  None for all.  Results are the same.
 
     Raises:
         KernelBuildError: mode is "compiled" and there are no compiled kernels.
@@ -45,23 +48,24 @@ def load_kernels(mode: Mode, device_type: str = "cpu", dispatch_sms: int | None 
         raise ValueError(f"dispatch_sms: got {dispatch_sms}, wanted 1 or more, or None for all multiprocessors")
     if mode == "reference":
         return ReferenceKernels()
-    extension = _extension_or_reason(device_type)
+    device = torch.device(device)
+    extension = _extension_or_reason(device)
     if not isinstance(extension, str):
-        return _kernels_of(extension, device_type, dispatch_sms)
+        return _kernels_of(extension, device.type, dispatch_sms)
     if mode == "compiled":
         raise KernelBuildError(
-            f"compiled kernels for device type {device_type!r}: {extension}\n"
+            f"compiled kernels for device type {device.type!r}: {extension}\n"
             'Repair the tool chain named above, or choose the kernels "auto" or "reference", '
             "which compute the same more slowly."
         )
-    _warn_once(device_type, extension)
+    _warn_once(device.type, extension)
     return ReferenceKernels()
 
 
 @functools.cache  # called at every encoding
-def load_codec_kernels(mode: Mode, device_type: str = "cpu") -> CompiledCodecs | None:
+def load_codec_kernels(mode: Mode, device: torch.device | str = "cpu") -> CompiledCodecs | None:
     """Return compiled kernels for codecs, or None: use the definitions in `codecs`.  Otherwise like `load_kernels`."""
-    return getattr(load_kernels(mode, device_type), "codecs", None)
+    return getattr(load_kernels(mode, device), "codecs", None)
 
 
 @functools.cache
@@ -77,21 +81,28 @@ def _warn_once(device_type: str, reason: str) -> None:
 
 
 @functools.cache  # so that layers do not try a failed build again
-def _extension_or_reason(device_type: str) -> Any:
+def _extension_or_reason(device: torch.device) -> Any:
     """Return the compiled module, or a string that says why there is none."""
-    if device_type not in ("cpu", "cuda"):
-        return f"ds_hybridep has compiled kernels for 'cpu' and 'cuda', none for {device_type!r}"
+    if device.type not in ("cpu", "cuda"):
+        return f"ds_hybridep has compiled kernels for 'cpu' and 'cuda', none for {device.type!r}"
     try:
         # Imported by name: the folder op_builder/ becomes this package when ds_hybridep is installed.
         op_builder: Any = importlib.import_module("ds_hybridep.op_builder")
-        builder = op_builder.HybridEPBuilder(device_type)
-        reason: str | None = builder.why_not()
-        if reason is not None:
-            return reason
-        extension = builder.load(verbose=False)
-        return builder.why_unusable(extension) or extension
+        with _current(device):
+            builder = op_builder.HybridEPBuilder(device.type)
+            reason: str | None = builder.why_not()
+            if reason is not None:
+                return reason
+            extension = builder.load(verbose=False)
+            return builder.why_unusable(extension) or extension
     except BUILD_ERRORS as error:
         return _describe(error)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one: to ask what it can run takes memory on the current device."""
+    is_other = device.type == "cuda" and device.index is not None and torch.cuda.is_available()
+    return torch.cuda.device(device) if is_other else nullcontext()
 
 
 def _describe(error: Exception) -> str:

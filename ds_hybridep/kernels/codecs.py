@@ -2,7 +2,7 @@
 """The codec kernels of csrc/.  Their definitions are in `ds_hybridep.codecs`.
 
 Callers check shapes: payloads are [n, bytes] uint8 with dense rows; other tensors are contiguous, and fp32 unless a
-method says otherwise.  ValueError if the tensors of a call are on more than one device.
+method says otherwise.  ValueError if the tensors of a call are on more than one device, or not on that of the kernels.
 """
 
 from collections.abc import Callable
@@ -43,35 +43,46 @@ class Source(IntEnum):
 
 
 class CompiledCodecs:
-    """Kernels of the module `extension`.  Results depend neither on the number of threads nor on n."""
+    """Kernels of the module `extension` for tensors on `device_type`.
 
-    def __init__(self, extension: Any, lane: Lane) -> None:
+    Results depend neither on the number of threads nor on n.
+    """
+
+    def __init__(self, extension: Any, lane: Lane, device_type: str) -> None:
         self._extension = extension
         self._lane = lane
+        self._device_type = device_type
 
     def prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return what is encoded, like a [n, ...], and [n] bool: the tensors with inf or nan, which become zeros."""
-        device = _one_device(a=a, other=other)
+        device = self._device_of(a=a, other=other)
         x, is_bad = torch.empty_like(a), _flags(a)
         with self._lane(device) as lane:
-            self._extension.prepare(*_input(source, a, other), lane, x.data_ptr(), is_bad.data_ptr())
+            scratch = _bytes(self._extension.flags_scratch_bytes(len(a)), device)
+            self._extension.prepare(
+                *_input(source, a, other), lane, scratch.data_ptr(), x.data_ptr(), is_bad.data_ptr()
+            )
         return x, is_bad.bool()
 
     def blockwise_encode(
         self, source: Source, a: Tensor, other: Tensor | None, payload: Tensor, *, bits: int, block: int
     ) -> Tensor:
         """Quantise a [n, ...] into payload [n, bytes].  Returns [n] uint8: 1 for inf, nan or an overflow, else 0."""
-        device = _one_device(a=a, other=other, payload=payload)
+        device = self._device_of(a=a, other=other, payload=payload)
         is_bad = _flags(a)
         with self._lane(device) as lane:
+            scratch = _bytes(self._extension.flags_scratch_bytes(len(a)), device)
             self._extension.blockwise_encode(
-                *_input(source, a, other), bits, block, lane, *_place(payload), is_bad.data_ptr()
+                *_input(source, a, other),
+                *(bits, block, lane, scratch.data_ptr()),
+                *_place(payload),
+                is_bad.data_ptr(),
             )
         return is_bad
 
     def blockwise_decode(self, payload: Tensor, out: Tensor, *, bits: int, block: int, is_add: bool) -> None:
         """Assign or add the values of payload [n, bytes] to out [n, ...]."""
-        with self._lane(_one_device(out=out, payload=payload)) as lane:
+        with self._lane(self._device_of(out=out, payload=payload)) as lane:
             self._extension.blockwise_decode(*_place(payload), *_size(out), bits, block, is_add, lane, out.data_ptr())
 
     def low_rank_encode(
@@ -96,17 +107,19 @@ class CompiledCodecs:
         start [rank, cols]: iterations begin with it instead of with q.
         factor: `enum class Factor` in csrc/include/hybridep_codecs.h.
         """
-        device = _one_device(
+        device = self._device_of(
             a=a, other=other, payload=payload, sizes=sizes, q=q, row_rms=row_rms, col_rms=col_rms, start=start
         )
         is_bad = _flags(a)
+        shape = (q.shape[1], a.shape[1], a.shape[2])
         with self._lane(device) as lane:
+            num_bytes = self._extension.low_rank_encode_scratch_bytes(len(a), *shape, row_rms is not None)
+            scratch = _bytes(num_bytes, device)
             self._extension.low_rank_encode(
                 *_input(source, a, other),
                 _address(sizes),
-                *(q.shape[1], a.shape[1], a.shape[2], factor, iterations),
-                _address(start),
-                lane,
+                *(*shape, factor, iterations),
+                *(_address(start), lane, scratch.data_ptr()),
                 *(q.data_ptr(), _address(row_rms), _address(col_rms)),
                 *_place(payload),
                 is_bad.data_ptr(),
@@ -116,27 +129,33 @@ class CompiledCodecs:
     def low_rank_decode(self, payload: Tensor, out: Tensor, *, rank: int, factor: int, is_add: bool) -> None:
         """Assign or add to out [n, rows, cols] the products of factors, summed over rank in order."""
         sizes = (len(out), rank, out.shape[1], out.shape[2])
-        with self._lane(_one_device(out=out, payload=payload)) as lane:
-            self._extension.low_rank_decode(*_place(payload), *sizes, factor, is_add, lane, out.data_ptr())
+        device = self._device_of(out=out, payload=payload)
+        with self._lane(device) as lane:
+            scratch = _bytes(self._extension.low_rank_decode_scratch_bytes(*sizes), device)
+            self._extension.low_rank_decode(
+                *_place(payload), *sizes, factor, is_add, lane, scratch.data_ptr(), out.data_ptr()
+            )
 
     def orthonormalise(self, p: Tensor) -> None:
         """Make the rows of p [n, rank, rows] orthonormal, in place; replaces dependent rows by independent ones."""
-        with self._lane(p.device) as lane:
+        with self._lane(self._device_of(p=p)) as lane:
             self._extension.orthonormalise(p.data_ptr(), *p.shape, lane)
 
     def divide_by_gram(self, p: Tensor, q: Tensor) -> None:
         """q [n, rank, cols] = (P P^T)^-1 q, in place, for p [n, rank, rows]; finite for dependent rows too."""
-        with self._lane(_one_device(p=p, q=q)) as lane:
-            self._extension.divide_by_gram(p.data_ptr(), q.data_ptr(), *p.shape, q.shape[2], lane)
+        device, sizes = self._device_of(p=p, q=q), (*p.shape, q.shape[2])
+        with self._lane(device) as lane:
+            scratch = _bytes(self._extension.low_rank_encode_scratch_bytes(*sizes, False), device)
+            self._extension.divide_by_gram(p.data_ptr(), q.data_ptr(), *sizes, lane, scratch.data_ptr())
 
     def compact(self, values: Tensor, words: Tensor, seed: int) -> None:
         """Write the compact form of values [n, length] to words [n, blocks, words of a block] int16."""
-        with self._lane(_one_device(values=values, words=words)) as lane:
+        with self._lane(self._device_of(values=values, words=words)) as lane:
             self._extension.compact_encode(values.data_ptr(), *values.shape, seed, lane, words.data_ptr())
 
     def expand(self, words: Tensor, out: Tensor) -> None:
         """Assign to out [n, ...] what its compact form holds."""
-        with self._lane(_one_device(words=words, out=out)) as lane:
+        with self._lane(self._device_of(words=words, out=out)) as lane:
             self._extension.compact_decode(words.data_ptr(), *_size(out), lane, out.data_ptr())
 
     def patch_encode(self, new: Tensor, sent: Tensor, payload: Tensor, *, mantissa_bits: int) -> tuple[int, int]:
@@ -144,12 +163,13 @@ class CompiledCodecs:
 
         Returns the number of bytes written and a checksum of `new`: a device-to-host sync on an accelerator.
         """
-        device = _one_device(new=new, sent=sent, payload=payload)
+        device = self._device_of(new=new, sent=sent, payload=payload)
         results = torch.empty(2, dtype=torch.int64, device=device)
         with self._lane(device) as lane:
+            scratch = _bytes(self._extension.patch_encode_scratch_bytes(len(new)), device)
             self._extension.patch_encode(
                 *(new.data_ptr(), sent.data_ptr(), len(new), mantissa_bits),
-                *(lane, payload.data_ptr(), results.data_ptr()),
+                *(lane, scratch.data_ptr(), payload.data_ptr(), results.data_ptr()),
             )
         num_bytes, checksum = results.tolist()
         return num_bytes, checksum
@@ -159,12 +179,13 @@ class CompiledCodecs:
 
         Returns what is wrong with the payload ("" if nothing) and a checksum of the values, after a sync as above.
         """
-        device = _one_device(held=held, payload=payload)
+        device = self._device_of(held=held, payload=payload)
         results = torch.empty(2, dtype=torch.int64, device=device)
         with self._lane(device) as lane:
+            scratch = _bytes(self._extension.patch_decode_scratch_bytes(len(held)), device)
             self._extension.patch_decode(
                 *(payload.data_ptr(), len(payload), len(held), mantissa_bits),
-                *(lane, held.data_ptr(), results.data_ptr()),
+                *(lane, scratch.data_ptr(), held.data_ptr(), results.data_ptr()),
             )
         damage, checksum = results.tolist()
         return PATCH_DAMAGES[damage], checksum
@@ -173,27 +194,40 @@ class CompiledCodecs:
         self, packets: Tensor, *, start: int, number: int, sequence: int, stamp: int, is_bad: Tensor
     ) -> None:
         place = (packets.data_ptr(), packets.stride(0), packets.shape[0])
-        with self._lane(_one_device(packets=packets, is_bad=is_bad)) as lane:
+        with self._lane(self._device_of(packets=packets, is_bad=is_bad)) as lane:
             self._extension.write_headers(*place, start, number, sequence, stamp, is_bad.data_ptr(), lane)
 
     def check_headers(self, packets: Tensor, *, start: int, stamp: int) -> int:
-        """Return all packets' flags, or-ed; -1 if a packet begins otherwise or has another stamp."""
-        found: int = self._extension.check_headers(packets.data_ptr(), packets.stride(0), len(packets), start, stamp)
+        """Return all packets' flags, or-ed; -1 if a packet begins otherwise or has another stamp.
+
+        On CUDA devices reading them would be a wait.  There a wrong packet ends the kernel with a message, and 1 is
+        returned: some packet may be flagged.
+        """
+        with self._lane(self._device_of(packets=packets)) as lane:
+            place = (packets.data_ptr(), packets.stride(0), len(packets))
+            found: int = self._extension.check_headers(*place, start, stamp, lane)
         return found
 
-
-def _one_device(**tensors: Tensor | None) -> torch.device:
-    """Return the device of all tensors that are not None; ValueError if one is on another device."""
-    (first, tensor), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
-    for name, other in others:
-        if other.device != tensor.device:
-            raise ValueError(f"{name}: on device {other.device}, wanted {tensor.device}, where {first} is")
-    return tensor.device
+    def _device_of(self, **tensors: Tensor | None) -> torch.device:
+        """Return the device of all tensors that are not None; ValueError unless it is one that the kernels are for."""
+        (first, tensor), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+        for name, other in others:
+            if other.device != tensor.device:
+                raise ValueError(f"{name}: on device {other.device}, wanted {tensor.device}, where {first} is")
+        if tensor.device.type != self._device_type:
+            wanted = f"{self._device_type}; use load_codec_kernels for that device"
+            raise ValueError(f"{first}: on device {tensor.device}, wanted {wanted}")
+        return tensor.device
 
 
 def _flags(a: Tensor) -> Tensor:
     """Return [n] uint8 on the device of a [n, ...], not filled."""
-    return torch.empty(len(a), dtype=torch.uint8, device=a.device)
+    return _bytes(len(a), a.device)
+
+
+def _bytes(number: int, device: torch.device) -> Tensor:
+    """Return memory, for scratch from torch too: it is used again in the order of the stream."""
+    return torch.empty(number, dtype=torch.uint8, device=device)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -211,4 +245,11 @@ def _input(source: Source, a: Tensor, other: Tensor | None) -> tuple[int, int, i
 
 def _place(payload: Tensor) -> tuple[int, int, int]:
     """Return the address, the row stride and the row length of payload [n, bytes]."""
+    require_dense_rows("payload", payload)
     return payload.data_ptr(), payload.stride(0), payload.shape[1]
+
+
+def require_dense_rows(name: str, packets: Tensor) -> None:
+    """Raise ValueError unless the bytes of each row of packets [n, bytes] lie side by side."""
+    if packets.shape[1] > 1 and packets.stride(1) != 1:
+        raise ValueError(f"{name}: strides {packets.stride()}, wanted bytes side by side; pass {name}.contiguous()")

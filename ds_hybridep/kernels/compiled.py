@@ -5,7 +5,6 @@ Each call checks what the extension cannot see (shape, dtype, device, contiguity
 addresses, sizes and type codes.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
@@ -57,10 +56,9 @@ class CompiledKernels:
     def __init__(self, extension: Any) -> None:
         """Wrap `extension`, the module that HybridEPBuilder loads."""
         self._extension = extension
-        self._dispatch_rows: Callable[..., None] = extension.dispatch_rows
-        self._combine_rows: Callable[..., None] = extension.combine_rows
+        self._rows = extension  # what moves and sums rows
         self._lane: Lane = _threads
-        self.codecs = CompiledCodecs(extension, _threads)
+        self.codecs = CompiledCodecs(extension, _threads, self.device_type)
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
         sizes = plan_sizes(topk_idx, expert_to_destination, num_destinations)
@@ -100,7 +98,7 @@ class CompiledKernels:
         device = self._device_of(x=x, row_to_token=row_to_token)
         out = torch.empty((num_rows, hidden), dtype=x.dtype, device=device)
         with self._lane(device) as lane:
-            self._dispatch_rows(
+            self._rows.dispatch_rows(
                 x.data_ptr(),
                 row_to_token.data_ptr(),
                 num_tokens,
@@ -117,7 +115,7 @@ class CompiledKernels:
         device = self._device_of(x=x, row_to_token=row_to_token)
         records = torch.empty((len(row_to_token), record_bytes(x.shape[1])), dtype=torch.uint8, device=device)
         with self._lane(device) as lane:
-            self._extension.quantise_rows(
+            self._rows.quantise_rows(
                 x.data_ptr(),
                 x_type,
                 row_to_token.data_ptr(),
@@ -134,7 +132,7 @@ class CompiledKernels:
         device = self._device_of(records=records)
         out = torch.empty((num_rows, hidden), dtype=dtype, device=device)
         with self._lane(device) as lane:
-            self._extension.dequantise_rows(
+            self._rows.dequantise_rows(
                 records.data_ptr(), num_rows, hidden, FORMAT_CODES[row_format], lane, out.data_ptr(), out_type
             )
         return out
@@ -148,7 +146,7 @@ class CompiledKernels:
         device = self._device_of(rows=rows, slot_to_row=slot_to_row, weights=weights)
         out = torch.empty((len(slot_to_row), rows.shape[1]), dtype=out_dtype or rows.dtype, device=device)
         with self._lane(device) as lane:
-            self._combine_rows(
+            self._rows.combine_rows(
                 rows.data_ptr(),
                 rows_type,
                 slot_to_row.data_ptr(),
@@ -170,7 +168,7 @@ class CompiledKernels:
         scratch = torch.empty(2 * len(rows) + slot_to_row.numel(), dtype=torch.int64, device=device)
         grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
         with self._lane(device) as lane:
-            self._extension.combine_rows_backward(
+            self._rows.combine_rows_backward(
                 grad.data_ptr(),
                 grad_type,
                 rows.data_ptr(),

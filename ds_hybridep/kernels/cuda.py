@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing kernels of csrc/ on CUDA tensors.  They queue work on the current stream; only `plan_routes` waits, for
-the number of rows.
+the number of rows.  Of codecs, only patches wait.
 
-The device finds an index that is out of range.  `plan_routes` then raises ValueError, as on the CPU.  The other
-operations print a line on standard output and cause a CUDA error at the next synchronisation; after that the process
-cannot use its device.
+The device finds an index that is out of range, and a packet of other settings.  `plan_routes` then raises ValueError,
+as on the CPU.  The other operations print a line on standard output and cause a CUDA error at the next
+synchronisation; after that the process cannot use its device.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -18,20 +19,14 @@ from torch import Tensor
 from ds_hybridep.kernels.codecs import CompiledCodecs, Lane
 from ds_hybridep.kernels.compiled import CompiledKernels, RoutePlan, plan_sizes
 
+ROW_OPERATIONS = ("dispatch_rows", "quantise_rows", "dequantise_rows", "combine_rows", "combine_rows_backward")
+
 
 @contextmanager
 def current_stream(device: torch.device) -> Iterator[int]:
     """Yield the current stream of a CUDA device, and make it the current device inside."""
     with torch.cuda.device(device):
         yield int(torch.cuda.current_stream(device).cuda_stream)
-
-
-class CudaCodecs(CompiledCodecs):
-    """Like `CompiledCodecs`, on a CUDA stream; the host waits for patches only."""
-
-    def check_headers(self, packets: Tensor, *, start: int, stamp: int) -> int:
-        """Return 1: some packet may be flagged.  Reading the flags would be a wait for the device."""
-        return 1
 
 
 class CudaKernels(CompiledKernels):
@@ -44,11 +39,11 @@ class CudaKernels(CompiledKernels):
         """Wrap `extension`, the module that HybridEPBuilder("cuda") loads; `dispatch_sms` as in `load_kernels`."""
         super().__init__(extension)
         self._lane = lane
-        self.codecs = CudaCodecs(extension, lane)
+        self.codecs = CompiledCodecs(extension, lane, self.device_type)
         if dispatch_sms is not None:
             self.name = f"{self.name}, dispatch on {dispatch_sms} SMs"
-            self._dispatch_rows = partial(extension.dispatch_rows_on, dispatch_sms)
-            self._combine_rows = partial(extension.combine_rows_on, dispatch_sms)
+            on_few = {name: partial(getattr(extension, f"{name}_on"), dispatch_sms) for name in ROW_OPERATIONS}
+            self._rows = SimpleNamespace(**on_few)
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
         """Make the plan on the device, with room for the most rows there can be; only counts go to the host."""

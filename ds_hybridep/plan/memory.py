@@ -18,7 +18,8 @@ from ds_hybridep.plan.replica_pool import leaving_depth
 from ds_hybridep.plan.sync_stages import before_step_bytes, dense_parameters, shared_experts, sync_residual_bytes
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
 
-# Memory beside the model's tensors: 1 GB for libraries and their buffers, 2 GB for two of DeepSpeed's buckets.
+# Memory beside the model's tensors: 1 GB for libraries, their buffers and what encoding takes for a moment, 2 GB for
+# two of DeepSpeed's buckets.
 WORKSPACE_BYTES = 3e9
 FRAGMENTATION = 0.05  # share of activations that the allocator loses, because they come and go
 

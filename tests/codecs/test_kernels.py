@@ -13,7 +13,10 @@ from kernels.on_device import on_cuda
 
 from ds_hybridep.codecs import interface, make_codec, non_finite
 from ds_hybridep.codecs.low_rank import divide_by_gram, orthonormal
+from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import Source, build
+from ds_hybridep.kernels import codecs as codecs_module
+from ds_hybridep.plan.packets import LARGEST_RANK
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,8 +33,8 @@ def compiled_codecs(request):
     else:
         chosen = load_emulated().codecs if request.param == "emulated" else build.load_codec_kernels("compiled")
 
-    def load(mode, device_type="cpu"):
-        return chosen if mode == "compiled" else build.load_codec_kernels(mode, device_type)
+    def load(mode, device="cpu"):
+        return chosen if mode == "compiled" else build.load_codec_kernels(mode, device)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interface, "load_codec_kernels", load)
@@ -220,6 +223,75 @@ def test_tensors_on_two_devices_are_refused(compiled_codecs):
         codecs.blockwise_encode(Source.ENCODE, x, None, far["payload"], bits=4, block=32)
 
 
+SHAPE_OF_PACKETS = (2, 8, 16)
+
+
+def encoded(spec="int8"):
+    codec = make_codec(spec, kernels="compiled")
+    return codec, codec.encode(normal(*SHAPE_OF_PACKETS), codec.new_state(*SHAPE_OF_PACKETS))
+
+
+@pytest.mark.parametrize("compiled_codecs", ["compiled", "emulated"], indirect=True)  # a GPU's error ends the process
+def test_packets_of_another_shape_are_refused_on_every_device():
+    codec, packets = encoded()
+    message = "packet .*starts with .* and stamp 0x.*, wanted .* and 0x.*encode and decode with equal codec settings"
+    for decode in (codec.decode, codec.decode_add):
+        with pytest.raises((PacketError, RuntimeError), match=message):
+            decode(packets, torch.zeros(2, 16, 8))
+        damaged = packets.clone()
+        damaged[1, 2] += 1
+        with pytest.raises((PacketError, RuntimeError), match=message):
+            decode(damaged, torch.zeros(SHAPE_OF_PACKETS))
+
+
+TWO_SPECS = pytest.mark.parametrize("spec", ["int8", {"type": "low_rank", "rank": 2, "rest": "int2"}], ids=str)
+
+
+@TWO_SPECS
+def test_packets_on_another_device_than_their_target_are_refused(spec):
+    codec, packets = encoded(spec)
+    for one, other in ((packets.to("meta"), "cpu"), (packets, "meta")):
+        with pytest.raises(ValueError, match=f"packets: on device {one.device}, wanted {other}, where out is"):
+            codec.decode(one, torch.zeros(SHAPE_OF_PACKETS, device=other))
+
+
+def test_tensors_on_a_device_without_memory_are_refused(compiled_codecs):
+    if hasattr(compiled_codecs, "_kernels"):
+        pytest.skip("on_cuda moves all tensors to its device")
+    packets = torch.zeros(2, 64, dtype=torch.uint8, device="meta")
+    with pytest.raises(
+        ValueError, match="packets: on device meta, wanted cpu; use load_codec_kernels for that device"
+    ):
+        compiled_codecs.check_headers(packets, start=0, stamp=0)
+    with pytest.raises(ValueError, match="p: on device meta, wanted cpu"):
+        compiled_codecs.orthonormalise(torch.zeros(1, 2, 8, device="meta"))
+
+
+@TWO_SPECS
+@pytest.mark.parametrize("kernels", ["compiled", "reference"])
+def test_packets_whose_bytes_lie_apart_are_refused(kernels, spec):
+    _, packets = encoded(spec)
+    codec, apart = make_codec(spec, kernels=kernels), packets.repeat_interleave(2, dim=1)[:, ::2]
+    with pytest.raises(
+        ValueError, match=r"packets: strides \(\d+, 2\), wanted bytes side by side; pass packets.contig"
+    ):
+        codec.decode(apart, torch.zeros(SHAPE_OF_PACKETS))
+    codec.decode(apart.contiguous(), torch.zeros(SHAPE_OF_PACKETS))
+
+
+def test_a_payload_whose_bytes_lie_apart_is_refused(compiled_codecs):
+    if hasattr(compiled_codecs, "_kernels"):
+        pytest.skip("on_cuda makes all tensors dense")
+    payload, x = torch.zeros(64, 2, dtype=torch.uint8).t(), normal(2, 4, 8)
+    for call in (
+        lambda: compiled_codecs.blockwise_encode(Source.ENCODE, x, None, payload, bits=4, block=32),
+        lambda: compiled_codecs.blockwise_decode(payload, x, bits=4, block=32, is_add=False),
+        lambda: compiled_codecs.low_rank_decode(payload, x, rank=1, factor=0, is_add=True),
+    ):
+        with pytest.raises(ValueError, match=r"payload: strides \(1, 2\), wanted bytes side by side"):
+            call()
+
+
 LOW_RANKS = [
     {"type": "low_rank", "rank": rank, "factors": factors, "iterations": iterations, "fallback": "int2"}
     for rank, factors, iterations in [(1, "fp32", 1), (5, "int8", 1), (7, "int4", 2), (13, "bf16", 3), (35, "fp32", 2)]
@@ -242,6 +314,69 @@ def test_low_rank_leaves_as_much_as_the_definition(spec, shape):
         left.append([float((x - mirror).norm()), float(residual.norm())])
     # Of noise that is the same in all directions, another one may be taken; with few bits that shows.
     assert left[0] == pytest.approx(left[1], rel=0.002 if spec["factors"] in ("fp32", "bf16") else 0.05)
+
+
+@pytest.mark.parametrize("compiled_codecs", ["emulated", CUDA], indirect=True)
+@pytest.mark.parametrize("shape", [(1, 131, 130945), (9, 2, 2**20)], ids=["chunks of several tiles", "several turns"])
+@pytest.mark.slow  # under emulation
+def test_low_rank_of_wide_tensors_leaves_as_much_as_on_the_cpu(compiled_codecs, shape):
+    n, rows, cols = shape
+    x = normal(n, rows, 2) @ normal(n, 2, cols, seed=1) + 0.1 * normal(*shape, seed=2)
+    left = []
+    for kernels in (compiled_codecs, build.load_codec_kernels("compiled")):
+        residual, payload = torch.zeros(shape), torch.empty(n, 8 * (rows + cols), dtype=torch.uint8)
+        kernels.low_rank_encode(
+            *(Source.RESIDUAL, x, residual, payload),
+            **{"row_rms": None, "col_rms": None, "start": None, "factor": 0, "iterations": 1},
+            q=normal(n, 2, cols, seed=3),
+        )
+        left.append([float(one.norm()) for one in residual])
+    assert left[0] == pytest.approx(left[1], rel=1e-4, abs=1e-2)
+
+
+GUARD_BYTES = 4096
+
+
+def test_kernels_stay_inside_their_scratch(compiled_codecs, monkeypatch):
+    """Memory from torch has neighbours."""
+    if hasattr(compiled_codecs, "_kernels"):
+        pytest.skip("on_cuda takes the scratch on the GPU")
+    taken = []
+
+    def guarded(number, device):
+        taken.append(torch.full((number + GUARD_BYTES,), 0xA5, dtype=torch.uint8))
+        return taken[-1][:number]
+
+    monkeypatch.setattr(codecs_module, "_bytes", guarded)
+    shape = (2, 61, 70)
+    for spec in (*SPECS.values(), *LOW_RANKS):
+        codec, x = make_codec(spec, kernels="compiled"), normal(*shape)
+        codec.decode(codec.encode_with_residual(x, normal(*shape), codec.new_state(*shape)), x)
+    compiled_codecs.divide_by_gram(normal(2, 5, 33), normal(2, 5, 70))
+    new, held, payload = normal(5001).bfloat16(), normal(5001, seed=1).bfloat16(), torch.empty(11_000).byte()
+    num_bytes, _ = compiled_codecs.patch_encode(new, held.clone(), payload, mantissa_bits=7)
+    compiled_codecs.patch_decode(payload[:num_bytes], held, mantissa_bits=7)
+    assert torch.equal(held, new)
+    assert len(taken) > 50
+    assert all((memory[-GUARD_BYTES:] == 0xA5).all() for memory in taken)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("n", "rows", "cols"),
+    [(1, 14336, 4096), (8, 4096, 14336), (1, 151936, 4096), (1, 4096, 151936)],
+    ids=["expert", "eight experts", "embedding", "head"],
+)
+@pytest.mark.parametrize("compiled_codecs", ["emulated", CUDA], indirect=True)
+def test_low_rank_needs_little_memory_beside_large_tensors(compiled_codecs, n, rows, cols, weighted):
+    """A sum for each 64 rows and each column of Q took rank / 64 times the tensors: 0.94 GB for one expert."""
+    extension = getattr(compiled_codecs, "_kernels", compiled_codecs)._extension
+    before = 4 * n * (rows // 64) * LARGEST_RANK * cols
+    assert before / (4 * n * rows * cols) == LARGEST_RANK / 64
+    scratch = extension.low_rank_encode_scratch_bytes(n, LARGEST_RANK, rows, cols, weighted)
+    factors = 4 * n * LARGEST_RANK * (rows + cols)
+    assert scratch < 2.2 * factors + 2**26 < before / 8
+    assert scratch < 4 * n * rows * cols / 4
 
 
 def test_a_state_of_another_shape_is_refused_before_the_kernel_reads_it():

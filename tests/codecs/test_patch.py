@@ -35,8 +35,8 @@ def patch(request):
     else:
         chosen = load_emulated().codecs
 
-    def load(mode, device_type="cpu"):
-        return chosen if mode == "compiled" else build.load_codec_kernels(mode, device_type)
+    def load(mode, device="cpu"):
+        return chosen if mode == "compiled" else build.load_codec_kernels(mode, device)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(patch_module, "load_codec_kernels", load)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hybridep.codecs import make_codec
-from ds_hybridep.codecs.low_rank import LARGEST_RANK, LowRank
+from ds_hybridep.codecs.low_rank import LowRank
+from ds_hybridep.plan.packets import LARGEST_RANK
 
 SIDES = st.integers(2, 3000)
 RATIOS = st.floats(1.5, 1000.0)

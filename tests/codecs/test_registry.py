@@ -40,7 +40,8 @@ def test_every_type_is_tested():
         ({"rank": 4}, r'^k is {"rank": 4}, but must be a codec name or an object'),
         ({"type": "lowrank"}, r'^k.type is "lowrank", .* did you mean "low_rank"\?'),
         ({"type": "low_rank", "rnak": 4}, r'^k.rnak is not a known option; did you mean "rank"\? \(options of "low'),
-        ({"type": "low_rank", "rank": 0}, r"^k.rank is 0, but must be an integer from 1 to 1024; write it without"),
+        ({"type": "low_rank", "rank": 0}, r"^k.rank is 0, but must be an integer from 1 to 256; write it without"),
+        ({"type": "low_rank", "rank": 257}, r"^k.rank is 257, but must be an integer from 1 to 256; write it without"),
         ({"type": "low_rank", "rank": True}, r"^k.rank is true, but must be an integer"),
         ({"type": "low_rank", "factors": "int9"}, r'^k.factors is "int9", but must be one of "fp32", .*"int8"\?'),
         (

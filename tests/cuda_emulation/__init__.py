@@ -4,6 +4,7 @@
 `load_emulated()` gives them as kernels for CPU tensors, so that the tests of kernels run on them without a GPU.
 """
 
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -39,9 +40,14 @@ def load_emulated(dispatch_sms: int | None = None) -> EmulatedKernels:
     return EmulatedKernels(_extension(), lane=lambda device: nullcontext(0), dispatch_sms=dispatch_sms)
 
 
+def largest_grid() -> int:
+    """Blocks of the largest launch since the last call."""
+    return int(ctypes.CDLL(_extension().__file__).emulation_largest_grid())
+
+
 @functools.cache
 def _extension() -> Any:
-    sources = [CSRC / "bindings.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
+    sources = [CSRC / "bindings.cpp", HERE / "launches.cpp", *sorted((CSRC / "cuda").glob("*.cu"))]
     headers = [*sorted((CSRC / "include").glob("*.h")), HERE / "cuda_emulation.h"]
     sha = hashlib.sha256(repr([FLAGS, sys.version, pybind11.__version__]).encode())
     for path in [*sources, *headers]:

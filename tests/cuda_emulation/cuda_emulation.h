@@ -23,6 +23,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -93,9 +94,13 @@ class Machine {
         return machine;
     }
 
-    void launch(int64_t grid, int block, size_t shared_bytes, std::function<void()> body) {
+    void launch(const void* kernel, int64_t grid, int block, size_t shared_bytes, std::function<void()> body) {
         const std::lock_guard<std::mutex> lock(mutex_);
         if (block < 1 || block > 1024) throw std::runtime_error("emulation: block of " + std::to_string(block));
+        if (shared_bytes > kPlainSharedBytes && static_cast<int>(shared_bytes) > shared_limit_of(kernel)) {
+            throw std::runtime_error("emulation: more shared memory than the kernel is allowed");
+        }
+        largest_grid_ = std::max(largest_grid_, grid);
         while (static_cast<int>(fibers_.size()) < block) fibers_.push_back(std::make_unique<Fiber>());
         body_ = std::move(body);
         is_backwards_ = !is_backwards_;
@@ -106,6 +111,17 @@ class Machine {
             shared_.assign(shared_bytes / sizeof(uint4) + 1, uint4{0xcdcdcdcd, 0xcdcdcdcd, 0xcdcdcdcd, 0xcdcdcdcd});
             run_block(block);
         }
+    }
+
+    // Dynamic shared memory that a kernel may be launched with; it belongs to the kernel and not to a launch.
+    void allow_shared(const void* kernel, int bytes) {
+        const std::lock_guard<std::mutex> lock(limits_mutex_);
+        shared_limits_[kernel] = bytes;
+    }
+
+    int64_t take_largest_grid() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return std::exchange(largest_grid_, 0);
     }
 
     void* shared() { return shared_.data(); }
@@ -196,6 +212,12 @@ class Machine {
         }
     }
 
+    int shared_limit_of(const void* kernel) {
+        const std::lock_guard<std::mutex> lock(limits_mutex_);
+        return shared_limits_[kernel];
+    }
+
+    static constexpr size_t kPlainSharedBytes = 48 * 1024;
     static constexpr size_t kStackBytes = 64 * 1024;
     static constexpr int64_t kTurnsOfSlowWarp = 2048;  // for so long one warp waits while any other can go on
 
@@ -306,6 +328,9 @@ class Machine {
     }
 
     std::mutex mutex_;
+    int64_t largest_grid_ = 0;
+    std::mutex limits_mutex_;  // another one: limits are set while a kernel runs
+    std::map<const void*, int> shared_limits_;
     std::vector<std::unique_ptr<Fiber>> fibers_;
     std::vector<uint4> shared_;
     std::vector<Copy> loads_;  // started and not made
@@ -421,11 +446,27 @@ T atomicMax(T* at, U value) {
 
 enum cudaError_t { cudaSuccess = 0 };
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+struct cudaFuncAttributes {
+    size_t sharedSizeBytes = 0;
+};
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
 
 inline const char* cudaGetErrorName(cudaError_t) { return "cudaSuccess"; }
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+
+inline cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return cudaSuccess; }
+
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+    emulation::Machine::get().allow_shared(kernel, value);
+    return cudaSuccess;
+}
 
 inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {
     if (bytes > 0) std::memset(at, value, bytes);

@@ -4,12 +4,17 @@
 Those that need a GPU are marked; the others run the same sources on the CPU (see cuda_emulation).
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
-from cuda_emulation import load_emulated
+from cuda_emulation import largest_grid, load_emulated
 from kernels.refs import PLAN_FIELDS, large_routes, payload
 
+from ds_hybridep.codecs import make_codec
+from ds_hybridep.errors import ConfigError
 from ds_hybridep.kernels import load_kernels
+from ds_hybridep.plan.packets import LARGEST_RANK
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -66,14 +71,60 @@ def test_rows_on_a_few_multiprocessors_go_through_all_stages(num_rows, row_bytes
         assert torch.equal(load_emulated(dispatch_sms=num_sms).dispatch_rows(x, row_to_token), x[row_to_token])
 
 
+def test_no_operation_on_rows_takes_more_than_its_multiprocessors():
+    """dispatch_sms keeps the others free for kernels that run at the same time."""
+    num_tokens, top_k, num_sms = 600, 2, 3
+    x, weights = payload(num_tokens, 256), payload(num_tokens, top_k, salt=1)
+    slot_to_row = torch.arange(num_tokens * top_k).view(num_tokens, top_k)
+    row_to_token = torch.arange(num_tokens).repeat_interleave(top_k)
+    kernels, all_sms = load_emulated(dispatch_sms=num_sms), load_emulated()
+    records, rows = all_sms.quantise_rows(x, row_to_token, "int8"), all_sms.dispatch_rows(x, row_to_token)
+    operations = {
+        "dispatch": lambda k: k.dispatch_rows(x, row_to_token),
+        "quantise": lambda k: k.quantise_rows(x, row_to_token, "int8"),
+        "dequantise": lambda k: k.dequantise_rows(records, 256, "int8", torch.float32),
+        "combine": lambda k: k.combine_rows(rows, slot_to_row, weights),
+        "backward of combine": lambda k: k.combine_rows_backward(x, rows, slot_to_row, weights),
+    }
+    for name, operation in operations.items():
+        largest_grid()
+        wanted = operation(all_sms)
+        assert largest_grid() > num_sms, name
+        torch.testing.assert_close(operation(kernels), wanted, rtol=0, atol=0)
+        assert largest_grid() <= num_sms, name
+
+
 def test_a_wrong_token_is_found_on_a_few_multiprocessors():
     with pytest.raises(IndexError, match="row_to_token: holds 7, but there are 3 tokens"):
         load_emulated(dispatch_sms=2).dispatch_rows(payload(3, 8), torch.tensor([0, 1, 7]))
 
 
+def test_threads_launch_a_kernel_with_different_sizes_of_shared_memory():
+    """A kernel's limit of shared memory is one for all threads, and the GIL is not held."""
+    kernels, rows = load_emulated(dispatch_sms=1), payload(6, 1024)
+
+    def combine(slot_to_row):
+        wanted = reference.combine_rows(rows, slot_to_row)
+        return [torch.equal(kernels.combine_rows(rows, slot_to_row), wanted) for _ in range(20)]
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(combine, 2 * [torch.tensor([[0], [1]]), torch.tensor([[2, 3, 5], [4, 1, -1]])]))
+    assert all(map(all, results))
+
+
 def test_dispatch_on_a_few_multiprocessors_is_what_the_kernels_are_called():
     assert load_emulated(dispatch_sms=3).name == "emulated, dispatch on 3 SMs"
     assert load_emulated().name == "emulated"
+
+
+def test_the_settings_take_the_ranks_that_the_kernels_take():
+    codecs = load_emulated().codecs
+    codecs.orthonormalise(torch.empty(0, LARGEST_RANK, 300))
+    make_codec({"type": "low_rank", "rank": LARGEST_RANK})
+    with pytest.raises(RuntimeError, match=f"rank: got {LARGEST_RANK + 1}, wanted at most {LARGEST_RANK} on CUDA"):
+        codecs.orthonormalise(torch.empty(0, LARGEST_RANK + 1, 300))
+    with pytest.raises(ConfigError, match=f"rank is {LARGEST_RANK + 1}, but must be an integer from 1 to"):
+        make_codec({"type": "low_rank", "rank": LARGEST_RANK + 1})
 
 
 # --- On a GPU --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ VECTORS = {
     "quantise_tokensI": "load",
     "dequantise_recordsI": "store",
     "combine_tokensILi128ENS_7VectorsI": "load",
-    "combine_backward_by_slotINS": "load",
+    "combine_backward_by_slotI": "load",
     "encode_blocksILi1ELb1E": "load store",
     "encode_blocksILi2ELb1E": "load store",
     "encode_blocksILi4ELb1E": "load store",
