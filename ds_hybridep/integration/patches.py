@@ -178,9 +178,16 @@ def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
 def _replace(
     owner: Any, attribute: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Replace a method by `make(original)`.  Returns the function that puts the method back."""
+    """Replace a method by `make(original)`.  Returns the function that puts the method back.
+
+    A class method stays one: `original` and what `make` returns take the class first, which may be a subclass.
+    """
     original, before = getattr(owner, attribute), vars(owner).get(attribute, _ABSENT)
-    made = wraps(original)(make(original))
+    made: Any
+    if isinstance(owner, type) and inspect.ismethod(original):
+        made = classmethod(wraps(original)(make(original.__func__)))
+    else:
+        made = wraps(original)(make(original))
 
     def undo() -> None:
         if vars(owner).get(attribute) is made:  # else it is a user's wrapper, which goes on calling ours
