@@ -388,7 +388,8 @@ def noticing(step: EngineStep) -> Callable[..., None]:
 
 def loss_scale_of(engine: Any) -> float:
     """Return the factor that gradients are multiplied by now."""
-    return float(getattr(engine.optimizer, "loss_scale", 1.0))
+    scale = getattr(engine.optimizer, "loss_scale", None)  # FP16_Optimizer has None in bf16
+    return 1.0 if scale is None else float(scale)
 
 
 def boundary_of(engine: Any) -> Callable[[], bool]:
