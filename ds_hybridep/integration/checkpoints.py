@@ -66,7 +66,9 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
         loaded = _load_weights(attachment, original, call) if not why_none else (None, None)
     # Here all ranks learn that one has failed, no matter what each of them loads next.
     agree({"is a checkpoint found": loaded[0] is not None}, timeout_s)
-    if loaded[0] is None or not call.arguments["load_optimizer_states"] or call.arguments["load_module_only"]:
+    if loaded[0] is None:
+        return loaded
+    if not call.arguments["load_optimizer_states"] or call.arguments["load_module_only"]:
         attachment.runtime.codecs.forget()
     else:
         folder, planner = Path(loaded[0]).parent, attachment.planner
