@@ -6,7 +6,8 @@ every program in the environment.  So this module loads nothing but `sys`, does 
 `sys.meta_path`, and never raises: an exception here would break `import torch`.
 
     import torch              -> install()       one finder, nothing loaded
-    import deepspeed          -> _EngineFinder   two methods of its engine now look for the block; nothing loaded yet
+    import deepspeed          -> _EngineFinder   two methods of its engine now look for the block, and a start that
+                                                 fails is undone; nothing loaded yet
     an engine with the block  -> the rest of ds_hybridep is imported, and attaches itself
     the methods are missing   -> logged once; an engine whose ds_config has the block raises, others are untouched
 
@@ -80,6 +81,7 @@ def _patch(module: "ModuleType") -> None:
     if not missing:
         for name in _METHODS:
             _wrap(engine_class, name, _join, name)
+        _wrap(engine_class, "__init__", _start, None)
         return
     reason = AttributeError(f"DeepSpeedEngine has no {' and no '.join(missing)}")
     _log_failure(reason, f'a ds_config with a "{_BLOCK}" block will be refused, others are not affected')
@@ -105,6 +107,18 @@ def _join(name: str, original: "Any", engine: "Any", *args: "Any", **kwargs: "An
     from ds_hybridep.integration import api
 
     return getattr(api, name.lstrip("_"))(original, engine, *args, **kwargs)
+
+
+def _start(_: None, original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> None:
+    """Replaces `__init__`: if it fails after the engine has joined, undo that."""
+    try:
+        original(engine, *args, **kwargs)
+    except BaseException:
+        if "_hybridep_attachment" in vars(engine):
+            from ds_hybridep.integration import api
+
+            api.undo_start(engine)
+        raise
 
 
 def _refuse(reason: Exception, original: "Any", *args: "Any", **kwargs: "Any") -> None:
