@@ -64,10 +64,15 @@ def losses_of(engine: Engine, case: Case, num_steps: int = 3) -> list[float]:
 
 
 def what_lives(refs: dict[str, weakref.ref[Any]]) -> list[str]:
-    """Names of what is still alive, once DeepSpeed's table for debugging has forgotten the last model."""
-    debug_clear_module_and_param_names()
-    gc.collect()
+    """Names of what is still alive."""
+    collect()
     return [name for name, ref in refs.items() if ref() is not None]
+
+
+def collect() -> None:
+    debug_clear_module_and_param_names()  # DeepSpeed's table of the last model
+    for _ in range(3):  # what an engine's finalizer touches stays until the next collection
+        gc.collect()
 
 
 def parts_of(engine: Engine) -> dict[str, weakref.ref[Any]]:
@@ -112,8 +117,7 @@ def fail_and_retry(case: Case, *, with_block: bool) -> dict[str, Any]:
         kind = str(error)
     found = {"error": kind, "left": left_on(model)}
     del model
-    debug_clear_module_and_param_names()
-    gc.collect()
+    collect()
     found["dead engines"] = len([one for one in engines() if id(one) not in known])
     engine = initialize(case, new_model(case), with_block=with_block)
     found["losses"] = losses_of(engine, case)
