@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.utils import log_dist
 from torch import nn
 
@@ -113,7 +114,8 @@ class Attachment:
             patches.share(owner, "forward", wrap)
         if self.planner is not None:
             for layer, watch in zip(self.layers.values(), self.planner.watches, strict=True):
-                patches.keep(MODULE, "forward_pre_hook", layer.register_forward_pre_hook(watch).remove)
+                hook = torch.compiler.disable(watch.__call__)
+                patches.keep(MODULE, "forward_pre_hook", layer.register_forward_pre_hook(hook).remove)
         for method, replacement in (
             ("_configure_optimizer", self._configure_optimizer),
             ("save_checkpoint", partial(checkpoints.save, self)),
@@ -137,7 +139,7 @@ class Attachment:
             for module in modules:
                 handle = module.register_load_state_dict_post_hook(hook)
                 patches.keep(MODULE, "load_state_dict_post_hook", handle.remove)
-            notice = self.engine.module.register_forward_pre_hook(noticing(self.step))
+            notice = self.engine.module.register_forward_pre_hook(torch.compiler.disable(noticing(self.step)))
             patches.keep(MODULE, "forward_pre_hook", notice.remove)
         if self.runtime.syncs:
             self.dense = DenseSync(self.engine, self.runtime.syncs, patches, boundary_of(self.engine))
