@@ -103,10 +103,28 @@ def _wrap(owner: "Any", name: str, replacement: "Any", about: "Any") -> None:
 
 def _join(name: str, original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> "Any":
     if not _is_on(engine._config):
+        if name == _METHODS[0]:
+            _warn_of_misspelling(engine)
         return original(engine, *args, **kwargs)
     from ds_hybridep.integration import api
 
     return getattr(api, name.lstrip("_"))(original, engine, *args, **kwargs)
+
+
+def _warn_of_misspelling(engine: "Any") -> None:
+    """Say so on rank 0 if ds_config has a key that looks like the block's: DeepSpeed takes any key without a word."""
+    ds_config = getattr(engine._config, "_param_dict", None)
+    if not isinstance(ds_config, dict) or _BLOCK in ds_config or getattr(engine, "global_rank", 0) != 0:
+        return
+    import logging
+    from difflib import SequenceMatcher
+
+    for key in ds_config:
+        plain = "".join(filter(str.isalnum, str(key).lower()))
+        is_similar = SequenceMatcher(None, plain, _BLOCK).ratio() > 0.86
+        if is_similar or _BLOCK in plain or "hybridexpert" in plain:
+            text = 'ds_config has a key "%s", which has no effect; if it is meant for ds_hybridep, its name is "%s"'
+            logging.getLogger("ds_hybridep").warning(text, key, _BLOCK)
 
 
 def _start(_: None, original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> None:

@@ -3,11 +3,6 @@
 
 import gc
 import importlib.util
-import json
-import os
-import socket
-import subprocess
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -22,6 +17,7 @@ from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils.debug import debug_clear_module_and_param_names
 from parity import Case, loss_of, model_of, use_expert_groups_of
 from process_pool import ProcessPool
+from scripts import run_two_ranks
 from test_engine import THREAD_LIMIT_S, Engine, _batch, block_of, engine_of, error_of, hybridep_threads, train, world2
 from torch import nn
 
@@ -33,7 +29,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"
 )
-SCRIPT = Path(__file__).parent / "user_script.py"
 BAD_SCHEDULER = {"scheduler": {"type": "NoSuchScheduler", "params": {}}}
 
 
@@ -199,31 +194,6 @@ def losses_of_an_attached_engine(case: Case) -> list[float]:
         return train(engine, case, 0, 3)
 
 
-# -- scripts ----------------------------------------------------------------------------------------------------
-
-
-def said_by_two_ranks(folder: Path, configs: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Exit status and output of each rank of a user's script; `configs` by rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank, config in enumerate(configs):
-        path = folder / f"ds_config_{rank}.json"
-        path.write_text(json.dumps(config))
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, str(SCRIPT), "--deepspeed_config", str(path)]
-        with (folder / f"said_{rank}").open("w") as said:
-            processes.append(subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, **environment}))
-    try:
-        statuses = [process.wait(90) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(status, (folder / f"said_{rank}").read_text()) for rank, status in enumerate(statuses)]
-
-
 # -- the tests --------------------------------------------------------------------------------------------------
 
 
@@ -295,7 +265,7 @@ def test_attaching_that_fails_at_its_end_leaves_nothing(pool2: ProcessPool) -> N
 
 def test_a_rank_whose_start_fails_after_it_joined_is_named_by_the_others(tmp_path: Path) -> None:
     config = world2().ds_config(with_block=True)
-    (waiting, said), (failed, _) = said_by_two_ranks(tmp_path, [config, {**config, **BAD_SCHEDULER}])
+    (waiting, said), (failed, _) = run_two_ranks(tmp_path, [config, {**config, **BAD_SCHEDULER}])
     assert failed == 1
     assert waiting != 0
     assert "rank 1 failed: AssertionError: DeepSpeed does not recognize LR scheduler NoSuchScheduler" in said

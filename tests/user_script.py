@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's training script: DeepSpeed and a small MoE model, and not a word about ds_hybridep."""
+"""A user's training script: DeepSpeed and a small MoE model, and not a word about ds_hybridep but for its logger."""
 
 import argparse
+import logging
 import os
 
 import deepspeed
@@ -13,7 +14,13 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see pool_prelo
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=int(os.environ["LOCAL_RANK"]))
 parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--logging", choices=("untouched", "configured", "silenced"), default="untouched")
 args = deepspeed.add_config_arguments(parser).parse_args()
+
+if args.logging == "configured":
+    logging.basicConfig(format="at %(levelname)s of %(name)s: %(message)s")
+elif args.logging == "silenced":
+    logging.getLogger("ds_hybridep").setLevel(logging.WARNING)
 
 torch.set_num_threads(1)
 deepspeed.init_distributed("gloo")

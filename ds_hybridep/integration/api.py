@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions, and how an engine with the block attaches itself.  patches.py lists what they change."""
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -8,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_hybridep.adaptive.planner import JobPlanner
@@ -16,6 +16,7 @@ from ds_hybridep.config import HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.integration import autoep, dense, facts, supported
 from ds_hybridep.integration.attachment import Attachment, refuse_owned
+from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.prepare import prepare_runtime
 from ds_hybridep.integration.runtime import boundary_of, loss_scale_of
 from ds_hybridep.transport.agreement import announcing_failure
@@ -83,7 +84,8 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
             planner.close()
         raise
     attachment.bind()
-    log_dist(f"{attachment.runtime.describe()}\n{supported.on_other_ranks(layers)}", ranks=[0])
+    log_dist(attachment.runtime.describe(), ranks=[0])
+    log_dist(supported.on_other_ranks(layers), ranks=[0], level=logging.DEBUG)
 
 
 def detach(engine: nn.Module) -> None:

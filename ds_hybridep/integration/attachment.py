@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_hybridep.adaptive.planner import JobPlanner
@@ -27,6 +26,7 @@ from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.experts.migration import MigrationManager
 from ds_hybridep.integration import autoep, checkpoint_guard, checkpoints, classic
 from ds_hybridep.integration.dense import DenseSync
+from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LAYER, Patches
 from ds_hybridep.integration.runtime import EngineStep, HybridRuntime, boundary_of, noticing
 from ds_hybridep.integration.statistics import monitor_events, summarize
@@ -190,7 +190,8 @@ class Attachment:
         self.ship_partitioned()
         if self.planner is not None:
             self.planner.follow(config, runtime, reason)
-        log_dist(runtime.describe(), ranks=[0])
+        plan = runtime.describe().removeprefix("hybridep: ")
+        log_dist(f"hybridep after step {self.engine.global_steps}: {plan}; {reason}", ranks=[0])
 
     def _destroy(self, original: Callable[..., Any]) -> None:
         # May run while an exception propagates, so it waits for nothing.

@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.utils import log_dist
-
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.integration import whole_checkpoints
 from ds_hybridep.integration.autoep import adapted_layers
+from ds_hybridep.integration.log import log_dist
 from ds_hybridep.transport.agreement import agree, announcing_failure, hear
 
 if TYPE_CHECKING:
@@ -74,7 +73,6 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
         folder, planner = Path(loaded[0]).parent, attachment.planner
         recalled = planner.recall(folder / PLAN_FILE) if planner is not None else None
         if recalled is not None:
-            log_dist("hybridep: goes on with the plan of the checkpoint", ranks=[0])
             attachment.runtime.forget_gradients()  # of the run before: the switch must not hand them over
             attachment.switch(recalled, "the plan of the checkpoint")
         lost = attachment.runtime.codecs.load(folder, engine.global_steps)
@@ -122,4 +120,4 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
         unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, path)
     except OSError as error:
-        log_dist(f"hybridep: {path} is not written: {error}", ranks=[-1])
+        log_dist(f"hybridep: {path} is not written: {error}", ranks=[-1], level=logging.WARNING)

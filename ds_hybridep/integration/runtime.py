@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from deepspeed.utils import log_dist
 from torch import Tensor, nn
 
 from ds_hybridep.config import HybridEPConfig
@@ -326,10 +325,7 @@ class EngineStep:
         if report is not None:
             attachment.publish(report)
         if chosen is not None and planner is not None:
-            reason = planner.reason
-            attachment.switch(chosen, reason)
-            label = planner.history[-1]["to"]
-            log_dist(f"hybridep after step {self._engine.global_steps}: {label}, {reason}", ranks=[0])
+            attachment.switch(chosen, planner.reason)
 
     # -- gradients that are forgotten -------------------------------------------------------------------------------
 
