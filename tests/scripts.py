@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).with_name("user_script.py")
-LIMIT_S = 100
+LIMIT_S = 240
 
 
 def free_port() -> int:

@@ -24,7 +24,7 @@ from torch import nn
 import ds_hybridep
 from ds_hybridep.integration.patches import TABLE, find
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"

@@ -38,6 +38,8 @@ def state_of(row: Patch, engine: Any) -> list[Any]:
         return [dict(module._forward_pre_hooks) for module in owners[patches.MODULE]]
     if row.attribute == "load_state_dict_post_hook":
         return [dict(module._load_state_dict_post_hooks) for module in owners[patches.MODULE]]
+    if row.owner == patches.OPTIMIZER:
+        return [dict(engine.basic_optimizer._optimizer_step_pre_hooks)]
     if row.owner == WORLD:
         world = torch.distributed.distributed_c10d._world
         return [list(world.pg_map), list(world.pg_group_ranks)]

@@ -14,7 +14,7 @@ import pytest
 from scripts import LIMIT_S, SCRIPT, free_port, run_two_ranks
 from test_engine import world2
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 GETTING_STARTED = Path(__file__).resolve().parents[1] / "docs" / "getting-started.md"
 START, FIGURES = "hybridep: 2 MoE layers, domain sizes dc 2, tokens", "hybridep after 2 steps, per step: sent over dc"
