@@ -33,6 +33,7 @@ help:
 	@echo "make bench      the measuring programs"
 	@echo "make clean      remove what the others made, .venv too"
 
+# op_builder/ and csrc/ lie beside the package, so setuptools finds modules by a finder and warns of an editable install.
 $(VENV)/.installed: setup.py ds_hybridep/version.py
 	@echo "[1/3] making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
@@ -40,7 +41,8 @@ $(VENV)/.installed: setup.py ds_hybridep/version.py
 	@echo "[2/3] installing $(TORCH)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
 	@echo "[3/3] installing ds_hybridep, DeepSpeed, Hugging Face libraries and the tools of development"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev,hf]'
+	@PYTHONWARNINGS='ignore:Editable installation' \
+		$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev,hf]'
 	@touch $@
 
 demo: $(INSTALLED)

@@ -6,7 +6,8 @@ every program in the environment.  So this module loads nothing but `sys`, does 
 `sys.meta_path`, and never raises: an exception here would break `import torch`.
 
     import torch              -> install()       one finder, nothing loaded
-    import deepspeed          -> _EngineFinder   two methods of its engine now look for the block; nothing loaded yet
+    import deepspeed          -> _EngineFinder   two methods of its engine now look for the block, and a start that
+                                                 fails is undone; nothing loaded yet
     an engine with the block  -> the rest of ds_hybridep is imported, and attaches itself
     the methods are missing   -> logged once; an engine whose ds_config has the block raises, others are untouched
 
@@ -80,6 +81,7 @@ def _patch(module: "ModuleType") -> None:
     if not missing:
         for name in _METHODS:
             _wrap(engine_class, name, _join, name)
+        _wrap(engine_class, "__init__", _start, None)
         return
     reason = AttributeError(f"DeepSpeedEngine has no {' and no '.join(missing)}")
     _log_failure(reason, f'a ds_config with a "{_BLOCK}" block will be refused, others are not affected')
@@ -101,10 +103,40 @@ def _wrap(owner: "Any", name: str, replacement: "Any", about: "Any") -> None:
 
 def _join(name: str, original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> "Any":
     if not _is_on(engine._config):
+        if name == _METHODS[0]:
+            _warn_of_misspelling(engine)
         return original(engine, *args, **kwargs)
     from ds_hybridep.integration import api
 
     return getattr(api, name.lstrip("_"))(original, engine, *args, **kwargs)
+
+
+def _warn_of_misspelling(engine: "Any") -> None:
+    """Say so on rank 0 if ds_config has a key that looks like the block's: DeepSpeed takes any key without a word."""
+    ds_config = getattr(engine._config, "_param_dict", None)
+    if not isinstance(ds_config, dict) or _BLOCK in ds_config or getattr(engine, "global_rank", 0) != 0:
+        return
+    import logging
+    from difflib import SequenceMatcher
+
+    for key in ds_config:
+        plain = "".join(filter(str.isalnum, str(key).lower()))
+        is_similar = SequenceMatcher(None, plain, _BLOCK).ratio() > 0.86
+        if is_similar or _BLOCK in plain or "hybridexpert" in plain:
+            text = 'ds_config has a key "%s", which has no effect; if it is meant for ds_hybridep, its name is "%s"'
+            logging.getLogger("ds_hybridep").warning(text, key, _BLOCK)
+
+
+def _start(_: None, original: "Any", engine: "Any", *args: "Any", **kwargs: "Any") -> None:
+    """Replaces `__init__`: if it fails after the engine has joined, undo that."""
+    try:
+        original(engine, *args, **kwargs)
+    except BaseException:
+        if "_hybridep_attachment" in vars(engine):
+            from ds_hybridep.integration import api
+
+            api.undo_start(engine)
+        raise
 
 
 def _refuse(reason: Exception, original: "Any", *args: "Any", **kwargs: "Any") -> None:

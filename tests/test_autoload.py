@@ -113,6 +113,28 @@ def test_an_engine_with_the_block_joins(run):
     assert run("_autoload.install()\nimport deepspeed.runtime.engine as module" + JOINS).stderr == ""
 
 
+def test_a_key_that_looks_like_the_block_is_told_of_on_rank_0(run):
+    code = """
+    _autoload.install()
+    import deepspeed.runtime.engine as module
+    others = {"hybrid_engine": {}, "hybrid": 1, "zero_optimization": {}, 3: 4}
+    similar = "hybridEP", "hybrid_ep", "HybridEP", "hybrid-ep", "hybridep_config", "hybirdep", "hybrid_expert_parallel"
+    for key in similar:
+        module.DeepSpeedEngine(None, "model", {**others, key: {}})
+    module.DeepSpeedEngine(None, "model", others)
+    module.DeepSpeedEngine(None, "model", {"hybrid_ep": {}, "hybridep": {"enabled": False}})
+    module.DeepSpeedEngine.global_rank = 1
+    module.DeepSpeedEngine(None, "model", {"hybrid_ep": {}})
+    assert api.calls == []
+    """
+    lines = run(code).stderr.splitlines()
+    assert len(lines) == 7
+    assert lines[0] == (
+        'ds_config has a key "hybridEP", which has no effect; if it is meant for ds_hybridep, its name is "hybridep"'
+    )
+    assert all('its name is "hybridep"' in line for line in lines)
+
+
 def test_a_loader_that_takes_no_attributes_is_told_of_and_the_import_goes_on(run):
     code = """
     import importlib.machinery

@@ -17,7 +17,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
-from parity import FP32_TOLERANCE, Case, levels_of, merged, use_expert_groups_of
+from parity import BF16_LOSS_TOLERANCE, FP32_TOLERANCE, Case, levels_of, merged, use_expert_groups_of
 from process_pool import ProcessPool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -428,6 +428,20 @@ def losses_beside_groups_of_some_ranks(case: Case) -> list[float]:
         return train(engine, case, 0, 3)
 
 
+def losses_where_adam_counts_as_fused(case: Case) -> tuple[str, Any, list[float], list[float]]:
+    """DeepSpeed's wrapper of a fused optimizer, its loss scale, and losses of plain and of hybrid."""
+    losses, wrapper, scale = [], "", 0.0
+    for with_block in (False, True):
+        # FusedAdam itself is compiled on first use, for minutes on a CPU.
+        with (
+            mock.patch("deepspeed.runtime.engine.FusedAdam", torch.optim.AdamW),
+            engine_of(case, with_block=with_block) as engine,
+        ):
+            wrapper, scale = type(engine.optimizer).__name__, engine.optimizer.loss_scale
+            losses.append(train(engine, case, 0, 3))
+    return wrapper, scale, losses[0], losses[1]
+
+
 def plain_losses(case: Case) -> list[float]:
     with engine_of(case, with_block=False) as engine:
         return train(engine, case, 0, 3)
@@ -576,6 +590,14 @@ def test_destroy_after_a_failed_transfer_neither_fails_nor_waits_again() -> None
 
 def test_arguments_of_the_step_that_only_some_versions_have_are_passed_on(pool2: ProcessPool) -> None:
     assert pool2.run(step_with_more_arguments, case=world2()) == [[{"a block": 0.5}]] * 2
+
+
+def test_a_fused_optimizer_in_bf16_which_has_no_loss_scale_trains_as_without_the_block(pool2: ProcessPool) -> None:
+    case = world2(dtype="bf16", toy=ToyConfig(ep_size=2, routing="by_token", hidden=32))
+    found = pool2.run(losses_where_adam_counts_as_fused, case=case)
+    for wrapper, scale, plain, hybrid in found:
+        assert (wrapper, scale) == ("FP16_Optimizer", None)
+        assert hybrid == pytest.approx(plain, rel=BF16_LOSS_TOLERANCE, abs=0.0)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as deepspee
 from parity import Case
 from process_pool import ProcessPool
 from test_engine import block_of, engine_of, moe_layers, train, world4
+from torch.utils import checkpoint as torch_checkpointing
 from torch.utils.checkpoint import checkpoint
 from toy_model import ToyConfig
 
@@ -37,6 +38,8 @@ def state_of(row: Patch, engine: Any) -> list[Any]:
         return [dict(module._forward_pre_hooks) for module in owners[patches.MODULE]]
     if row.attribute == "load_state_dict_post_hook":
         return [dict(module._load_state_dict_post_hooks) for module in owners[patches.MODULE]]
+    if row.owner == patches.OPTIMIZER:
+        return [dict(engine.basic_optimizer._optimizer_step_pre_hooks)]
     if row.owner == WORLD:
         world = torch.distributed.distributed_c10d._world
         return [list(world.pg_map), list(world.pg_group_ranks)]
@@ -170,3 +173,24 @@ def test_overlapping_expert_calls_of_two_threads_leave_the_originals_in_place(ki
         assert torch.equal(found[name, "afterwards"], torch.ones(2).sin())
     assert [(vars(owner).get(row.attribute), owner) for row, (_, owner) in zip(rows, before, strict=True)] == before
     assert computing_layer() is None
+
+
+@pytest.mark.parametrize("module", [torch_checkpointing, deepspeed_checkpointing])
+def test_a_users_own_kind_of_checkpoint_computes_what_it_did_before(module: Any) -> None:
+    original = module.CheckpointFunction
+
+    class Added(original):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x + 100.0
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
+    patched = Patches()
+    install(patched)
+    x = torch.ones(1, requires_grad=True)
+    attached = Added.apply(x).item()
+    patched.undo()
+    assert attached == Added.apply(x).item() == 101.0

@@ -12,7 +12,7 @@ import pytest
 from deepspeed import comm as dist
 from parity import Case
 from process_pool import ProcessPool
-from test_engine import engine_of, error_of, train, world2
+from test_engine import close_to, engine_of, error_of, train, world2
 
 from ds_hybridep.integration import whole_checkpoints as whole
 
@@ -68,6 +68,49 @@ def load_where_rank_1_sees_an_old_folder(case: Case, folder: str) -> list[Any]:
     return found
 
 
+def load_an_export(case: Case, folder: str, *, with_block: bool) -> dict[str, Any]:
+    """What a load without a tag finds where a save left no file `latest`, and what the training does then."""
+    with engine_of(case, with_block=with_block) as engine:
+        train(engine, case, 0, 1)
+        engine.save_checkpoint(folder, "export", save_latest=False)
+        train(engine, case, 1, 1)
+        return {
+            "loaded": engine.load_checkpoint(folder),
+            "steps": engine.global_steps,
+            "losses": train(engine, case, 2, 2),
+            "nowhere": engine.load_checkpoint(f"{folder}/missing"),
+        }
+
+
+@pytest.mark.dist
+def test_a_load_where_no_file_latest_is_loads_nothing_as_deepspeed_alone(pool2: ProcessPool, tmp_path: Path) -> None:
+    plain = pool2.run(load_an_export, case=world2(), folder=str(tmp_path / "plain"), with_block=False)
+    hybrid = pool2.run(load_an_export, case=world2(), folder=str(tmp_path / "hybrid"), with_block=True)
+    for without, with_block in zip(plain, hybrid, strict=True):
+        assert with_block["losses"] == close_to(without["losses"])
+        for key in ("loaded", "steps", "nowhere"):
+            assert with_block[key] == without[key]
+        assert without["loaded"] == (None, None)
+
+
+def lossy_losses(case: Case, folder: str, *, loads: bool) -> list[float]:
+    """Losses where gradients travel as int2, with a load that finds nothing between two steps, or without it."""
+    levels = [{**level, "gradient_codec": "int2"} for level in case.ds_config(with_block=True)["hybridep"]["levels"]]
+    with engine_of(case, with_block=True, hybridep={"levels": levels}) as engine:
+        losses = train(engine, case, 0, 2)
+        if loads:
+            engine.load_checkpoint(folder)
+        return losses + train(engine, case, 2, 3)
+
+
+@pytest.mark.dist
+def test_a_load_that_finds_nothing_drops_no_gradient(pool2: ProcessPool, tmp_path: Path) -> None:
+    without, with_load = (
+        pool2.run(lossy_losses, case=world2(), folder=str(tmp_path), loads=loads) for loads in (False, True)
+    )
+    assert with_load == without
+
+
 @pytest.mark.dist
 def test_an_engine_loads_the_newest_whole_checkpoint(pool2: ProcessPool, tmp_path: Path) -> None:
     wanted = ["global_step2", "global_step1", None, "ConfigError"]
@@ -101,23 +144,26 @@ def test_the_one_that_latest_names_is_loaded(tmp_path):
     assert whole.newest(tmp_path) == ("step1", [])
 
 
-@pytest.mark.parametrize("latest", ["step3", "", "step9", None])
+@pytest.mark.parametrize("latest", ["step3", "", "step9"])
 def test_an_incomplete_one_is_skipped_and_named(tmp_path, latest):
     for step, is_whole in ((1, True), (2, True), (3, False)):
         saved(tmp_path, f"step{step}", float(step), is_whole=is_whole)
-    if latest is not None:
-        (tmp_path / "latest").write_text(latest)
+    (tmp_path / "latest").write_text(latest)
     assert whole.newest(tmp_path) == ("step2", ["step3"])
     assert "step3 is incomplete: its saving was interrupted; load without a tag" in whole.why_not(tmp_path / "step3")
     assert whole.why_not(tmp_path / "step2") == ""
 
 
 def test_a_tag_that_is_saved_again_is_whole_again(tmp_path):
+    (tmp_path / "latest").write_text("best")
     saved(tmp_path, "best", 1.0, is_whole=False)
     assert whole.newest(tmp_path) == (None, ["best"])
     saved(tmp_path, "best", 2.0)
     assert whole.newest(tmp_path) == ("best", [])
 
 
-def test_an_empty_or_missing_folder_has_none(tmp_path):
+def test_a_folder_without_a_file_latest_has_none(tmp_path):
     assert whole.newest(tmp_path) == whole.newest(tmp_path / "missing") == (None, [])
+    saved(tmp_path, "export", 1.0)
+    saved(tmp_path, "step1", 2.0, is_whole=False)
+    assert whole.newest(tmp_path) == (None, [])

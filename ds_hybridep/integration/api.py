@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions, and how an engine with the block attaches itself.  patches.py lists what they change."""
 
+import logging
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig, parse_config
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.integration import autoep, dense, facts, supported
-from ds_hybridep.integration.attachment import Attachment
+from ds_hybridep.integration.attachment import Attachment, refuse_owned
+from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.prepare import prepare_runtime
 from ds_hybridep.integration.runtime import boundary_of, loss_scale_of
 from ds_hybridep.transport.agreement import announcing_failure
@@ -50,28 +52,30 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
         if not checked.enabled:
             return
         layers = facts.find_layers(engine.module)
+        refuse_owned(layers)
         sample = next(next(iter(layers.values())).experts.parameters())
         checked = supported.resolve(engine, checked, sample)
         supported.refuse_engine(engine, checked, layers)
         specs = [facts.spec_of(name, layer) for name, layer in layers.items()]
         supported.refuse_devices(specs)
+    weak = weakref.proxy(engine)  # for all that the model's parameters and graphs refer to
     planner, start = None, checked
     if checked.is_planned:
         planner = JobPlanner(
             checked,
             specs,
             facts.workload_of(engine, layers, specs),
-            micro_steps=engine.gradient_accumulation_steps,
+            micro_steps=lambda: weak.gradient_accumulation_steps(),
         )
         log_dist(planner.describe(), ranks=[0])
         start = planner.start_config
     prepare = partial(
         prepare_runtime,
         specs=specs,
-        sync_groups=partial(dense.groups_of, engine, specs),
-        is_boundary=boundary_of(engine),
+        sync_groups=partial(dense.groups_of, weak, specs),
+        is_boundary=boundary_of(weak),
         master_of=facts.master_of,
-        loss_scale=partial(loss_scale_of, engine),
+        loss_scale=partial(loss_scale_of, weak),
     )
     try:
         attachment = Attachment(engine, prepare, start, layers, planner)
@@ -79,11 +83,9 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
         if planner is not None:
             planner.close()
         raise
-    log_dist(f"{attachment.runtime.describe()}\n{supported.on_other_ranks(layers)}", ranks=[0])
-    engine.__dict__["_hybridep_attachment"] = attachment
     attachment.bind()
-    if getattr(engine, "micro_steps", 0) > 0:
-        attachment.ship_partitioned()
+    log_dist(attachment.runtime.describe(), ranks=[0])
+    log_dist(supported.on_other_ranks(layers), ranks=[0], level=logging.DEBUG)
 
 
 def detach(engine: nn.Module) -> None:
@@ -193,6 +195,11 @@ def configure_expert_parallel(
     sources = original(engine, model, *args, **kwargs)
     adapters.put_on(model, taken, sources)
     return sources
+
+
+def undo_start(engine: nn.Module) -> None:
+    """Give everything back: `deepspeed.initialize` has failed after `attach`.  The import hook calls it."""
+    _attachment_of(engine).unbind(has_failed=True)
 
 
 def _attachment_of(engine: nn.Module) -> Attachment:

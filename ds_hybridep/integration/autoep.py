@@ -82,22 +82,25 @@ def call_grouped(experts: nn.Module, weights: dict[str, Tensor], rows: Tensor, c
 
 def wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make the forward of attached layers: AutoEP routes and adds shared experts, experts run over domains."""
+    run = torch.compiler.disable(_forward)  # as in classic.py
 
     def forward(layer: Any, hidden_states: Tensor) -> Any:
         hybrid: HybridMoE | None = layer.__dict__.get("_hybridep")
-        if hybrid is None:
-            return original(layer, hidden_states)
-        hidden = hidden_states.shape[-1]
-        x = hidden_states.reshape(-1, hidden)
-        topk_weights, topk_idx, rows_per_expert = layer.router(x, layer.expert_bias)
-        with torch.no_grad():
-            layer.tokens_per_expert.add_(rows_per_expert)
-        hybrid.count_plain_ep(rows_per_expert.view(-1, layer.num_local_experts).sum(1))
-        output = hybrid.forward(x, topk_idx.int(), topk_weights.float())
-        finalize = getattr(layer, "_finalize_output", None) or partial(_finalize_output, layer)
-        return finalize(output.reshape(hidden_states.shape), x, hidden_states, hidden)
+        return original(layer, hidden_states) if hybrid is None else run(layer, hybrid, hidden_states)
 
     return forward
+
+
+def _forward(layer: Any, hybrid: HybridMoE, hidden_states: Tensor) -> Any:
+    hidden = hidden_states.shape[-1]
+    x = hidden_states.reshape(-1, hidden)
+    topk_weights, topk_idx, rows_per_expert = layer.router(x, layer.expert_bias)
+    with torch.no_grad():
+        layer.tokens_per_expert.add_(rows_per_expert)
+    hybrid.count_plain_ep(rows_per_expert.view(-1, layer.num_local_experts).sum(1))
+    output = hybrid.forward(x, topk_idx.int(), topk_weights.float())
+    finalize = getattr(layer, "_finalize_output", None) or partial(_finalize_output, layer)
+    return finalize(output.reshape(hidden_states.shape), x, hidden_states, hidden)
 
 
 def _finalize_output(layer: Any, output: Tensor, x: Tensor, hidden_states: Tensor, hidden: int) -> Any:

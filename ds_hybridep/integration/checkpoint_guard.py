@@ -39,11 +39,11 @@ def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse re-entrant checkpoints, which apply a function."""
+    """Refuse re-entrant checkpoints, which apply a function; `kind` may be a user's own subclass."""
 
-    def apply(*args: Any) -> Any:
+    def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
         _refuse()
-        return original(*args)
+        return original(kind, *args, **kwargs)
 
     return apply
 

@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.utils import log_dist
-
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.integration import whole_checkpoints
 from ds_hybridep.integration.autoep import adapted_layers
+from ds_hybridep.integration.log import log_dist
 from ds_hybridep.transport.agreement import agree, announcing_failure, hear
 
 if TYPE_CHECKING:
@@ -66,13 +65,14 @@ def load(attachment: "Attachment", original: Callable[..., Any], *args: Any, **k
         loaded = _load_weights(attachment, original, call) if not why_none else (None, None)
     # Here all ranks learn that one has failed, no matter what each of them loads next.
     agree({"is a checkpoint found": loaded[0] is not None}, timeout_s)
-    if loaded[0] is None or not call.arguments["load_optimizer_states"] or call.arguments["load_module_only"]:
+    if loaded[0] is None:
+        return loaded
+    if not call.arguments["load_optimizer_states"] or call.arguments["load_module_only"]:
         attachment.runtime.codecs.forget()
     else:
         folder, planner = Path(loaded[0]).parent, attachment.planner
         recalled = planner.recall(folder / PLAN_FILE) if planner is not None else None
         if recalled is not None:
-            log_dist("hybridep: goes on with the plan of the checkpoint", ranks=[0])
             attachment.runtime.forget_gradients()  # of the run before: the switch must not hand them over
             attachment.switch(recalled, "the plan of the checkpoint")
         lost = attachment.runtime.codecs.load(folder, engine.global_steps)
@@ -120,4 +120,4 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
         unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         os.replace(unfinished, path)
     except OSError as error:
-        log_dist(f"hybridep: {path} is not written: {error}", ranks=[-1])
+        log_dist(f"hybridep: {path} is not written: {error}", ranks=[-1], level=logging.WARNING)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from deepspeed.moe.sharded_moe import MOELayer
 from torch import Tensor
 
@@ -38,23 +39,25 @@ def spec_of(name: str, layer: MOELayer) -> LayerSpec:
 
 def wrap_forward(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make `MOELayer.forward` of attached layers: DeepSpeed's gate routes, experts run over expert domains."""
+    run = torch.compiler.disable(_forward)  # traced, the nodes that return gradients would be lost
 
     def forward(layer: MOELayer, *inputs: Tensor, **kwargs: Any) -> Tensor:
         hybrid: HybridMoE | None = layer.__dict__.get("_hybridep")
-        if hybrid is None:
-            return original(layer, *inputs, **kwargs)
-        hidden_states, used_token = inputs
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        with _agreeing_on_nothing(layer.gate):
-            routed = layer.gate(x, used_token, True, False)
-        layer.l_aux, capacity, _, topk_idx, _, topk_weights, layer.exp_counts = routed
-        # Each exchange of plain EP carries C rows for each expert.  Without dropping, C is the capacity of the fullest
-        # rank; we count this rank's own, which is at most C.
-        hybrid.count_plain_ep(capacity * hybrid.num_local)
-        output = hybrid.forward(x, topk_idx.t().contiguous(), topk_weights.t().float().contiguous())
-        return output.reshape(hidden_states.shape)
+        return original(layer, *inputs, **kwargs) if hybrid is None else run(layer, hybrid, *inputs)
 
     return forward
+
+
+def _forward(layer: MOELayer, hybrid: HybridMoE, hidden_states: Tensor, used_token: Tensor | None) -> Tensor:
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    with _agreeing_on_nothing(layer.gate):
+        routed = layer.gate(x, used_token, True, False)
+    layer.l_aux, capacity, _, topk_idx, _, topk_weights, layer.exp_counts = routed
+    # Each exchange of plain EP carries C rows for each expert.  Without dropping, C is the capacity of the fullest
+    # rank; we count this rank's own, which is at most C.
+    hybrid.count_plain_ep(capacity * hybrid.num_local)
+    output = hybrid.forward(x, topk_idx.t().contiguous(), topk_weights.t().float().contiguous())
+    return output.reshape(hidden_states.shape)
 
 
 @contextmanager

@@ -7,9 +7,12 @@
 Rows with `until` "detach" change one engine, its optimizer or its layers.  Rows with "last detach" change a class that
 all engines of the process share, as long as any engine is attached.  The import hook (`_autoload`) makes the changes
 of rows with "exit": they stay, and leave an engine without the block as it was.
+
+Nothing here keeps an engine alive.
 """
 
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -43,7 +46,10 @@ class Patch:
 TABLE = (
     Patch(ENGINE, "_configure_distributed_model", "an engine with the block attaches itself", "exit", ("model",)),
     Patch(ENGINE, "_configure_expert_parallel", "peft's wrappers go before AutoEP looks", "exit", ("model",)),
-    Patch(ENGINE, "__init__", "refuse the block where the two rows above do not fit", "exit", ("config_class",)),
+    Patch(
+        ENGINE, "__init__", "undo a start that fails; refuse the block where the two rows above do not fit", "exit",
+        ("config_class",),
+    ),  # fmt: skip
     Patch(ENGINE, "_configure_optimizer", "the optimizer's own rows are changed as soon as it is there"),
     Patch(ENGINE, "_take_model_step", "weights are shipped after each step, gradients must be back before it"),
     Patch(ENGINE, "allreduce_bucket", "dense sums of ZeRO 0 go level by level", parameters=("bucket", "dp_group")),
@@ -54,6 +60,7 @@ TABLE = (
         parameters=("load_optimizer_states", "load_module_only"),
     ),  # fmt: skip
     Patch(ENGINE, "destroy", "connections and threads end with the engine"),
+    Patch(ENGINE, "__del__", "an engine that is dropped gives its layers back, and waits for nobody", "last detach"),
     Patch(ENGINE, "compile", "refused: hooks of autograd were never tested under it"),
     Patch(ENGINE, "coalesce_grad_reduction", "refused: gradients of replicas would come too late"),
     Patch(ZERO_OPTIMIZER, "zero_grad", "sums of replicas are forgotten with the owners' gradients"),
@@ -87,7 +94,7 @@ TABLE = (
     ),  # fmt: skip
 )  # fmt: skip
 _ROWS = {(row.owner, row.attribute) for row in TABLE}
-_shared: dict[tuple[str, str], tuple[int, Callable[[], None]]] = {}  # users, undo
+_shared: dict[tuple[str, str], tuple[weakref.WeakSet["Patches"], Callable[[], None]]] = {}  # users, undo
 
 
 class Patches:
@@ -121,7 +128,12 @@ class Patches:
         """Give an attribute of one instance another value."""
         before = vars(instance).get(attribute, _ABSENT)
         setattr(instance, attribute, value)
-        self.keep(owner, attribute, lambda: _restore(instance, attribute, before))
+
+        def undo() -> None:
+            if vars(instance).get(attribute) is value:
+                _restore(instance, attribute, before)
+
+        self.keep(owner, attribute, undo)
 
     def share(self, owner: str, attribute: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace a method of a class by `make(original)` until the last attachment is undone.
@@ -129,14 +141,17 @@ class Patches:
         A user's own wrapper may call it even later, so it must act like `original` when nothing is attached.
         """
         key = owner, attribute
-        users, undo = _shared.get(key) or (0, _replace(find(owner), attribute, make))
-        _shared[key] = users + 1, undo
+        if key not in _shared:
+            _shared[key] = weakref.WeakSet(), _replace(find(owner), attribute, make)
+        users, undo = _shared[key]
+        if self in users:
+            return
+        users.add(self)
 
         def give_up() -> None:
-            users, undo = _shared.pop(key)
-            if users > 1:
-                _shared[key] = users - 1, undo
-            else:
+            users.discard(self)
+            if not users:
+                del _shared[key]
                 undo()
 
         self.keep(owner, attribute, give_up)
@@ -178,15 +193,25 @@ def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
 def _replace(
     owner: Any, attribute: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Replace a method by `make(original)`.  Returns the function that puts the method back."""
+    """Replace a method by `make(original)`.  Returns the function that puts the method back.
+
+    A class method stays one: `original` and what `make` returns take the class first, which may be a subclass.
+    """
     original, before = getattr(owner, attribute), vars(owner).get(attribute, _ABSENT)
-    made = wraps(original)(make(original))
+    is_class_method = isinstance(owner, type) and inspect.ismethod(original)
+    made = wraps(original)(make(original.__func__ if is_class_method else original))
+    setattr(owner, attribute, classmethod(made) if is_class_method else made)
+    known = weakref.ref(made)  # `made` holds the method, and so the instance
 
     def undo() -> None:
-        if vars(owner).get(attribute) is made:  # else it is a user's wrapper, which goes on calling ours
+        try:
+            now = vars(owner).get(attribute)
+        except ReferenceError:  # an engine that was dropped
+            return
+        # Else it is a user's wrapper, which goes on calling ours.
+        if now is not None and getattr(now, "__func__", now) is known():
             _restore(owner, attribute, before)
 
-    setattr(owner, attribute, made)
     return undo
 
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from deepspeed.utils import log_dist
 from torch import Tensor, nn
 
 from ds_hybridep.config import HybridEPConfig
@@ -326,10 +325,7 @@ class EngineStep:
         if report is not None:
             attachment.publish(report)
         if chosen is not None and planner is not None:
-            reason = planner.reason
-            attachment.switch(chosen, reason)
-            label = planner.history[-1]["to"]
-            log_dist(f"hybridep after step {self._engine.global_steps}: {label}, {reason}", ranks=[0])
+            attachment.switch(chosen, planner.reason)
 
     # -- gradients that are forgotten -------------------------------------------------------------------------------
 
@@ -388,7 +384,8 @@ def noticing(step: EngineStep) -> Callable[..., None]:
 
 def loss_scale_of(engine: Any) -> float:
     """Return the factor that gradients are multiplied by now."""
-    return float(getattr(engine.optimizer, "loss_scale", 1.0))
+    scale = getattr(engine.optimizer, "loss_scale", None)  # FP16_Optimizer has None in bf16
+    return 1.0 if scale is None else float(scale)
 
 
 def boundary_of(engine: Any) -> Callable[[], bool]:

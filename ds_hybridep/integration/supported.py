@@ -9,7 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import groups, log_dist
+from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.integration import dense
 from ds_hybridep.integration.autoep import adapted_layers, is_autoep_layer
+from ds_hybridep.integration.log import log_dist
 from ds_hybridep.integration.patches import misfits
 from ds_hybridep.transport.job import backend_name
 

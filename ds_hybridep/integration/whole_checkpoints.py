@@ -3,7 +3,8 @@
 
 DeepSpeed's rank 0 writes the file `latest` after its own part, maybe before other ranks have written theirs, and not
 atomically.  So a folder holds the file MARK from before the first rank writes until all ranks have written.  If saving
-is interrupted, MARK stays, and a load of the newest checkpoint skips the folder.
+is interrupted, MARK stays, and a load of the newest checkpoint skips the folder.  Where there is no file `latest`,
+nothing is loaded, as with DeepSpeed alone.
 """
 
 from pathlib import Path
@@ -40,8 +41,10 @@ def named(file: Path) -> str | None:
 
 def newest(folder: Path) -> tuple[str | None, list[str]]:
     """Return the tag of the newest whole checkpoint in `folder` or None, and the incomplete ones that are skipped."""
+    if not (folder / LATEST).is_file():
+        return None, []
     latest = named(folder / LATEST)
-    tags = [one.name for one in folder.iterdir() if any(one.glob("*.pt"))] if folder.is_dir() else []
+    tags = [one.name for one in folder.iterdir() if any(one.glob("*.pt"))]
     skipped = sorted(tag for tag in tags if (folder / tag / MARK).exists())
     if latest and latest not in skipped and (folder / latest).is_dir():
         return latest, skipped

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs user_script.py on two ranks, and reads what they write."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).with_name("user_script.py")
+LIMIT_S = 240
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def run_two_ranks(folder: Path, configs: Sequence[Mapping[str, Any]], *arguments: str) -> list[tuple[int, str]]:
+    """Exit status and output of each rank; `configs` by rank."""
+    port = free_port()
+    processes = []
+    for rank, config in enumerate(configs):
+        path = folder / f"ds_config_{rank}.json"
+        path.write_text(json.dumps(config))
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, str(SCRIPT), "--deepspeed_config", str(path), *arguments]
+        with (folder / f"said_{rank}").open("w") as said:
+            processes.append(subprocess.Popen(command, stdout=said, stderr=said, env={**os.environ, **environment}))
+    try:
+        statuses = [process.wait(LIMIT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [(status, (folder / f"said_{rank}").read_text()) for rank, status in enumerate(statuses)]
