@@ -39,8 +39,8 @@ MIB = 2**20
         (  # of 4 MiB for the tensor and its weighted copy, but not of 16 MiB for sums over rows
             "a, q, rms = torch.randn(1, 2**20, 1), torch.randn(1, 1, 1), torch.ones(1, 2**20); "
             "one, payload = torch.ones(1, 1), torch.zeros(1, 5 * 2**20).byte()",
-            "kernels.low_rank_encode(Source.ENCODE, a, None, payload, q=q, row_rms=rms, col_rms=one, start=None, "
-            "factor=0, iterations=1)",
+            "kernels.low_rank_encode(Source.ENCODE, a, None, payload, sizes=None, q=q, row_rms=rms, col_rms=one, "
+            "start=None, factor=0, iterations=1)",
             26 * MIB,
         ),
     ],
