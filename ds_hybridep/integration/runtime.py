@@ -7,6 +7,7 @@ EngineStep       what `engine.step()` and `zero_grad` do around DeepSpeed's own
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import GradientNotReturnedError
@@ -279,10 +281,18 @@ class EngineStep:
             self._patches.wrap(ZERO_OPTIMIZER, "zero_grad", optimizer, wrap)
             self._optimizer = optimizer
             if isinstance(base := self._engine.basic_optimizer, torch.optim.Optimizer):
-                handle = base.register_step_pre_hook(lambda *_: self._commit())
-                self._patches.keep(OPTIMIZER, "step_pre_hook", handle.remove)
+                self._patches.keep(OPTIMIZER, "step_pre_hook", self._commit_before(base).remove)
         if self._attachment.dense is not None:
             self._attachment.dense.watch(self._optimizer)
+
+    def _commit_before(self, base: torch.optim.Optimizer) -> RemovableHandle:
+        known = weakref.WeakMethod(self._commit)  # a user's optimizer may outlive the engine
+
+        def commit(*_: Any) -> None:
+            if (method := known()) is not None:
+                method()
+
+        return base.register_step_pre_hook(commit)
 
     def _commit(self) -> None:
         attachment = self._attachment
