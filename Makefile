@@ -26,7 +26,7 @@ help:
 	@echo "make demo       train a small model over an emulated slow link in three ways, and compare"
 	@echo "make test       the tests that need no GPU and little time"
 	@echo "make test-gpu   those that need a GPU"
-	@echo "make test-slow  those that take long"
+	@echo "make test-slow  those that take long, and random tests with new seeds"
 	@echo "make test-versions  a core of the tests with each DeepSpeed and Python; writes docs/versions.md"
 	@echo "make check      lint, format, types, import order"
 	@echo "make fmt        format, and fix what can be fixed"
@@ -55,7 +55,7 @@ test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu --timeout 1200
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow --timeout 7200
+	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "slow or (hypothesis and not gpu)" --timeout 7200
 
 test-versions:
 	$(PYTHON) tests/versions.py --torch "$(TORCH)"

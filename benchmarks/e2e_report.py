@@ -152,6 +152,7 @@ def dense_line(records: Sequence[Record]) -> str:
     )
 
 
+LEAST_RATES = 3  # of a plot; the unlimited link is not on its axis
 COLORS = {FLAT: "#666666", INSIDE: "#d55e00"}
 OUR_COLORS = ("#0072b2", "#009e73", "#cc79a7")  # told apart by people who see few colours
 NAMES = {
@@ -235,7 +236,7 @@ def main() -> None:
         print(f"MB per step over the DC uplinks, one direction, all ranks:\n\n{byte_table(group)}\n")
         if line := dense_line(group):
             print(f"{line}\n")
-        if args.plots is not None:
+        if args.plots is not None and sum(rate != "none" for rate in by_rate(group)) >= LEAST_RATES:
             args.plots.mkdir(parents=True, exist_ok=True)
             kind = ("sleep-" if compute == "sleep" else "") + (f"{model}-" if model != "bytes" else "")
             kind += f"{adapters.replace(' ', '-')}-" if adapters else ""

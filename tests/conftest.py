@@ -18,9 +18,11 @@ if str(TESTS_DIR) not in sys.path:  # whatever pytest's import mode is
 if importlib.util.find_spec("ds_hybridep") is None:  # run from a checkout without an install
     sys.path.insert(0, str(REPO_DIR))
 
-# On a busy machine an example takes as long as it takes.
-hypothesis.settings.register_profile("any machine", deadline=None)
-hypothesis.settings.load_profile("any machine")
+# On a busy machine an example takes as long as it takes.  `make test` draws the same examples each time, and
+# `make test-slow` others (HYPOTHESIS_PROFILE=random).
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 # Before torch or deepspeed are imported anywhere: workers inherit these.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -36,10 +38,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under pytest-xdist one worker runs, one by one, all tests that start processes; the other ones run the rest."""
+    """Under pytest-xdist two workers run, one by one, the tests that start processes; the other ones run the rest."""
     for item in items:
-        uses_a_pool = {"pool2", "pool4", "pool8"} & set(getattr(item, "fixturenames", ()))
-        if uses_a_pool or item.get_closest_marker("dist") or item.path.parent.name == "lab":
+        if {"pool4", "pool8", "own_pool4"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("four processes"))
+        elif "pool2" in getattr(item, "fixturenames", ()) or item.get_closest_marker("dist"):
+            item.add_marker(pytest.mark.xdist_group("processes"))
+        elif item.path.parent.name == "lab":
             item.add_marker(pytest.mark.xdist_group("processes"))
 
 

@@ -49,7 +49,7 @@ nodes = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(nodes, max_size=5))
 def test_what_is_written_is_read_again(written):
     assert chakra.decode(chakra.encode(written)) == written

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from deepspeed.utils import groups, log_dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import PlanError
@@ -240,7 +240,7 @@ class DenseSync:
 
     def _all_gather(self, sync: GroupSync, output: Tensor, own: Tensor) -> None:
         before = self._before.pop(output.data_ptr(), None)
-        spans = self._layout_of(output) if before is not None else ()
+        spans = _layout_of(output, self._engine.module, self._span) if before is not None else ()
         finish = sync.start_all_gather(output, own, before, spans)
         if self._is_stepping:
             self._gathers.append((sync, finish))
@@ -323,18 +323,6 @@ class DenseSync:
             found += spans if is_whole else [whole("", (tensor.numel(),))]
         return tuple(found)
 
-    def _layout_of(self, flat: Tensor) -> tuple[Span, ...]:
-        """Return the spans of a flat buffer whose views are parameters."""
-        members = [p for p in self._engine.module.parameters() if _is_view(p, flat)]
-        members.sort(key=lambda parameter: int(parameter.data_ptr()))
-        spans: list[Span] = []
-        position = 0
-        for parameter in members:
-            start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
-            spans = [*_padded(spans, start, position), self._span(parameter)]
-            position = start + parameter.numel()
-        return tuple(_padded(spans, flat.numel(), position))
-
 
 @dataclass(frozen=True)
 class _Call:
@@ -342,6 +330,19 @@ class _Call:
 
     spans: Sequence[Span] = ()
     slices: list[tuple[int, Span]] | None = None
+
+
+def _layout_of(flat: Tensor, module: nn.Module, span_of: Callable[[Any], Span]) -> tuple[Span, ...]:
+    """Return the spans of a flat buffer whose views are parameters."""
+    members = [parameter for parameter in module.parameters() if _is_view(parameter, flat)]
+    members.sort(key=lambda parameter: int(parameter.data_ptr()))
+    spans: list[Span] = []
+    position = 0
+    for parameter in members:
+        start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+        spans = [*_padded(spans, start, position), span_of(parameter)]
+        position = start + parameter.numel()
+    return tuple(_padded(spans, flat.numel(), position))
 
 
 def _is_view(parameter: Tensor, flat: Tensor) -> bool:

@@ -202,7 +202,7 @@ class GroupSync:
         _, sums = self._reduce(buffer, pieces.values, is_last=is_last)
         total = sums[self.own_slot]
         if is_last and buffer.rounded is not None:
-            total = self._rounded(buffer.rounded, total, flat.dtype)
+            total = _rounded(buffer.rounded, self.own_slot, total, flat.dtype, self.encoding.loss_scale())
         pieces.values[self.own_slot] = total if is_last else torch.zeros_like(total)
         pieces.write_back(self.own_slot)
 
@@ -251,14 +251,6 @@ class GroupSync:
         else:
             self.waiting_names |= names
         return slots, sums
-
-    def _rounded(self, feedback: Feedback, total: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the own slot's sum as `dtype`; what that loses goes into later sums."""
-        parts, scale = feedback.parts[self.own_slot], self.encoding.loss_scale()
-        feedback.gradients.take(0, parts, split(total, parts), scale)
-        rounded = total.to(dtype)
-        feedback.gradients.leave_out(0, parts, split(total - rounded, parts), scale)
-        return rounded
 
     def _split_stages(self, buffer: Buffer) -> tuple[tuple[GatherStage, ...], tuple[GatherStage, ...]]:
         """Return the stages that the sums of every micro-step cross, and those crossed once per optimizer step."""
@@ -376,3 +368,12 @@ class GroupSync:
     def _run(self, transfer: StagedTransfer) -> None:
         self._pipeline.start(transfer)
         self._pipeline.wait(transfer)
+
+
+def _rounded(feedback: Feedback, slot: int, total: Tensor, dtype: torch.dtype, loss_scale: float) -> Tensor:
+    """Return the sum of a slot as `dtype`; what that loses goes into later sums."""
+    parts = feedback.parts[slot]
+    feedback.gradients.take(0, parts, split(total, parts), loss_scale)
+    rounded = total.to(dtype)
+    feedback.gradients.leave_out(0, parts, split(total - rounded, parts), loss_scale)
+    return rounded

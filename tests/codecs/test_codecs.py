@@ -46,7 +46,7 @@ def test_ratio_counts_every_byte(codec):
     assert codec.ratio(48, 80, torch.bfloat16) == 48 * 80 * 2 / last
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(x=tensors())
 @pytest.mark.parametrize("name", SPECS)
 def test_one_encoding_never_adds_error(name, x):
@@ -58,7 +58,7 @@ def test_one_encoding_never_adds_error(name, x):
     assert (after <= before * 1.02 + 1e-30).all()
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(x=tensors())
 @pytest.mark.parametrize("name", SPECS)
 def test_feedback_delivers_in_the_end(name, x):
@@ -278,7 +278,7 @@ def test_a_mirror_of_another_shape_is_refused():
 
 
 @given(st.integers(2, 12), st.integers(2, 12))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_small_matrices_and_vectors_go_to_the_fallback(rows, cols):
     codec = make_codec({"type": "low_rank", "rank": 4, "fallback": "int4"})
     assert codec.resolve(1, cols).settings() == codec.resolve(rows, 1).settings() == "int4(block=128)"

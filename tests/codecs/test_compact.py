@@ -80,7 +80,7 @@ def test_the_reference_is_the_definition():
         assert torch.equal(compact(x, seed, "reference"), compact_by_definition(x, seed))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(x=tensors())
 def test_an_element_moves_by_less_than_a_unit(x):
     found = through(x)

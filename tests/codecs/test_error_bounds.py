@@ -4,7 +4,7 @@
 import pytest
 import torch
 from codec_cases import normal, tensors
-from hypothesis import given, settings
+from hypothesis import given
 
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.codecs.blockwise import to_blocks
@@ -20,7 +20,6 @@ def left_over(spec, x):
     return x.double() - codec.decode(packets, torch.empty_like(x)).double()
 
 
-@settings(deadline=None)
 @given(x=tensors())
 @pytest.mark.parametrize(("name", "largest"), [("int8", 127), ("int4", 7)])
 def test_int8_and_int4_err_by_half_a_scale(name, largest, x):
@@ -29,7 +28,6 @@ def test_int8_and_int4_err_by_half_a_scale(name, largest, x):
     assert (error <= scale / 2 * (1 + 1e-6) + 127 * TINY).all()
 
 
-@settings(deadline=None)
 @given(x=tensors())
 def test_int2_leaves_less_than_there_was(x):
     error = to_blocks(left_over("int2", x).flatten(1), 128).square().sum(dim=-1)

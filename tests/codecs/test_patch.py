@@ -137,7 +137,7 @@ def changes(draw):
     return from_bits(old, dtype), from_bits(torch.where(is_changed, old + move, old), dtype)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(case=changes())
 def test_any_change_arrives_exactly_and_takes_the_same_bytes_from_all_kernels(patch, case):
     assert_exact(patch, *case)
@@ -187,7 +187,6 @@ def merged_lengths(counts):
     return lengths
 
 
-@settings(deadline=None)
 @given(counts=st.lists(st.one_of(st.integers(0, 20), st.integers(0, 2**20)), min_size=2, max_size=55))
 def test_code_lengths_are_the_best_where_those_are_short_enough(counts):
     lengths, best = form.code_lengths(counts), merged_lengths(counts)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from codec_cases import normal
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hybridep.codecs import make_codec
@@ -26,7 +26,6 @@ def by_rank(rank, factors="int4", **options):
     return make_codec({"type": "low_rank", "rank": rank, "factors": factors, **options})
 
 
-@settings(deadline=None)
 @given(SIDES, SIDES, RATIOS, FACTORS)
 def test_the_rank_is_the_largest_that_meets_the_ratio(rows, cols, ratio, factors):
     codec = by_ratio(ratio, factors, fallback="identity")
@@ -43,7 +42,6 @@ def test_the_rank_is_the_largest_that_meets_the_ratio(rows, cols, ratio, factors
         assert 4 * rows * cols / (16 + larger.factor_bytes(rows, cols)) < ratio
 
 
-@settings(deadline=None)
 @given(SIDES, SIDES, RATIOS, RATIOS, FACTORS)
 def test_a_larger_ratio_never_sends_more(rows, cols, one, other, factors):
     small, large = (by_ratio(ratio, factors) for ratio in sorted((one, other)))
@@ -51,7 +49,6 @@ def test_a_larger_ratio_never_sends_more(rows, cols, one, other, factors):
     assert large.effective_rank(rows, cols) <= small.effective_rank(rows, cols)
 
 
-@settings(deadline=None)
 @given(SIDES, SIDES, st.integers(0, 500), RATIOS, FACTORS)
 def test_more_rows_never_get_a_smaller_rank_than_their_share_of_the_bytes(rows, cols, more, ratio, factors):
     """Of the bytes that the ratio allows, less than one column of each factor is left."""

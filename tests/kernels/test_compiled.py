@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 from cuda_emulation import load_emulated
-from hypothesis import given, settings
+from hypothesis import given
 from kernels.on_device import on_cuda
 from kernels.refs import assert_same_plan, combines, large_routes, payload, routes, token_rows
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,7 +67,6 @@ def assert_same_dots(actual, wanted, grad, rows, slot_to_row):
     assert not actual[slot_to_row < 0].any()
 
 
-@settings(deadline=None)
 @given(arguments=routes())
 def test_plan_equals_the_reference(compiled, arguments):
     assert_same_plan(compiled.plan_routes(*arguments), reference.plan_routes(*arguments))
@@ -78,7 +77,6 @@ def test_plan_of_many_tokens_equals_the_reference(compiled):
     assert_same_plan(compiled.plan_routes(*arguments), reference.plan_routes(*arguments))
 
 
-@settings(deadline=None)
 @given(arguments=routes())
 def test_dispatch_equals_the_reference(compiled, arguments):
     row_to_token = reference.plan_routes(*arguments).row_to_token
@@ -87,7 +85,6 @@ def test_dispatch_equals_the_reference(compiled, arguments):
         assert_identical(compiled.dispatch_rows(x, row_to_token), reference.dispatch_rows(x, row_to_token))
 
 
-@settings(deadline=None)
 @given(arguments=token_rows())
 def test_records_and_their_rows_equal_the_reference(compiled, arguments):
     x, row_to_token = arguments
@@ -126,7 +123,6 @@ def test_rounding_to_fp8_is_that_of_torch(compiled):
     assert_identical(rows, x.to(torch.float8_e4m3fn).float())
 
 
-@settings(deadline=None)
 @given(arguments=combines())
 def test_combine_equals_the_reference_bit_for_bit(compiled, arguments):
     rows, slot_to_row, weights = arguments
@@ -137,7 +133,6 @@ def test_combine_equals_the_reference_bit_for_bit(compiled, arguments):
             assert_identical(out, wanted)
 
 
-@settings(deadline=None)
 @given(arguments=combines())
 def test_combine_backward_equals_the_reference(compiled, arguments):
     rows, slot_to_row, weights = arguments
@@ -177,7 +172,6 @@ def test_routed_tokens_there_and_back(compiled, dtype, hidden):
     assert_same_dots(grad_weights, wanted_weights, grad, rows, plan.slot_to_row)
 
 
-@settings(deadline=None)
 @given(arguments=routes())
 def test_combine_of_dispatched_rows_is_the_weighted_token(compiled, arguments):
     topk_idx = arguments[0]
@@ -188,7 +182,6 @@ def test_combine_of_dispatched_rows_is_the_weighted_token(compiled, arguments):
     torch.testing.assert_close(out, x * weight, rtol=1e-5, atol=2e-6)
 
 
-@settings(deadline=None)
 @given(arguments=routes())
 def test_dispatch_and_combine_are_adjoint(compiled, arguments):
     plan = compiled.plan_routes(*arguments)

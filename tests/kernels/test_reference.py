@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from kernels.refs import (
     E4M3,
     PLAN_FIELDS,
@@ -32,7 +32,6 @@ def int32(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-@settings(deadline=None)
 @given(routes())
 def test_plan_is_what_loops_give(arguments):
     topk_idx, expert_to_destination, num_destinations = arguments
@@ -63,7 +62,6 @@ def test_an_expert_listed_twice_has_one_row_that_serves_both_slots():
     assert plan.first_slot_to_row.tolist() == [[0, -1]]
 
 
-@settings(deadline=None)
 @given(combines())
 def test_combine_is_what_loops_give(arguments):
     rows, slot_to_row, weights = arguments
@@ -74,7 +72,6 @@ def test_combine_is_what_loops_give(arguments):
         torch.testing.assert_close(out.double(), wanted, rtol=ROUNDING[rows.dtype], atol=4e-6)
 
 
-@settings(deadline=None)
 @given(combines())
 def test_combine_backward_is_what_loops_give(arguments):
     rows, slot_to_row, weights = arguments
@@ -88,7 +85,6 @@ def test_combine_backward_is_what_loops_give(arguments):
     torch.testing.assert_close(grad_weights.double(), wanted_weights, rtol=2e-6, atol=4e-6)
 
 
-@settings(deadline=None)
 @given(routes())
 def test_dispatch_and_sum_of_first_slots_are_adjoint(arguments):
     topk_idx, expert_to_destination, num_destinations = arguments
@@ -100,7 +96,6 @@ def test_dispatch_and_sum_of_first_slots_are_adjoint(arguments):
     torch.testing.assert_close(forward, backward, rtol=1e-12, atol=1e-12)
 
 
-@settings(deadline=None)
 @given(routes())
 def test_weighted_combine_has_the_gradients_that_autograd_finds(arguments):
     topk_idx, expert_to_destination, num_destinations = arguments
@@ -143,7 +138,6 @@ def test_combine_keeps_fp64():
 FORMATS = ["int8", "fp8"]
 
 
-@settings(deadline=None)
 @given(token_rows())
 def test_records_are_what_loops_give(arguments):
     x, row_to_token = arguments
@@ -155,7 +149,6 @@ def test_records_are_what_loops_give(arguments):
         assert records.shape[1] % 16 == 0
 
 
-@settings(deadline=None)
 @given(token_rows(is_finite=True))
 def test_an_element_is_off_by_half_a_step_at_most(arguments):
     x, row_to_token = arguments
@@ -168,7 +161,6 @@ def test_an_element_is_off_by_half_a_step_at_most(arguments):
         assert ((rows.sign() == wanted.sign()) | (rows == 0)).all()
 
 
-@settings(deadline=None)
 @given(token_rows())
 def test_rows_that_were_quantised_give_the_same_records(arguments):
     x, row_to_token = arguments

@@ -81,9 +81,7 @@ def test_a_rank_that_a_signal_ended_is_named(net, tmp_path):
 @pytest.mark.dist
 def test_the_time_limit_ends_ranks_that_hang_and_names_them(net, tmp_path):
     script = "import os, sys, time; time.sleep(300 if os.environ['RANK'] in '13' else 0)"
-    start_s = time.monotonic()
     result = run_ranks(net, [sys.executable, "-c", script], log_dir=tmp_path, timeout_s=2)
-    assert time.monotonic() - start_s < 20
     assert result.timed_out
     assert result.failure == "time limit of 2 s reached with rank(s) 1, 3 still running"
     assert result.exit_codes == (0, -signal.SIGKILL, 0, -signal.SIGKILL)

@@ -13,7 +13,7 @@ from paper_closed_form import (
 
 from ds_hybridep.errors import PlanError
 
-properties = settings(deadline=None, max_examples=200)
+properties = settings(max_examples=200)
 
 
 @st.composite

@@ -7,7 +7,7 @@ from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors, flatten, unflatten
 
 # A slow machine is no failure, so there is no deadline per example.
-properties = settings(deadline=None, max_examples=60)
+properties = settings(max_examples=60)
 
 TWO_BY_THREE = Cluster((Level("dc", 2), Level("gpu", 3)))
 

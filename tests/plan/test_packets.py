@@ -4,7 +4,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hybridep.codecs import make_codec
@@ -46,7 +46,6 @@ def without(span):
     return span.shape, span.start, span.num_elements
 
 
-@settings(deadline=None)
 @given(st.sampled_from(SETTINGS), st.integers(1, 3000), st.integers(1, 3000))
 def test_packets_have_the_size_of_the_codecs(spec, rows, cols):
     config = parse_codec(spec, where="codec")
@@ -54,7 +53,6 @@ def test_packets_have_the_size_of_the_codecs(spec, rows, cols):
     assert packets_of(config.model_dump()).packet_bytes(rows, cols) == codec.packet_bytes(rows, cols)
 
 
-@settings(deadline=None)
 @given(shapes, st.integers(1, 7), st.sampled_from(SETTINGS), st.data())
 def test_slots_and_their_messages_are_those_of_flat_buffers(tensors, num_slots, spec, data):
     """Parts by slot, and bytes of their messages, wherever the buffer is cut."""

@@ -11,7 +11,7 @@ from ds_hybridep.plan.cluster import Cluster, Level, divisors
 from ds_hybridep.plan.partition import Partition
 
 # A slow machine is no failure, so there is no deadline per example.
-properties = settings(deadline=None, max_examples=60)
+properties = settings(max_examples=60)
 
 
 def cluster_of(*sizes):

@@ -47,7 +47,7 @@ def step_by_step(one, ahead):
     return clock[0]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 5), st.integers(1, 9), seconds, seconds, seconds, seconds, st.integers(1, 3))
 def test_the_schedule_is_the_one_worked_out_step_by_step(stages, batches, forward, backward, transfer, latency, ahead):
     schedule = _Schedule(stages, batches, forward, backward, transfer, latency)

@@ -292,7 +292,7 @@ def test_break_even_needs_a_group_over_the_slow_level():
     assert break_even_tokens(question, is_deduplicated=True) is None
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.floats(0.1, 1000), st.floats(0.01, 1.0), st.integers(100, 100_000))
 def test_a_slower_link_never_makes_the_best_plan_faster(gbps, factor, tokens):
     fast, slow = (question_of("Qwen3-30B-A3B", gbps=(rate, 800), tokens=tokens) for rate in (gbps, gbps * factor))

@@ -19,7 +19,7 @@ from ds_hybridep.simulate.scenario import STREAM_MODEL_ASSUMPTIONS, Assumptions,
 from ds_hybridep.simulate.simulator import simulate
 from ds_hybridep.simulate.traffic import Ranks, Routing
 
-properties = settings(deadline=None, max_examples=40)
+properties = settings(max_examples=40)
 rates_of_toy = Rates(flops_per_s=1e9)
 
 

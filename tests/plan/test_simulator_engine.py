@@ -13,7 +13,7 @@ from ds_hybridep.simulate.events import Change, Engine, Operation, Post, Run, Wa
 from ds_hybridep.simulate.flows import Flows, fair_rates
 from ds_hybridep.simulate.traffic import TrafficMaker
 
-properties = settings(deadline=None, max_examples=60)
+properties = settings(max_examples=60)
 
 
 def flows_of(*flows, weights=None):

@@ -23,7 +23,7 @@ from ds_hybridep.plan.sync_stages import Held, ring_bytes, sync_stages
 from ds_hybridep.plan.workload import MoEModel, Workload
 
 # A slow machine is no failure, so there is no deadline per example.
-properties = settings(deadline=None, max_examples=150)
+properties = settings(max_examples=150)
 
 TOY = MoEModel(
     name="toy", hidden=64, num_experts=8, top_k=2, num_moe_layers=4, expert_params=33088,

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ds_hybridep
@@ -39,7 +39,6 @@ def message_of(num_rows: int, num_tokens: int, exchange: rows.Exchange) -> torch
 
 
 @given(st.integers(0, 2**31 - 1), st.data())
-@settings(deadline=None)
 def test_a_header_says_the_number_of_rows(num_tokens, data):
     num_rows = data.draw(st.integers(0, num_tokens))
     exchange = exchange_of()
@@ -47,7 +46,6 @@ def test_a_header_says_the_number_of_rows(num_tokens, data):
 
 
 @given(st.integers(0, 100), st.lists(st.tuples(st.integers(0, 15), st.integers(1, 255)), min_size=1, max_size=4))
-@settings(deadline=None)
 def test_a_damaged_header_is_refused_before_memory_is_taken(num_rows, changes):
     exchange = exchange_of()
     message = message_of(num_rows, 100, exchange)
@@ -88,7 +86,6 @@ def gather_of(replica: PatchReplica, message: torch.Tensor) -> Gather:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), max_size=3), st.integers(0, 40), st.booleans())
-@settings(deadline=None)
 def test_a_patch_that_was_changed_is_refused_and_its_sender_named(changes, cut, is_of_other_step):
     old = torch.linspace(-1, 1, 300).bfloat16()
     new = old + torch.arange(300).remainder(7).eq(0).bfloat16() * 0.01

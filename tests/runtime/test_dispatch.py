@@ -120,7 +120,7 @@ def carry_again_and_again(num_tokens: tuple[tuple[int, ...], ...], top_k: int, w
     return [*results, {"received": received, "sent": transport.traffic.sent_bytes[0, "tokens"]}]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_tokens=st.lists(st.tuples(*[st.integers(0, 60)] * 4), min_size=2, max_size=6).map(tuple),
     top_k=st.integers(1, 4),
@@ -241,7 +241,7 @@ def cases_and_routings(draw: st.DrawFn) -> tuple[MoeCase, Routing]:
     return case_2x2(plan, exchange, top_k=top_k, num_tokens=tuple(map(len, routing))), routing
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25)
 @given(drawn=cases_and_routings())
 def test_combine_of_dispatch_is_the_weighted_token_for_any_routing(
     pool4: ProcessPool, drawn: tuple[MoeCase, Routing]

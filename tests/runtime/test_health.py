@@ -105,7 +105,7 @@ def test_the_message_begins_with_the_cause_and_says_how_all_are():
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_connections_are_mutual_few_and_reach_everybody(sizes):
     cluster = Cluster(tuple(Level(f"level{i}", size) for i, size in enumerate(sizes)))
     peers = {rank: peers_of(cluster, rank) for rank in range(cluster.num_ranks)}
@@ -132,13 +132,12 @@ beats = st.builds(
 
 
 @given(beats)
-@settings(deadline=None)
 def test_a_message_arrives_as_it_was_sent(beat):
     assert parse_beat(beat.line(), 8) == beat
 
 
 @given(beats, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_damaged_messages_are_dropped_or_harmless(beat, data):
     line = bytearray(beat.line())
     for _ in range(data.draw(st.integers(1, 4))):

@@ -132,7 +132,7 @@ def check(pool: ProcessPool, asked: Sequence[Question]) -> None:
             assert one["others untouched"], question
 
 
-FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @FEW
