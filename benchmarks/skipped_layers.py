@@ -126,7 +126,7 @@ def train(kind: str, stage: int, codecs: dict[str, Any], steps: int) -> dict[str
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
-    for stage in (1, 2):
+    for stage in args.zero_stages:
         for kind in KINDS:
             exact = train(kind, stage, {}, args.steps)
             encoded = train(kind, stage, {"codecs": "recommended"}, args.steps)
@@ -153,6 +153,7 @@ def report(path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--zero-stages", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path, default=Path("skipped-layers.jsonl"))
     parser.add_argument("--report", type=Path, help="print the table of these records")
     args = parser.parse_args()

@@ -65,6 +65,7 @@ def test_transient_replicas(pool4: ProcessPool) -> None:
     assert_parity(pool4, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.core
 def test_shared_experts_and_limited_groups(pool4: ProcessPool) -> None:
     assert_parity(pool4, [case4("deepseek_v3", 2, 1, zero_stage=1), case4("qwen3_5_moe", 2, 1, zero_stage=2)])
@@ -74,6 +75,7 @@ def test_bf16(pool4: ProcessPool) -> None:
     assert_parity(pool4, [case4("qwen3_moe", 2, 1, dtype="bf16", zero_stage=1, toy=BY_TOKEN)])
 
 
+@pytest.mark.slow
 def test_bf16_tells_a_wrong_gradient_from_another_order_of_sums(pool4: ProcessPool) -> None:
     case = case4("qwen3_moe", 1, 1, dtype="bf16", zero_stage=1, toy=BY_TOKEN)
     results = pool4.run(parity.run_other_layout, case=case, ep_size=2)
@@ -95,6 +97,7 @@ def test_zero_3(pool4: ProcessPool) -> None:
     assert_parity(pool4, cases)
 
 
+@pytest.mark.slow
 def test_two_ranks(pool2: ProcessPool) -> None:
     toy = replace(SHAPE, ep_size=2)
     assert_parity(pool2, [Case(levels=levels_of((2,), (size,)), family="mixtral", toy=toy) for size in (1, 2)])

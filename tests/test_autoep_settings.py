@@ -70,6 +70,7 @@ def train_lossy(case: Case, folder: str) -> dict[str, Any]:
 # -- tests ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_planned_job_keeps_its_losses(pool4: ProcessPool) -> None:
     for plain, losses, record in pool4.run(train_planned, case=case4("qwen3_moe", 1, 1, zero_stage=1)):
         assert losses == pytest.approx(plain, rel=FP32_TOLERANCE, abs=0.0)

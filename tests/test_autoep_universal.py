@@ -129,6 +129,7 @@ def test_the_block_changes_nothing(pool4: ProcessPool, tmp_path: Path, zero_stag
         assert found["others"][True] == pytest.approx(found["others"][False], rel=FP32_TOLERANCE, abs=0.0)
 
 
+@pytest.mark.slow
 def test_our_files_beside_it_keep_what_codecs_have(pool4: ProcessPool, tmp_path: Path) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=1)
     for found in pool4.run(go_on_with_codecs, case=case, folder=str(tmp_path), timeout_s=120.0):

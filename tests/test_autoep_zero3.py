@@ -113,6 +113,7 @@ def test_other_plans_and_none(pool4: ProcessPool) -> None:
         assert losses == pytest.approx(plain, rel=FP32_TOLERANCE, abs=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner", ["engine", pytest.param("optimizer", marks=pytest.mark.slow)])
 def test_zero_grad_in_the_middle_of_an_accumulation(pool4: ProcessPool, owner: str) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=3, accumulation=2)

@@ -236,6 +236,7 @@ print(*sorted(name for name in sys.modules if name.split(".")[0] == "ds_hybridep
     assert "not active" not in result.stderr
 
 
+@pytest.mark.slow
 def test_classic_moe_works_where_modules_of_autoep_are_missing(tmp_path):
     """They are new in patch releases; DeepSpeed itself has imported what it has before they go."""
     program = """

@@ -217,6 +217,7 @@ def test_resume_is_bit_equal(
         assert result["different"] == [], rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, slow(2)])
 def test_resume_is_bit_equal_in_bf16(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     case = world4((2, 1), zero_stage, dtype="bf16", toy=ToyConfig(routing="by_token"))
@@ -280,6 +281,7 @@ def test_load_into_a_running_engine_leaves_no_stale_replica(
         assert_close(losses[False], losses[True])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"load_module_only": True}, {"custom_load_fn": copy_by_name}], ids=" ".join)
 def test_other_ways_of_loading_leave_no_stale_replica(
     pool4: ProcessPool, tmp_path: Path, options: dict[str, Any]

@@ -67,7 +67,7 @@ def train_compiled(case: Case, what: str, backend: str) -> tuple[list[float], li
     ("what", "options"),
     [
         ("MoE layers", {}),
-        ("model", {"zero_stage": 1, "accumulation": 2}),
+        slow("model", {"zero_stage": 1, "accumulation": 2}),
         slow("MoE layers", {"zero_stage": 2}),
         slow("wrapped blocks", {}),
         slow("wrapped model", {}),

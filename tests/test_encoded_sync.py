@@ -111,6 +111,7 @@ def test_lossy_levels_keep_all_ranks_bit_equal(pool4: ProcessPool, stage: str, e
     assert sum(one["sent"]["dense"] for one in lossy) < 0.45 * sum(one["sent"]["dense"] for one in exact)
 
 
+@pytest.mark.slow
 def test_lossy_gradients_with_an_optimizer_that_adds_up_in_fp32(pool4: ProcessPool) -> None:
     options, config = settings_of("1 fp32")
     case = world4(2, 1, **{**BF16, **options})

@@ -196,6 +196,7 @@ def assert_equal_to_the_bit(pool: ProcessPool, cases: list[Case]) -> None:
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.slow
 def test_deepspeed_against_itself_is_exact(pool4: ProcessPool) -> None:
     # Every value of every axis.
     settings = [

@@ -263,6 +263,7 @@ def test_attaching_that_fails_at_its_end_leaves_nothing(pool2: ProcessPool) -> N
         assert found["losses"] == expected
 
 
+@pytest.mark.slow
 def test_a_rank_whose_start_fails_after_it_joined_is_named_by_the_others(tmp_path: Path) -> None:
     config = world2().ds_config(with_block=True)
     (waiting, said), (failed, _) = run_two_ranks(tmp_path, [config, {**config, **BAD_SCHEDULER}])

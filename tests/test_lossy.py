@@ -331,12 +331,14 @@ def test_one_expert_per_rank(pool4: ProcessPool, codec: Any) -> None:
     assert len(pool4.run(train_lossy, case=case, codecs=codecs, num_steps=3)) == 4
 
 
+@pytest.mark.slow
 def test_replicas_equal_mirrors_over_three_levels(pool8: ProcessPool) -> None:
     case = Case(levels=levels_of((2, 2, 2), (2, 2, 2)), toy=ToyConfig(ep_size=8))
     codecs: Codecs = [(LOW_RANK, LOW_RANK), ("int8", "int8"), ("identity", "identity")]
     assert len(pool8.run(train_lossy, case=case, codecs=codecs, num_steps=3)) == 8
 
 
+@pytest.mark.slow
 def test_int8_both_ways_trains_as_exact_does(pool4: ProcessPool) -> None:
     # Routed by token: a token that moves to another expert changes a loss by more than rounding does.
     case = world4(2, 1, toy=ToyConfig(hidden=16, routing="by_token"))
@@ -418,6 +420,7 @@ def test_at_another_plan_residuals_go_to_the_owners(pool4: ProcessPool, tmp_path
         assert all(loss == loss for loss in found["again"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_before_the_first_step(pool4: ProcessPool, tmp_path: Path) -> None:
     codecs: Codecs = [("int8", "int4"), ("identity", "identity")]
     for losses, again in pool4.run(

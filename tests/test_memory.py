@@ -150,6 +150,7 @@ def test_bytes_of_a_step_are_those_of_the_estimator(
             assert need.gradient_sums == pytest.approx(sums * found["replicated"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codecs", [PATCHES, pytest.param(DELTAS, marks=pytest.mark.slow), pytest.param(EXACT, marks=pytest.mark.slow)]
 )

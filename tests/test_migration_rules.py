@@ -330,6 +330,7 @@ def three_backwards_one_step(trainer: Trainer) -> None:
         trainer.engine.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero_stage", "sizes"), [(2, (2, 1)), slow(0, (2, 1)), slow(1, (2, 2))], ids=str)
 def test_unmanaged_accumulation_returns_gradients_in_every_backward(
     pool4: ProcessPool, zero_stage: int, sizes: tuple[int, int]
@@ -353,6 +354,7 @@ def boundary_set_by_hand(trainer: Trainer) -> None:
         trainer.engine.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero_stage", "sizes"), [(2, (2, 2)), slow(0, (2, 1)), slow(1, (2, 1))], ids=str)
 def test_set_gradient_accumulation_boundary(pool4: ProcessPool, zero_stage: int, sizes: tuple[int, int]) -> None:
     rules = [Rule(case=world4(*sizes, zero_stage=zero_stage, accumulation=3), script=boundary_set_by_hand)]
@@ -369,6 +371,7 @@ def backwards_under_no_sync(trainer: Trainer) -> None:
         trainer.micro_step(step, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero_stage", "sizes"), [slow(0, (2, 1)), (1, (2, 2))], ids=str)
 def test_no_sync_counts_as_no_boundary(pool4: ProcessPool, zero_stage: int, sizes: tuple[int, int]) -> None:
     rules = [Rule(case=world4(*sizes, zero_stage=zero_stage), script=backwards_under_no_sync)]
@@ -611,6 +614,7 @@ def test_a_layer_called_twice_under_reentrant_checkpointing(pool4: ProcessPool, 
     assert_rules(pool4, [rule])
 
 
+@pytest.mark.slow
 def test_layers_that_run_in_reverse_of_module_order(pool4: ProcessPool) -> None:
     case = world4(2, 2, toy=ToyConfig(num_layers=3), zero_stage=2, prefetch_depth=1)
     assert_rules(pool4, [Rule(case=case, script=accumulate, regions=((2,), (1,), (0,)))])
@@ -638,6 +642,7 @@ SHARED_REGIONS = [  # prefetch depth, domain sizes, ZeRO stage, accumulation, re
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("depth", "sizes", "zero_stage", "accumulation", "regions", "checkpointing"), SHARED_REGIONS, ids=str
 )
@@ -658,6 +663,7 @@ def test_checkpointing_with_two_layers_in_one_region(
         assert one[-1][1] == {kind: times(2, expert_bytes(case)) for kind in EXPERT_KINDS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch_depth", [0, slow(1), slow(2), 5])
 def test_prefetch_depths(pool2: ProcessPool, prefetch_depth: int) -> None:
     toy = ToyConfig(num_layers=4)

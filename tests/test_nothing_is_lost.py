@@ -72,7 +72,9 @@ def state_over_time(case: Case, kind: str, steps: int, folder: str) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("kind", ["stochastic depth", "heads", "freezing"])
+@pytest.mark.parametrize(
+    "kind", ["stochastic depth", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("heads", "freezing"))]
+)
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_layers_that_are_skipped_at_times_pile_nothing_up(
     pool4: ProcessPool, stage: int, kind: str, tmp_path: Path

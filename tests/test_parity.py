@@ -60,6 +60,7 @@ def test_more_checkpointing(pool4: ProcessPool) -> None:
     assert_parity(pool4, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.core
 def test_routing(pool4: ProcessPool) -> None:
     cases = [
@@ -91,6 +92,7 @@ def test_bf16(pool4: ProcessPool) -> None:
     assert_parity(pool4, cases)
 
 
+@pytest.mark.slow
 def test_groups_smaller_than_the_world(pool4: ProcessPool) -> None:
     small = ToyConfig(ep_size=2)
     cases = [
@@ -109,6 +111,7 @@ def test_uneven_and_empty_batches(pool4: ProcessPool) -> None:
     assert_parity(pool4, cases)
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps(pool4: ProcessPool) -> None:
     assert_parity(pool4, [world4(2, 1, zero_stage=1, accumulation=2, evaluate=True)])
 
@@ -126,6 +129,7 @@ def test_more_stages_and_evaluation(pool4: ProcessPool) -> None:
     assert_parity(pool4, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.core
 def test_tokens_left_to_deepspeed(pool4: ProcessPool) -> None:
     cases = [

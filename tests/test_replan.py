@@ -525,6 +525,7 @@ def test_a_planned_job_changes_its_plan_and_keeps_its_losses(pool4: ProcessPool)
         assert record["links"][0]["bandwidth_gbps"] > 0
 
 
+@pytest.mark.slow
 def test_a_settled_plan_is_looked_at_when_steps_change(pool2: ProcessPool):
     case = world2(1)
     # The first look after five steps; the thirteenth step is longer.
@@ -532,6 +533,7 @@ def test_a_settled_plan_is_looked_at_when_steps_change(pool2: ProcessPool):
     assert pool2.run(looks_of, case=case, steps=16, advanced={"replan": False})[0] == ([6], 16, True)
 
 
+@pytest.mark.slow
 def test_planning_ends_with_settings_that_are_no_option_and_goes_on_with_others(pool2: ProcessPool):
     results = pool2.run(plans_by_hand, case=world2(2), timeout_s=120)
     for by_hand, option in results:
@@ -634,6 +636,7 @@ def test_replan_refuses_what_it_cannot_do(pool4: ProcessPool):
         assert "same levels as before" in errors[1][1]
 
 
+@pytest.mark.slow
 def test_token_codecs_stay_as_they_are_set(pool4: ProcessPool):
     for first, by_hand, without_tokens, planned, *priced in pool4.run(token_codecs_of, case=world4(1, 1)):
         assert first.endswith("dispatched tokens int8 over dc")

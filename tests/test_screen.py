@@ -71,6 +71,7 @@ def test_the_lines_are_there_whatever_the_log_level_of_deepspeed(tmp_path: Path,
     assert len(lines_with(START, said)) == len(lines_with(FIGURES, said)) == 1
 
 
+@pytest.mark.slow
 def test_a_script_that_configures_logging_gets_each_line_once_in_its_own_format(tmp_path: Path) -> None:
     said = said_by_rank_0(tmp_path, ds_config(), "--logging", "configured")
     for text in (START, FIGURES):
@@ -78,6 +79,7 @@ def test_a_script_that_configures_logging_gets_each_line_once_in_its_own_format(
         assert line.startswith("at INFO of ds_hybridep: ")
 
 
+@pytest.mark.slow
 def test_a_script_can_silence_the_lines(tmp_path: Path) -> None:
     assert lines_with("hybridep", said_by_rank_0(tmp_path, ds_config(), "--logging", "silenced")) == []
 

@@ -167,6 +167,7 @@ def test_parity_of_layouts_passes_and_types(pool4: ProcessPool, zero_stage: int,
     assert_parity(pool4, cases)
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_persistent_replicas(pool4: ProcessPool) -> None:
     assert all(pool4.run(same_bits, case=world4(2, 2, zero_stage=1, accumulation=2), codecs=LOSSY_GRADIENTS))
 
@@ -180,6 +181,7 @@ def test_bits_under_checkpointing(pool4: ProcessPool, checkpointing: str | None,
         assert all(pool4.run(same_bits, case=world4(*sizes, zero_stage=zero_stage, toy=toy), codecs=codecs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_memory_is_that_of_a_few_layers_whatever_their_number(pool4: ProcessPool, depth: int) -> None:
     for num_layers in (5, 7):
@@ -192,6 +194,7 @@ def test_memory_is_that_of_a_few_layers_whatever_their_number(pool4: ProcessPool
             assert 4 * (depth + 1) < found["alive"] - found["owned"] <= 12 * (depth + 1)
 
 
+@pytest.mark.slow
 def test_kinds_of_replicas_can_be_changed_by_hand(pool4: ProcessPool) -> None:
     case = world4(2, 1)
     kept, changed = (
@@ -242,6 +245,7 @@ def test_a_backward_never_reads_weights_that_are_not_held_or_have_changed() -> N
         output.sum().backward()
 
 
+@pytest.mark.slow
 def test_unusual_passes(pool4: ProcessPool) -> None:
     rules = [
         Rule(case=rule(2, 1, zero_stage=2), script=accumulate, checkpointing="reentrant", regions=REGIONS),

@@ -144,7 +144,9 @@ def test_any_change_arrives_exactly_and_takes_the_same_bytes_from_all_kernels(pa
 
 
 @pytest.mark.parametrize("patch", NOT_EMULATED, indirect=True)
-@pytest.mark.parametrize(("n", "step"), [(SEGMENT - 1, 1e-6), (SEGMENT + 4100, 1e-4)])
+@pytest.mark.parametrize(
+    ("n", "step"), [(SEGMENT - 1, 1e-6), pytest.param(SEGMENT + 4100, 1e-4, marks=pytest.mark.slow)]
+)
 def test_more_than_a_segment(patch, n, step):
     assert_exact(patch, *trained(n, step))
 

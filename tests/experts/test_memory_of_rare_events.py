@@ -30,6 +30,7 @@ def growth_of(program: str, *arguments: str) -> float:
     return float(result.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_verification_makes_no_copies_of_the_weights() -> None:
     program = """
         import torch

@@ -35,6 +35,7 @@ def bytes_of(way, log_dir):
     return [uplink.out_bytes for uplink in result.uplinks], counted
 
 
+@pytest.mark.slow
 def test_interfaces_see_what_is_counted(permitted, tmp_path):
     seen, counted = bytes_of("levels", tmp_path)
     # Half of the vector of a sum, and half of what is gathered, from each of the two ranks of a datacentre.

@@ -53,8 +53,8 @@ def uplink_totals(case: Case, layout: Layout, workload: Workload, kind: str) -> 
     return [kinds[kind] * math.prod(cluster.sizes[: level + 1]) for level, kinds in enumerate(per_uplink)]
 
 
-@pytest.mark.parametrize("checkpointing", [None, "reentrant"])
-@pytest.mark.parametrize("exchange", ["direct", "hierarchical"])
+@pytest.mark.parametrize("checkpointing", [None, pytest.param("reentrant", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exchange", ["direct", pytest.param("hierarchical", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("domain_sizes", [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_every_byte_is_predicted(pool4: ProcessPool, domain_sizes, exchange, checkpointing):
     levels = tuple((name, 2, size) for name, size in zip(("dc", "gpu"), domain_sizes, strict=True))

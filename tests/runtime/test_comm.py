@@ -539,9 +539,7 @@ def agree_on(payloads: list[dict], timeout_s: float = 20.0) -> tuple[str, str]:
 def test_equal_payloads_agree_again_and_again(pool4: ProcessPool) -> None:
     reordered = dict(reversed(PAYLOAD.items()))
     for _ in range(3):
-        assert [result for result in pool4.run(agree_on, payloads=[PAYLOAD, PAYLOAD, reordered, PAYLOAD])] == [
-            ("", "")
-        ] * 4
+        assert pool4.run(agree_on, payloads=[PAYLOAD, PAYLOAD, reordered, PAYLOAD]) == [("", "")] * 4
 
 
 def test_a_difference_names_rank_key_path_and_both_values(pool4: ProcessPool) -> None:
@@ -550,7 +548,7 @@ def test_a_difference_names_rank_key_path_and_both_values(pool4: ProcessPool) ->
         "config": {**PAYLOAD["config"], "levels": [{"name": "dc", "size": 2}, {"name": "gpu", "size": 3}]},
     }
     results = pool4.run(agree_on, payloads=[PAYLOAD, PAYLOAD, other, {**PAYLOAD, "version": "2"}])
-    for kind, message, _ in results:
+    for kind, message in results:
         assert kind == "AgreementError"
         assert "rank 2 differs from rank 0 in config.levels[1].size: 3 instead of 2" in message
         assert "rank 3 differs from rank 0 in version: '2' instead of '1'" in message
@@ -568,7 +566,7 @@ def test_a_difference_names_rank_key_path_and_both_values(pool4: ProcessPool) ->
     ids=str,
 )
 def test_lists_of_other_lengths_and_missing_keys_differ(pool2: ProcessPool, other: dict, expected: str) -> None:
-    for _, message, _ in pool2.run(agree_on, payloads=[{"layers": [1, 2, 3]}, other]):
+    for _, message in pool2.run(agree_on, payloads=[{"layers": [1, 2, 3]}, other]):
         assert message == f"rank 1 differs from rank 0 in {expected}"
 
 

@@ -192,9 +192,15 @@ def sum_small_numbers(codec: Any, owners: bool, num_sums: int) -> list[float]:
     return [float(error.abs().max()), float(error.mean()), float(error[sizes[mine] < 3e-4].mean())]
 
 
-@pytest.mark.parametrize("owners", [True, False])
 @pytest.mark.parametrize(
-    "codec", ["int4", {"type": "low_rank", "ratio": 8, "factors": "log4", "weighting": "rms"}], ids=str
+    ("codec", "owners"),
+    [
+        ("int4", True),
+        ({"type": "low_rank", "ratio": 8, "factors": "log4", "weighting": "rms"}, False),
+        pytest.param("int4", False, marks=pytest.mark.slow),
+        pytest.param({"type": "low_rank", "ratio": 8}, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_small_gradients_of_16_bits_arrive(pool4: ProcessPool, codec: Any, owners: bool) -> None:
     """Rounding to nearest would lose those below a 256th of a residual for good."""

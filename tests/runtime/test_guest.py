@@ -274,6 +274,7 @@ def test_after_control_c_threads_and_exit_handlers_have_all_the_time_they_need(t
     assert "written_by_a_thread0" in plain.files
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_process_whose_watch_was_ended_in_another_thread(tmp_path: Path) -> None:
     plain, watched = run_both(BEGIN + ENDS_ITS_WATCH_IN_A_THREAD, tmp_path, interrupt=("ready", signal.SIGTERM))
     assert plain.statuses == [-signal.SIGTERM] * 2

@@ -141,6 +141,7 @@ def test_four_ranks_sum_and_gather_like_a_single_process(pool4: ProcessPool, ask
     check(pool4, asked)
 
 
+@pytest.mark.slow
 @FEW
 @given(st.lists(questions(8), min_size=5, max_size=10))
 def test_eight_ranks_sum_and_gather_like_a_single_process(pool8: ProcessPool, asked: list[Question]) -> None:
@@ -215,7 +216,7 @@ def beside_torch(sizes: tuple[int, ...], num_elements: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 2)])
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
 def test_a_stand_in_takes_over_large_sums_and_gathers_and_nothing_else(
     request: pytest.FixtureRequest, sizes: tuple[int, ...]
 ) -> None:

@@ -113,6 +113,7 @@ def by_time(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(events, key=lambda event: event["ts"])
 
 
+@pytest.mark.slow
 def test_rows_are_named_by_kind_and_level(pool4: ProcessPool, tmp_path: Path) -> None:
     for _, trace in traces_of(pool4, case_of(2, 2), tmp_path):
         assert {event["pid"] for event in transfers_of(trace)} == {"hybridep transfers"}
@@ -150,6 +151,7 @@ def test_ranges_of_the_way_of_a_token_are_named_by_layer(traces: Traces) -> None
                 assert len(named(trace, f"hybridep::{name}::{layer}")) == NUM_STEPS
 
 
+@pytest.mark.slow
 def test_plain_ep_has_a_trace_without_transfers(pool4: ProcessPool, tmp_path: Path) -> None:
     for layers, trace in traces_of(pool4, case_of(1, 1), tmp_path):
         assert transfers_of(trace) == []
@@ -171,11 +173,13 @@ def trace_one_step_at_a_time(case: Case, folder: str, has_error: bool) -> list[b
     return found
 
 
+@pytest.mark.slow
 def test_a_trace_may_end_while_experts_travel(pool4: ProcessPool, tmp_path: Path) -> None:
     results = pool4.run(trace_one_step_at_a_time, case=case_of(2, 1), folder=str(tmp_path), has_error=False)
     assert results == [[True] * 5] * 4
 
 
+@pytest.mark.slow
 def test_an_error_inside_passes_and_the_next_trace_works(pool4: ProcessPool, tmp_path: Path) -> None:
     results = pool4.run(trace_one_step_at_a_time, case=case_of(2, 1), folder=str(tmp_path), has_error=True)
     assert [result[1:] for result in results] == [[True] * 4] * 4
