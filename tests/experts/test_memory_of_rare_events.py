@@ -6,6 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 import torch
 
 from ds_hybridep.experts import codec_checkpoint
