@@ -46,6 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("processes"))
         elif item.path.parent.name == "lab":
             item.add_marker(pytest.mark.xdist_group("processes"))
+        elif "emulated" in item.nodeid:  # the first of them compiles for half a minute
+            item.add_marker(pytest.mark.xdist_group("emulated kernels"))
+            item.add_marker(pytest.mark.timeout(1500))
 
 
 @pytest.fixture(scope="session")

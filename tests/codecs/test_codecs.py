@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ds_hybridep.codecs import HEADER_BYTES, PacketOrder, make_codec, non_finite, sequence_of
 from ds_hybridep.errors import PacketError
 
-pytestmark = pytest.mark.timeout(300)  # the first test compiles the kernels where no cached build exists
+pytestmark = pytest.mark.timeout(1500)  # the first test compiles the kernels where no cached build exists
 
 
 @pytest.fixture(params=SPECS)

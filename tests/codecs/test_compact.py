@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from ds_hybridep.codecs import compact as module
 from ds_hybridep.codecs.compact import BLOCK, BLOCK_WORDS, compact, compact_shape, expand
 
-pytestmark = pytest.mark.timeout(300)  # the first test compiles the kernels where no cached build exists
+pytestmark = pytest.mark.timeout(1500)  # the first test compiles the kernels where no cached build exists
 
 KERNELS = ["reference", "compiled", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(2, 48, 80), (3, 1, 70), (1, 5, 7), (2, 33, 17), (1, 1, 1), (0, 8, 8), (2, 0, 5), (1, 1, 128), (1, 2, 128)]

@@ -5,6 +5,7 @@
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -23,6 +24,7 @@ from ds_hybridep.kernels.cuda import CudaKernels
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
+COMPILE_LIMIT_S = 1200  # for one file, on a busy machine
 FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror"]
 FLAGS += ["-Wno-unknown-pragmas", "-DHYBRIDEP_CUDA", "-DHYBRIDEP_EMULATION"]
 
@@ -55,12 +57,14 @@ def _extension() -> Any:
     name = f"hybridep_emulated_{sha.hexdigest()[:12]}"
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / name
     module = folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if not module.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(2) as pool:
-            objects = list(pool.map(lambda source: _compile(source, name, folder), sources))
-        _run(["-shared", *objects, "-o", f"{module}.{os.getpid()}"])
-        os.replace(f"{module}.{os.getpid()}", module)  # another process may have been faster
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the one that compiles; its end frees the lock
+        if not module.exists():
+            with ThreadPoolExecutor(2) as pool:
+                objects = list(pool.map(lambda source: _compile(source, name, folder), sources))
+            _run(["-shared", *objects, "-o", f"{module}.part"])
+            os.replace(f"{module}.part", module)
     spec = importlib.util.spec_from_file_location(name, module)
     assert spec is not None
     assert spec.loader is not None
@@ -70,7 +74,7 @@ def _extension() -> Any:
 
 
 def _compile(source: Path, name: str, folder: Path) -> str:
-    result = folder / f"{source.stem}.{os.getpid()}.o"
+    result = folder / f"{source.stem}.o"
     includes = [HERE, CSRC / "include", pybind11.get_include(), sysconfig.get_paths()["include"]]
     arguments = [*FLAGS, f"-DTORCH_EXTENSION_NAME={name}", *(f"-I{path}" for path in includes)]
     _run([*arguments, "-x", "c++", "-c", str(source), "-o", str(result)])
@@ -79,6 +83,6 @@ def _compile(source: Path, name: str, folder: Path) -> str:
 
 def _run(arguments: list[str]) -> None:
     compiler = os.environ.get("CXX", "c++")
-    result = subprocess.run([compiler, *arguments], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([compiler, *arguments], capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
     if result.returncode:
         raise RuntimeError(f"the emulated kernels do not compile:\n{result.stderr[-4000:]}")
