@@ -59,7 +59,7 @@ class KernelBuildError(HybridEPError, RuntimeError):
 
 
 class ExportError(HybridEPError, RuntimeError):
-    """A checkpoint could not be exported, and no folder was written; the message names the file and what was expected."""
+    """A checkpoint could not be exported, and no folder was written; the message names the file and what is wrong."""
 
 
 class LabError(HybridEPError, RuntimeError):

@@ -24,9 +24,13 @@ ADAPTER_CONFIGS = ("hybridep_adapter_config.json", "adapter_config.json")
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `export` to the subcommands of the program."""
     parser = subparsers.add_parser("export", help="turn a checkpoint into a folder that from_pretrained loads")
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="what save_checkpoint wrote, or a tag in it")
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="what save_checkpoint wrote, or a tag in it"
+    )
     parser.add_argument("--model", metavar="BASE", help="the folder, or name on the hub, that the training began from")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write; must not exist yet")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="the folder to write; must not exist yet"
+    )
     parser.add_argument("--dtype", help="float32, float16 or bfloat16; default that of BASE")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights; default 5GB")
     forms = parser.add_mutually_exclusive_group()

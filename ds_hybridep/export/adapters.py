@@ -177,7 +177,8 @@ class PeftModel:
         parameter = self._names.adapters.get(key, self._names.weights.get(plain))
         if parameter is None:
             raise ExportError(
-                f"the checkpoint has no {key}, which its adapter's config and --model ask for; give those of the training"
+                f"the checkpoint has no {key}, which the config of the adapter and --model ask for; give those of "
+                f"the training"
             )
         return parameter
 
@@ -211,7 +212,7 @@ def read_config(path: Path) -> Any:
     from peft import PeftConfig
 
     try:
-        return PeftConfig.from_peft_type(**PeftConfig.from_json_file(str(path)))
+        return PeftConfig.from_peft_type(**PeftConfig.from_json_file(str(path)))  # type: ignore[no-untyped-call]
     except (OSError, ValueError, TypeError, KeyError, json.JSONDecodeError) as error:
         raise ExportError(f"{path} is no adapter_config.json of peft: {error}") from error
 
@@ -251,7 +252,7 @@ def split_factor(
 def per_expert_shapes(skeleton: Skeleton, target: Target, which: str) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of a factor in a file with adapters of single experts."""
     rank = target.product.a.shape[-2]
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in skeleton.hub_shapes[target.weight].items():
         if target.num_experts and not _EXPERT.search(name):
             raise UnsupportedError(f"{name}: this family has no files per expert, so its adapters have none either")

@@ -29,9 +29,7 @@ class Skeleton:
         self.model = model
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         self.tied: dict[str, str] = dict(tied) if isinstance(tied, Mapping) else {}
-        self.shapes = {
-            name: tuple(value.shape) for name, value in model.state_dict().items() if name not in self.tied
-        }
+        self.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in self.tied}
 
     def fresh(self) -> Any:
         """Return another model of the same kind, for what changes it."""
@@ -110,7 +108,7 @@ class Base:
             del self.tensors
         if hub_name not in self.tensors:
             raise ExportError(
-                f"{hub_name} is neither in the checkpoint nor in a safetensors file of --model {self.name}; the merged "
+                f"{hub_name} is neither in the checkpoint nor in a safetensors file of --model {self.name}; the whole "
                 f"model needs it"
             )
         stored = self.tensors[hub_name]
@@ -138,7 +136,9 @@ def _download(name: str, patterns: tuple[str, ...]) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
-        raise ConfigError(f"--model {name} is neither a folder nor a model on the hub that can be read: {error}") from error
+        raise ConfigError(
+            f"--model {name} is neither a folder nor a model on the hub that can be read: {error}"
+        ) from error
 
 
 def _stored_in(path: Path) -> dict[str, Stored]:

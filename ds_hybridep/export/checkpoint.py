@@ -218,7 +218,9 @@ class _Opening:
             return
         placement = self.placement[prefix]
         if len(parts) != len(placement):
-            raise ExportError(f"{self.folder}: {name} is there for {len(parts)} of {len(placement)} ranks of its experts")
+            raise ExportError(
+                f"{self.folder}: {name} is there for {len(parts)} of {len(placement)} ranks of its experts"
+            )
         size = math.prod(shape[1:])
         by_expert = {
             expert: _cut(parts[ep_rank], place * size, size)
@@ -238,7 +240,8 @@ class _Opening:
             if name in self.found.parameters:
                 continue
             fragments = [state["frozen_param_fragments"][name] for state in self.states]
-            numel, pieces = math.prod(shape), []
+            numel = math.prod(shape)
+            pieces: list[Piece] = []
             for fragment in fragments:
                 count = min(fragment.numel, numel - sum(piece.numel for piece in pieces))
                 pieces.append(Piece(fragment, 0, count))
@@ -261,13 +264,15 @@ class _Opening:
                         found.setdefault(name, {})[expert] = Piece(stored, place * size, size)
         self._same("step", list(steps.values()), FACTOR_FILES, list(steps))
         for name, by_expert in found.items():
-            layer = next(one for one in self.layers if name.startswith(f"{one['module_path']}.experts."))
-            if missing := sorted(set(range(layer["num_experts"])) - set(by_expert)):
-                raise ExportError(f"{self.folder}: {name} of the experts {missing} is in none of the files {FACTOR_FILES}")
-            if name not in self.found.parameters:
-                self._add_experts(
-                    name, (layer["num_experts"], *shapes[name]), {expert: (one,) for expert, one in by_expert.items()}
+            count = next(
+                one["num_experts"] for one in self.layers if name.startswith(f"{one['module_path']}.experts.")
+            )
+            if missing := sorted(set(range(count)) - set(by_expert)):
+                raise ExportError(
+                    f"{self.folder}: {name} of the experts {missing} is in none of the files {FACTOR_FILES}"
                 )
+            if name not in self.found.parameters:
+                self._add_experts(name, (count, *shapes[name]), {expert: (one,) for expert, one in by_expert.items()})
 
     def _add_expert_files(self) -> None:
         if not self.layers:
@@ -287,7 +292,9 @@ class _Opening:
                     if (key := f"{prefix}.{weight}.{expert}") not in tensors:
                         raise ExportError(f"{path} has no {key}; is it a file of another model?")
                     by_expert[expert] = (Piece(tensors[key], 0, tensors[key].numel),)
-                self._add_experts(f"{prefix}.{weight}", (len(files), *loaded[0][f"{prefix}.{weight}.0"].shape), by_expert)
+                self._add_experts(
+                    f"{prefix}.{weight}", (len(files), *loaded[0][f"{prefix}.{weight}.0"].shape), by_expert
+                )
 
     def _add_classic_files(self) -> None:
         paths = sorted(self.folder.glob("layer_*_expert_*_model_states.pt"))

@@ -48,12 +48,16 @@ class Planned:
 
 
 @contextlib.contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Return an empty folder; what is in it at the end becomes `target`, and nothing if the body fails.
+
+    replace: `target` may hold other files; what a loader reads is replaced.
 
     Raises ExportError if `target` is there already and not empty, or the disk cannot be written.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    target = target.absolute()
+    is_there = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if is_there and not (replace and target.is_dir()):
         raise ExportError(f"{target} is there already and not empty; remove it, or name another folder")
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
     with _naming(partial):
@@ -62,30 +66,31 @@ def whole_folder(target: Path) -> Iterator[Path]:
     try:
         with _naming(partial):
             yield partial
-            if target.exists():
-                target.rmdir()
-            os.replace(partial, target)
+            if is_there:
+                _move_into(partial, target)
+            else:
+                os.replace(partial, target)  # also in the place of an empty folder
             _sync(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def move_into(source: Path, target: Path) -> None:
-    """Move the files of a whole folder into one that may hold others, e.g. a checkpoint of the Trainer.
+def _move_into(source: Path, target: Path) -> None:
+    """Move files into a folder that holds others, e.g. a checkpoint of the Trainer.
 
-    In between, the folder does not load: the files of FIRST_READ go first and come last.
+    In between, the folder does not load: what a loader reads first goes first and comes last.
     """
-    with _naming(target):
-        target.mkdir(parents=True, exist_ok=True)
-        for name in FIRST_READ:
-            (target / name).unlink(missing_ok=True)
-        for old in (*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json")):
-            old.unlink()
-        for path in sorted(source.iterdir(), key=lambda path: path.name in FIRST_READ):
-            os.replace(path, target / path.name)
-        source.rmdir()
-        _sync(target)
+    stem = "adapter_model" if (source / "adapter_config.json").exists() else "model"
+    for old in (
+        *(path for path in target.iterdir() if path.name in FIRST_READ),
+        *target.glob(f"{stem}*.safetensors*"),
+    ):
+        old.unlink()
+    for path in sorted(source.iterdir(), key=lambda path: path.name in FIRST_READ):
+        os.replace(path, target / path.name)
+    source.rmdir()
+    _sync(target)
 
 
 @contextlib.contextmanager
@@ -96,7 +101,9 @@ def _naming(folder: Path) -> Iterator[None]:
     except OSError as error:
         where = error.filename or folder
         full = "; the disk is full: free some space, or name a folder on another one" if _is_full(error) else ""
-        raise ExportError(f"{where} cannot be written: {error.strerror or error}{full}; no folder was written") from error
+        raise ExportError(
+            f"{where} cannot be written: {error.strerror or error}{full}; no folder was written"
+        ) from error
 
 
 def _is_full(error: OSError) -> bool:
@@ -154,10 +161,12 @@ class ShardWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one of the planned tensors."""
         plan = self._planned[name]
-        assert (tensor.dtype, tuple(tensor.shape)) == (plan.dtype, plan.shape), f"{name}: {tensor.dtype}, {tensor.shape}"
+        assert (tensor.dtype, tuple(tensor.shape)) == (plan.dtype, plan.shape), (
+            f"{name}: {tensor.dtype}, {tensor.shape}"
+        )
         with (self._folder / self._index[name]).open("r+b", buffering=0) as file:
             file.seek(self._offsets[name])
-            data = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            data = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
             while data:
                 data = data[file.write(data) :]
         self._missing.discard(name)

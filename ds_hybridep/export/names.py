@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives the parameters of a training the names and layouts that the model has in transformers.
 
-    training                                      model
-    base_model.model.X (peft)                     X
-    X.base_layer.weight, X.lora_A.NAME.weight     X.weight and its adapter
-    X.modules_to_save.NAME.weight (peft)          X.weight
-    M.experts.w1, M.experts.w3 (AutoEP)           M.experts.gate_up_proj [E, 2F, D], w1 above w3
-    M.experts.w2                                  M.experts.down_proj
-    M.router.gate.weight                          M.gate.weight, or as the family calls it
-    M.shared_experts, M.shared_experts_gate       M.shared_experts or M.shared_expert, M.shared_expert_gate
-    M.experts.gate_up_proj_lora_A, _lora_B        an adapter of M.experts.gate_up_proj
+training                                      model
+base_model.model.X (peft)                     X
+X.base_layer.weight, X.lora_A.NAME.weight     X.weight and its adapter
+X.modules_to_save.NAME.weight (peft)          X.weight
+M.experts.w1, M.experts.w3 (AutoEP)           M.experts.gate_up_proj [E, 2F, D], w1 above w3
+M.experts.w2                                  M.experts.down_proj
+M.router.gate.weight                          M.gate.weight, or as the family calls it
+M.shared_experts, M.shared_experts_gate       M.shared_experts or M.shared_expert, M.shared_expert_gate
+M.experts.gate_up_proj_lora_A, _lora_B        an adapter of M.experts.gate_up_proj
 """
 
 import re
@@ -148,9 +148,7 @@ def _in_moe_layer(
     return "" if is_alias else name
 
 
-def _check(
-    found: Mapping[str, Parameter], unknown: list[str], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
+def _check(found: Mapping[str, Parameter], unknown: list[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
     if unknown:
         raise ExportError(
             f"the model given by --model has no {unknown[0]}, which the checkpoint has ({len(unknown)} such names); give "

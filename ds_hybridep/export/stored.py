@@ -85,7 +85,7 @@ class Stored:
         return tensor
 
     def _read(self, place: Tensor, first: int) -> None:
-        view = memoryview(place.view(-1).view(torch.uint8).numpy())
+        view = memoryview(place.view(-1).view(torch.uint8).numpy().data)
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(self.begin_bytes + first * self.dtype.itemsize)
@@ -93,7 +93,9 @@ class Stored:
                 while done < len(view):
                     count = file.readinto(view[done:])
                     if not count:
-                        raise ExportError(f"{self.path} is cut short: {len(view) - done} bytes of a tensor are missing")
+                        raise ExportError(
+                            f"{self.path} is cut short: {len(view) - done} bytes of a tensor are missing"
+                        )
                     done += count
         except OSError as error:
             raise ExportError(f"{self.path} cannot be read: {error}") from error

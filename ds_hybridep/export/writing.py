@@ -4,6 +4,7 @@
 Where ranks export together, all of them plan the same and read in the same order, and one of them writes.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -129,7 +130,8 @@ def plan_model(
 
 def _skeleton(weights: Mapping[str, Parameter], moe_paths: Sequence[str], model: Model) -> Skeleton:
     """Return the class of the model that has the names of the training.  Raises what is wrong with the first one."""
-    first_error = None
+    first_error: ExportError | None = None
+    skeleton: Skeleton
     for skeleton in model.skeletons():
         try:
             fit(weights, moe_paths, skeleton.shapes, skeleton.tied)
@@ -204,7 +206,9 @@ def _single(name: str, parameter: Parameter, dtype: torch.dtype) -> Item:
 
 def _per_expert(skeleton: Skeleton, peft_model: adapters.PeftModel, model: Model, dtype: torch.dtype) -> Plan:
     if peft_model.num_saved_modules:
-        raise UnsupportedError("layers of modules_to_save cannot be in adapters per expert; use --adapters or --merged")
+        raise UnsupportedError(
+            "layers of modules_to_save cannot be in adapters per expert; use --adapters or --merged"
+        )
     items = []
     for target in peft_model.targets():
         for which, factor in (("A", target.product.a), ("B", target.product.b)):
@@ -223,7 +227,7 @@ def _finish_adapters(config: Any, base_name: str, folder: Path) -> None:
 
 def _finish_model(skeleton: Skeleton, model: Model, dtype: torch.dtype, folder: Path) -> None:
     model.copy_files(folder)
-    config = skeleton.model.config
+    config = copy.deepcopy(skeleton.model.config)
     config.dtype = dtype
     config.architectures = [type(skeleton.model).__name__]
     config.save_pretrained(folder)
@@ -235,22 +239,24 @@ def write_folder(plan: Plan, target: Path, max_shard_bytes: int, progress: Progr
         write_files(plan, folder, max_shard_bytes, progress)
 
 
-def write_files(plan: Plan, folder: Path, max_shard_bytes: int, progress: Progress) -> None:
+def _read(item: Item) -> Tensor:
+    return item.parameter.read(item.dtype)
+
+
+def write_files(
+    plan: Plan,
+    folder: Path,
+    max_shard_bytes: int,
+    progress: Progress = lambda num_bytes: None,
+    read: Callable[[Item], Tensor] = _read,
+) -> None:
     """Write into a folder what the plan says, last what a loader reads first."""
     # peft reads one file of adapters, never an index.
     limit = max_shard_bytes if plan.stem == "model" else 1 << 62
     writer = ShardWriter(folder, plan.stem, plan.planned, limit)
     for item in plan.items:
-        write_item(item, writer, progress)
+        for name, part in item.split(read(item)).items():
+            writer.write(name, part)
+            progress(item.planned[name].num_bytes)
     writer.close()
     plan.finish(folder)
-
-
-def write_item(item: Item, writer: ShardWriter | None, progress: Progress) -> None:
-    """Read one parameter and write its tensors; without a writer only read, where others need that."""
-    tensor = item.parameter.read(item.dtype)
-    if writer is None:
-        return
-    for name, part in item.split(tensor).items():
-        writer.write(name, part)
-        progress(item.planned[name].num_bytes)

@@ -12,6 +12,7 @@ Nothing here keeps an engine alive.
 """
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ ZERO_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 MOE_LAYER = "deepspeed.moe.sharded_moe:MOELayer"
 AUTOEP_LAYER = "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer"
 MODULE = "torch.nn:Module"
+TRAINER = "transformers.trainer:Trainer"
 OPTIMIZER = "torch.optim:Optimizer"
 TORCH_CHECKPOINTING = "torch.utils.checkpoint"
 DEEPSPEED_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
@@ -58,6 +60,12 @@ TABLE = (
     Patch(
         ENGINE, "load_checkpoint", "and loaded; then weights are shipped",
         parameters=("load_optimizer_states", "load_module_only"),
+    ),  # fmt: skip
+    Patch(ENGINE, "save_16bit_model", "it would write the experts of rank 0 only", parameters=("save_dir",)),
+    Patch(MODULE, "save_pretrained", "of a transformers model: it would write the experts of one rank", is_method=False),
+    Patch(
+        TRAINER, "save_model", "it would write the experts of rank 0 only", "last detach",
+        ("output_dir", "_internal_call"),
     ),  # fmt: skip
     Patch(ENGINE, "destroy", "connections and threads end with the engine"),
     Patch(ENGINE, "__del__", "an engine that is dropped gives its layers back, and waits for nobody", "last detach"),
@@ -168,6 +176,11 @@ class Patches:
             self._undo.pop()()
 
 
+def is_trainer_there() -> bool:
+    """Return True if the process has imported transformers' Trainer; it takes seconds, and few need it."""
+    return TRAINER.split(":")[0] in sys.modules
+
+
 def find(owner: str) -> Any:
     """Return the class of a row."""
     module, name = owner.split(":")
@@ -178,6 +191,8 @@ def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
     """Return what rows rely on but the installed DeepSpeed or torch does not have."""
     missing = []
     for row in rows:
+        if row.owner == TRAINER and not is_trainer_there():
+            continue
         method = None
         try:
             method = getattr(find(row.owner), row.attribute) if row.is_method else find(row.owner)
