@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
-from parity import Case, loss_of, model_of, use_expert_groups_of
+from parity import Case, loss_of, model_of, snapshot, use_expert_groups_of
 from toy_model import ToyConfig, batch
 
 import ds_hybridep
@@ -152,3 +153,53 @@ def run(job: Job) -> dict[str, Any]:
             ds_hybridep.save_pretrained(engine, folder / "live")
         found["later"] = train(engine, job, job.steps, 2)
     return found
+
+
+def save_in_all_ways(job: Job) -> dict[str, Any]:
+    """Errors of what must not write, by call, and losses after saving and without it."""
+    folder = Path(job.folder)
+    errors = {}
+    with engine_of(job) as engine:
+        train(engine, job, 0, job.steps)
+        try:
+            engine.module.save_pretrained(folder / "module")
+        except RuntimeError as error:
+            errors["module"] = str(error)
+        engine.save_16bit_model(str(folder / "sixteen"))
+        trainer = trainer_of(engine, folder / "trainer")
+        trainer.save_model()
+        ds_hybridep.save_pretrained(engine, folder / "live")
+        try:
+            ds_hybridep.save_pretrained(engine, folder / "live" / "config.json")
+        except RuntimeError as error:
+            errors["file"] = str(error)
+        saved = train(engine, job, job.steps, 2)
+    with engine_of(job) as engine:
+        kept = train(engine, job, 0, job.steps + 2)[job.steps :]
+        ds_hybridep.detach(engine)
+        errors["detached"] = str("save_pretrained" in vars(engine.module))
+    return {"errors": errors, "losses": (saved, kept)}
+
+
+def trainer_of(engine: Any, folder: Path) -> Any:
+    """What a Trainer is while it trains, as far as saving goes."""
+    from transformers.trainer import Trainer
+
+    trainer = Trainer.__new__(Trainer)
+    trainer.deepspeed = trainer.model_wrapped = engine
+    trainer.model = engine.module
+    is_first = dist.get_rank() == 0
+    trainer.args = SimpleNamespace(output_dir=str(folder), should_save=is_first, push_to_hub=False)
+    trainer.processing_class = trainer.data_collator = None
+    return trainer
+
+
+def run_classic(case: Case, folder: str) -> dict[str, torch.Tensor]:
+    """Train a model with deepspeed.moe.layer.MoE, save a checkpoint, and return its masters by global name."""
+    from test_engine import engine_of as classic_engine
+    from test_engine import train as train_classic
+
+    with classic_engine(case, with_block=True) as engine:
+        train_classic(engine, case, 0, 2)
+        engine.save_checkpoint(folder)
+        return snapshot(case, engine.module)

@@ -134,7 +134,7 @@ def fit(
 def _in_moe_layer(
     path: str, name: str, weights: Mapping[str, Parameter], shapes: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Return the model's name of what is in a layer of AutoEP; empty for what is there under another name too."""
+    """Return the model's name of what is in a layer of AutoEP; empty for a router that is there by another name too."""
     rest = name.removeprefix(f"{path}.")
     fused = {"experts.w1": "gate_up_proj", "experts.w3": "gate_up_proj", "experts.w2": "down_proj"}
     if rest in fused:
@@ -143,9 +143,10 @@ def _in_moe_layer(
         if rest.startswith(head):
             candidates = [f"{path}.{other}{rest.removeprefix(head)}" for other in others]
             return next((one for one in candidates if one in shapes), name)
-    last = rest.rsplit(".", 1)[-1]
-    is_alias = any(f"{path}.{router}{last}" in weights for router in ("router.gate.", "router."))
-    return "" if is_alias else name
+    router, _, last = rest.rpartition(".gate.")
+    if f"{path}.{router}.{last}" in shapes:
+        return "" if f"{path}.router.gate.{last}" in weights else f"{path}.{router}.{last}"
+    return name
 
 
 def _check(found: Mapping[str, Parameter], unknown: list[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
