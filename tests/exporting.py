@@ -157,6 +157,8 @@ def run(job: Job) -> dict[str, Any]:
 
 def save_in_all_ways(job: Job) -> dict[str, Any]:
     """Errors of what must not write, by call, and losses after saving and without it."""
+    import transformers.trainer  # noqa: F401 (hybridep looks for it where an engine starts)
+
     folder = Path(job.folder)
     errors = {}
     with engine_of(job) as engine:

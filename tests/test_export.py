@@ -28,7 +28,6 @@ pytestmark = [
 ]
 
 
-
 def exported(job: Job, *options: str, name: str = "out") -> Path:
     """The folder that the command writes."""
     folder = Path(job.folder)
@@ -119,7 +118,10 @@ FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "qwen3_5_moe")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_each_family(pool2: ProcessPool, tmp_path: Path, family: str, dtype: Any) -> None:
     for zero_stage in range(4):
-        check(pool2, Job(folder=str(tmp_path / str(zero_stage)), family=family, dtype=dtype, zero_stage=zero_stage, live=True))
+        check(
+            pool2,
+            Job(folder=str(tmp_path / str(zero_stage)), family=family, dtype=dtype, zero_stage=zero_stage, live=True),
+        )
 
 
 @pytest.mark.slow
@@ -174,7 +176,9 @@ def check_per_expert(job: Job, folder: Path) -> None:
 
 
 def test_adapters_of_attention_load_in_peft(pool2: ProcessPool, tmp_path: Path) -> None:
-    check_adapters(pool2, Job(folder=str(tmp_path), zero_stage=0, adapters="attention", without_frozen=True, live=True))
+    check_adapters(
+        pool2, Job(folder=str(tmp_path), zero_stage=0, adapters="attention", without_frozen=True, live=True)
+    )
 
 
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -259,7 +263,9 @@ def test_training_goes_on_from_an_export(pool2: ProcessPool, tmp_path: Path, ada
     wanted = pool2.run(run, job=job, timeout_s=120.0)[0]["later"][:1]
     folder = str(exported(job))
     for with_block in (True,) if adapters else (True, False):
-        found = pool2.run(losses_of_training_on, job=replace(job, with_block=with_block), folder=folder, timeout_s=120.0)
+        found = pool2.run(
+            losses_of_training_on, job=replace(job, with_block=with_block), folder=folder, timeout_s=120.0
+        )
         assert found[0] == pytest.approx(wanted, rel=1e-5)
 
 

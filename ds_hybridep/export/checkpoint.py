@@ -91,7 +91,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Return all parameters of a checkpoint.  Raises ExportError if a file is missing, cut short or of another step."""
+    """Return all parameters of a checkpoint; ExportError if a file is missing, cut short or of another step."""
     names = [path.name for path in folder.glob("*.pt")] if folder.is_dir() else []
     states = sorted(name for name in names if name.endswith("model_states.pt") and not name.startswith("layer_"))
     if not states:
@@ -326,13 +326,13 @@ class _Opening:
         if missing := sorted(set(range(self.world_size)) - there):
             path = self.folder / f"zero_pp_rank_{missing[0]}_mp_rank_00_{ending}"
             raise ExportError(
-                f"{path} is missing: the checkpoint is of {self.world_size} ranks, and the files of ranks {missing} are "
-                f"not here; copy them from their machines"
+                f"{path} is missing: the checkpoint is of {self.world_size} ranks, and files of ranks {missing} are not "
+                f"here; copy them from their machines"
             )
         if count != self.world_size:
             raise ExportError(
-                f"{self.folder} holds {count} files {pattern}, but the checkpoint is of {self.world_size} ranks; are files "
-                f"of another run in this folder?"
+                f"{self.folder} holds {count} files {pattern}, and the checkpoint is of {self.world_size} ranks; are "
+                f"files of another run in this folder?"
             )
 
     def _same(self, what: str, values: Sequence[Any], ending: str, names: Sequence[str] = ()) -> None:
@@ -340,8 +340,8 @@ class _Opening:
             if value != values[0]:
                 name = names[position] if names else f"zero_pp_rank_{position}_mp_rank_00_{ending}"
                 raise ExportError(
-                    f"{self.folder / name} is of {what} {value}, the file of rank 0 of {what} {values[0]}; the files of "
-                    f"all ranks must come from one save"
+                    f"{self.folder / name} is of {what} {value}, the file of rank 0 of {what} {values[0]}; files "
+                    f"of all ranks must come from one save"
                 )
 
 

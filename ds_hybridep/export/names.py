@@ -134,7 +134,7 @@ def fit(
 def _in_moe_layer(
     path: str, name: str, weights: Mapping[str, Parameter], shapes: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Return the model's name of what is in a layer of AutoEP; empty for a router that is there by another name too."""
+    """Return the model's name of what AutoEP's layer has; empty for a router that has another name too."""
     rest = name.removeprefix(f"{path}.")
     fused = {"experts.w1": "gate_up_proj", "experts.w3": "gate_up_proj", "experts.w2": "down_proj"}
     if rest in fused:
@@ -152,13 +152,13 @@ def _in_moe_layer(
 def _check(found: Mapping[str, Parameter], unknown: list[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
     if unknown:
         raise ExportError(
-            f"the model given by --model has no {unknown[0]}, which the checkpoint has ({len(unknown)} such names); give "
-            f"the model that was trained"
+            f"the model given by --model has no {unknown[0]}, which the checkpoint has ({len(unknown)} such names); "
+            f"give the model that was trained"
         )
     for name, parameter in found.items():
         if tuple(parameter.shape) != shapes[name]:
             what = "experts, rows and columns" if ".experts." in name else "shape"
             raise ExportError(
-                f"{name} has {what} {list(parameter.shape)} in the checkpoint and {list(shapes[name])} in the model given "
-                f"by --model; give the model that was trained"
+                f"{name} has {what} {list(parameter.shape)} in the checkpoint and {list(shapes[name])} in the model "
+                f"given by --model; give the model that was trained"
             )

@@ -33,7 +33,7 @@ _STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 _HARMLESS = {
-    "builtins": {"set", "frozenset", "list", "dict", "tuple", "int", "float", "bool", "str", "bytes", "bytearray", "complex"},
+    "builtins": set("set frozenset list dict tuple int float bool str bytes bytearray complex".split()),
     "collections": {"OrderedDict"},
 }  # fmt: skip
 _LOCAL_HEADER_BYTES = 30  # of a zip entry, before its name and extra field

@@ -62,7 +62,7 @@ TABLE = (
         parameters=("load_optimizer_states", "load_module_only"),
     ),  # fmt: skip
     Patch(ENGINE, "save_16bit_model", "it would write the experts of rank 0 only", parameters=("save_dir",)),
-    Patch(MODULE, "save_pretrained", "of a transformers model: it would write the experts of one rank", is_method=False),
+    Patch(MODULE, "save_pretrained", "of transformers: it would write the experts of one rank", is_method=False),
     Patch(
         TRAINER, "save_model", "it would write the experts of rank 0 only", "last detach",
         ("output_dir", "_internal_call"),

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ds_hybridep.errors import ConfigError, ExportError, UnsupportedError
+from ds_hybridep.experts.partitioned import is_partitioned
 from ds_hybridep.export import writing
 from ds_hybridep.export.base import Skeleton, without_weights
 from ds_hybridep.export.checkpoint import FileParameter, Parameter
 from ds_hybridep.export.folder import whole_folder
-from ds_hybridep.experts.partitioned import is_partitioned
 from ds_hybridep.integration.autoep import is_autoep_layer
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.transport.agreement import hear
@@ -150,7 +150,7 @@ class LiveModel:
         self._inner = module.get_base_model() if hasattr(module, "peft_config") else module
         if not hasattr(self._inner, "config") or not hasattr(self._inner, "_from_config"):
             raise UnsupportedError(
-                f"{type(self._inner).__name__} is no model of transformers; call engine.save_checkpoint(DIR), and then "
+                f"{type(self._inner).__name__} is no model of transformers; call engine.save_checkpoint(DIR), then "
                 f"`ds_hybridep export DIR`, which writes a state dict with all experts"
             )
         self.name = str(getattr(self._inner.config, "_name_or_path", ""))
