@@ -48,7 +48,11 @@ def state_of(row: Patch, engine: Any) -> list[Any]:
 
 
 # Of models of transformers only; test_export.py has them.
-SAVING = [row for row in TABLE if row.attribute in ("save_16bit_model", "save_pretrained", "save_model")]
+SAVING = [
+    row
+    for row in TABLE
+    if row.attribute in ("save_16bit_model", "save_pretrained", "save_model", "load_module_state_dict")
+]
 
 
 def walk_the_table(case: Case) -> dict[str, list[str]]:

@@ -326,8 +326,8 @@ class _Opening:
         if missing := sorted(set(range(self.world_size)) - there):
             path = self.folder / f"zero_pp_rank_{missing[0]}_mp_rank_00_{ending}"
             raise ExportError(
-                f"{path} is missing: the checkpoint is of {self.world_size} ranks, and files of ranks {missing} are not "
-                f"here; copy them from their machines"
+                f"{path} is missing: the checkpoint is of {self.world_size} ranks, and files of {missing} are not here; "
+                f"copy them from their machines"
             )
         if count != self.world_size:
             raise ExportError(

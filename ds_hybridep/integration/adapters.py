@@ -131,6 +131,7 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
         experts, own = layer.experts, experts_of(layer, layer.ep_rank)
         experts.__class__ = AdaptedExperts
         experts.scalings = {adapter.parameter: adapter.scaling for adapter in adapters}
+        names_of_all: list[str] = []
         for adapter in adapters:
             _check_layout(name, experts, adapter, own)
             names = factor_names(adapter.parameter)
@@ -139,9 +140,30 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
                 for mark in _MARKS:
                     setattr(parameter, mark, getattr(experts.w1, mark))
                 experts.register_parameter(factor_name, parameter)
+                names_of_all.append(factor_name)
                 if sources:
                     sources.sources[id(parameter)] = [old]
                     sources.discarded.add(id(old))
+        _mark(layer, names_of_all)
+
+
+def _mark(layer: Any, factors: list[str]) -> None:
+    """Name the factors in what DeepSpeed writes about the layer into checkpoints, for ds_to_universal."""
+    descriptor = getattr(layer, "expert_placement_descriptor", None)
+    if descriptor is not None:
+        layer.expert_placement_descriptor = {**descriptor, "hybridep_factors": factors}
+
+
+def load_module_state_dict(
+    layers: Mapping[str, Any], original: Any, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Replaces `engine.load_module_state_dict`: keeps the factors, which `load` or a universal checkpoint gives."""
+    module = dict(checkpoint["module"])
+    for name, layer in layers.items():
+        for key, parameter in _factors_of(layer):
+            if f"{name}.experts.{key}" in module:
+                module[f"{name}.experts.{key}"] = parameter.detach()
+    return original({**checkpoint, "module": module}, *args, **kwargs)
 
 
 def experts_of(layer: Any, ep_rank: int) -> list[int]:

@@ -142,11 +142,16 @@ class Attachment:
         patches, module = self._patches, self.engine.module
         if not all(autoep.is_autoep_layer(layer) for layer in self.layers.values()):
             return
+        if adapted := autoep.adapted_layers(self.layers):
+            from ds_hybridep.integration import adapters
+
+            load = patches.while_on(partial(adapters.load_module_state_dict, adapted))
+            patches.wrap(ENGINE, "load_module_state_dict", self.engine, load)
         save = partial(saving.save_16bit_model, self.engine)
         patches.wrap(ENGINE, "save_16bit_model", self.engine, patches.while_on(save))
         inner = module.get_base_model() if hasattr(module, "peft_config") else module
         owners = {id(one): one for one in (inner, module) if hasattr(one, "save_pretrained")}
-        if inner is not module and not autoep.adapted_layers(self.layers):
+        if inner is not module and not adapted:
             del owners[id(module)]  # peft writes adapters of other layers rightly
         for owner in owners.values():
             patches.put(MODULE, "save_pretrained", owner, saving.refuse_save_pretrained)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_hybridep.errors import ConfigError, UnsupportedError
+from ds_hybridep.errors import ConfigError
 from ds_hybridep.integration import saving, whole_checkpoints
 from ds_hybridep.integration.autoep import adapted_layers
 from ds_hybridep.integration.log import log_dist
@@ -101,13 +101,8 @@ def _choose(folder: Path, tag: str | None, engine: Any) -> tuple[str | None, str
 
 def _load_weights(attachment: "Attachment", original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
     engine, adapted = attachment.engine, adapted_layers(attachment.layers)
-    if adapted and engine.load_universal_checkpoint():
-        raise UnsupportedError(
-            "checkpoint.load_universal is set, but universal checkpoints hold no adapters of experts; load "
-            "the checkpoint that was converted"
-        )
     loaded = original(*call.args, **call.kwargs)
-    if loaded[0] is not None and adapted:
+    if loaded[0] is not None and adapted and not engine.load_universal_checkpoint():
         from ds_hybridep.integration import adapters
 
         adapters.load(adapted, Path(loaded[0]).parent)

@@ -26,6 +26,7 @@ MOE_LAYER = "deepspeed.moe.sharded_moe:MOELayer"
 AUTOEP_LAYER = "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer"
 MODULE = "torch.nn:Module"
 TRAINER = "transformers.trainer:Trainer"
+UNIVERSAL = "deepspeed.checkpoint.autoep_universal"
 OPTIMIZER = "torch.optim:Optimizer"
 TORCH_CHECKPOINTING = "torch.utils.checkpoint"
 DEEPSPEED_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
@@ -37,7 +38,7 @@ _ABSENT = object()
 class Patch:
     """One row of `TABLE`."""
 
-    owner: str  # "module:Class" that has the attribute
+    owner: str  # "module:Class", or a module, that has the attribute
     attribute: str
     why: str
     until: Literal["detach", "last detach", "exit"] = "detach"
@@ -52,6 +53,10 @@ TABLE = (
         ENGINE, "__init__", "undo a start that fails; refuse the block where the two rows above do not fit", "exit",
         ("config_class",),
     ),  # fmt: skip
+    Patch(
+        UNIVERSAL, "get_autoep_zero12_expert_param_info", "ds_to_universal takes adapters of experts along", "exit",
+        ("autoep_layers_metadata",),
+    ),  # fmt: skip
     Patch(ENGINE, "_configure_optimizer", "the optimizer's own rows are changed as soon as it is there"),
     Patch(ENGINE, "_take_model_step", "weights are shipped after each step, gradients must be back before it"),
     Patch(ENGINE, "allreduce_bucket", "dense sums of ZeRO 0 go level by level", parameters=("bucket", "dp_group")),
@@ -61,6 +66,7 @@ TABLE = (
         ENGINE, "load_checkpoint", "and loaded; then weights are shipped",
         parameters=("load_optimizer_states", "load_module_only"),
     ),  # fmt: skip
+    Patch(ENGINE, "load_module_state_dict", "its files hold the adapters of rank 0's experts only", parameters=("checkpoint",)),
     Patch(ENGINE, "save_16bit_model", "it would write the experts of rank 0 only", parameters=("save_dir",)),
     Patch(MODULE, "save_pretrained", "of transformers: it would write the experts of one rank", is_method=False),
     Patch(
@@ -182,9 +188,9 @@ def is_trainer_there() -> bool:
 
 
 def find(owner: str) -> Any:
-    """Return the class of a row."""
-    module, name = owner.split(":")
-    return getattr(import_module(module), name)
+    """Return the class or module of a row."""
+    module, _, name = owner.partition(":")
+    return getattr(import_module(module), name) if name else import_module(module)
 
 
 def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
@@ -197,7 +203,7 @@ def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
         try:
             method = getattr(find(row.owner), row.attribute) if row.is_method else find(row.owner)
         except (ImportError, AttributeError):
-            if row.owner != AUTOEP_LAYER:  # only models with such layers need it, and they have it
+            if row.owner not in (AUTOEP_LAYER, UNIVERSAL):  # only models with such layers need it, and they have it
                 missing.append(f"{row.owner}.{row.attribute}")
         if row.parameters and method is not None:
             known = inspect.signature(method).parameters
