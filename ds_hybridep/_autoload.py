@@ -46,7 +46,7 @@ def install() -> None:
 
 
 class _EngineFinder:
-    """Meta-path finder for the modules of DeepSpeed that are patched.  It returns the spec that another finder gives."""
+    """Meta-path finder for DeepSpeed's modules that are patched.  It returns the spec that another finder gives."""
 
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None

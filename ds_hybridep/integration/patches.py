@@ -66,7 +66,7 @@ TABLE = (
         ENGINE, "load_checkpoint", "and loaded; then weights are shipped",
         parameters=("load_optimizer_states", "load_module_only"),
     ),  # fmt: skip
-    Patch(ENGINE, "load_module_state_dict", "its files hold the adapters of rank 0's experts only", parameters=("checkpoint",)),
+    Patch(ENGINE, "load_module_state_dict", "its files have adapters of rank 0's experts only", parameters=("checkpoint",)),
     Patch(ENGINE, "save_16bit_model", "it would write the experts of rank 0 only", parameters=("save_dir",)),
     Patch(MODULE, "save_pretrained", "of transformers: it would write the experts of one rank", is_method=False),
     Patch(
