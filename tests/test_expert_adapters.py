@@ -208,8 +208,8 @@ def write_universal(case: Case, folder: str) -> Any:
 
 
 def read_universal(case: Case, folder: str) -> Any:
-    """Factors that a model with others has after loading, and losses of going on."""
-    with engine_of(case, BOTH, with_block=True, seed=2, load_universal=True) as engine:
+    """Factors that the base with untrained ones has after loading, and losses of going on."""
+    with engine_of(case, BOTH, with_block=True, load_universal=True) as engine:
         path, _ = engine.load_checkpoint(folder)
         assert path is not None
         return factors_of(engine, BOTH, case.toy.ep_size), train(engine, case, 2, 2)

@@ -326,7 +326,7 @@ class _Opening:
         if missing := sorted(set(range(self.world_size)) - there):
             path = self.folder / f"zero_pp_rank_{missing[0]}_mp_rank_00_{ending}"
             raise ExportError(
-                f"{path} is missing: the checkpoint is of {self.world_size} ranks, and files of {missing} are not here; "
+                f"{path} is missing: the checkpoint is of {self.world_size} ranks, and {missing} have no files here; "
                 f"copy them from their machines"
             )
         if count != self.world_size:

@@ -54,6 +54,10 @@ TABLE = (
         ("config_class",),
     ),  # fmt: skip
     Patch(
+        "deepspeed.checkpoint.deepspeed_checkpoint:DeepSpeedCheckpoint", "_lightweight_autoep_metadata",
+        "ds_to_universal learns of adapters of experts", "exit", ("model_state",),
+    ),  # fmt: skip
+    Patch(
         UNIVERSAL, "get_autoep_zero12_expert_param_info", "ds_to_universal takes adapters of experts along", "exit",
         ("autoep_layers_metadata",),
     ),  # fmt: skip
@@ -66,7 +70,7 @@ TABLE = (
         ENGINE, "load_checkpoint", "and loaded; then weights are shipped",
         parameters=("load_optimizer_states", "load_module_only"),
     ),  # fmt: skip
-    Patch(ENGINE, "load_module_state_dict", "its files have adapters of rank 0's experts only", parameters=("checkpoint",)),
+    Patch(ENGINE, "load_module_state_dict", "files hold only the adapters of one rank", parameters=("checkpoint",)),
     Patch(ENGINE, "save_16bit_model", "it would write the experts of rank 0 only", parameters=("save_dir",)),
     Patch(MODULE, "save_pretrained", "of transformers: it would write the experts of one rank", is_method=False),
     Patch(
