@@ -101,7 +101,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     for name in names:
         if (found := re.search(r"mp_rank_(\d+)", name)) and int(found[1]) > 0:
             raise UnsupportedError(f"{folder / name}: checkpoints of tensor or pipeline parallelism are not exported")
-    return _Opening(folder, [load(folder / name) for name in sorted(states, key=_rank_of)]).result()
+    loaded = [load(folder / name) for name in sorted(states, key=_rank_of)]
+    try:
+        return _Opening(folder, loaded).result()
+    except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
+        raise ExportError(
+            f"{folder} is not laid out as by DeepSpeed 0.19 ({type(error).__name__}: {error}); which version wrote it?"
+        ) from error
 
 
 def _rank_of(name: str) -> int:
