@@ -9,6 +9,7 @@ the entry point in `_autoload` runs in every process that imports torch.
     stats(engine)                          what was moved so far, as a dict
     replan(engine, config)                 change domain sizes, codecs and the token exchange
     refresh(engine)                        resync working copies after parameters were changed by hand
+    save_pretrained(engine, folder)        write the model as transformers or peft do, with the experts of all ranks
     trace(engine, path)                    Chrome/Perfetto trace of the steps inside a with block
 
     estimate_hybridep_mem_needs_all_live(model, block, world_size)    memory of replicas, before a job is started
@@ -22,6 +23,7 @@ from ds_hybridep.version import __version__
 if TYPE_CHECKING:
     from ds_hybridep.integration.api import attach, detach, refresh, replan, stats, trace
     from ds_hybridep.integration.estimate import estimate_hybridep_mem_needs_all_live
+    from ds_hybridep.integration.saving import save_pretrained
 
 __all__ = [
     "__version__",
@@ -30,9 +32,13 @@ __all__ = [
     "estimate_hybridep_mem_needs_all_live",
     "refresh",
     "replan",
+    "save_pretrained",
     "stats",
     "trace",
 ]
+
+
+_MODULES = {"estimate_hybridep_mem_needs_all_live": "estimate", "save_pretrained": "saving"}
 
 
 def __getattr__(name: str) -> Any:
@@ -41,7 +47,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; its public names are {', '.join(__all__)}"
         )
-    module = "estimate" if name.startswith("estimate") else "api"
+    module = _MODULES.get(name, "api")
     return getattr(import_module(f"ds_hybridep.integration.{module}"), name)
 
 

@@ -27,6 +27,11 @@ _ENGINE_MODULE = "deepspeed.runtime.engine"
 _BLOCK = "hybridep"
 # Rows of the table in integration/patches.py.  Their replacements are in integration/api.py.
 _METHODS = ("_configure_distributed_model", "_configure_expert_parallel")
+# What ds_to_universal asks for the parameters of experts.
+_UNIVERSAL_MODULE = "deepspeed.checkpoint.autoep_universal"
+_UNIVERSAL_FUNCTION = "get_autoep_zero12_expert_param_info"
+_CHECKPOINT_MODULE = "deepspeed.checkpoint.deepspeed_checkpoint"
+_CHECKPOINT_FUNCTION = "_lightweight_autoep_metadata"
 
 
 def install() -> None:
@@ -43,12 +48,12 @@ def install() -> None:
 
 
 class _EngineFinder:
-    """Meta-path finder for DeepSpeed's engine module.  It returns the spec that another finder gives."""
+    """Meta-path finder for DeepSpeed's modules that are patched.  It returns the spec that another finder gives."""
 
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        if fullname != _ENGINE_MODULE:
+        if fullname not in (_ENGINE_MODULE, _UNIVERSAL_MODULE, _CHECKPOINT_MODULE):
             return None
         for finder in sys.meta_path:
             find_spec = None if finder is self else getattr(finder, "find_spec", None)
@@ -76,6 +81,16 @@ def _patch_after(loader: "Any") -> None:
 
 def _patch(module: "ModuleType") -> None:
     """Let engines of `module` look for the block.  If that is impossible, engines with the block are refused."""
+    if module.__name__ == _UNIVERSAL_MODULE:
+        if hasattr(module, _UNIVERSAL_FUNCTION):
+            _wrap(module, _UNIVERSAL_FUNCTION, _with_adapters, None)
+        return
+    if module.__name__ == _CHECKPOINT_MODULE:
+        checkpoint = getattr(module, "DeepSpeedCheckpoint", None)
+        if hasattr(checkpoint, _CHECKPOINT_FUNCTION):
+            _wrap(checkpoint, _CHECKPOINT_FUNCTION, _with_marks, None)
+            setattr(checkpoint, _CHECKPOINT_FUNCTION, staticmethod(getattr(checkpoint, _CHECKPOINT_FUNCTION)))
+        return
     engine_class = getattr(module, "DeepSpeedEngine", None)
     missing = [name for name in _METHODS if not hasattr(engine_class, name)]
     if not missing:
@@ -109,6 +124,31 @@ def _join(name: str, original: "Any", engine: "Any", *args: "Any", **kwargs: "An
     from ds_hybridep.integration import api
 
     return getattr(api, name.lstrip("_"))(original, engine, *args, **kwargs)
+
+
+def _with_marks(_: None, original: "Any", model_state: "Any") -> "Any":
+    """Keep what a checkpoint says of adapters of experts, which DeepSpeed leaves out."""
+    found = original(model_state)
+    if isinstance(found, list):
+        for short, layer in zip(found, model_state["ds_autoep_layers"], strict=True):
+            factors = (layer.get("expert_placement") or {}).get("hybridep_factors")
+            if factors:
+                short["hybridep_factors"] = factors
+    return found
+
+
+def _with_adapters(_: None, original: "Any", layers: "Any") -> "Any":
+    """Let ds_to_universal see the adapters of experts where a checkpoint says that it has any."""
+    found = original(layers)
+    for layer in layers:
+        factors = layer.get("hybridep_factors", ())
+        prefix = layer["expert_key_prefix"]
+        if factors:
+            # The weights below adapters are frozen, and ZeRO has no masters of them.
+            about = [found.pop(f"{prefix}.{name}") for name in ("w1", "w2", "w3")][0]
+            about.pop("affine_map", None)
+            found.update({f"{prefix}.{name}": dict(about) for name in factors})
+    return found
 
 
 def _warn_of_misspelling(engine: "Any") -> None:

@@ -11,6 +11,7 @@ HybridEPError (Exception)
 ├── VerificationError (RuntimeError)         a replica is not bit-equal to what its owner believes it to be
 ├── PacketError (RuntimeError)               a compressed packet is of another codec or shape, or came out of order
 ├── KernelBuildError (RuntimeError)          compiled kernels were asked for and could not be built or loaded
+├── ExportError (RuntimeError)               a checkpoint cannot be exported: its files, the model or the disk
 └── LabError (RuntimeError)                  a link-shaping experiment could not be set up or taken down
 
 Each is also the built-in error in brackets. A message says where, what was found, what was expected, what to do next.
@@ -55,6 +56,10 @@ class PacketError(HybridEPError, RuntimeError):
 
 class KernelBuildError(HybridEPError, RuntimeError):
     """Compiled kernels were asked for but cannot be built or loaded. Fix the tool chain or choose "reference"."""
+
+
+class ExportError(HybridEPError, RuntimeError):
+    """A checkpoint could not be exported, and no folder was written; the message names the file and what is wrong."""
 
 
 class LabError(HybridEPError, RuntimeError):

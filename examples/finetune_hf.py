@@ -10,6 +10,8 @@ parallelism and about what travels between datacentres.
 FOLDER holds a model and its tokenizer as save_pretrained writes them; the script downloads nothing.  `--tiny` builds a
 small random Qwen3-MoE over bytes instead.  It first trains that model on the sources of Python's own standard library,
 to have something to fine-tune.  Without an accelerator, put `DS_ACCELERATOR=cpu OMP_NUM_THREADS=1` in front.
+
+`--save-to FOLDER` writes what was trained, for `from_pretrained` of transformers or peft.
 """
 
 import argparse
@@ -55,6 +57,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of attention only; needs peft")
     parser.add_argument("--lora-experts", action="store_true", help="adapters of the experts too")
+    parser.add_argument("--save-to", type=Path, help="folder for the model, or its adapters, that were trained")
+    parser.add_argument("--save-every", type=int, help="steps between checkpoints in runs/finetune_hf")
     parser.add_argument("--json-file", type=Path, help="where rank 0 writes the final record")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -170,7 +174,8 @@ def main() -> None:
         learning_rate=args.learning_rate,
         lr_scheduler_type="constant",
         logging_steps=10,
-        save_strategy="no",
+        save_strategy="steps" if args.save_every else "no",
+        save_steps=args.save_every or args.steps,
         report_to=[],
         seed=args.seed,
         accelerator_config={"use_configured_state": not has_accelerator},
@@ -189,10 +194,13 @@ def main() -> None:
         train_dataset=examples_of(windows[~is_valid]),
         eval_dataset=examples_of(windows[is_valid]),
         data_collator=default_data_collator,
+        processing_class=tokenizer,
     )
     # 3. Training and one evaluation at the end.
     result = trainer.train()
     valid_loss = trainer.evaluate()["eval_loss"]
+    if args.save_to is not None:
+        trainer.save_model(str(args.save_to))
     if trainer.is_world_process_zero():
         record = {
             "loss": result.training_loss,

@@ -30,6 +30,7 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "deepspeed --hostfile": "tests/lab/test_multi_node.py",
     "deepspeed --num_gpus 4 examples/finetune_hf.py": "tests/test_finetune_hf.py",
     "ds_hybridep show": "tests/test_page.py",
+    "ds_hybridep export": "tests/test_finetune_hf.py",
     "ds_hybridep lab": "tests/lab/test_launcher.py",
     "examples/restart/": "tests/test_restart.py",
     "sudo python benchmarks/": "not run: measures for minutes",

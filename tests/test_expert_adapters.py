@@ -3,8 +3,10 @@
 
 import gc
 import importlib.util
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.moe.ep_experts import GroupedExperts
 from parity import FP32_TOLERANCE, Case, loss_of, model_of, use_expert_groups_of
 from process_pool import ProcessPool
@@ -50,11 +53,14 @@ def adapted_model(case: Case, targets: tuple[str, ...], *, seed: int) -> Any:
 
 
 @contextmanager
-def engine_of(case: Case, targets: tuple[str, ...], *, with_block: bool, seed: int = 1) -> Iterator[Any]:
+def engine_of(
+    case: Case, targets: tuple[str, ...], *, with_block: bool, seed: int = 1, load_universal: bool = False
+) -> Iterator[Any]:
     """With the block expert-parallel; without it every rank has all experts."""
     use_expert_groups_of(case)
     model = adapted_model(case, targets, seed=seed)
     config = case.ds_config(with_block=with_block)
+    config["checkpoint"] = {"load_universal": load_universal}
     if with_block:
         config["hybridep"]["advanced"]["verify_interval"] = 1
         config["expert_parallel"]["moe_layer_pattern"] = PATTERN
@@ -83,7 +89,7 @@ def train(engine: Any, case: Case, first: int, steps: int) -> list[float]:
     return losses
 
 
-def factors_of(engine: Any, targets: tuple[str, ...]) -> dict[str, Tensor]:
+def factors_of(engine: Any, targets: tuple[str, ...], ep_size: int = 4) -> dict[str, Tensor]:
     """Products of factors for all experts, [E, rows, cols], by layer and parameter, whoever holds them."""
     found = {}
     for name, module in engine.module.named_modules():
@@ -94,7 +100,7 @@ def factors_of(engine: Any, targets: tuple[str, ...]) -> dict[str, Tensor]:
                     own = scaling * (factors[1].detach() @ factors[0].detach())
                 everywhere = [torch.empty_like(own) for _ in range(dist.get_world_size())]
                 dist.all_gather(everywhere, own.contiguous())
-                found[f"{name}.{parameter}"] = torch.cat(everywhere)
+                found[f"{name}.{parameter}"] = torch.cat(everywhere[:ep_size])
         elif type(module).__name__ == "ParamWrapper":
             layer = name.split(".experts")[0] + ".experts"
             found[f"{layer}.{module.parameter_name}"] = module.get_delta_weight("default").detach()
@@ -185,14 +191,28 @@ def error_of_save(engine: Any, folder: str) -> str:
     return ""
 
 
-def error_of_universal_load(case: Case, folder: str) -> str:
+def write_universal(case: Case, folder: str) -> Any:
+    """Factors of a checkpoint that is made universal, and losses of going on without it."""
     with engine_of(case, BOTH, with_block=True) as engine:
-        engine._config.load_universal_checkpoint = True  # "checkpoint": {"load_universal": true}
-        try:
-            engine.load_checkpoint(folder, tag="any")
-        except UnsupportedError as error:
-            return str(error)
-    return ""
+        train(engine, case, 0, 2)
+        engine.save_checkpoint(folder, tag="two")
+        saved = factors_of(engine, BOTH, case.toy.ep_size)
+        losses = train(engine, case, 2, 2)
+    if dist.get_rank() == 0:
+        workers = {"num_extract_workers": 1, "num_merge_workers": 1}
+        options = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False, **workers}
+        folders = {"input_folder": f"{folder}/two", "output_folder": f"{folder}/two_universal"}
+        ds_to_universal.main(Namespace(**folders, **options))
+    dist.barrier()
+    return saved, losses
+
+
+def read_universal(case: Case, folder: str) -> Any:
+    """Factors that the base with untrained ones has after loading, and losses of going on."""
+    with engine_of(case, BOTH, with_block=True, load_universal=True) as engine:
+        path, _ = engine.load_checkpoint(folder)
+        assert path is not None
+        return factors_of(engine, BOTH, case.toy.ep_size), train(engine, case, 2, 2)
 
 
 def error_of(case: Case, targets: tuple[str, ...], pattern: str) -> str:
@@ -260,11 +280,16 @@ def test_zero_3_saves_no_frozen_experts_with_the_block_or_without(pool4: Process
             assert "AutoEP with ZeRO Stage 3 checkpointing does not support frozen expert parameters" in message
 
 
-def test_universal_checkpoints_hold_no_adapters_of_experts(pool4: ProcessPool, tmp_path: Path) -> None:
+def test_universal_checkpoints_hold_adapters_of_experts(pool4: ProcessPool, tmp_path: Path) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=1)
-    for message in pool4.run(error_of_universal_load, case=case, folder=str(tmp_path)):
-        assert "checkpoint.load_universal" in message
-        assert "no adapters of experts" in message
+    other = replace(case, levels=(("dc", 2, 1), ("gpu", 2, 1)), toy=replace(case.toy, ep_size=2))
+    written = pool4.run(write_universal, case=case, folder=str(tmp_path), timeout_s=120.0)
+    for target in (case, other):
+        read = pool4.run(read_universal, case=target, folder=str(tmp_path), timeout_s=120.0)
+        for (saved, losses), (loaded, later) in zip(written, read, strict=True):
+            assert later == pytest.approx(losses, rel=FP32_TOLERANCE)
+            for name, value in saved.items():
+                assert torch.equal(value, loaded[name]), name
 
 
 def test_a_load_of_the_module_only_is_what_training_goes_on_from(pool4: ProcessPool, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,6 +44,43 @@ def finetune(folder: Path, *options: str, with_block: bool, zero_stage: int = 1)
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     return json.loads(record.read_text())
+
+
+def blocks_of(page: str, section: str) -> list[str]:
+    """The commands and programs that a section of a page shows."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
+    return [block.split("\n", 1)[1] for block in text.split("```")[1::2]]
+
+
+def test_the_way_to_generate_that_the_page_shows(tmp_path: Path) -> None:
+    train, generate, export = blocks_of("huggingface.md", "From training to `generate()`")
+    for name in ("examples", "ds_configs", "docs", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    port = f"deepspeed --master_port {20000 + os.getpid() % 20000}"
+    program = (
+        sys.executable,
+        "-c",
+        generate + "import sys\nassert not {'deepspeed', 'ds_hybridep'} & set(sys.modules)",
+    )
+    for command in (train.replace("deepspeed ", f"{port} ", 1), export, program):
+        run = subprocess.run(
+            command,
+            shell=isinstance(command, str),
+            cwd=tmp_path,
+            env={**os.environ, "PATH": scripts, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0" if command is program else "1"},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+        if command is program:
+            assert len(run.stdout) > len("The block ")
+    from safetensors.torch import load_file
+
+    saved, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("tuned", "exported"))
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(value, exported[name]) for name, value in saved.items())
 
 
 @pytest.mark.parametrize(

@@ -128,9 +128,10 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
                 f"{name}: AutoEP did not take this layer, whose experts have adapters; with peft, "
                 f"expert_parallel.moe_layer_pattern must match {name!r}"
             )
-        experts, own = layer.experts, _experts_of(layer)
+        experts, own = layer.experts, experts_of(layer, layer.ep_rank)
         experts.__class__ = AdaptedExperts
         experts.scalings = {adapter.parameter: adapter.scaling for adapter in adapters}
+        names_of_all: list[str] = []
         for adapter in adapters:
             _check_layout(name, experts, adapter, own)
             names = factor_names(adapter.parameter)
@@ -139,20 +140,41 @@ def put_on(model: nn.Module, taken: Mapping[str, list[Adapter]], sources: Any) -
                 for mark in _MARKS:
                     setattr(parameter, mark, getattr(experts.w1, mark))
                 experts.register_parameter(factor_name, parameter)
+                names_of_all.append(factor_name)
                 if sources:
                     sources.sources[id(parameter)] = [old]
                     sources.discarded.add(id(old))
+        _mark(layer, names_of_all)
 
 
-def _experts_of(layer: Any) -> list[int]:
-    """Return the experts that this rank owns, in the order of its weights."""
+def _mark(layer: Any, factors: list[str]) -> None:
+    """Name the factors in what DeepSpeed writes about the layer into checkpoints, for ds_to_universal."""
+    descriptor = getattr(layer, "expert_placement_descriptor", None)
+    if descriptor is not None:
+        layer.expert_placement_descriptor = {**descriptor, "hybridep_factors": factors}
+
+
+def load_module_state_dict(
+    layers: Mapping[str, Any], original: Any, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Replaces `engine.load_module_state_dict`: keeps the factors, which `load` or a universal checkpoint gives."""
+    module = dict(checkpoint["module"])
+    for name, layer in layers.items():
+        for key, parameter in _factors_of(layer):
+            if f"{name}.experts.{key}" in module:
+                module[f"{name}.experts.{key}"] = parameter.detach()
+    return original({**checkpoint, "module": module}, *args, **kwargs)
+
+
+def experts_of(layer: Any, ep_rank: int) -> list[int]:
+    """Return the experts that a rank of the layer's group owns, in the order of its weights."""
     descriptor = getattr(layer, "expert_placement_descriptor", None)
     if descriptor is None:  # DeepSpeed before 0.19.8 gives experts out in the order of ranks
-        first = layer.ep_rank * layer.num_local_experts
+        first = ep_rank * layer.num_local_experts
         return list(range(first, first + layer.num_local_experts))
     from deepspeed.checkpoint.autoep_affine import autoep_experts_for_rank
 
-    return list(autoep_experts_for_rank(descriptor, layer.ep_rank))
+    return list(autoep_experts_for_rank(descriptor, ep_rank))
 
 
 def _check_layout(name: str, experts: nn.Module, adapter: Adapter, own: list[int]) -> None:
@@ -168,7 +190,7 @@ def _check_layout(name: str, experts: nn.Module, adapter: Adapter, own: list[int
 # -- checkpoints: of each rank's own experts, DeepSpeed saves only w1, w2 and w3 ---------------------------------
 
 
-def save(layers: Mapping[str, Any], folder: Path) -> None:
+def save(layers: Mapping[str, Any], folder: Path, step: int) -> None:
     """Write the factors of this rank's experts; of several ranks that own the same experts, only one writes."""
     first = next(iter(layers.values()))
     if groups._get_expert_data_parallel_rank(first.ep_group_name) != 0:
@@ -176,7 +198,7 @@ def save(layers: Mapping[str, Any], folder: Path) -> None:
     record = {}
     for name, layer in layers.items():
         factors = {key: value.detach().clone() for key, value in _factors_of(layer)}
-        record[name] = {"experts": _experts_of(layer), "factors": factors}
+        record[name] = {"experts": experts_of(layer, layer.ep_rank), "factors": factors, "step": step}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILES.replace("*", f"{first.ep_rank:05d}")
     unfinished = path.with_suffix(".partial")
@@ -187,12 +209,16 @@ def save(layers: Mapping[str, Any], folder: Path) -> None:
 def load(layers: Mapping[str, Any], folder: Path) -> None:
     """Read the files that `save` wrote on all ranks; each rank may own another number of experts than before."""
     found: dict[tuple[str, str, int], Tensor] = {}
+    steps: dict[int, str] = {}
     for path in sorted(folder.glob(FILES)):
         for name, entry in torch.load(path, weights_only=True, map_location="cpu", mmap=True).items():
+            steps[entry.get("step", -1)] = path.name
             for key, values in entry["factors"].items():
                 found |= {(name, key, expert): value for expert, value in zip(entry["experts"], values, strict=True)}
+    if len(steps) > 1:
+        raise ConfigError(f"{folder}: adapters of experts are of several saves: {steps} (file by step)")
     for name, layer in layers.items():
-        own = _experts_of(layer)
+        own = experts_of(layer, layer.ep_rank)
         for key, parameter in _factors_of(layer):
             for place, expert in zip(parameter.detach(), own, strict=True):
                 if (name, key, expert) not in found:

@@ -24,10 +24,18 @@ from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.experts.migration import MigrationManager
-from ds_hybridep.integration import autoep, checkpoint_guard, checkpoints, classic
+from ds_hybridep.integration import autoep, checkpoint_guard, checkpoints, classic, saving
 from ds_hybridep.integration.dense import DenseSync
 from ds_hybridep.integration.log import log_dist
-from ds_hybridep.integration.patches import AUTOEP_LAYER, ENGINE, MODULE, MOE_LAYER, Patches
+from ds_hybridep.integration.patches import (
+    AUTOEP_LAYER,
+    ENGINE,
+    MODULE,
+    MOE_LAYER,
+    TRAINER,
+    Patches,
+    is_trainer_there,
+)
 from ds_hybridep.integration.runtime import EngineStep, HybridRuntime, boundary_of, noticing
 from ds_hybridep.integration.statistics import monitor_events, summarize
 from ds_hybridep.transport import health
@@ -125,8 +133,30 @@ class Attachment:
             ("coalesce_grad_reduction", partial(_refuse, "coalesce_grad_reduction")),
         ):
             patches.wrap(ENGINE, method, self.engine, patches.while_on(replacement))
+        self._bind_saving()
         self.step = EngineStep(self, patches)
         patches.share(MODULE, "zero_grad", _wrap_zero_grad_of_module)
+
+    def _bind_saving(self) -> None:
+        """Make what writes the model write the experts of all ranks, or say what to call."""
+        patches, module = self._patches, self.engine.module
+        if not all(autoep.is_autoep_layer(layer) for layer in self.layers.values()):
+            return
+        if adapted := autoep.adapted_layers(self.layers):
+            from ds_hybridep.integration import adapters
+
+            load = patches.while_on(partial(adapters.load_module_state_dict, adapted))
+            patches.wrap(ENGINE, "load_module_state_dict", self.engine, load)
+        save = partial(saving.save_16bit_model, self.engine)
+        patches.wrap(ENGINE, "save_16bit_model", self.engine, patches.while_on(save))
+        inner = module.get_base_model() if hasattr(module, "peft_config") else module
+        owners = {id(one): one for one in (inner, module) if hasattr(one, "save_pretrained")}
+        if inner is not module and not adapted:
+            del owners[id(module)]  # peft writes adapters of other layers rightly
+        for owner in owners.values():
+            patches.put(MODULE, "save_pretrained", owner, saving.refuse_save_pretrained)
+        if is_trainer_there():
+            patches.share(TRAINER, "save_model", saving.wrap_save_model)
 
     def _bind_runtime(self) -> None:
         """Connect what each plan has for itself."""

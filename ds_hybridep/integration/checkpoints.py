@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_hybridep.errors import ConfigError, UnsupportedError
-from ds_hybridep.integration import whole_checkpoints
+from ds_hybridep.errors import ConfigError
+from ds_hybridep.integration import saving, whole_checkpoints
 from ds_hybridep.integration.autoep import adapted_layers
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.transport.agreement import agree, announcing_failure, hear
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ds_hybridep.integration.attachment import Attachment
 
 PLAN_FILE = "hybridep_plan.json"
+ADAPTER_CONFIG = "hybridep_adapter_config.json"  # what peft writes as adapter_config.json
 UNIVERSAL = "latest_universal"  # DeepSpeed's file that names the newest universal checkpoint
 
 
@@ -40,7 +41,10 @@ def save(
     if adapted := adapted_layers(attachment.layers):
         from ds_hybridep.integration import adapters
 
-        adapters.save(adapted, folder)
+        adapters.save(adapted, folder, engine.global_steps)
+    config = saving.adapter_config_of(engine.module)
+    if config is not None and transport.rank == 0:
+        write_json(folder / ADAPTER_CONFIG, _plain(config.to_dict()))
     if planner is not None and transport.rank == 0:
         write_json(folder / PLAN_FILE, planner.record(attachment.runtime))
     saved = original(save_dir, tag, *args, **kwargs)
@@ -97,19 +101,23 @@ def _choose(folder: Path, tag: str | None, engine: Any) -> tuple[str | None, str
 
 def _load_weights(attachment: "Attachment", original: Callable[..., Any], call: inspect.BoundArguments) -> Any:
     engine, adapted = attachment.engine, adapted_layers(attachment.layers)
-    if adapted and engine.load_universal_checkpoint():
-        raise UnsupportedError(
-            "checkpoint.load_universal is set, but universal checkpoints hold no adapters of experts; load "
-            "the checkpoint that was converted"
-        )
     loaded = original(*call.args, **call.kwargs)
-    if loaded[0] is not None and adapted:
+    if loaded[0] is not None and adapted and not engine.load_universal_checkpoint():
         from ds_hybridep.integration import adapters
 
         adapters.load(adapted, Path(loaded[0]).parent)
         if call.arguments["load_module_only"] and hasattr(engine.optimizer, "refresh_fp32_params"):
             engine.optimizer.refresh_fp32_params()  # DeepSpeed's own call came before the factors were loaded
     return loaded
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a peft config as JSON knows it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (set, frozenset, list, tuple)):
+        return [_plain(one) for one in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:

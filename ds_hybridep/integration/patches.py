@@ -12,6 +12,7 @@ Nothing here keeps an engine alive.
 """
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ ZERO_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 MOE_LAYER = "deepspeed.moe.sharded_moe:MOELayer"
 AUTOEP_LAYER = "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer"
 MODULE = "torch.nn:Module"
+TRAINER = "transformers.trainer:Trainer"
+UNIVERSAL = "deepspeed.checkpoint.autoep_universal"
 OPTIMIZER = "torch.optim:Optimizer"
 TORCH_CHECKPOINTING = "torch.utils.checkpoint"
 DEEPSPEED_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
@@ -35,7 +38,7 @@ _ABSENT = object()
 class Patch:
     """One row of `TABLE`."""
 
-    owner: str  # "module:Class" that has the attribute
+    owner: str  # "module:Class", or a module, that has the attribute
     attribute: str
     why: str
     until: Literal["detach", "last detach", "exit"] = "detach"
@@ -50,6 +53,14 @@ TABLE = (
         ENGINE, "__init__", "undo a start that fails; refuse the block where the two rows above do not fit", "exit",
         ("config_class",),
     ),  # fmt: skip
+    Patch(
+        "deepspeed.checkpoint.deepspeed_checkpoint:DeepSpeedCheckpoint", "_lightweight_autoep_metadata",
+        "ds_to_universal learns of adapters of experts", "exit", ("model_state",),
+    ),  # fmt: skip
+    Patch(
+        UNIVERSAL, "get_autoep_zero12_expert_param_info", "ds_to_universal takes adapters of experts along", "exit",
+        ("autoep_layers_metadata",),
+    ),  # fmt: skip
     Patch(ENGINE, "_configure_optimizer", "the optimizer's own rows are changed as soon as it is there"),
     Patch(ENGINE, "_take_model_step", "weights are shipped after each step, gradients must be back before it"),
     Patch(ENGINE, "allreduce_bucket", "dense sums of ZeRO 0 go level by level", parameters=("bucket", "dp_group")),
@@ -58,6 +69,13 @@ TABLE = (
     Patch(
         ENGINE, "load_checkpoint", "and loaded; then weights are shipped",
         parameters=("load_optimizer_states", "load_module_only"),
+    ),  # fmt: skip
+    Patch(ENGINE, "load_module_state_dict", "files hold only the adapters of one rank", parameters=("checkpoint",)),
+    Patch(ENGINE, "save_16bit_model", "it would write the experts of rank 0 only", parameters=("save_dir",)),
+    Patch(MODULE, "save_pretrained", "of transformers: it would write the experts of one rank", is_method=False),
+    Patch(
+        TRAINER, "save_model", "it would write the experts of rank 0 only", "last detach",
+        ("output_dir", "_internal_call"),
     ),  # fmt: skip
     Patch(ENGINE, "destroy", "connections and threads end with the engine"),
     Patch(ENGINE, "__del__", "an engine that is dropped gives its layers back, and waits for nobody", "last detach"),
@@ -168,21 +186,28 @@ class Patches:
             self._undo.pop()()
 
 
+def is_trainer_there() -> bool:
+    """Return True if the process has imported transformers' Trainer; it takes seconds, and few need it."""
+    return TRAINER.split(":")[0] in sys.modules
+
+
 def find(owner: str) -> Any:
-    """Return the class of a row."""
-    module, name = owner.split(":")
-    return getattr(import_module(module), name)
+    """Return the class or module of a row."""
+    module, _, name = owner.partition(":")
+    return getattr(import_module(module), name) if name else import_module(module)
 
 
 def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
     """Return what rows rely on but the installed DeepSpeed or torch does not have."""
     missing = []
     for row in rows:
+        if row.owner == TRAINER and not is_trainer_there():
+            continue
         method = None
         try:
             method = getattr(find(row.owner), row.attribute) if row.is_method else find(row.owner)
         except (ImportError, AttributeError):
-            if row.owner != AUTOEP_LAYER:  # only models with such layers need it, and they have it
+            if row.owner not in (AUTOEP_LAYER, UNIVERSAL):  # only models with such layers need it, and they have it
                 missing.append(f"{row.owner}.{row.attribute}")
         if row.parameters and method is not None:
             known = inspect.signature(method).parameters

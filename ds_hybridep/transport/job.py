@@ -18,6 +18,29 @@ def group_ranks(group: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
+def is_first_rank() -> bool:
+    """Return True on rank 0."""
+    return dist.get_rank() == 0
+
+
+def meet() -> None:
+    """Wait until all ranks are here."""
+    dist.barrier()
+
+
+def gather_to_first(part: torch.Tensor, group: Any) -> list[torch.Tensor] | None:
+    """Return the parts of all ranks of the group of rank 0 there, in group-rank order, and None on other ranks.
+
+    Groups without rank 0 send nothing.  The bytes are not counted: they belong to no step.
+    """
+    ranks = group_ranks(group)
+    if 0 not in ranks:
+        return None
+    parts = [torch.empty_like(part) for _ in ranks] if is_first_rank() else None
+    dist.gather(part, parts, dst=0, group=group)
+    return parts
+
+
 def world_size() -> int:
     return dist.get_world_size()
 

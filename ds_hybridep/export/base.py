@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that was trained: its class, names, shapes and dtypes, and what its folder has beside the weights."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.errors import ConfigError, ExportError
+from ds_hybridep.export.checkpoint import FileParameter, Piece
+from ds_hybridep.export.folder import DTYPE_NAMES
+from ds_hybridep.export.stored import Stored
+
+_NO_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")  # what a tokenizer consists of
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Skeleton:
+    """A model of transformers without weights: the names and shapes that it has, and those of its files."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        self.tied: dict[str, str] = dict(tied) if isinstance(tied, Mapping) else {}
+        self.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in self.tied}
+
+    def fresh(self) -> Any:
+        """Return another model of the same kind, for what changes it."""
+        return without_weights(type(self.model), self.model.config)
+
+    def hub(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the tensors, by name, that stand for a parameter in the files that `save_pretrained` writes."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(revert_weight_conversion(self.model, {name: tensor}))
+
+    @cached_property
+    def hub_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Names and shapes in the files, by name of the parameter."""
+        return {
+            name: {key: tuple(part.shape) for key, part in self.hub(name, torch.empty(shape, device="meta")).items()}
+            for name, shape in self.shapes.items()
+        }
+
+    def keeps_fp32(self, name: str) -> bool:
+        """Return True for what the model holds in fp32 in any case."""
+        kept = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
+        return any(part in name for part in kept)
+
+
+class Base:
+    """The folder or the name on the hub that `from_pretrained` was called with."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.folder = Path(name) if Path(name).is_dir() else _download(name, _NO_WEIGHTS)
+        from transformers import AutoConfig
+
+        try:
+            self.config = AutoConfig.from_pretrained(self.folder)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"--model {name}: transformers finds no model there: {error}") from error
+
+    def skeletons(self) -> Iterator[Skeleton]:
+        """Return what the training may have made of the model, first the class that its config names."""
+        import transformers
+
+        seen = set()
+        for architecture in getattr(self.config, "architectures", None) or ():
+            if (kind := getattr(transformers, architecture, None)) is not None:
+                seen.add(kind)
+                yield Skeleton(without_weights(kind, self.config))
+        try:
+            model = without_weights(transformers.AutoModelForCausalLM.from_config, self.config)
+        except ValueError:
+            return
+        if type(model) not in seen:
+            yield Skeleton(model)
+
+    @cached_property
+    def tensors(self) -> dict[str, Stored]:
+        """The tensors in its files, by name in these files; empty if it has none."""
+        found = {}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            found.update(_stored_in(path))
+        return found
+
+    def dtype_of(self, hub_name: str) -> torch.dtype:
+        """Return the dtype of a tensor in its files, else the one that its config says."""
+        stored = self.tensors.get(hub_name)
+        if stored is not None and stored.dtype in _FLOATS:
+            return stored.dtype
+        config = getattr(self.config, "text_config", self.config)
+        dtype = getattr(self.config, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+        return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."))
+
+    def weight(self, hub_name: str) -> FileParameter:
+        """Return a tensor of its files."""
+        if not self.tensors and not Path(self.name).is_dir():
+            self.folder = _download(self.name, (*_NO_WEIGHTS, "*.safetensors"))
+            del self.tensors
+        if hub_name not in self.tensors:
+            raise ExportError(
+                f"{hub_name} is neither in the checkpoint nor in a safetensors file of --model {self.name}; the whole "
+                f"model needs it"
+            )
+        stored = self.tensors[hub_name]
+        return FileParameter(stored.shape, (Piece(stored, 0, stored.numel),))
+
+    def copy_files(self, folder: Path) -> None:
+        """Copy tokenizer, generation config and the like; not weights and not the config of the model."""
+        for pattern in _NO_WEIGHTS:
+            for path in sorted(self.folder.glob(pattern)):
+                is_of_weights = path.name.endswith(".index.json") or path.name.startswith("adapter_")
+                if not is_of_weights and path.name != "config.json":
+                    shutil.copyfile(path, folder / path.name)
+
+
+def without_weights(make: Any, config: Any) -> Any:
+    """Return the model of a configuration on torch's meta device."""
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make(config)
+
+
+def _download(name: str, patterns: tuple[str, ...]) -> Path:
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        raise ConfigError(
+            f"--model {name} is neither a folder nor a model on the hub that can be read: {error}"
+        ) from error
+
+
+def _stored_in(path: Path) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path} is no file of safetensors, or cut short: {error}") from error
+    found = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            shape, dtype = tuple(entry["shape"]), _DTYPES.get(entry["dtype"], torch.uint8)
+            stride = tuple(torch.empty(shape, device="meta").stride())
+            found[name] = Stored(path, 8 + length + entry["data_offsets"][0], dtype, 0, shape, stride)
+    return found

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of safetensors files that is there as a whole or not at all.
+
+Files are written into a folder beside the wanted one, which gets its name at the end.  The file that a loader looks
+for first is written last, so that what is left of a killed process does not load either.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ds_hybridep.errors import ExportError
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+FIRST_READ = ("config.json", "adapter_config.json")  # by what loads the folder
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Dtype and shape of a tensor that will be written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Return an empty folder; what is in it at the end becomes `target`, and nothing if the body fails.
+
+    replace: `target` may hold other files; what a loader reads is replaced.
+
+    Raises ExportError if `target` is there already and not empty, or the disk cannot be written.
+    """
+    target = target.absolute()
+    is_there = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if is_there and not (replace and target.is_dir()):
+        raise ExportError(f"{target} is there already and not empty; remove it, or name another folder")
+    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+    with _naming(partial):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    try:
+        with _naming(partial):
+            yield partial
+            if is_there:
+                _move_into(partial, target)
+            else:
+                os.replace(partial, target)  # also in the place of an empty folder
+            _sync(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _move_into(source: Path, target: Path) -> None:
+    """Move files into a folder that holds others, e.g. a checkpoint of the Trainer.
+
+    In between, the folder does not load: what a loader reads first goes first and comes last.
+    """
+    stem = "adapter_model" if (source / "adapter_config.json").exists() else "model"
+    for old in (
+        *(path for path in target.iterdir() if path.name in FIRST_READ),
+        *target.glob(f"{stem}*.safetensors*"),
+    ):
+        old.unlink()
+    for path in sorted(source.iterdir(), key=lambda path: path.name in FIRST_READ):
+        os.replace(path, target / path.name)
+    source.rmdir()
+    _sync(target)
+
+
+@contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Turn errors of the file system into ExportError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or folder
+        full = "; the disk is full: free some space, or name a folder on another one" if _is_full(error) else ""
+        raise ExportError(
+            f"{where} cannot be written: {error.strerror or error}{full}; no folder was written"
+        ) from error
+
+
+def _is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raise ExportError if `num_bytes` are not free where `folder` is."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise ExportError(
+            f"{folder.parent}: the export needs {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free some "
+            f"space, or name a folder on another disk"
+        )
+
+
+class ShardWriter:
+    """Writes tensors, one by one and in any order, into safetensors files whose contents are planned before."""
+
+    def __init__(self, folder: Path, stem: str, planned: Mapping[str, Planned], max_shard_bytes: int) -> None:
+        self._folder, self._planned = folder, dict(planned)
+        self._missing = set(planned)
+        shards = _split(planned, max_shard_bytes)
+        names = [f"{stem}.safetensors"]
+        if len(shards) > 1:
+            names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        self._index = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        self._offsets: dict[str, int] = {}
+        self._stem, self._names = stem, names
+        self.num_bytes = sum(one.num_bytes for one in planned.values())
+        check_space(folder, self.num_bytes)
+        for name, shard in zip(names, shards, strict=True):
+            self._write_header(folder / name, shard)
+
+    def _write_header(self, path: Path, shard: list[str]) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        # Wide elements first, so that each tensor begins at a multiple of its element size.
+        for tensor in sorted(shard, key=lambda tensor: -self._planned[tensor].dtype.itemsize):
+            plan = self._planned[tensor]
+            header[tensor] = {
+                "dtype": DTYPE_NAMES[plan.dtype],
+                "shape": list(plan.shape),
+                "data_offsets": [offset, offset + plan.num_bytes],
+            }
+            self._offsets[tensor] = offset
+            offset += plan.num_bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in shard:
+            self._offsets[tensor] += 8 + len(text)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one of the planned tensors."""
+        plan = self._planned[name]
+        assert (tensor.dtype, tuple(tensor.shape)) == (plan.dtype, plan.shape), (
+            f"{name}: {tensor.dtype}, {tensor.shape}"
+        )
+        with (self._folder / self._index[name]).open("r+b", buffering=0) as file:
+            file.seek(self._offsets[name])
+            data = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            while data:
+                data = data[file.write(data) :]
+        self._missing.discard(name)
+
+    def close(self) -> None:
+        """Bring all files to the disk, and write the index if there are several."""
+        assert not self._missing, f"never written: {sorted(self._missing)[:5]}"
+        for name in self._names:
+            _sync(self._folder / name)
+        if len(self._names) > 1:
+            numel = sum(torch.Size(plan.shape).numel() for plan in self._planned.values())
+            metadata = {"total_parameters": numel, "total_size": self.num_bytes}
+            index = {"metadata": metadata, "weight_map": self._index}
+            write_json(self._folder / f"{self._stem}.safetensors.index.json", index)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a file of JSON and bring it to the disk."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _sync(path)
+
+
+def _split(planned: Mapping[str, Planned], max_shard_bytes: int) -> list[list[str]]:
+    """Return the names of each file, in the order of `planned`, no file larger than asked but by its only tensor."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, plan in planned.items():
+        if shards[-1] and size + plan.num_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += plan.num_bytes
+    return shards
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+Progress = Callable[[int], None]  # is told bytes that were written

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the model of a running engine as transformers and peft write theirs, with the experts of all ranks.
+
+All ranks go through the model together, parameter by parameter.  Rank 0 writes, and holds one whole parameter at most.
+What people call already (`Trainer.save_model`, `engine.save_16bit_model`) does the same while hybridep is attached;
+`save_pretrained` of the module, which one rank may call alone, says what to call instead.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hybridep.errors import ConfigError, ExportError, UnsupportedError
+from ds_hybridep.experts.partitioned import is_partitioned
+from ds_hybridep.export import writing
+from ds_hybridep.export.base import Skeleton, without_weights
+from ds_hybridep.export.checkpoint import FileParameter, Parameter
+from ds_hybridep.export.folder import whole_folder
+from ds_hybridep.integration.autoep import is_autoep_layer
+from ds_hybridep.integration.log import log_dist
+from ds_hybridep.transport.agreement import hear
+from ds_hybridep.transport.job import gather_to_first, is_first_rank, longest_wait_s, meet
+
+
+def save_pretrained(
+    engine: Any,
+    folder: str | Path,
+    *,
+    form: writing.Form | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: str = "5GB",
+) -> None:
+    """Write a folder that from_pretrained of transformers or peft loads; all ranks must call, between two steps.
+
+    A folder that is there already keeps its other files.
+
+    Args:
+        engine: the first value that `deepspeed.initialize` returned, with the "hybridep" block or without.
+        folder: written by rank 0 only.
+        form: "adapters" (default if the model has any), "merged" (the whole model with its adapters added), or
+            "per-expert" (adapters in the layout that vLLM reads).
+        dtype: of the weights; by default that of the module.
+        max_shard_size: of a file of weights, such as "5GB".
+
+    Raises:
+        ConfigError, UnsupportedError: this model cannot be written so.
+        ExportError: the folder could not be written, and on no rank is anything left of it.
+    """
+    wanted = writing.DTYPES.get(str(dtype).removeprefix("torch.")) if dtype is not None else None
+    if dtype is not None and wanted is None:
+        raise ConfigError(f"dtype: got {dtype!r}; give one of {', '.join(writing.DTYPES)}")
+    options = writing.Options(form, wanted, writing.parse_size(max_shard_size))
+    module = engine.module
+    model = LiveModel(module)
+    with torch.random.fork_rng(devices=[]):  # modules without weights are made, and the training must not notice
+        plan = writing.plan_model(
+            dict(_parameters_of(module)), _moe_paths(module), model, partial(adapter_config_of, module), options
+        )
+    said = _write(plan, Path(folder), options.max_shard_bytes)
+    if reason := hear(lambda: said, longest_wait_s(0.0)):
+        raise ExportError(reason)
+    log_dist(f"hybridep: {folder} is written: {len(plan.planned)} tensors", ranks=[0])
+
+
+def _write(plan: writing.Plan, folder: Path, max_shard_bytes: int) -> str:
+    """Write on rank 0, and read on all ranks.  Returns what failed on rank 0."""
+    read = _ReadTogether()
+    if not is_first_rank():
+        for item in plan.items:
+            read(item)
+        return ""
+    try:
+        with whole_folder(folder, replace=True) as partial_folder:
+            writing.write_files(plan, partial_folder, max_shard_bytes, read=read)
+    except ExportError as error:
+        for item in plan.items[read.num_items :]:  # the other ranks do not know yet
+            read(item)
+        return str(error)
+    return ""
+
+
+class _ReadTogether:
+    """Reads an item on all ranks, and lets none run ahead, so that each wait is that for one parameter."""
+
+    def __init__(self) -> None:
+        self.num_items = 0
+
+    def __call__(self, item: writing.Item) -> Tensor:
+        tensor = item.parameter.read(item.dtype)
+        meet()
+        self.num_items += 1
+        return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LiveParameter:
+    """A parameter of the module; experts are gathered from the ranks of the expert-parallel group."""
+
+    tensor: Any  # parameter or buffer
+    shape: tuple[int, ...]
+    layer: Any = None  # of AutoEP, for its experts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the module."""
+        dtype: torch.dtype = self.tensor.dtype
+        return dtype
+
+    @torch.no_grad()
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """Return it on rank 0, rounded to `dtype`, and zeros elsewhere; all ranks must call."""
+        own = self._own(dtype)
+        parts = [own] if self.layer is None else gather_to_first(own.contiguous(), self.layer.ep_group)
+        if parts is None or not is_first_rank():
+            return torch.zeros((), dtype=dtype).expand(self.shape)
+        whole = torch.empty(self.shape, dtype=dtype)
+        if self.layer is None:
+            return whole.copy_(parts[0])
+        for experts, part in zip(_experts_by_rank(self.layer), parts, strict=True):
+            whole[experts] = part.cpu()
+        return whole
+
+    def _own(self, dtype: torch.dtype) -> Tensor:
+        import deepspeed
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if dtype.itemsize > self.tensor.dtype.itemsize:
+            master = safe_get_full_fp32_param(self.tensor)
+            if master is not None:
+                rounded: Tensor = master.to(dtype)
+                return rounded
+        if is_partitioned(self.tensor):
+            with deepspeed.zero.GatheredParameters([self.tensor]):
+                gathered: Tensor = self.tensor.detach().to(dtype, copy=True)
+                return gathered
+        held: Tensor = self.tensor.detach().to(dtype)
+        return held
+
+
+class LiveModel:
+    """The module of an engine, as what an export is made of."""
+
+    def __init__(self, module: Any) -> None:
+        self._inner = module.get_base_model() if hasattr(module, "peft_config") else module
+        if not hasattr(self._inner, "config") or not hasattr(self._inner, "_from_config"):
+            raise UnsupportedError(
+                f"{type(self._inner).__name__} is no model of transformers; call engine.save_checkpoint(DIR), then "
+                f"`ds_hybridep export DIR`, which writes a state dict with all experts"
+            )
+        self.name = str(getattr(self._inner.config, "_name_or_path", ""))
+
+    def skeletons(self) -> Iterator[Skeleton]:
+        """Return the model's own class."""
+        yield Skeleton(without_weights(type(self._inner), copy.deepcopy(self._inner.config)))
+
+    def dtype_of(self, hub_name: str) -> torch.dtype:
+        """Return the dtype of the module."""
+        dtype: torch.dtype = self._inner.dtype
+        return dtype
+
+    def weight(self, hub_name: str) -> FileParameter:
+        """Fail: a module has all its weights."""
+        raise ExportError(f"the module has no {hub_name}")
+
+    def copy_files(self, folder: Path) -> None:
+        """Write the generation config."""
+        if self._inner.can_generate():
+            self._inner.generation_config.save_pretrained(folder)
+
+
+def adapter_config_of(module: Any) -> Any:
+    """Return the config of a module's only adapter; None if it has no adapters."""
+    configs = getattr(module, "peft_config", {})
+    if len(configs) > 1:
+        raise UnsupportedError(f"the model has the adapters {sorted(configs)}; an export can have one only")
+    return next(iter(configs.values()), None)
+
+
+def _moe_paths(module: nn.Module) -> list[str]:
+    return [name for name, layer in module.named_modules() if is_autoep_layer(layer)]
+
+
+def _parameters_of(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
+    layers: dict[str, Any] = {f"{path}.experts.": module.get_submodule(path) for path in _moe_paths(module)}
+    for name, parameter in module.named_parameters():
+        if ".deepspeed_experts." in name:
+            raise UnsupportedError(
+                f"{name}: experts of deepspeed.moe.layer.MoE have no Hugging Face format; call "
+                f"engine.save_checkpoint(DIR), and then `ds_hybridep export DIR`"
+            )
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        layer = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), None)
+        if layer is None:
+            yield name, LiveParameter(parameter, shape)
+        else:
+            yield name, LiveParameter(parameter, (layer.num_experts, *shape[1:]), layer)
+    for path, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                full = f"{path}.{name}" if path else name
+                yield full, LiveParameter(buffer, tuple(buffer.shape))
+
+
+def _experts_by_rank(layer: Any) -> list[list[int]]:
+    """Return the experts of each rank of a layer's group, in the order of its weights."""
+    from ds_hybridep.integration.adapters import experts_of
+
+    return [experts_of(layer, rank) for rank in range(layer.ep_size)]
+
+
+# -- what people call already -------------------------------------------------------------------------------------
+
+
+def save_16bit_model(
+    engine: Any, _original: Callable[..., Any], save_dir: str | Path, save_filename: str = "", *_: Any, **__: Any
+) -> bool:
+    """Replaces `engine.save_16bit_model`, which would write the experts of rank 0 only."""
+    save_pretrained(engine, save_dir)
+    return True
+
+
+def refuse_save_pretrained(*_: Any, **__: Any) -> None:
+    """Replaces `save_pretrained` of a module whose experts are on several ranks."""
+    raise UnsupportedError(
+        "save_pretrained of the module would write the experts of one rank only; call "
+        "ds_hybridep.save_pretrained(engine, DIR) on all ranks, or Trainer.save_model(DIR)"
+    )
+
+
+def wrap_save_model(original: Callable[..., None]) -> Callable[..., None]:
+    """Make `save_model` of a Trainer whose engine is attached write the experts of all ranks."""
+
+    def save_model(trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        engine = getattr(trainer, "deepspeed", None)
+        if engine is None or "_hybridep_attachment" not in vars(engine) or not _moe_paths(engine.module):
+            original(trainer, output_dir, _internal_call)
+            return
+        folder = output_dir if output_dir is not None else trainer.args.output_dir
+        save_pretrained(engine, folder)
+        if trainer.args.should_save:
+            tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(trainer.args, Path(folder) / "training_args.bin")
+        if trainer.args.push_to_hub and not _internal_call:
+            trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+
+    return save_model

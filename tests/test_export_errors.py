@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `ds_hybridep export` refuses: it names the file and what was expected, and leaves no folder."""
+
+import errno
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exporting import Job, run
+from process_pool import ProcessPool
+
+from ds_hybridep.commands.main import main
+from ds_hybridep.errors import ExportError
+from ds_hybridep.export import folder as folders
+from ds_hybridep.export.folder import Planned, ShardWriter, whole_folder
+from ds_hybridep.export.stored import StandIn, Stored, load
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"
+)
+
+
+@pytest.fixture(scope="module")
+def trained(pool2: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints under ZeRO 1, with the model they began from."""
+    folder = tmp_path_factory.mktemp("trained")
+    pool2.run(run, job=Job(folder=str(folder)), timeout_s=200.0)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(trained: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+def said_of(checkpoint: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """What the command says, where it writes nothing."""
+    target = checkpoint / "out"
+    arguments = ["export", str(checkpoint / "checkpoint"), "--model", str(checkpoint / "base"), "--out", str(target)]
+    assert main([*arguments, *options]) == 2
+    assert not list(checkpoint.glob("out*"))
+    return " ".join(capsys.readouterr().err.split())
+
+
+@needs_transformers
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+class TestCheckpoints:
+    """Of a real job."""
+
+    def tag(self, checkpoint: Path) -> Path:
+        """The folder of the newest one."""
+        return checkpoint / "checkpoint" / "global_step2"
+
+    def test_a_file_of_a_rank_is_missing(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (self.tag(checkpoint) / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+        said = said_of(checkpoint, capsys)
+        assert "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing: the checkpoint is of 2 ranks" in said
+
+    def test_a_file_is_cut_short(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = self.tag(checkpoint) / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        os.truncate(path, path.stat().st_size // 2)
+        assert f"{path} is cut short, or was not written by torch.save" in said_of(checkpoint, capsys)
+
+    def test_a_rank_has_a_file_of_another_step(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = self.tag(checkpoint) / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        state = torch.load(path, weights_only=False)
+        for one in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            one["step"] += 5
+        torch.save(state, path)
+        assert f"{path} is of optimizer step 7.0, the file of rank 0 of optimizer step 2.0" in said_of(
+            checkpoint, capsys
+        )
+
+    def test_the_save_was_interrupted(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (self.tag(checkpoint) / "hybridep_incomplete").touch()
+        assert "are incomplete" in said_of(checkpoint, capsys)
+
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"num_local_experts": 8}, "has experts, rows and columns [4, 64, 16] in the checkpoint and [8, 64, 16]"),
+            ({"vocab_size": 32}, "embed_tokens.weight has shape [64, 16] in the checkpoint and [32, 16] in the model"),
+            ({"num_hidden_layers": 1}, "the model given by --model has no model.layers.1."),
+        ],
+        ids=["experts", "shape", "names"],
+    )
+    def test_another_model(
+        self, checkpoint: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], said: str
+    ) -> None:
+        path = checkpoint / "base" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+        assert said in said_of(checkpoint, capsys)
+
+    def test_no_model(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (checkpoint / "base" / "config.json").unlink()
+        assert "transformers finds no model there" in said_of(checkpoint, capsys)
+
+    def test_adapters_that_are_not_there(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "--adapters: the training has no adapters" in said_of(checkpoint, capsys, "--adapters")
+
+    def test_the_disk_gets_full(
+        self, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def write(writer: ShardWriter, name: str, tensor: torch.Tensor) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+
+        monkeypatch.setattr(ShardWriter, "write", write)
+        said = said_of(checkpoint, capsys)
+        assert "model.safetensors cannot be written: No space left on device; the disk is full" in said
+
+    def test_a_folder_that_is_there(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        arguments = ["export", str(checkpoint / "checkpoint"), "--model", str(checkpoint / "base")]
+        assert main([*arguments, "--out", str(checkpoint / "base")]) == 2
+        assert "base is there already and not empty; remove it, or name another folder" in capsys.readouterr().err
+        assert (checkpoint / "base" / "config.json").exists()
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (("--dtype", "int4"), "--dtype: got 'int4'; give one of float32"),
+            (("--max-shard-size", "big"), "--max-shard-size: got 'big'; give a size such as 5GB"),
+        ],
+    )
+    def test_options(
+        self, checkpoint: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+    ) -> None:
+        assert said in said_of(checkpoint, capsys, *options)
+
+    def test_shards_and_dtype(self, checkpoint: Path) -> None:
+        arguments = ["export", str(checkpoint / "checkpoint"), "--model", str(checkpoint / "base")]
+        target = checkpoint / "out"
+        assert main([*arguments, "--out", str(target), "--dtype", "bf16", "--max-shard-size", "8KB"]) == 0
+        index = json.loads((target / "model.safetensors.index.json").read_text())
+        files = sorted(set(index["weight_map"].values()))
+        assert len(files) > 2
+        assert all((target / name).stat().st_size < 20_000 for name in files)
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+    def test_plain_libraries_load_it(self, checkpoint: Path) -> None:
+        """In a process that imports neither deepspeed nor ds_hybridep."""
+        arguments = ["export", str(checkpoint / "checkpoint"), "--model", str(checkpoint / "base")]
+        assert main([*arguments, "--out", str(checkpoint / "out")]) == 0
+        program = (
+            "import sys, torch, transformers; "
+            f"model = transformers.AutoModelForCausalLM.from_pretrained({str(checkpoint / 'out')!r}, dtype='auto'); "
+            "tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False); "
+            "assert tokens.shape[1] > 3; assert not {'deepspeed', 'ds_hybridep'} & set(sys.modules)"
+        )
+        environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stderr.decode()[-2000:]
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path), "--model", "any", "--out", str(tmp_path / "out")]) == 2
+    assert "holds no checkpoint: it has no file `latest`" in capsys.readouterr().err
+
+
+def test_an_export_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+    def write_and_stop() -> None:
+        with whole_folder(tmp_path / "out") as partial:
+            (partial / "model.safetensors").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_and_stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_in_a_folder_already_stays(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    for name in ("trainer_state.json", "config.json", "model-00001-of-00002.safetensors", "adapter_model.safetensors"):
+        (target / name).write_text("old")
+    with whole_folder(target, replace=True) as partial:
+        for name in ("config.json", "model.safetensors"):
+            (partial / name).write_text("new")
+    found = {path.name: path.read_text() for path in target.iterdir()}
+    assert found == {
+        "trainer_state.json": "old",
+        "adapter_model.safetensors": "old",
+        "config.json": "new",
+        "model.safetensors": "new",
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
+    planned = {"weight": Planned(torch.float32, (1 << 30, 1 << 20))}
+    with pytest.raises(ExportError, match=r"the export needs 4503599\.6 GB, and .* GB are free"):
+        ShardWriter(tmp_path, "model", planned, 1 << 30)
+
+
+def test_tensors_of_several_dtypes_are_read_back(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.bfloat16),
+        "wide": torch.arange(5, dtype=torch.float64),
+        "flag": torch.tensor(True),
+        "empty": torch.empty(0, 4),
+        "matrix": torch.arange(6, dtype=torch.float32).view(2, 3).T,
+    }
+    writer = ShardWriter(
+        tmp_path, "model", {name: Planned(one.dtype, tuple(one.shape)) for name, one in tensors.items()}, 1 << 20
+    )
+    for name in reversed(tensors):
+        writer.write(name, tensors[name])
+    writer.close()
+    loaded = safetensors.load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], one) for name, one in tensors.items())
+
+
+class Custom:
+    """An object of the user in a checkpoint."""
+
+    def __reduce__(self) -> Any:
+        return print, ("code of the file ran",)
+
+
+def test_no_code_of_a_file_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    torch.save({"view": whole[1:, 2:4].T, "half": whole.half()[2], "object": Custom(), "n": 3}, tmp_path / "one.pt")
+    loaded = load(tmp_path / "one.pt")
+    assert capsys.readouterr().out == ""
+    assert isinstance(loaded["object"], StandIn)
+    assert loaded["n"] == 3
+    assert isinstance(loaded["view"], Stored)
+    assert torch.equal(loaded["view"].value(), whole[1:, 2:4].T)
+    assert torch.equal(loaded["half"].value(), whole.half()[2])
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "one.pt").write_bytes(b"text")
+    with pytest.raises(ExportError, match=r"one\.pt is cut short, or was not written by torch\.save"):
+        load(tmp_path / "one.pt")
+    with pytest.raises(ExportError, match=r"two\.pt is missing"):
+        load(tmp_path / "two.pt")
+    assert folders.DTYPE_NAMES[torch.bfloat16] == "BF16"
