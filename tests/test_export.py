@@ -105,7 +105,7 @@ def check(pool: ProcessPool, job: Job) -> None:
 # -- the whole model ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize("zero_stage", [1, 3, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_trained_model_loads_in_transformers(pool2: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     check(pool2, Job(folder=str(tmp_path), zero_stage=zero_stage, live=True))
 
@@ -223,7 +223,7 @@ def test_what_people_call_already_writes_all_experts_or_says_why_not(pool2: Proc
     assert (tmp_path / "trainer" / "training_args.bin").exists()
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("zero_stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2))])
 def test_a_classic_model_becomes_one_state_dict(pool2: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     from safetensors.torch import load_file
 
@@ -257,7 +257,7 @@ def losses_of_training_on(job: Job, folder: str) -> list[float]:
         return train(engine, job, job.steps, 1)
 
 
-@pytest.mark.parametrize("adapters", ["", "experts"])
+@pytest.mark.parametrize("adapters", [pytest.param("", marks=pytest.mark.slow), "experts"])
 def test_training_goes_on_from_an_export(pool2: ProcessPool, tmp_path: Path, adapters: Any) -> None:
     job = Job(folder=str(tmp_path), zero_stage=0 if adapters else 1, adapters=adapters)
     wanted = pool2.run(run, job=job, timeout_s=120.0)[0]["later"][:1]
