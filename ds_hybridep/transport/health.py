@@ -213,6 +213,7 @@ class Health:
     def _check_links(self) -> None:
         if all(link.heard_at is not None for link in self._mesh.links.values()):
             self._linked.set()
+            self._beat()  # some may not have heard this rank yet, and the next message is a second away
 
     def _look_for_gone(self) -> None:
         """Note peers that closed their connection without a word and refuse a new one."""
