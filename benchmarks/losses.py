@@ -30,12 +30,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm
 
-from ds_hybridep.sync import gradients
-
 LAYOUTS = {"domain": (4, (2, 1)), "copies": (2, (1, 1))}  # EP size, domain sizes
 PHASES = {"scratch": (1e-3, 300), "tune": (1e-4, 150)}  # learning rate, steps
 EVALUATED = 40  # batches
-MIN_COMPACT = gradients.MIN_COMPACT
 T_95 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132, 6: 2.015, 7: 1.943, 8: 1.895, 10: 1.833}  # one-sided, by seeds
 
 
@@ -47,8 +44,6 @@ def engine_of(args: argparse.Namespace, seed: int, phase: str, codecs: dict[str,
     levels = [
         {"name": name, "size": 2, "domain_size": size} for name, size in zip(("dc", "gpu"), domain_sizes, strict=True)
     ]
-    kept_in = codecs.pop("residuals", None)  # no setting: for the comparison alone
-    gradients.MIN_COMPACT = MIN_COMPACT if kept_in is None else 2**62  # all in fp32
     rate, steps = PHASES[phase][0] * codecs.pop("rate_factor", 1.0), args.steps or PHASES[phase][1]
     levels[0].update(codecs)
     config: dict[str, Any] = {
@@ -131,18 +126,18 @@ def run(args: argparse.Namespace) -> None:
             dist.barrier()
 
 
-def report(path: Path, base: str) -> None:
-    """Mean gap to the runs named `base`, and its one-sided upper 95% bound over the seeds."""
+def report(path: Path) -> None:
+    """Mean gap to the exact runs, and its one-sided upper 95% bound over the seeds."""
     gaps: dict[tuple[Any, ...], list[float]] = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
         about = record["params"]
         for name, loss in record["losses"].items():
             key = (about["layout"], about["dtype"], about["hidden"], about["phase"], name)
-            gaps.setdefault(key, []).append(loss / record["losses"][base] - 1)
+            gaps.setdefault(key, []).append(loss / record["losses"]["exact"] - 1)
     print("| layout | dtype | hidden | phase | codecs | seeds | mean gap | upper 95% bound |\n" + "|---" * 8 + "|")
     for key, found in gaps.items():
-        if key[-1] != base:
+        if key[-1] != "exact":
             mean, n = statistics.fmean(found), len(found)
             margin = T_95.get(n, 2.0) * statistics.stdev(found) / math.sqrt(n) if n > 1 else math.inf
             print(f"| {' | '.join(map(str, key))} | {n} | {mean:+.3%} | {mean + margin:+.3%} |")
@@ -157,8 +152,8 @@ def main() -> None:
         "--codecs",
         nargs="+",
         default=["recommended"],
-        help='besides exact; settings of a level as JSON, and "residuals": "float32" in the place of their own type, '
-        '"rate_factor": 1.0001 to see what a change makes that means nothing',
+        help='besides exact; settings of a level as JSON, and "rate_factor": 1.0001 to see what a change makes that '
+        "means nothing",
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--zero-stage", type=int, default=1)
@@ -168,10 +163,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("losses.jsonl"))
     parser.add_argument("--steps", type=int, help="of each phase; by default its own")
     parser.add_argument("--report", type=Path, help="print the table of these records")
-    parser.add_argument("--against", default="exact", help="in the table, the runs that others are compared with")
     args = parser.parse_args()
     if args.report is not None:
-        report(args.report, args.against)
+        report(args.report)
     else:
         run(args)
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What replicas of experts take, in bytes per replicated parameter: counted, estimated, and measured as a whole.
 
-    torchrun --nproc_per_node 2 benchmarks/memory.py --out benchmarks/results/memory.jsonl --before CHECKOUT
+    torchrun --nproc_per_node 2 benchmarks/memory.py --out benchmarks/results/memory.jsonl
     python benchmarks/memory.py --report benchmarks/results/memory.jsonl
 
 Two ranks train in bf16, each with replicas of all the other's experts, in layers of DeepSpeed's MoE or of AutoEP:
 
-    before      what the estimator of an earlier checkout says, where all of it stayed from step to step
     between     held between steps, counted
     most        the most that is held in a step, counted whenever weights or gradients are asked for, and in the step
     estimate    what `estimate_hybridep_mem_needs_all_live` says of it
@@ -22,8 +21,6 @@ import argparse
 import contextlib
 import io
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -110,31 +107,6 @@ def estimate(model: Any, block: Mapping[str, Any], accumulation: int, settings: 
         )[2,]
 
 
-def estimates_of(checkout: Path) -> dict[str, dict[str, int]]:
-    """What the package of another checkout says, in bytes, by layers and row."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    done = subprocess.run(
-        [sys.executable, __file__, "--estimates"], env=environment, cwd=checkout, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(done.stderr[-3000:])
-    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def print_estimates() -> None:
-    found: dict[str, dict[str, int]] = {}
-    for layers in LAYERS:
-        with contextlib.redirect_stdout(sys.stderr):
-            model, settings = model_of(layers)
-            blocks = {row: block_of(row) for row in ROWS}
-            found[layers] = {
-                row: estimate(model, {k: v for k, v in block.items() if k != "state"}, 1, settings).total
-                for row, block in blocks.items()
-            }
-    print(json.dumps(found))
-
-
 def most_allocated(profile: Any) -> int:
     """The most bytes at once of what was allocated while a profile was taken."""
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -190,7 +162,7 @@ def _is_of_expert(name: str) -> bool:
     return ".deepspeed_experts." in name or ".mlp.experts." in name
 
 
-def run(out: Path, before: Mapping[str, Mapping[str, int]]) -> None:
+def run(out: Path) -> None:
     import deepspeed
     import torch
     from deepspeed import comm as dist
@@ -207,7 +179,7 @@ def run(out: Path, before: Mapping[str, Mapping[str, int]]) -> None:
                 found = measure(layers, row, accumulation)
                 if dist.get_rank() == 0:
                     params = {"kind": layers, "row": row, "accumulation": accumulation, "dtype": "bf16", **SIZES}
-                    record = {"params": params, "before": before[layers][row], **found, "versions": bench.versions()}
+                    record = {"params": params, **found, "versions": bench.versions()}
                     with out.open("a") as file:
                         file.write(json.dumps(record) + "\n")
                     print(layers, row, accumulation, found, flush=True)
@@ -215,7 +187,7 @@ def run(out: Path, before: Mapping[str, Mapping[str, int]]) -> None:
 
 def report(path: Path) -> None:
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    columns = ("before", "between", "most", "estimate", "peak", "host")
+    columns = ("between", "most", "estimate", "peak", "host")
     print("Bytes per replicated parameter.\n")
     print(f"| layers | micro-steps | codecs | {' | '.join(columns)} |\n" + "|---" * (3 + len(columns)) + "|")
     for record in records:
@@ -232,17 +204,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("memory.jsonl"))
     parser.add_argument("--report", type=Path, help="print the table of these records")
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="of which the first column is")
-    parser.add_argument("--estimates", action="store_true", help="of this checkout alone; used by --before")
     args = parser.parse_args()
     if args.report is not None:
         report(args.report)
-    elif args.estimates:
-        print_estimates()
-    elif args.before is None:
-        parser.error("--before: which checkout?")
     else:
-        run(args.out, estimates_of(args.before.resolve()))
+        run(args.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 IMAGES = HERE.parent / "docs" / "images"
-FP32_RESIDUALS = '{"codecs": "recommended", "residuals": "float32"}'
 TABLES = {  # by file of results/: the program that prints it, and its arguments
     "e2e-encoded-2x2": ("e2e_report.py", "e2e-encoded-2x2.jsonl", "--plots", str(IMAGES)),
     "e2e-2x2-latest": ("e2e_report.py", "e2e-2x2-latest.jsonl"),
@@ -25,7 +24,8 @@ TABLES = {  # by file of results/: the program that prints it, and its arguments
     "e2e-limits": ("limits_report.py", "e2e-limits.jsonl"),
     "scale": ("scale.py", "--report", "scale.jsonl", "--plots", str(IMAGES)),
     "losses": ("losses.py", "--report", "losses.jsonl"),
-    "losses-residuals": ("losses.py", "--report", "losses-residuals.jsonl", "--against", FP32_RESIDUALS),
+    "residual-sums": ("residual_sums.py", "--report", "residual-sums.jsonl"),
+    "skipped-layers": ("skipped_layers.py", "--report", "skipped-layers.jsonl"),
     "memory": ("memory.py", "--report", "memory.jsonl"),
     "codecs": ("codecs.py", "report", "codecs.jsonl"),
     "faults": ("faults.py", "--report", "faults.jsonl"),

@@ -88,6 +88,7 @@ def test_a_planned_job_keeps_its_losses(pool4: ProcessPool) -> None:
     ],
     ids=["zero 2", "bf16", "zero 3", "checkpointing"],
 )
+@pytest.mark.slow
 def test_lossy_codecs(pool4: ProcessPool, tmp_path: Path, case: Case) -> None:
     for found in pool4.run(train_lossy, case=case, folder=str(tmp_path), timeout_s=120.0):
         assert found["resumed"] == found["straight"]

@@ -107,6 +107,7 @@ def error_of(case: Case, block: dict[str, Any], zero: dict[str, Any]) -> str:
 
 
 @pytest.mark.core
+@pytest.mark.slow
 def test_other_plans_and_none(pool4: ProcessPool) -> None:
     case = case4("qwen3_moe", 1, 1, zero_stage=3)
     for plain, losses in pool4.run(train_over_plans, case=case, plans=[(1, 1), (2, 1), (1, 1), (2, 2)]):

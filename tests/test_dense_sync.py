@@ -48,6 +48,7 @@ def test_parity_with_the_other_accumulations(pool4: ProcessPool) -> None:
     assert_parity(pool4, [world4(2, 1, zero_stage=stage, accumulation=a) for stage, a in ((0, 1), (1, 2), (2, 1))])
 
 
+@pytest.mark.slow
 def test_parity_of_what_scales_gradients_and_of_sgd(pool4: ProcessPool) -> None:
     cases = [
         world4(2, 2, zero_stage=1, gradient_clipping=0.5, accumulation=2, optimizer="sgd"),
@@ -174,7 +175,7 @@ def losses_of(case: Case, with_block: bool, config: dict[str, Any]) -> dict[str,
     [
         slow({"prescale_gradients": True}),
         {"gradient_predivide_factor": 2.0},
-        {"communication_data_type": "bf16"},
+        slow({"communication_data_type": "bf16"}),
     ],
     ids=lambda config: next(iter(config)),
 )

@@ -462,7 +462,9 @@ def close_to(losses: list[float]) -> Any:
     return pytest.approx(losses, rel=FP32_TOLERANCE, abs=0.0)
 
 
-@pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "zero_stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2]
+)
 def test_attach_and_detach_between_steps(pool4: ProcessPool, zero_stage: int) -> None:
     for found in pool4.run(attach_and_detach, case=world4(2, 1, zero_stage=zero_stage, accumulation=2)):
         assert found["hybrid losses"] == close_to(found["plain losses"])

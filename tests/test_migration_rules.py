@@ -297,7 +297,7 @@ def accumulate(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("zero_stage", "accumulation", "sizes"),
     [
-        (0, 3, (2, 1)),
+        slow(0, 3, (2, 1)),
         slow(1, 1, (2, 1)),
         (2, 3, (2, 2)),
         slow(1, 3, (2, 2)),

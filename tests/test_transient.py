@@ -142,6 +142,7 @@ def peak_blocks(case: Case) -> dict[str, int]:
 # -- the tests --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_parity(pool4: ProcessPool) -> None:
     cases = [
         world4(2, 1, zero_stage=2, accumulation=2, toy=replace(TOY, checkpointing="nonreentrant")),

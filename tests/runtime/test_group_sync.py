@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoded sums and gathers of one group, without DeepSpeed: against exact ones, and bit-equal on all ranks."""
 
+import functools
 import math
 from typing import Any
 
@@ -17,6 +18,8 @@ from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.flat import cut, even_bounds, whole
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.memory import undelivered
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # like its neighbours, for `make test-slow`
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -196,9 +199,9 @@ def sum_small_numbers(codec: Any, owners: bool, num_sums: int) -> list[float]:
     ("codec", "owners"),
     [
         ("int4", True),
-        ({"type": "low_rank", "ratio": 8, "factors": "log4", "weighting": "rms"}, False),
-        pytest.param("int4", False, marks=pytest.mark.slow),
-        pytest.param({"type": "low_rank", "ratio": 8}, True, marks=pytest.mark.slow),
+        slow({"type": "low_rank", "ratio": 8, "factors": "log4", "weighting": "rms"}, False),
+        slow("int4", False),
+        slow({"type": "low_rank", "ratio": 8}, True),
     ],
     ids=str,
 )

@@ -199,7 +199,8 @@ def can_go_on(*, waits_s: float, for_all_s: float = 0.0, silent_s: float = 0.0, 
     """
     now = time.monotonic()
     watch = Health.__new__(Health)
-    watch.rank, watch._limit_s, watch._resumed = 0, 600.0, -float("inf")  # the machine may have run for less than silent_s
+    watch.rank, watch._limit_s = 0, 600.0
+    watch._resumed = -float("inf")  # the machine may have run for less than `silent_s`
     watch._waits = SimpleNamespace(longest_s=lambda: waits_s, longest_for_all_s=lambda: for_all_s)
     watch._facts = [Fact(3, told, "")] if told else []
     watch._mesh = SimpleNamespace(links={3: SimpleNamespace(heard_at=now - silent_s)}, gone={3} if told else set())

@@ -340,7 +340,7 @@ def test_reports_come_at_their_interval(pool4: ProcessPool, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("checkpointing", "num_exchanges"), [(None, 4), ("nonreentrant", 6), ("reentrant", 6)], ids=str
 )
-@pytest.mark.parametrize("ep_size", [4, 2])
+@pytest.mark.parametrize("ep_size", [pytest.param(4, marks=pytest.mark.slow), 2])
 def test_bytes_of_plain_ep_are_those_of_its_padded_all_to_alls(
     pool4: ProcessPool, ep_size: int, checkpointing: Any, num_exchanges: int
 ) -> None:

@@ -264,6 +264,7 @@ def test_tokens_are_awaited_before_they_are_sent_over_all_but_the_fastest_level(
         assert fast == 0
 
 
+@pytest.mark.slow
 def test_a_step_waits_as_often_with_many_layers_as_with_few(pool4: ProcessPool) -> None:
     few = Case(levels=levels_of((2, 2), (2, 1)), toy=ToyConfig(num_layers=2), zero_stage=1)
     many = replace(few, toy=ToyConfig(num_layers=5))
