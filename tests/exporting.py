@@ -38,6 +38,7 @@ class Job:
     dtype: Literal["fp32", "bf16"] = "fp32"
     with_block: bool = True
     adapters: Adapters = ""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
     without_frozen: bool = False  # in the checkpoint, as the Trainer saves models of peft
     live: bool = False
     steps: int = 2
@@ -53,12 +54,15 @@ class Job:
             family=self.family,
             dtype=self.dtype,
             zero_stage=self.zero_stage,
+            optimizer=self.optimizer,
         )
 
     def ds_config(self) -> dict[str, Any]:
         """What the user would write."""
         config = self.case.ds_config(with_block=self.with_block)
-        if self.adapters:
+        if self.world_size == 1:
+            del config["expert_parallel"]
+        elif self.adapters:
             config["expert_parallel"] |= {"moe_layer_pattern": PATTERN, "preset_model": self.family}
         return config
 
