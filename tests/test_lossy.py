@@ -196,6 +196,10 @@ def load_twice(case: Case, codecs: Codecs, folder: str) -> dict[str, Any]:
         found["again"] = undelivered_of(engine)
         engine.load_checkpoint(folder, load_optimizer_states=False, tag="again")
         found["module only"] = undelivered_of(engine)
+    with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
+        engine.load_checkpoint(folder, tag="global_step3")
+        ds_hybridep.replan(engine, merged(case.ds_config(with_block=True)["hybridep"], block_with(case, other)))
+        found["replanned"] = undelivered_of(engine)
     return found
 
 
@@ -203,8 +207,8 @@ def undelivered_of(engine: Engine) -> float:
     return weighted_sum_of(part for parts in runtime_of(engine)._undelivered.parts.values() for part in parts)
 
 
-def lose_a_file(case: Case, codecs: Codecs, folder: str) -> tuple[str, str]:
-    """Error of a load where one rank's file is not there."""
+def lose_a_file(case: Case, codecs: Codecs, folder: str) -> list[tuple[str, str]]:
+    """Errors of loads where one rank's file is not there: under the same plan and under another one."""
     with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
         train(engine, case, 0, 1)
         engine.save_checkpoint(folder, tag="one")
@@ -212,7 +216,9 @@ def lose_a_file(case: Case, codecs: Codecs, folder: str) -> tuple[str, str]:
         if dist.get_rank() == 1:
             (Path(folder) / "one" / "hybridep_rank_00001.pt").unlink()
         dist.barrier()
-        return error_of(engine.load_checkpoint, folder, tag="one")
+        same = error_of(engine.load_checkpoint, folder, tag="one")
+        ds_hybridep.replan(engine, merged(case.ds_config(with_block=True)["hybridep"], block_with(case, codecs[::-1])))
+        return [same, error_of(engine.load_checkpoint, folder, tag="one")]
 
 
 def freeze_experts(case: Case, codecs: Codecs) -> list[float]:
@@ -433,22 +439,24 @@ def test_a_checkpoint_of_before_the_first_step(pool4: ProcessPool, tmp_path: Pat
 def test_residuals_are_handed_over_once(pool4: ProcessPool, tmp_path: Path, ep_size: int) -> None:
     case = world4(*((2, 2) if ep_size == 4 else (1, 2)), toy=ToyConfig(ep_size=ep_size))
     results = pool4.run(load_twice, case=case, codecs=[("int4", COARSE)] * 2, folder=str(tmp_path))
-    saved, once, twice, again, module_only = (
-        sum(found[name] for found in results) for name in ("saved", "once", "twice", "again", "module only")
-    )
+    names = ("saved", "once", "twice", "again", "module only", "replanned")
+    saved, once, twice, again, module_only, replanned = (sum(found[name] for found in results) for name in names)
     assert abs(saved) > 1e-3
     # Each group's owners take a share of all groups' residuals: the sum over groups is what counts.
     assert once == twice == pytest.approx(saved, rel=1e-4)
     assert again == pytest.approx(saved, rel=1e-4)
+    assert replanned == pytest.approx(saved, rel=1e-4)
     assert module_only == 0
 
 
 def test_a_file_that_one_rank_lacks_is_an_error_with_a_remedy(pool4: ProcessPool, tmp_path: Path) -> None:
     codecs: Codecs = [("int8", "int8"), ("identity", "identity")]
-    for kind, message in pool4.run(lose_a_file, case=world4(2, 1), codecs=codecs, folder=str(tmp_path)):
-        assert kind == "AgreementError"
-        assert "rank 1 differs from rank 0 in state of lossy codecs in one: False instead of True" in message
-        assert "copy the files to all nodes, or remove them" in message
+    for same, other in pool4.run(lose_a_file, case=world4(2, 1), codecs=codecs, folder=str(tmp_path)):
+        for kind, message in (same, other):
+            assert kind == "AgreementError"
+            assert "copy the files to all nodes, or remove them" in message
+        assert "rank 1 differs from rank 0 in state of lossy codecs in one: False instead of True" in same[1]
+        assert "of ranks [1] are missing, and they are of another plan" in other[1]
 
 
 def test_frozen_experts_need_no_codec(pool4: ProcessPool) -> None:

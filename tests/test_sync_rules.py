@@ -10,6 +10,7 @@ from test_encoded_sync import digest, over_slow_level, residuals, world4
 from test_engine import _batch, engine_of, error_of, train
 
 import ds_hybridep
+from ds_hybridep.sync.memory import undelivered
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -99,6 +100,34 @@ def load_and_go_on(case: Any, folder: str) -> dict[str, Any]:
 def test_what_was_loaded_is_neither_lost_nor_found_again(pool4: ProcessPool, stage: int, tmp_path: Any) -> None:
     for found in pool4.run(load_and_go_on, case=world4(1, 1, zero_stage=stage), folder=str(tmp_path)):
         assert all(found.values()), found
+
+
+def load_under_other_sums(case: Any, folder: str, changed: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What this rank had kept back of dense gradients, as parts of a mean, before a load and after it."""
+    settings = {"hybridep": over_slow_level(case, gradient_codec="int4")}
+
+    def kept(engine: Any) -> torch.Tensor:
+        found = undelivered(dense_sync_of(engine).memory.capture())
+        return torch.cat([one.values.double().view(-1) for one in found]).sum()
+
+    with engine_of(case, with_block=True, **settings) as engine:
+        train(engine, case, 0, 2)
+        engine.save_checkpoint(folder)
+        before = kept(engine)
+    with engine_of(case, with_block=True, **settings, **changed) as engine:
+        engine.load_checkpoint(folder)
+        after = kept(engine)
+        train(engine, case, 2, 1)
+        return before, after
+
+
+@pytest.mark.parametrize("changed", [{"prescale_gradients": True}, {"communication_data_type": "bf16"}], ids=str)
+def test_what_was_kept_back_fits_other_ways_to_sum(pool4: ProcessPool, tmp_path: Any, changed: dict[str, Any]) -> None:
+    case = world4(1, 1, zero_stage=0)
+    found = pool4.run(load_under_other_sums, case=case, folder=str(tmp_path), changed=changed)
+    before, after = (torch.stack(column) for column in zip(*found, strict=True))
+    assert before.abs().min() > 0
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-9)
 
 
 def change_on_one_rank(case: Any, codecs: dict[str, Any], refresh: bool) -> tuple[tuple[str, str], str]:

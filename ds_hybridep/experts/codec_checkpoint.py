@@ -45,6 +45,12 @@ def rank_of(path: Path) -> int:
     return int(path.stem.rpartition("_")[2])
 
 
+def missing_ranks(files: Sequence[Path], step: int) -> list[int]:
+    """Return the ranks of the job that saved `files` at a step whose files are not there."""
+    sizes = (saved["world_size"] for saved in map(read, files) if saved["step"] == step)
+    return sorted(set(range(next(sizes, 0))) - set(map(rank_of, files)))
+
+
 def write(folder: Path, rank: int, world_size: int, saved: Mapping[str, Any] | None) -> None:
     """Write this rank's file, or remove it if there is nothing to save.
 

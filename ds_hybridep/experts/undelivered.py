@@ -37,8 +37,7 @@ def collect(replicas: Replicas, transport: Transport) -> list[Tensor]:
     for stage in replicas.stages:
         for slot, parts in enumerate(replicas.slot_parts):
             for place, part in zip(kept[slot].split(sizes), parts, strict=True):
-                ((piece, _),) = part.pieces
-                if (kept_back := gradients.sent.get((stage.level, piece))) is not None:
+                if (kept_back := gradients.kept(stage.level, part)) is not None:
                     place += gradients.value(kept_back).view(-1).to(kept.device)
     gradients.forget()
     total = kept[replicas.own_slot]

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.memory import undelivered
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
+
+REMEDY = "copy the files to all nodes, or remove them to begin without what codecs kept"
 
 
 class CodecState:
@@ -42,12 +45,13 @@ class CodecState:
 
     @property
     def plan(self) -> str:
-        """One string of all that the state of lossy codecs depends on: levels, domains, codecs and layers."""
+        """One string of all that the state of lossy codecs depends on: levels, domains, codecs, layers and sums."""
         levels = [
             [level.size, level.domain_size, *(codec.spec for codec in level.all_codecs)]
             for level in self._config.levels
         ]
-        layers, synchronised = [layer.canonical() for layer in self._planned], sorted(self._syncs)
+        layers = [layer.canonical() for layer in self._planned]
+        synchronised = {name: [sync.memory.is_mean, sync.memory.sums_for] for name, sync in self._syncs.items()}
         return json.dumps({"levels": levels, "layers": layers, "synchronised": synchronised}, sort_keys=True)
 
     def save(self, folder: Path, step: int) -> None:
@@ -75,29 +79,18 @@ class CodecState:
 
         Raises:
             AgreementError: some ranks found the state of this plan and others did not.
+                Or it is of another plan, and files of some ranks are missing.
         """
         self.forget()
         files = sorted(folder.glob(codec_checkpoint.PATTERN))
-        if self.feedbacks or any(sync.is_encoded for sync in self._syncs.values()):
-            with announcing_failure():
-                path = codec_checkpoint.file_of(folder, self._transport.rank)
-                saved = codec_checkpoint.read(path) if path in files else None
-            is_same = saved is not None and saved["plan"] == self.plan and saved["step"] == step
-            try:
-                agree({f"state of lossy codecs in {folder.name}": is_same}, self._transport.timeout_s)
-            except AgreementError as error:
-                raise AgreementError(
-                    f"{error} (True: its {codec_checkpoint.PATTERN} in {folder} is of this plan and step); all ranks "
-                    f"or none must find theirs: copy the files to all nodes, or remove them to begin without what "
-                    f"codecs kept"
-                ) from error
-            if saved is not None and is_same:
-                if self._migration is not None:
-                    self._migration.refresh()
-                for name, kept in saved["synchronised"].items():
-                    self._syncs[name].memory.resume(kept)
-                self._undelivered.take_over(codec_checkpoint.restore(self.replicas, self._owned(), saved))
-                return ""
+        saved = self._of_this_plan(folder, files, step)
+        if saved is not None:
+            if self._migration is not None:
+                self._migration.refresh()
+            for name, kept in saved["synchronised"].items():
+                self._syncs[name].memory.resume(kept)
+            self._undelivered.take_over(codec_checkpoint.restore(self.replicas, self._owned(), saved))
+            return ""
         found = codec_checkpoint.undelivered(self._owned(), files, step, self._transport.world_size)
         self._undelivered.take_over(found)
         kept = [part for parts in found.values() for part in parts]
@@ -107,6 +100,26 @@ class CodecState:
         norms = [(_norm(tensors), what) for tensors, what in ((kept, "handed over"), (dropped, "dropped"))]
         told = " and ".join(f"gradients of norm {norm:.3g} are {what}" for norm, what in norms if norm)
         return f"the checkpoint is of another plan: mirrors begin anew, {told}" if told else ""
+
+    def _of_this_plan(self, folder: Path, files: Sequence[Path], step: int) -> dict[str, Any] | None:
+        """Return what this rank has saved at a step under this plan; on all ranks None if there is no such file."""
+        path = codec_checkpoint.file_of(folder, self._transport.rank)
+        with announcing_failure():
+            is_lossy = bool(self.feedbacks) or any(sync.is_encoded for sync in self._syncs.values())
+            saved = codec_checkpoint.read(path) if is_lossy and path in files else None
+            is_same = saved is not None and saved["plan"] == self.plan and saved["step"] == step
+            missing = [] if is_same else codec_checkpoint.missing_ranks(files, step)
+        what = f"{codec_checkpoint.PATTERN} in {folder}"
+        try:
+            agree({f"state of lossy codecs in {folder.name}": is_same}, self._transport.timeout_s)
+            agree({f"ranks without {what}": missing}, self._transport.timeout_s)
+        except AgreementError as error:
+            raise AgreementError(
+                f"{error} (True: its {what} is of this plan and step); all ranks or none must find theirs: {REMEDY}"
+            ) from error
+        if missing:
+            raise AgreementError(f"{what} of ranks {missing} are missing, and they are of another plan: {REMEDY}")
+        return saved if is_same else None
 
     def _take_over_residuals(self, files: Sequence[Path], step: int) -> list[Tensor]:
         """Add dense gradients that ranks of the saved job had kept back to this rank's next gradients.

@@ -114,6 +114,7 @@ class DenseSync:
             self._stand_ins[original], self._syncs[group] = group, sync
             patches.keep("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", group.unregister)
             sync.memory.is_mean = not engine.postscale_gradients()
+            sync.memory.sums_for = f"all ranks, {engine.communication_data_type}"
         patches.wrap(ENGINE, "allreduce_bucket", engine, patches.while_on(self._allreduce_bucket))
 
     def watch(self, optimizer: Any) -> None:
@@ -134,6 +135,7 @@ class DenseSync:
         if hasattr(optimizer, "average_tensor"):  # it divides before it sums, whatever the engine does
             for sync in self._syncs.values():
                 sync.memory.is_mean = True
+                sync.memory.sums_for = f"owners, {self._engine.communication_data_type}"
         for name, replacement in (
             ("average_tensor", self._average_tensor),
             ("independent_gradient_partition_epilogue", self._end_of_backward),

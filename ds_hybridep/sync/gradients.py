@@ -252,6 +252,11 @@ class GradientMemory:
         self.sent[level, piece] = made
         return made
 
+    def kept(self, level: int, part: PacketPart, at: int = 0) -> SentPiece | None:
+        """Return what is kept, in use or from a checkpoint, of the part's piece number `at`; None if nothing is."""
+        key = level, part.pieces[at][0]
+        return self.sender(level, part, at) if key in self.sent or key in self._saved_sent else None
+
     def _receiver(self, level: int, sender: int, piece: Piece) -> ReceivedPiece:
         key = level, sender, piece
         if key not in self.received:
@@ -276,7 +281,8 @@ class GradientMemory:
     def squared_residual(self) -> float:
         """Return the sum of squares of what was not delivered yet."""
         self.home.wait()
-        return sum(squared_norm(self.value(piece)) for piece in self.sent.values())
+        kept = [self.value(piece) for piece in self.sent.values()] + [*map(residual_of, self._saved_sent.values())]
+        return sum(map(squared_norm, kept))
 
     def noted(self) -> Iterator[object]:
         """Yield all that `changes` may have a note of."""

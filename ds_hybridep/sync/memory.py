@@ -49,6 +49,7 @@ class CodecMemory:
     ) -> None:  # fmt: skip
         self.changes, self._encoding, self._levels = changes, encoding, tuple(levels)
         self.is_mean = False  # True if the sums are means: DeepSpeed divides before it sums
+        self.sums_for = ""  # whom DeepSpeed's sums are for, and their type: with others, what is kept has other pieces
         codecs = encoding.gradient_codecs
         slowest = next((codecs[level] for level in levels if codecs[level] is not None), None)
         home = Home(device, encoding.is_on_host)
