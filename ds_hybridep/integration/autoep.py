@@ -36,7 +36,7 @@ class _PlainRegistry(dict[str, Any]):
 
 @contextmanager
 def plain_registry() -> Iterator[None]:
-    """Show AutoEP the registry of recorded outputs as it was in transformers 5.3: a dict by names of classes.
+    """Show AutoEP the registry of recorded outputs as it was before transformers 5.23: a dict by names of classes.
 
     Newer versions have a class whose `get` takes a model and no default, and whose keys are models when it is written.
     AutoEP replaces entries for as long as it installs hooks, so it may do that to a copy.

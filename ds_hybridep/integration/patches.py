@@ -4,9 +4,10 @@
     TABLE      all changes that are allowed, and why
     Patches    the changes of one attachment; `undo` takes them back, last change first
 
-The row with `until` "AutoEP" is changed while AutoEP makes its layers.  Rows with "detach" change one engine, its optimizer or its layers.  Rows with "last detach" change a class that
+Rows with `until` "detach" change one engine, its optimizer or its layers.  Rows with "last detach" change a class that
 all engines of the process share, as long as any engine is attached.  The import hook (`_autoload`) makes the changes
-of rows with "exit": they stay, and leave an engine without the block as it was.
+of rows with "exit": they stay, and leave an engine without the block as it was.  What a row with "AutoEP" names is
+changed only while AutoEP makes its layers.
 
 Nothing here keeps an engine alive.
 """
@@ -52,7 +53,7 @@ TABLE = (
     Patch(ENGINE, "_configure_expert_parallel", "peft's wrappers go before AutoEP looks", "exit", ("model",)),
     Patch(
         TRANSFORMERS_OUTPUTS, "_CAN_RECORD_REGISTRY",
-        "transformers 5.4 and newer: AutoEP of DeepSpeed up to 0.19.8 takes it for a plain dict", "AutoEP",
+        "from transformers 5.23 on: AutoEP of DeepSpeed up to 0.19.8 takes it for a plain dict", "AutoEP",
         is_method=False,
     ),  # fmt: skip
     Patch(

@@ -25,7 +25,7 @@ from ds_hybridep.integration.patches import misfits
 from ds_hybridep.transport.job import backend_name
 
 TESTED_VERSIONS = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
-TESTED_TRANSFORMERS = ("5.3.0", "5.24.0")  # with AutoEP
+TESTED_TRANSFORMERS = ("5.3.0", "5.22.2", "5.24.0")
 
 # Sections and switches of a ds_config that were tested in training; those from "aio" on do not change its results.
 TESTED_SECTIONS = frozenset({
@@ -86,14 +86,16 @@ def check_transformers() -> None:
     """Raise UnsupportedError if a transformers is imported that AutoEP cannot read; warn if it was not tested."""
     transformers = sys.modules.get("transformers")
     version = TESTED_TRANSFORMERS[0] if transformers is None else transformers.__version__
-    tested = " and ".join(TESTED_TRANSFORMERS)
+    tested = f"{TESTED_TRANSFORMERS[0]} to {TESTED_TRANSFORMERS[-1]}"
     if _numbers(version) < _numbers(TESTED_TRANSFORMERS[0]):
         raise UnsupportedError(
             f'transformers {version} is too old for the "expert_parallel" block with hybridep, which was tested with '
             f"{tested}; install one of these"
         )
-    if version not in TESTED_TRANSFORMERS:
-        _warn_once(f'transformers {version} was not tested with the "expert_parallel" block; {tested} were')
+    if _numbers(version) > _numbers(TESTED_TRANSFORMERS[-1]):
+        _warn_once(
+            f'transformers {version} was not tested with the "expert_parallel" block; hybridep was with {tested}'
+        )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
