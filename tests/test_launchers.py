@@ -99,6 +99,7 @@ def test_torchrun_on_two_nodes_trains_as_deepspeed_does(tmp_path: Path, expected
     (first,) = blocks_of("torchrun")
     second = first.replace("--node_rank 0", "--node_rank 1")
     assert losses_in(run_together(tmp_path, [first, second])) == expected
+    assert "losses " in (tmp_path / "said_0").read_text()  # so rank 0 is there
 
 
 @needs_accelerate
@@ -106,6 +107,7 @@ def test_accelerate_on_two_nodes_trains_as_deepspeed_does(tmp_path: Path, expect
     (first,) = blocks_of("accelerate launch")
     second = first.replace("--machine_rank 0", "--machine_rank 1")
     assert losses_in(run_together(tmp_path, [first, second])) == expected
+    assert "losses " in (tmp_path / "said_0").read_text()  # so rank 0 is there
 
 
 @needs_accelerate
