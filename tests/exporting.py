@@ -174,6 +174,7 @@ def save_in_all_ways(job: Job) -> dict[str, Any]:
         engine.save_16bit_model(str(folder / "sixteen"))
         trainer = trainer_of(engine, folder / "trainer")
         trainer.save_model()
+        trainer.save_state()
         ds_hybridep.save_pretrained(engine, folder / "live")
         try:
             ds_hybridep.save_pretrained(engine, folder / "live" / "config.json")
@@ -190,12 +191,16 @@ def save_in_all_ways(job: Job) -> dict[str, Any]:
 def trainer_of(engine: Any, folder: Path) -> Any:
     """What a Trainer is while it trains, as far as saving goes."""
     from transformers.trainer import Trainer
+    from transformers.trainer_callback import TrainerState
 
     trainer = Trainer.__new__(Trainer)
     trainer.deepspeed = trainer.model_wrapped = engine
     trainer.model = engine.module
     is_first = dist.get_rank() == 0
-    trainer.args = SimpleNamespace(output_dir=str(folder), should_save=is_first, push_to_hub=False)
+    trainer.args = SimpleNamespace(
+        output_dir=str(folder), should_save=is_first, push_to_hub=False, process_index=dist.get_rank()
+    )
+    trainer.state = TrainerState(global_step=engine.global_steps)
     trainer.processing_class = trainer.data_collator = None
     return trainer
 

@@ -6,6 +6,8 @@ missing, is imported when it is needed.
 """
 
 import importlib.util
+from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -23,6 +25,22 @@ def preload() -> None:
 
     for model_class, _ in _FAMILY_SETTINGS.values():
         getattr(transformers, model_class)
+
+
+def let_plain_autoep_work() -> None:
+    """Let AutoEP without the block, to compare with, read newer versions of transformers as it can with the block."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from ds_hybridep.integration.autoep import plain_registry
+
+    original = DeepSpeedEngine._configure_expert_parallel
+
+    @wraps(original)
+    def configure(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if "hybridep" in engine._config._param_dict else plain_registry():
+            return original(engine, *args, **kwargs)
+
+    DeepSpeedEngine._configure_expert_parallel = configure
 
 
 def build_hf_model(family: str, config: ToyConfig, *, seed: int, **options: Any) -> nn.Module:

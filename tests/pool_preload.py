@@ -29,6 +29,7 @@ for _name in (
     importlib.import_module(_name)
 
 hf_models.preload()
+hf_models.let_plain_autoep_work()
 
 __all__ = ["deepspeed", "torch"]
 

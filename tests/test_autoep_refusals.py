@@ -11,6 +11,7 @@ import pytest
 
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.integration import autoep as autoep_layer
+from ds_hybridep.integration import supported
 
 PLAIN = {
     "folding_group_handles": None,
@@ -44,14 +45,21 @@ def test_a_layer_without_its_group() -> None:
         autoep_layer.spec_of("model.layers.1.mlp", SimpleNamespace(**PLAIN))
 
 
-def test_another_version_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="5.23.0"))
-    with pytest.raises(UnsupportedError, match=r"transformers 5\.23\.0 .* install transformers==5\.3\.0"):
-        autoep_layer.check_transformers()
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__=autoep_layer.TRANSFORMERS_VERSION))
-    autoep_layer.check_transformers()
+def test_a_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="5.2.0"))
+    with pytest.raises(UnsupportedError, match=r"transformers 5\.2\.0 is too old .* tested with 5\.3\.0 to "):
+        supported.check_transformers()
 
 
-def test_the_version_is_the_one_that_the_extra_installs() -> None:
+@pytest.mark.parametrize("version", [*supported.TESTED_TRANSFORMERS, "5.99.0"])
+def test_a_transformers_that_was_not_tested_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__=version))
+    supported.check_transformers()
+    assert (f"transformers {version} was not tested" in caplog.text) == (version == "5.99.0")
+
+
+def test_the_extra_installs_a_tested_version() -> None:
     setup = (Path(__file__).resolve().parents[1] / "setup.py").read_text()
-    assert re.search(r'"transformers==([^"]+)"', setup)[1] == autoep_layer.TRANSFORMERS_VERSION
+    assert re.search(r'"transformers==([^"]+)"', setup)[1] in supported.TESTED_TRANSFORMERS

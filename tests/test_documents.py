@@ -14,7 +14,9 @@ from ds_hybridep.config import parse_config
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
-PROGRAMS = re.compile(r"(ds_hybridep|deepspeed|torchrun|python|sudo|make|pip|git|ssh|ip|echo) |examples/")
+PROGRAMS = re.compile(
+    r"(ds_hybridep|deepspeed|torchrun|accelerate|sbatch|srun|python|sudo|make|pip|git|ssh|ip|echo) |examples/"
+)
 HERE = ("ds_hybridep plan", "ds_hybridep simulate", "ds_hybridep report")
 ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "make demo": "tests/test_demo.py",
@@ -35,6 +37,10 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "examples/restart/": "tests/test_restart.py",
     "sudo python benchmarks/": "not run: measures for minutes",
     "python benchmarks/": "not run: measures for minutes",
+    "deepspeed --num_gpus 8 train.py": "tests/test_launchers.py",
+    "torchrun --nnodes 2": "tests/test_launchers.py",
+    "accelerate launch": "tests/test_launchers.py",
+    "sbatch job.sh": "tests/test_launchers.py",
     "torchrun --nproc_per_node 4 benchmarks/": "not run: measures for minutes",
     "torchrun --standalone --nproc_per_node 4 benchmarks/": "not run: measures for minutes",
 }

@@ -221,6 +221,7 @@ def test_what_people_call_already_writes_all_experts_or_says_why_not(pool2: Proc
     for name in ("sixteen", "trainer"):
         assert torch.equal(logits(load(tmp_path / name), job), wanted)
     assert (tmp_path / "trainer" / "training_args.bin").exists()
+    assert json.loads((tmp_path / "trainer" / "trainer_state.json").read_text())["global_step"] == job.steps
 
 
 @pytest.mark.parametrize("zero_stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2))])

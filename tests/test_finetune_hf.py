@@ -4,8 +4,10 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +27,23 @@ pytestmark = [
 def finetune(folder: Path, *options: str, with_block: bool, zero_stage: int = 1) -> dict[str, Any]:
     """The record of a short run on four ranks."""
     config = json.loads((ROOT / "ds_configs" / "hf_2x2.json").read_text())
+    script = [str(ROOT / "examples" / "finetune_hf.py"), "--tiny", "--tiny-steps", "30", "--steps", "20"]
     if not with_block:
         del config["hybridep"]
+        script = ["--no_local_rank", str(ROOT / "tests" / "plain_autoep.py"), *script]
     config["zero_optimization"] = {"stage": zero_stage, "stage3_param_persistence_threshold": 1000}
     folder.mkdir()
     (folder / "ds_config.json").write_text(json.dumps(config))
     record = folder / "record.json"
+    launch(folder, 4, *script, *options, "--deepspeed", str(folder / "ds_config.json"), "--json-file", str(record))
+    return json.loads(record.read_text())
+
+
+def launch(folder: Path, num_ranks: int, *script: str) -> str:
+    """What the ranks print."""
     launcher = str(Path(sys.executable).with_name("deepspeed"))
-    script = [str(ROOT / "examples" / "finetune_hf.py"), "--tiny", "--tiny-steps", "30", "--steps", "20"]
-    options = (*options, "--deepspeed", str(folder / "ds_config.json"), "--json-file", str(record))
     run = subprocess.run(
-        [launcher, "--num_gpus", "4", "--master_port", str(20000 + os.getpid() % 20000), *script, *options],
+        [launcher, "--num_gpus", str(num_ranks), "--master_port", str(20000 + os.getpid() % 20000), *script],
         cwd=folder,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -43,7 +51,7 @@ def finetune(folder: Path, *options: str, with_block: bool, zero_stage: int = 1)
         timeout=1500,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    return json.loads(record.read_text())
+    return run.stdout
 
 
 def blocks_of(page: str, section: str) -> list[str]:
@@ -107,3 +115,30 @@ def test_the_trainer_trains_adapters_of_experts(tmp_path: Path) -> None:
     options = ("--lora-rank", "4", "--lora-experts")  # which AutoEP takes with the block only
     losses = [loss for _, loss in finetune(tmp_path / "hybrid", *options, with_block=True)["losses"]]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl: pip install trl")
+def test_trls_trainer_learns_the_same_as_without_expert_parallelism(tmp_path: Path) -> None:
+    losses, logits = [], []
+    blocks = {
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+        "hybridep": {"levels": [{"name": "dc", "size": 2, "domain_size": 2}]},
+    }
+    for name, settings in (("dense", {}), ("hybrid", blocks)):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+            "zero_optimization": {"stage": 1},
+        }
+        (folder / "ds_config.json").write_text(json.dumps(config | settings))
+        said = launch(folder, 2, str(ROOT / "tests" / "sft_script.py"))
+        losses.append(json.loads(re.findall(r"^losses (.+)$", said, re.MULTILINE)[0]))
+        assert (folder / "tuned" / "trainer_state.json").exists()
+        model = import_module("transformers").AutoModelForCausalLM.from_pretrained(folder / "tuned", dtype="auto")
+        logits.append(model(torch.arange(20)[None]).logits)
+    assert losses[0][-1] < losses[0][0] - 1
+    # Different orders of sums, carried through six steps of AdamW.
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert (logits[1] - logits[0]).abs().max() < 1e-3

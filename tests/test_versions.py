@@ -2,6 +2,7 @@
 """What older versions of DeepSpeed do not have is done here instead; and the table that says which were tested."""
 
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,14 +70,57 @@ def test_adapters_of_experts_are_refused_where_deepspeed_keeps_no_record() -> No
     adapters.put_on(nn.Module(), {}, None)
 
 
+# -- what newer versions of transformers have changed -------------------------------------------------------------
+
+
+class RegistryOfModels(dict[str, dict[str, Any]]):
+    """As in transformers 5.23 and newer: asked and written by model, kept by the name of its class."""
+
+    def __setitem__(self, model: Any, outputs: Any) -> None:
+        super().__setitem__(str(type(model)), outputs)
+
+    def get(self, model: Any) -> Any:
+        return super().get(str(type(model))) or {}
+
+
+def test_autoep_sees_the_registry_of_transformers_as_the_dict_that_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recorded = nn.Linear(1, 1), {"router_logits": "of the model"}
+    registry = RegistryOfModels()
+    registry[model] = recorded
+    outputs = SimpleNamespace(_CAN_RECORD_REGISTRY=registry)
+    monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", outputs)
+    name, missing = str(type(model)), object()
+    with autoep.plain_registry():
+        seen = outputs._CAN_RECORD_REGISTRY
+        assert isinstance(seen, dict)
+        # What DeepSpeed does in auto_ep_presets/base.py, and transformers while it installs hooks for that.
+        assert seen.get("another class", missing) is missing
+        assert (seen.get(name, missing), seen.get(model), seen.get(nn.Identity())) == (recorded, recorded, {})
+        seen.update({name: {"router_logits": "of AutoEP's layer"}})
+        assert seen.get(model) == {"router_logits": "of AutoEP's layer"}
+        seen[name] = recorded
+    assert outputs._CAN_RECORD_REGISTRY is registry
+    assert dict(registry) == {name: recorded}
+
+
+def test_a_plain_registry_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = SimpleNamespace(_CAN_RECORD_REGISTRY={})
+    monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", outputs)
+    with autoep.plain_registry():
+        assert type(outputs._CAN_RECORD_REGISTRY) is dict
+
+
 # -- the table --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_called_tested_is_in_the_table_and_passed() -> None:
     assert sorted(versions.DEEPSPEED) == sorted(supported.TESTED_VERSIONS)
-    rows = re.findall(r"^\| (\d\S+) \|(.+)\|$", versions.TABLE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {version for version, _ in rows} == set(supported.TESTED_VERSIONS)
-    assert all(cells.count(" passed ") == len(versions.COLUMNS) for _, cells in rows)
+    assert versions.TRANSFORMERS == supported.TESTED_TRANSFORMERS
+    text = versions.TABLE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d\S+) \| \S+ \| (\S+) \|(.+)\|$", text, re.MULTILINE)
+    assert {version for version, *_ in rows} == set(supported.TESTED_VERSIONS)
+    assert {version for _, version, _ in rows} == set(supported.TESTED_TRANSFORMERS)
+    assert all(cells.count(" passed ") == len(versions.COLUMNS) for *_, cells in rows)
 
 
 RESULTS = """
@@ -97,7 +141,7 @@ E           AssertionError: 1 of 2 cases failed
 
 def test_a_row_has_the_worst_result_of_each_column_and_its_reason() -> None:
     tests = [versions.result_of(case) for case in ElementTree.fromstring(RESULTS).iter("testcase")]
-    row = versions.Row("0.19.3", "3.11", tests)
+    row = versions.Row("0.19.3", "3.11", "5.3.0", tests)
     assert [row.cell(column) for column in versions.COLUMNS] == [
         "failed (1 of 2)",
         "not run",
@@ -105,8 +149,9 @@ def test_a_row_has_the_worst_result_of_each_column_and_its_reason() -> None:
         "n/a",
         "refused",
     ]
+    where = "DeepSpeed 0.19.3, transformers 5.3.0"
     assert row.notes() == [
-        "DeepSpeed 0.19.3, MoE parity: AttributeError: 'Engine' object has no attribute 'step'",
-        "DeepSpeed 0.19.3, AutoEP checkpoints: ds_hybridep.errors.UnsupportedError: DeepSpeed 0.19.3 is too old",
-        "DeepSpeed 0.19.3, AutoEP parity: needs transformers",
+        f"{where}, MoE parity: AttributeError: 'Engine' object has no attribute 'step'",
+        f"{where}, AutoEP checkpoints: ds_hybridep.errors.UnsupportedError: DeepSpeed 0.19.3 is too old",
+        f"{where}, AutoEP parity: needs transformers",
     ]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which versions of DeepSpeed and Python ds_hybridep works with: the tests marked `core` in an environment for each.
+"""Which versions of DeepSpeed, Python and transformers work: the tests marked `core` in an environment for each.
 
     python tests/versions.py                   all of them; writes docs/versions.md
     python tests/versions.py --quick           the newest and the oldest DeepSpeed on one Python; prints the table
     python tests/versions.py --only 0.19.6     this DeepSpeed, as often as the option is given; prints the table
 
-Each Python has one virtual environment in .cache/versions, whose DeepSpeed is replaced before each run; kernels are
+Each DeepSpeed runs with the transformers of the extra "hf", and the newest one with others too.  Each Python has one
+virtual environment in .cache/versions, whose DeepSpeed and transformers are replaced before each run; kernels are
 built anew for each.  A Python is left out where pip would install a torch with CUDA, which takes gigabytes: give one
 for CPUs, as in --torch "torch==2.13.0 --index-url URL".
 """
@@ -30,6 +31,8 @@ FOLDER = REPOSITORY / ".cache" / "versions"
 TABLE = REPOSITORY / "docs" / "versions.md"
 
 DEEPSPEED = ("0.19.8", "0.19.7", "0.19.6", "0.19.5", "0.19.4")
+# The first is that of the extra "hf".  From 5.23 on AutoEP needs a row of integration/patches.py.
+TRANSFORMERS = ("5.3.0", "5.22.2", "5.24.0")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 INSTALL_LIMIT_S, TEST_LIMIT_S = 900, 1200
 
@@ -60,10 +63,11 @@ class Test:
 
 @dataclass(frozen=True)
 class Row:
-    """What the tests say of one DeepSpeed on one Python."""
+    """What the tests say of one DeepSpeed on one Python, with one transformers."""
 
     deepspeed: str
     python: str
+    transformers: str
     tests: Sequence[Test]
 
     def cell(self, column: str) -> str:
@@ -83,7 +87,8 @@ class Row:
                 column = next((name for name, tests in COLUMNS.items() if re.search(tests, test.name)), test.name)
                 columns = reasons.setdefault(test.reason, [])
                 columns += [column] if column not in columns else []
-        return [f"DeepSpeed {self.deepspeed}, {', '.join(names)}: {reason}" for reason, names in reasons.items()]
+        where = f"DeepSpeed {self.deepspeed}, transformers {self.transformers}"
+        return [f"{where}, {', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
 def main() -> int:
@@ -96,8 +101,9 @@ def main() -> int:
     args = parser.parse_args()
 
     versions = args.only or list(DEEPSPEED)
-    if args.quick:
-        versions = [versions[0], versions[-1]]
+    pairs = [(version, TRANSFORMERS[0]) for version in ((versions[0], versions[-1]) if args.quick else versions)]
+    if DEEPSPEED[0] in versions and not args.quick:
+        pairs += [(DEEPSPEED[0], transformers) for transformers in TRANSFORMERS[1:]]
     rows: list[Row] = []
     notes: list[str] = []
     torch = ""
@@ -111,9 +117,9 @@ def main() -> int:
             print(notes[-1], flush=True)
             continue
         torch = output_of([python, "-c", "import torch; print(torch.__version__)"])
-        for version in versions:
-            rows.append(run_core_tests(python, name, version))
-            print(f"DeepSpeed {version}, Python {name}: {cells(rows[-1])}", flush=True)
+        for version, transformers in pairs:
+            rows.append(run_core_tests(python, name, version, transformers))
+            print(f"DeepSpeed {version}, Python {name}, transformers {transformers}: {cells(rows[-1])}", flush=True)
     text = render(rows, notes, torch)
     print(f"\n{text}")
     if not (args.only or args.quick or args.python):
@@ -165,11 +171,12 @@ def pip(python: Path) -> list[str]:
 # -- tests ------------------------------------------------------------------------------------------------------
 
 
-def run_core_tests(python: Path, name: str, version: str) -> Row:
-    """Install DeepSpeed `version` in the environment and run the tests marked `core`."""
+def run_core_tests(python: Path, name: str, version: str, transformers: str) -> Row:
+    """Install DeepSpeed `version` and transformers in the environment and run the tests marked `core`."""
     # pip warns of versions that setup.py does not allow, and installs them.
-    run([*pip(python), "install", "--quiet", f"deepspeed=={version}"], limit_s=INSTALL_LIMIT_S)
-    folder = FOLDER / f"py{name}-deepspeed{version}"
+    packages = [f"deepspeed=={version}", f"transformers=={transformers}"]
+    run([*pip(python), "install", "--quiet", *packages], limit_s=INSTALL_LIMIT_S)
+    folder = FOLDER / f"py{name}-deepspeed{version}-transformers{transformers}"
     folder.mkdir(parents=True, exist_ok=True)
     report = folder / "results.xml"
     report.unlink(missing_ok=True)
@@ -187,9 +194,11 @@ def run_core_tests(python: Path, name: str, version: str) -> Row:
         except subprocess.TimeoutExpired:
             log.write(f"ended after {TEST_LIMIT_S} s\n")
     if not report.exists():
-        return Row(version, name, [Test(column, "failed", f"no results; see {log.name}") for column in COLUMNS])
+        return Row(
+            version, name, transformers, [Test(column, "failed", f"no results; see {log.name}") for column in COLUMNS]
+        )
     cases = ElementTree.parse(report).getroot().iter("testcase")
-    return Row(version, name, [result_of(case) for case in cases])
+    return Row(version, name, transformers, [result_of(case) for case in cases])
 
 
 def result_of(case: ElementTree.Element) -> Test:
@@ -228,9 +237,9 @@ def render(rows: Sequence[Row], notes: Sequence[str], torch: str) -> str:
         'agree. "refused" is a message in place of a training. Older versions are refused: up to 0.19.3 the gate of a',
         "MoE layer gives masks of [tokens, experts, capacity] instead of routes.",
         "",
-        table_line(["DeepSpeed", "Python", *COLUMNS]),
-        table_line(["---"] * (2 + len(COLUMNS))),
-        *(table_line([row.deepspeed, row.python, *map(row.cell, COLUMNS)]) for row in rows),
+        table_line(["DeepSpeed", "Python", "transformers", *COLUMNS]),
+        table_line(["---"] * (3 + len(COLUMNS))),
+        *(table_line([row.deepspeed, row.python, row.transformers, *map(row.cell, COLUMNS)]) for row in rows),
     ]
     below = [*notes, *(note for row in rows for note in row.notes())]
     if below:

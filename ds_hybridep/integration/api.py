@@ -190,9 +190,10 @@ def configure_expert_parallel(
         return original(engine, model, *args, **kwargs)
     from ds_hybridep.integration import adapters  # here, because it needs modules of AutoEP
 
-    autoep.check_transformers()  # before AutoEP fails on it with its own error
+    supported.check_transformers()  # before AutoEP fails on it with its own error
     taken = adapters.take_off(model)
-    sources = original(engine, model, *args, **kwargs)
+    with autoep.plain_registry():
+        sources = original(engine, model, *args, **kwargs)
     adapters.put_on(model, taken, sources)
     return sources
 

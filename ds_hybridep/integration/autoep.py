@@ -7,7 +7,8 @@ experts run over expert domains.  DeepSpeed's `GroupedExperts` computes them, wi
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,9 @@ from torch import Tensor, nn
 
 from ds_hybridep.errors import ConfigError, UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec
+from ds_hybridep.integration.patches import TRANSFORMERS_OUTPUTS, Patches
 from ds_hybridep.tokens.layer import HybridMoE
 from ds_hybridep.transport.job import group_ranks
-
-# The version that AutoEP of DeepSpeed 0.19.8 was tried with; setup.py pins it in the extra "hf".
-TRANSFORMERS_VERSION = "5.3.0"
 
 
 def is_autoep_layer(module: nn.Module) -> bool:
@@ -28,15 +27,31 @@ def is_autoep_layer(module: nn.Module) -> bool:
     return getattr(type(module), "_is_autoep_layer", False)
 
 
-def check_transformers() -> None:
-    """Raise UnsupportedError if transformers is imported in another version than the one tried with AutoEP."""
-    transformers = sys.modules.get("transformers")
-    if transformers is not None and transformers.__version__ != TRANSFORMERS_VERSION:
-        raise UnsupportedError(
-            f'transformers {transformers.__version__} was never tried with the "expert_parallel" block and hybridep, '
-            f"and newer versions break DeepSpeed's AutoEP: install transformers=={TRANSFORMERS_VERSION}, which "
-            f"pip install 'ds_hybridep[hf]' does"
-        )
+class _PlainRegistry(dict[str, Any]):
+    """Takes names of classes, and the models that newer versions of transformers ask for."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key, default) if isinstance(key, str) else super().get(str(type(key))) or {}
+
+
+@contextmanager
+def plain_registry() -> Iterator[None]:
+    """Show AutoEP the registry of recorded outputs as it was before transformers 5.23: a dict by names of classes.
+
+    Newer versions have a class whose `get` takes a model and no default, and whose keys are models when it is written.
+    AutoEP replaces entries for as long as it installs hooks, so it may do that to a copy.
+    """
+    outputs = sys.modules.get(TRANSFORMERS_OUTPUTS)
+    registry = getattr(outputs, "_CAN_RECORD_REGISTRY", None)
+    if type(registry) is dict or not isinstance(registry, dict):
+        yield
+        return
+    changed = Patches()
+    changed.put(TRANSFORMERS_OUTPUTS, "_CAN_RECORD_REGISTRY", outputs, _PlainRegistry(registry))
+    try:
+        yield
+    finally:
+        changed.undo()
 
 
 def spec_of(name: str, layer: Any) -> LayerSpec:

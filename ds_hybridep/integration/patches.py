@@ -6,7 +6,8 @@
 
 Rows with `until` "detach" change one engine, its optimizer or its layers.  Rows with "last detach" change a class that
 all engines of the process share, as long as any engine is attached.  The import hook (`_autoload`) makes the changes
-of rows with "exit": they stay, and leave an engine without the block as it was.
+of rows with "exit": they stay, and leave an engine without the block as it was.  What a row with "AutoEP" names is
+changed only while AutoEP makes its layers.
 
 Nothing here keeps an engine alive.
 """
@@ -26,6 +27,7 @@ MOE_LAYER = "deepspeed.moe.sharded_moe:MOELayer"
 AUTOEP_LAYER = "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer"
 MODULE = "torch.nn:Module"
 TRAINER = "transformers.trainer:Trainer"
+TRANSFORMERS_OUTPUTS = "transformers.utils.output_capturing"
 UNIVERSAL = "deepspeed.checkpoint.autoep_universal"
 OPTIMIZER = "torch.optim:Optimizer"
 TORCH_CHECKPOINTING = "torch.utils.checkpoint"
@@ -41,7 +43,7 @@ class Patch:
     owner: str  # "module:Class", or a module, that has the attribute
     attribute: str
     why: str
-    until: Literal["detach", "last detach", "exit"] = "detach"
+    until: Literal["AutoEP", "detach", "last detach", "exit"] = "detach"
     parameters: tuple[str, ...] = ()  # method parameters that the replacement relies on
     is_method: bool = True  # False for an attribute that only instances have
 
@@ -49,6 +51,11 @@ class Patch:
 TABLE = (
     Patch(ENGINE, "_configure_distributed_model", "an engine with the block attaches itself", "exit", ("model",)),
     Patch(ENGINE, "_configure_expert_parallel", "peft's wrappers go before AutoEP looks", "exit", ("model",)),
+    Patch(
+        TRANSFORMERS_OUTPUTS, "_CAN_RECORD_REGISTRY",
+        "from transformers 5.23 on: AutoEP of DeepSpeed up to 0.19.8 takes it for a plain dict", "AutoEP",
+        is_method=False,
+    ),  # fmt: skip
     Patch(
         ENGINE, "__init__", "undo a start that fails; refuse the block where the two rows above do not fit", "exit",
         ("config_class",),
@@ -201,7 +208,7 @@ def misfits(rows: tuple[Patch, ...] = TABLE) -> list[str]:
     """Return what rows rely on but the installed DeepSpeed or torch does not have."""
     missing = []
     for row in rows:
-        if row.owner == TRAINER and not is_trainer_there():
+        if row.owner.startswith("transformers.") and row.owner.split(":")[0] not in sys.modules:
             continue
         method = None
         try:

@@ -3,6 +3,7 @@
 
 import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -24,6 +25,7 @@ from ds_hybridep.integration.patches import misfits
 from ds_hybridep.transport.job import backend_name
 
 TESTED_VERSIONS = ("0.19.4", "0.19.5", "0.19.6", "0.19.7", "0.19.8")
+TESTED_TRANSFORMERS = ("5.3.0", "5.22.2", "5.24.0")
 
 # Sections and switches of a ds_config that were tested in training; those from "aio" on do not change its results.
 TESTED_SECTIONS = frozenset({
@@ -78,6 +80,22 @@ def check_version(version: str = deepspeed.__version__) -> None:
             f'were tested, {tested}, or set "hybridep": {{"enabled": false}}'
         )
     _warn_once(f"DeepSpeed {version} was not tested; hybridep was with {tested}, and what it relies on is there")
+
+
+def check_transformers() -> None:
+    """Raise UnsupportedError if a transformers is imported that AutoEP cannot read; warn if it was not tested."""
+    transformers = sys.modules.get("transformers")
+    version = TESTED_TRANSFORMERS[0] if transformers is None else transformers.__version__
+    tested = f"{TESTED_TRANSFORMERS[0]} to {TESTED_TRANSFORMERS[-1]}"
+    if _numbers(version) < _numbers(TESTED_TRANSFORMERS[0]):
+        raise UnsupportedError(
+            f'transformers {version} is too old for the "expert_parallel" block with hybridep, which was tested with '
+            f"{tested}; install one of these"
+        )
+    if _numbers(version) > _numbers(TESTED_TRANSFORMERS[-1]):
+        _warn_once(
+            f'transformers {version} was not tested with the "expert_parallel" block; hybridep was with {tested}'
+        )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -85,7 +85,10 @@ def _own_host() -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing
             host = str(probe.getsockname()[0])
-    is_alone = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE")) in (None, os.environ.get("WORLD_SIZE"))
+    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))
+    is_alone = ranks_here == os.environ.get("WORLD_SIZE")
+    if ranks_here is None:  # started by srun: only the master's name tells whether other hosts can reach it
+        is_alone = master == "localhost" or master.startswith("127.")
     if host.startswith("127.") and not is_alone:  # this host is the master, and its own name is a loopback address
         found = [one.address for device in psutil.net_if_addrs().values() for one in device]
         host = next((one for one in found if one.count(".") == 3 and not one.startswith("127.")), host)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from process_pool import COLLECTIVE_LIMIT_S, ProcessPool
 
 from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.transport import addresses
 from ds_hybridep.transport.diagnosis import Direct, Entry, View, cause_of, report
 from ds_hybridep.transport.health import EXIT_STATUS, Health
 from ds_hybridep.transport.heartbeats import FACTS, MAX_STRANGERS, Beat, Fact, Mesh, parse_beat, peers_of
@@ -43,6 +44,33 @@ def silent(view, ranks, answer=""):
     others = {rank: Entry(11.0, one.step) if rank in ranks else one for rank, one in view.others.items()}
     direct = {rank: Direct(11.0, answer) if rank in ranks else one for rank, one in view.direct.items()}
     return replace(view, others=others, direct=direct)
+
+
+# -- where ranks find each other --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "master", "host"),
+    [
+        ({"WORLD_SIZE": "16"}, "node1", "192.0.2.1"),  # srun sets no size of a node
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "node1", "192.0.2.1"),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "16"}, "node1", "127.0.0.1"),
+        ({"WORLD_SIZE": "16"}, "127.0.1.1", "127.0.0.1"),
+    ],
+)
+def test_a_master_whose_own_name_is_a_loopback_address_is_found_by_other_hosts(monkeypatch, sizes, master, host):
+    def look_up(name, port, **kind):
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", port))]
+
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**sizes, "MASTER_ADDR": master}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", look_up)
+    interfaces = {"lo": ["127.0.0.1"], "eth0": ["192.0.2.1"]}
+    found = {device: [SimpleNamespace(address=one) for one in ones] for device, ones in interfaces.items()}
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: found)
+    assert addresses._own_host() == host
 
 
 # -- what is concluded ------------------------------------------------------------------------------------------
