@@ -59,7 +59,7 @@ class Lane:
         self._again: deque[Outgoing] = deque()  # those of them that this connection has not sent yet
         self._control = b""  # frames that go before all others
         self._out: deque[memoryview] = deque()  # what the socket takes next
-        self._ack_is_due = False
+        self._ack_is_due = self._ack_is_urgent = False
         self._mask = 0
         self._stage = memoryview(bytearray(_STAGE_BYTES))  # read, but not looked at, from _begin to _end
         self._scratch = memoryview(bytearray(_STAGE_BYTES))
@@ -94,7 +94,7 @@ class Lane:
         self._out.clear()
         self._begin = self._end = self._at = 0
         self._frame, self._arrival, self._place = None, None, None
-        self._control, self._ack_is_due, self.is_paused = b"", False, False
+        self._control, self._ack_is_due, self._ack_is_urgent, self.is_paused = b"", False, False, False
         self._peer.dropped(self, cause)
 
     def num_retransmitted(self) -> int:
@@ -109,7 +109,7 @@ class Lane:
         """Read and write what the socket allows."""
         if mask & selectors.EVENT_READ:
             self._guarded(self._read)
-        if mask & selectors.EVENT_WRITE or self._ack_is_due:
+        if mask & selectors.EVENT_WRITE or self._ack_is_urgent:
             self.flush()
 
     def _guarded(self, action: Callable[[], None]) -> None:
@@ -156,20 +156,23 @@ class Lane:
                     count = self.sock.sendmsg(self._out)
             except _BLOCKED:
                 break
-            self._advance(count)
+            if not self._advance(count):
+                break
         self._wants(self._mask | selectors.EVENT_WRITE)
 
-    def _advance(self, count: int) -> None:
+    def _advance(self, count: int) -> bool:
+        """Note what the socket has taken; False if it takes no more."""
         self.sent_bytes += count
         while self._out and count >= len(self._out[0]):
             count -= len(self._out.popleft())
         if count:
             self._out[0] = self._out[0][count:]
+        return not self._out
 
     def _gather(self) -> None:
         """Line up the next frames: control, what the last connection has lost, messages."""
         if self._ack_is_due:
-            self._ack_is_due = False
+            self._ack_is_due = self._ack_is_urgent = False
             self.tell(Frame(Kind.ACK, sequence=self.received))
         if self._control:
             self._out.append(memoryview(self._control))
@@ -230,6 +233,8 @@ class Lane:
             else:
                 self._end += count
             self._consume()
+            if count < len(target) and not isinstance(self.sock, ssl.SSLSocket):
+                return  # that was all
 
     def _consume(self) -> None:
         """Take apart what was read."""
@@ -276,6 +281,7 @@ class Lane:
             assert arrival is not None
             self.received += 1
             self._ack_is_due = True
+            self._ack_is_urgent |= frame.length > JOIN_BYTES  # others were copied: nobody waits
             self._peer.arrived(self, frame, arrival)
         elif frame.kind is Kind.ACK:
             self._acknowledge(frame.sequence)

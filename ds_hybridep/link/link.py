@@ -111,7 +111,7 @@ class Link:
                 rank, who, self._lock, options, self.timeout_s, self.rank > rank, self._dial, self._note,
                 Inbox(self._early_bytes),
             )  # fmt: skip
-            peer.lanes += [Lane(index, peer, self._selector) for index in range(options.connections + 1)]
+            peer.lanes += [Lane(index, peer, self._selector) for index in range(2 * options.connections)]
             new.append(peer)
         with self._changed:
             self._check_open()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_hybridep.errors import CommunicationError
-from ds_hybridep.link.wire import CHUNK_BYTES, Frame, Kind
+from ds_hybridep.link.wire import CHUNK_BYTES, LEAST_CHUNK_BYTES, Frame, Kind
 
 logger = logging.getLogger(__name__)
 Key = tuple[bytes, int]  # stream, sequence
@@ -72,25 +72,25 @@ class Handle:
 class Send(Handle):
     """A message to another rank.  Refers to the caller's memory until its receipt is acknowledged."""
 
-    def __init__(self, what: str, key: Key, data: memoryview) -> None:
+    def __init__(self, what: str, key: Key, data: memoryview, num_pieces: int) -> None:
         super().__init__(what)
         self.key, self._data, self._next = key, data, 0
-        self._num_left = max(1, -(-len(data) // CHUNK_BYTES))  # frames that were not acknowledged
+        self._chunk_bytes = min(max(-(-len(data) // num_pieces), LEAST_CHUNK_BYTES), CHUNK_BYTES)
+        self._num_left = max(1, -(-len(data) // self._chunk_bytes))  # frames that were not acknowledged
 
     def next_frame(self) -> tuple[Frame, memoryview, bool]:
         """Return the next piece, and whether it is the last one."""
-        begin, self._next = self._next, min(self._next + CHUNK_BYTES, len(self._data))
+        begin, self._next = self._next, min(self._next + self._chunk_bytes, len(self._data))
         frame = Frame(Kind.DATA, self._next - begin, *self.key, len(self._data), begin)
         return frame, self._data[begin : self._next], self._next == len(self._data)
 
-    def acknowledge_frame(self) -> None:
+    def acknowledge_frame(self) -> bool:
+        """Return True if that was the last one."""
         self._num_left -= 1
         if not self._num_left:
+            self._data = memoryview(b"")
             self.end()
-
-    def end(self, failure: str | None = None) -> None:
-        self._data = memoryview(b"")
-        super().end(failure)
+        return not self._num_left
 
 
 class Receive(Handle):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ds_hybridep.errors import ConfigError
 
-UNSENT_BYTES = 256 * 2**10  # what the system may hold beyond the congestion window; urgent messages wait for it
+UNSENT_BYTES = 2**19  # what the system may hold beyond the congestion window; heartbeats wait behind it
 _RTT, _RETRANSMITTED = 68, 100  # offsets in struct tcp_info
 
 
@@ -16,7 +16,7 @@ _RTT, _RETRANSMITTED = 68, 100  # offsets in struct tcp_info
 class Options:
     """How two ranks are connected; None leaves the system's choice.
 
-    connections: that carry bulk messages; one more is kept free for urgent ones.
+    connections: for messages of each priority, so that urgent ones never wait behind bulk ones.
     congestion_control: such as "bbr".
     user_timeout_s: how long data may stay unacknowledged by the other side's system before a connection is reset.
     buffer_bytes: of the system, in each direction; without it the system adapts them.

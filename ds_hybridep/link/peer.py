@@ -104,12 +104,14 @@ class Peer:
         with self.lock:
             self._send_counts[stream] += 1
             number = self._send_counts[stream]
-            send = Send(f"{what} (number {number})", (stream, number), data)
+            is_small = len(data) <= JOIN_BYTES
+            data = memoryview(bytes(data)) if is_small else data
+            send = Send(f"{what} (number {number})", (stream, number), data, self.options.connections)
             if not (cause := self.cause):
                 self._sends[send.key] = send
                 self._queues[priority].append(send)
-        if cause:
-            send.end(cause)
+        if cause or is_small:
+            send.end(cause or None)
         return send
 
     def post_receive(self, stream: bytes, what: str, into: memoryview | None, max_bytes: int) -> Receive:
@@ -149,17 +151,15 @@ class Peer:
     # -- what lanes ask for -----------------------------------------------------------------------------------------
 
     def next_outgoing(self, lane: Lane) -> Outgoing | None:
-        """Return the next piece to send: of urgent messages first, and in lane 0 of no others."""
+        """Return the next piece to send; each lane serves one priority."""
         with self.lock:
-            for queue in self._queues if lane.index else self._queues[:1]:
-                if not queue:
-                    continue
-                frame, payload, is_last = queue[0].next_frame()
-                send = queue.popleft() if is_last else queue[0]
-                if frame.length <= JOIN_BYTES:
-                    return Outgoing((memoryview(frame.pack() + payload),), send)
-                return Outgoing((memoryview(frame.pack()), payload), send)
-        return None
+            if not (queue := self._queues[lane.index // self.options.connections]):
+                return None
+            frame, payload, is_last = queue[0].next_frame()
+            send = queue.popleft() if is_last else queue[0]
+        if frame.length <= JOIN_BYTES:
+            return Outgoing((memoryview(frame.pack() + payload),), send)
+        return Outgoing((memoryview(frame.pack()), payload), send)
 
     def place(self, frame: Frame) -> Arrival | None:
         with self.lock:
@@ -176,8 +176,7 @@ class Peer:
             receive.end(failure)
 
     def acknowledged(self, send: Send) -> None:
-        send.acknowledge_frame()
-        if send.is_done():
+        if send.acknowledge_frame():
             with self.lock:
                 self._sends.pop(send.key, None)
 
@@ -239,7 +238,7 @@ class Peer:
                 lane.drop(f"nothing came for {SILENT_S:g} s")
             elif beats:
                 lane.tell(Frame(Kind.BEAT))
-                lane.flush()
+            lane.flush()
         if self.cause:
             return
         missing = [lane.index for lane in self.lanes if lane.sock is None]

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple, Union
 if TYPE_CHECKING:
     import torch
 
-CHUNK_BYTES = 512 * 2**10  # a longer message is cut, so that others can overtake it and several connections carry it
+# A message is cut into as many pieces as there are connections, or into more so that heartbeats can overtake it.
+LEAST_CHUNK_BYTES, CHUNK_BYTES = 2**16, 2**20
 FACT_BYTES = 4096
 HEADER = struct.Struct("!BI16sQQQ")
 
