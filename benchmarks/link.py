@@ -36,9 +36,23 @@ def certificates(folder: Path) -> TLS:
 
     for name in ("authority", "rank"):
         openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", f"{name}.key")
-    openssl("req", "-x509", "-new", "-key", "authority.key", "-subj", "/CN=authority", "-days", "2", "-out", "authority.pem")
+    openssl(
+        "req",
+        "-x509",
+        "-new",
+        "-key",
+        "authority.key",
+        "-subj",
+        "/CN=authority",
+        "-days",
+        "2",
+        "-out",
+        "authority.pem",
+    )
     openssl("req", "-new", "-key", "rank.key", "-subj", "/CN=rank", "-out", "rank.csr")
-    openssl(*"x509 -req -in rank.csr -CA authority.pem -CAkey authority.key -CAcreateserial -days 2 -out rank.pem".split())
+    openssl(
+        *"x509 -req -in rank.csr -CA authority.pem -CAkey authority.key -CAcreateserial -days 2 -out rank.pem".split()
+    )
     return TLS(folder / "rank.pem", folder / "rank.key", folder / "authority.pem")
 
 
@@ -119,7 +133,10 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
         ways[f"link, {count} connections"] = OverLink(rank, None, count)
         tls = TLS(*(Path(folder) / name for name in ("rank.pem", "rank.key", "authority.pem")))
         ways[f"link, TLS, {count} connections"] = OverLink(rank, tls, count)
-    big, room = torch.ones(args.megabytes * 10**6, dtype=torch.uint8), torch.zeros(args.megabytes * 10**6, dtype=torch.uint8)
+    big, room = (
+        torch.ones(args.megabytes * 10**6, dtype=torch.uint8),
+        torch.zeros(args.megabytes * 10**6, dtype=torch.uint8),
+    )
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for round_number in range(args.rounds + 1):  # the first one warms up
         for name, way in ways.items():

@@ -326,6 +326,7 @@ class Link:
             return
         if lane.index == 0:
             self._tell(peer, 0)
+        peer.judge(time.monotonic())
         with self._changed:
             self._changed.notify_all()
 

@@ -249,9 +249,9 @@ class Peer:
             if not dialling.is_under_way and now >= dialling.at:
                 dialling.is_under_way = True
                 self.dial(self, index)
-        self._judge(now)
+        self.judge(now)
 
-    def _judge(self, now: float) -> None:
+    def judge(self, now: float) -> None:
         age_s = now - max(lane.heard_at for lane in self.lanes)
         if age_s > self.timeout_s:
             self.end(f"nothing was heard of it for {age_s:.0f} s; last, {self.last_trouble}")
