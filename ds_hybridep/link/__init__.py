@@ -12,8 +12,9 @@ the other side first: where a receive waits for it, its bytes are read into that
 """
 
 from ds_hybridep.link.link import Channel, Link
+from ds_hybridep.link.messages import BULK, URGENT
 from ds_hybridep.link.options import Options
-from ds_hybridep.link.peer import BULK, FAILED, LEFT, URGENT, Fact, State, Statistics
+from ds_hybridep.link.peer import FAILED, LEFT, Fact, State, Statistics
 from ds_hybridep.link.trust import TLS
 
 __all__ = ["BULK", "FAILED", "LEFT", "TLS", "URGENT", "Channel", "Fact", "Link", "Options", "State", "Statistics"]

@@ -14,20 +14,19 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from ds_hybridep.errors import CommunicationError, ConfigError
-from ds_hybridep.link.attempt import HANDSHAKE_S, Address, Attempt
-from ds_hybridep.link.lane import Lane
-from ds_hybridep.link.messages import Inbox, Receive, Send
+from ds_hybridep.link.attempt import SAME_TLS, Attempt
+from ds_hybridep.link.messages import BULK, Mail, Receive, Send
 from ds_hybridep.link.options import Options
-from ds_hybridep.link.peer import BULK, FAILED, LEFT, SILENT_S, Fact, Peer, Statistics
-from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS, Claims, Refused, Steps, Verdict, accept, dial
+from ds_hybridep.link.peer import FAILED, LEFT, SILENT_S, Fact, Peer, State, Statistics
+from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS, Claims, Refused, Verdict, accept, dial
 from ds_hybridep.link.wire import FACT_BYTES, Data, Frame, Kind, stream_of, view_of
 
 logger = logging.getLogger(__name__)
-
+Address = tuple[str, int]
 MAX_STRANGERS = 64  # connections whose handshake has not ended
+HANDSHAKE_S = 10.0  # the longest handshake
 TICK_S = 0.05  # between looks at what is due
 LEAVE_S = 1.0  # how long the others may take to hear of this rank's end
-_FINAL = (Verdict.SECRET, Verdict.PROTOCOL, Verdict.JOB, Verdict.RESTARTED)
 _links: "weakref.WeakSet[Link]" = weakref.WeakSet()
 
 
@@ -41,42 +40,35 @@ class Link:
         host: address of this rank as others reach it.
         ports: range to listen in, both ends included; None takes any free port.
         timeout_s: a peer of which nothing is heard for so long is gone.
-        early_bytes: bound, per peer, for messages that no receive waits for.  Past it a connection is not read, and TCP
-            slows the sender down, unless this rank waits for anything of that peer.
-        on_change: called in the link's thread with each `Fact`; it must not block.
+        early_bytes: bound, per peer, for messages that nobody has asked for yet.  Past it a connection is not read,
+            and TCP slows the sender down, unless this rank waits for anything of that peer.
+        on_change: called in the link's thread with each `Fact`; it must not wait.
 
     Raises CommunicationError if no port is free, ConfigError if the secret is short or TLS files cannot be used.
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        *,
-        secret: bytes,
-        host: str,
-        ports: tuple[int, int] | None = None,
-        tls: TLS | None = None,
-        timeout_s: float,
-        early_bytes: int = 256 * 2**20,
+        self, rank: int, world_size: int, *, secret: bytes, host: str, ports: tuple[int, int] | None = None,
+        tls: TLS | None = None, timeout_s: float, early_bytes: int = 2**28,
         on_change: Callable[[Fact], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if len(secret) < LEAST_SECRET_BYTES:
             raise ConfigError(f"the secret of the link has {len(secret)} bytes; give at least {LEAST_SECRET_BYTES}")
-        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
         self._secret, self._early_bytes, self._on_change = secret, early_bytes, on_change
-        self._contexts = (None, None) if tls is None else tls.contexts()
+        self._contexts = (None, None) if tls is None else tls.contexts()  # to dial and to accept with
         self._instance = os.urandom(16)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._peers: dict[int, Peer] = {}
         self._places: dict[int, tuple[int, tuple[object, ...]]] = {}  # address family and address of each peer
-        self._dirty: set[Peer] = set()  # with something to do for the thread
+        self._to_pump: set[Peer] = set()
         self._facts: list[Fact] = []
         self._told: list[bytes] = []  # own announcements
         self._num_told = 0  # of which the thread knows
         self._strangers: list[Attempt] = []
-        self._ends_at: float | None = None  # when waiting for acknowledgements ends
+        self._last_words: tuple[str, str] | None = None
+        self._ends_at: float | None = None
         self._is_closed = False
         self._listener = _listen(host, ports)
         self.address: Address = (host, self._listener.getsockname()[1])
@@ -93,35 +85,31 @@ class Link:
     def connect(self, addresses: Mapping[int, Address], options: Options | None = None) -> None:
         """Connect to peers, given as rank -> `Link.address` of that rank; may be called again for others.
 
-        Raises CommunicationError if one is gone or not connected after `timeout_s`.
+        Raises CommunicationError if one is gone or not connected after `timeout_s`, ConfigError for `options`.
         """
+        self._check_open()
         options = options or Options()
         with contextlib.closing(socket.socket()) as trial:
             options.apply(trial)
-        new = []
+        new = {}
         for rank, (host, port) in addresses.items():
-            if rank == self.rank:
-                continue
-            try:
+            if rank != self.rank:
                 self._places[rank] = _resolve(host, port)
-            except OSError as error:
-                raise CommunicationError(f"rank {self.rank}: the address {host} of rank {rank}: {error}") from error
-            who = f"rank {rank} ({host}:{port})"
-            peer = Peer(
-                rank, who, self._lock, options, self.timeout_s, self.rank > rank, self._dial, self._note,
-                Inbox(self._early_bytes),
-            )  # fmt: skip
-            peer.lanes += [Lane(index, peer, self._selector) for index in range(2 * options.connections)]
-            new.append(peer)
+                mail = Mail(self._lock, self._early_bytes, options.connections)
+                new[rank] = Peer(
+                    rank, f"rank {rank} ({host}:{port})", mail, options, self._timeout_s, self._selector,
+                    dials=self.rank > rank, dial=self._dial, on_change=self._note,
+                )  # fmt: skip
         with self._changed:
-            self._check_open()
-            self._peers.update({peer.rank: peer for peer in new})
+            self._peers |= new
             if not self._thread.is_alive():
                 self._thread.start()
-            self._changed.wait_for(lambda: all(peer.is_connected() or peer.cause for peer in new), self.timeout_s)
-        for peer in new:
+            self._changed.wait_for(
+                lambda: all(peer.is_connected() or peer.mail.cause for peer in new.values()), self._timeout_s
+            )
+        for peer in new.values():
             if not peer.is_connected():
-                cause = peer.cause or f"no connection after {self.timeout_s:g} s; last, {peer.last_trouble}"
+                cause = peer.mail.cause or f"no connection after {self._timeout_s:g} s; last, {peer.last_trouble}"
                 raise CommunicationError(f"rank {self.rank}: connecting with {peer.who} failed: {cause}")
 
     def channel(self, name: str, ranks: Sequence[int], *, generation: int = 0, priority: int = BULK) -> "Channel":
@@ -130,8 +118,7 @@ class Link:
 
     def announce(self, kind: str, text: str) -> None:
         """Tell all peers something, now and after resets; with FAILED or LEFT, this rank is gone for them."""
-        with self._lock:
-            self._told.append(f"{kind}\0{text}".encode()[:FACT_BYTES])
+        self._told.append(f"{kind}\0{text}".encode()[:FACT_BYTES])
         self._wake()
 
     def facts(self) -> list[Fact]:
@@ -139,22 +126,22 @@ class Link:
         return list(self._facts)
 
     def statistics(self) -> dict[int, Statistics]:
+        """Return what was exchanged with each peer."""
         return {rank: peer.statistics() for rank, peer in self._peers.items()}
 
     def close(self, flush_s: float = 5.0, *, kind: str = LEFT, text: str = "it has closed its link") -> None:
         """Wait up to `flush_s` until all that was sent is acknowledged, tell the peers, and end the thread."""
         atexit.unregister(self._at_exit)
-        if self._is_closed:
-            return
-        if not self._thread.is_alive():
+        if self._thread.is_alive():
+            self._last_words, self._ends_at = (kind, text), time.monotonic() + flush_s
+            self._wake()
+            if threading.current_thread() is not self._thread:
+                self._thread.join(flush_s + 2 * LEAVE_S)
+        elif not self._is_closed:
             self._end()
-            return
-        self._ends_at, self._last_words = time.monotonic() + flush_s, (kind, text)
-        self._wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(flush_s + 2 * LEAVE_S)
 
     def peer(self, rank: int) -> Peer:
+        """Return a peer; CommunicationError if there is no such peer or the link was closed."""
         self._check_open()
         if rank not in self._peers:
             raise CommunicationError(
@@ -162,16 +149,14 @@ class Link:
             )
         return self._peers[rank]
 
-    def note_work(self, peer: Peer) -> None:
+    def pump(self, peer: Peer) -> None:
         """Let the thread look at what was asked of a peer."""
-        self._dirty.add(peer)
+        self._to_pump.add(peer)
         self._wake()
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise CommunicationError(
-                f"rank {self.rank}: the link of this process was closed, or belongs to its parent"
-            )
+            raise CommunicationError(f"rank {self.rank}: the link was closed, or belongs to this process's parent")
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -189,8 +174,21 @@ class Link:
     def _run(self) -> None:
         cause = "the link was closed"
         try:
-            self._loop()
-        except BaseException as error:  # noqa: BLE001 (else waits would never end)
+            ticked_at = time.monotonic()
+            while not self._has_left():
+                for key, mask in self._selector.select(TICK_S):
+                    if key.fd in self._selector.get_map():  # another event may have closed it
+                        key.data(mask)
+                while self._to_pump:
+                    self._to_pump.pop().pump()
+                while self._num_told < len(self._told):
+                    self._num_told += 1
+                    for peer in self._peers.values():
+                        self._tell(peer, self._num_told - 1)
+                if (pause_s := time.monotonic() - ticked_at) >= TICK_S:
+                    ticked_at += pause_s
+                    self._tick(ticked_at, pause_s)
+        except BaseException as error:
             cause = f"the link's thread has failed: {type(error).__name__}: {error}"
             logger.exception("rank %d: the link's thread has failed", self.rank)
         finally:
@@ -198,51 +196,33 @@ class Link:
                 peer.end(cause)
             self._end()
 
-    def _loop(self) -> None:
-        ticked_at = time.monotonic()
-        while not self._has_left():
-            for key, mask in self._selector.select(TICK_S):
-                if key.fd in self._selector.get_map():  # another event may have closed it
-                    key.data(mask)
-            while self._dirty:
-                self._dirty.pop().pump()
-            if self._num_told < len(self._told):
-                begin, self._num_told = self._num_told, len(self._told)
-                for peer in self._peers.values():
-                    self._tell(peer, begin)
-            now = time.monotonic()
-            if now - ticked_at < TICK_S:
-                continue
-            if (pause_s := now - ticked_at) > SILENT_S / 2:  # this process was stopped: the silence was its own
-                for peer in self._peers.values():
-                    for lane in peer.lanes:
-                        lane.heard_at += pause_s
-            ticked_at = now
-            for attempt in [one for one in self._strangers if now - one.began_at > HANDSHAKE_S]:
-                attempt.fail(TimeoutError(f"the handshake took longer than {HANDSHAKE_S:g} s"))
-            for peer in list(self._peers.values()):
-                peer.tick(now)
+    def _tick(self, now: float, pause_s: float) -> None:
+        for attempt in [one for one in self._strangers if now - one.began_at > HANDSHAKE_S]:
+            attempt.end(None, TimeoutError(f"no handshake in {HANDSHAKE_S:g} s; {SAME_TLS}"))
+        for peer in list(self._peers.values()):
+            if pause_s > SILENT_S / 2:  # this process was stopped: the silence was its own
+                for lane in peer.lanes:
+                    lane.heard_at += pause_s
+            peer.tick(now)
 
     def _has_left(self) -> bool:
         """Return True once this rank wants to end and its peers know."""
         if self._ends_at is None:
             return False
-        now = time.monotonic()
-        if self._last_words is not None:
-            if now < self._ends_at and any(peer.has_outgoing() for peer in self._peers.values()):
-                return False
+        now, peers = time.monotonic(), self._peers.values()
+        if self._last_words is not None and (now > self._ends_at or not any(one.mail.has_outgoing() for one in peers)):
             self.announce(*self._last_words)
             self._last_words, self._ends_at = None, now + LEAVE_S
-        return now > self._ends_at or not any(lane.sock for peer in self._peers.values() for lane in peer.lanes)
+        return self._last_words is None and (now > self._ends_at or all(one.state is State.GONE for one in peers))
 
     def _tell(self, peer: Peer, begin: int) -> None:
-        for number, said in list(enumerate(self._told))[begin:]:
+        for number, said in enumerate(self._told[begin : self._num_told], begin):
             peer.lanes[0].tell(Frame(Kind.FACT, len(said), sequence=number), said)
         peer.lanes[0].flush()
 
     def _note(self, fact: Fact) -> None:
         with self._changed:
-            if fact.kind not in ("alive", "silent"):
+            if fact.kind not in (State.ALIVE, State.SILENT):
                 self._facts.append(fact)
             self._changed.notify_all()
         if self._on_change is not None:
@@ -256,61 +236,57 @@ class Link:
         except OSError:  # it has gone again, or there are too many descriptors
             return
         if len(self._strangers) >= MAX_STRANGERS:
-            self._strangers[0].fail(ConnectionError("too many connections"))
-        self._strangers.append(
-            Attempt(self._selector, sock, accept(self._secret, self._admit), self._contexts[1], self._on_accepted)
-        )
+            self._strangers[0].end(None, ConnectionError("too many connections at once"))
+
+        def on_end(attempt: Attempt, theirs: Claims | None, _: Exception | None) -> None:
+            self._strangers.remove(attempt)
+            if theirs is not None:
+                self._attach(self._peers[theirs.rank], theirs, attempt.sock)
+
+        steps = accept(self._secret, self._admit)
+        self._strangers.append(Attempt(self._selector, sock, steps, self._contexts[1], on_end))
 
     def _admit(self, theirs: Claims) -> tuple[Verdict, Claims]:
-        ours = Claims(self.rank, theirs.rank, self.world_size, theirs.lane, theirs.num_lanes, self._instance, 0)
+        """Judge what a dialler claims who knows the secret."""
+        ours = theirs._replace(rank=self.rank, to=theirs.rank, world_size=self.world_size, instance=self._instance)
         if theirs.world_size != self.world_size or theirs.to != self.rank or theirs.rank <= self.rank:
             return Verdict.JOB, ours
         if (peer := self._peers.get(theirs.rank)) is None:
             return Verdict.EARLY, ours
         if theirs.lane >= theirs.num_lanes or theirs.num_lanes != len(peer.lanes):
             return Verdict.JOB, ours
-        if not self._is_same(peer, theirs.instance):
+        if not self._is_same(peer, theirs):
             return Verdict.RESTARTED, ours
-        lane = peer.lanes[theirs.lane]
-        lane.drop("the other side has dialled again")
-        return Verdict.WELCOME, ours._replace(received=lane.received)
+        peer.lanes[theirs.lane].drop("the other side has dialled again")
+        return Verdict.WELCOME, ours._replace(received=peer.lanes[theirs.lane].received)
 
-    def _is_same(self, peer: Peer, instance: bytes) -> bool:
+    def _is_same(self, peer: Peer, theirs: Claims) -> bool:
         """Return False if the peer is gone, also because another process has taken its place."""
-        peer.instance = peer.instance or instance
-        if peer.instance != instance:
+        peer.instance = peer.instance or theirs.instance
+        if peer.instance != theirs.instance:
             peer.end("its process was restarted, and what it had sent and received is lost")
-        return not peer.cause
-
-    def _on_accepted(self, attempt: Attempt, sock: socket.socket, theirs: Claims | None, error: object) -> None:
-        self._strangers.remove(attempt)
-        if theirs is not None:
-            self._attach(self._peers[theirs.rank], theirs, sock)
+        return peer.state is not State.GONE
 
     def _dial(self, peer: Peer, index: int) -> None:
         family, place = self._places[peer.rank]
-        steps: Steps | None = None
+        steps = None
         if index >= 0:
             received = peer.lanes[index].received
-            steps = dial(
-                self._secret,
-                Claims(self.rank, peer.rank, self.world_size, index, len(peer.lanes), self._instance, received),
-            )
+            ours = (self.rank, peer.rank, self.world_size, index, len(peer.lanes), self._instance, received)
+            steps = dial(self._secret, Claims(*ours))
 
-        def on_end(attempt: Attempt, sock: socket.socket, theirs: Claims | None, error: Exception | None) -> None:
+        def on_end(attempt: Attempt, theirs: Claims | None, error: Exception | None) -> None:
             self._strangers.remove(attempt)
-            if error is not None:
-                peer.note_trouble(index, f"dialling it: {error}", is_refused=isinstance(error, ConnectionRefusedError))
-                if isinstance(error, Refused) and error.verdict in _FINAL:
-                    peer.end(f"it refused the connection: {error}")
+            if error is None:
+                peer.note_reached(index)
+                if theirs is not None and self._is_same(peer, theirs):
+                    self._attach(peer, theirs, attempt.sock)
+                else:
+                    attempt.sock.close()
                 return
-            peer.note_reached(index)
-            if theirs is None:
-                sock.close()
-            elif self._is_same(peer, theirs.instance):
-                self._attach(peer, theirs, sock)
-            else:
-                sock.close()
+            peer.note_trouble(index, f"dialling it: {error}", is_refused=isinstance(error, ConnectionRefusedError))
+            if isinstance(error, Refused) and error.verdict is not Verdict.EARLY:
+                peer.end(f"it refused the connection: {error}")
 
         sock = socket.socket(family, socket.SOCK_STREAM)
         self._strangers.append(Attempt(self._selector, sock, steps, self._contexts[0], on_end, place))
@@ -318,12 +294,7 @@ class Link:
     def _attach(self, peer: Peer, theirs: Claims, sock: socket.socket) -> None:
         lane = peer.lanes[theirs.lane]
         peer.options.apply(sock)
-        try:
-            lane.attach(sock, theirs.received)
-        except ConnectionError as error:
-            sock.close()
-            peer.end(str(error))
-            return
+        lane.attach(sock, theirs.received)
         if lane.index == 0:
             self._tell(peer, 0)
         peer.judge(time.monotonic())
@@ -332,7 +303,7 @@ class Link:
 
     def _end(self) -> None:
         self._is_closed = True
-        for attempt in list(self._strangers):
+        for attempt in self._strangers:
             attempt.sock.close()
         self._listener.close()
         self._selector.close()
@@ -342,12 +313,11 @@ class Link:
         """In a forked process: close its copies of the connections, which belong to the parent."""
         self._lock = threading.Lock()  # the parent's thread may have held it
         atexit.unregister(self._at_exit)
-        if self._is_closed:
-            return
-        for lane in (lane for peer in self._peers.values() for lane in peer.lanes):
-            if lane.sock is not None:
-                lane.sock.close()
-        self._end()
+        if not self._is_closed:
+            for sock in (lane.sock for peer in self._peers.values() for lane in peer.lanes):
+                if sock is not None:
+                    sock.close()
+            self._end()
 
 
 class Channel:
@@ -363,8 +333,8 @@ class Channel:
     def send(self, rank: int, data: Data, *, kind: str = "") -> Send:
         """Send the bytes of a contiguous CPU tensor or a buffer; they must not change before the handle is done."""
         peer, stream, what = self._find(rank, kind, "to")
-        send = peer.post_send(stream, what, view_of(data), self.priority)
-        self.link.note_work(peer)
+        send = peer.mail.send(stream, what, view_of(data), self.priority)
+        self.link.pump(peer)
         return send
 
     def receive(self, rank: int, into: Data | None = None, *, max_bytes: int = 0, kind: str = "") -> Receive:
@@ -374,23 +344,22 @@ class Channel:
         """
         peer, stream, what = self._find(rank, kind, "from")
         place = None if into is None else view_of(into)
-        receive = peer.post_receive(stream, what, place, max_bytes if place is None else len(place))
-        self.link.note_work(peer)
+        receive = peer.mail.receive(stream, what, place, max_bytes if place is None else len(place))
+        self.link.pump(peer)
         return receive
 
-    def _find(self, rank: int, kind: str, direction: str) -> tuple[Peer, bytes, str]:
+    def _find(self, rank: int, kind: str, word: str) -> tuple[Peer, bytes, str]:
         if (stream := self._streams.get(kind)) is None:
             stream = self._streams[kind] = stream_of(self.name, self.ranks, self.generation, kind)
         peer = self.link.peer(rank)
-        return (
-            peer,
-            stream,
-            f"rank {self.link.rank}: a message '{kind}' on channel '{self.name}' {direction} {peer.who}",
-        )
+        return peer, stream, f"rank {self.link.rank}: a message '{kind}' on channel '{self.name}' {word} {peer.who}"
 
 
 def _resolve(host: str, port: int) -> tuple[int, tuple[object, ...]]:
-    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise CommunicationError(f"link: the address '{host}' is not found: {error}; give another one") from error
     return family, place
 
 
@@ -404,12 +373,11 @@ def _listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
         try:
             sock.bind(place)
             sock.listen(MAX_STRANGERS)
+            sock.setblocking(False)
+            return sock
         except OSError as error:
             sock.close()
             trouble = error
-        else:
-            sock.setblocking(False)
-            return sock
     raise CommunicationError(f"link: cannot listen on {host}, ports {low} to {high}: {trouble}; give other ports")
 
 

@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages on their way: handles to wait for them, and where those that arrive find their memory.
+"""Messages to and from one peer: handles to wait for them, and where those that arrive find their memory.
 
 A message is known by its key: its stream and its number in it.  Where a receive waits for the key, the message is read
-into that receive's memory; else into memory of our own, which a later receive takes over or copies from.
+into that receive's memory; else into new memory, bounded, which a later receive of the key takes over.
 """
 
 import logging
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link.wire import CHUNK_BYTES, LEAST_CHUNK_BYTES, Frame, Kind
 
 logger = logging.getLogger(__name__)
+URGENT, BULK = 0, 1  # priorities
+SMALL_BYTES = 2**14  # a payload up to this size is copied
 Key = tuple[bytes, int]  # stream, sequence
 
 
 class Handle:
     """A message that was given to `Channel.send` or asked for with `Channel.receive`."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str = "") -> None:
         self.what = what  # for errors
         self._ended = threading.Event()
         self._failure: str | None = None
@@ -28,7 +31,7 @@ class Handle:
         self._lock = threading.Lock()
 
     def is_done(self) -> bool:
-        """Return True if it was received, or its receipt was acknowledged, or if that will never happen."""
+        """Return True if it has arrived, for a send: if its memory may change again; or if it has failed."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> memoryview:
@@ -44,7 +47,7 @@ class Handle:
         return self._result()
 
     def when_done(self, callback: Callable[[Any], object]) -> None:
-        """Call `callback` with this handle once it is done: at once, or in the link's thread, which it must not block."""
+        """Call `callback` with this handle: at once if it is done, else in the link's thread, which must not wait."""
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
@@ -62,7 +65,7 @@ class Handle:
         for callback in callbacks:
             try:
                 callback(self)
-            except Exception:  # noqa: BLE001 (the caller's code; the link's thread must go on)
+            except Exception:
                 logger.exception("a callback of %s failed", self.what)
 
     def _result(self) -> memoryview:
@@ -76,126 +79,183 @@ class Send(Handle):
         super().__init__(what)
         self.key, self._data, self._next = key, data, 0
         self._chunk_bytes = min(max(-(-len(data) // num_pieces), LEAST_CHUNK_BYTES), CHUNK_BYTES)
-        self._num_left = max(1, -(-len(data) // self._chunk_bytes))  # frames that were not acknowledged
+        self.num_left = max(1, -(-len(data) // self._chunk_bytes))  # frames that were not acknowledged
 
-    def next_frame(self) -> tuple[Frame, memoryview, bool]:
-        """Return the next piece, and whether it is the last one."""
+    def next_piece(self) -> tuple[Frame, memoryview, bool]:
+        """Return the next frame, and whether it is the last one."""
         begin, self._next = self._next, min(self._next + self._chunk_bytes, len(self._data))
         frame = Frame(Kind.DATA, self._next - begin, *self.key, len(self._data), begin)
         return frame, self._data[begin : self._next], self._next == len(self._data)
 
-    def acknowledge_frame(self) -> bool:
-        """Return True if that was the last one."""
-        self._num_left -= 1
-        if not self._num_left:
-            self._data = memoryview(b"")
-            self.end()
-        return not self._num_left
-
 
 class Receive(Handle):
-    """A message that is expected from another rank."""
+    """A message from another rank: expected, arriving, or both."""
 
-    def __init__(self, what: str, into: memoryview | None, max_bytes: int) -> None:
-        super().__init__(what)
-        self.into, self.max_bytes = into, max_bytes
-        self.memory: memoryview | None = None  # where it has arrived, as long as it is
+    into: memoryview | None = None
+    max_bytes: int | None = None  # None: nobody has asked for it yet
+    memory: memoryview | None = None  # as long as the message; None: before its first frame, or to throw it away
+    total = 0
+    num_missing: int | None = None  # bytes; None before its first frame
+
+    def begin(self, total: int) -> None:
+        """Take the memory for a message whose first frame is here."""
+        self.total = self.num_missing = total
+        if self.max_bytes is None or total <= self.max_bytes:
+            self.memory = memoryview(bytearray(total)) if self.into is None else self.into[:total]
+
+    def failure(self) -> str | None:
+        if self.max_bytes is None or self.total <= self.max_bytes:
+            return None
+        return f"it has {self.total} bytes, and this rank expects at most {self.max_bytes}; do the ranks differ?"
 
     def _result(self) -> memoryview:
         with self._lock:
             assert self.memory is not None, self.what
             if self.into is not None and self.memory.obj is not self.into.obj:
-                # In the waiting thread, so that connections do not stand still meanwhile.
-                place = self.into[: len(self.memory)]
+                place = self.into[: self.total]  # copied by the thread that waits, so that others are read meanwhile
                 place[:] = self.memory
                 self.memory = place
             return self.memory
 
 
-Ended = tuple[Receive, str | None]  # with the reason if it has failed
+class Piece(NamedTuple):
+    """A DATA frame on its way, kept until it is acknowledged."""
+
+    buffers: tuple[memoryview, ...]
+    send: Send
 
 
-class Arrival:
-    """A message of which at least one header has arrived; `memory` is None if it is thrown away."""
+class Mail:
+    """All messages to and from one peer.
 
-    def __init__(self, memory: memoryview | None, total: int, receive: Receive | None) -> None:
-        self.memory, self.receive, self.num_missing = memory, receive, total
-
-    def place(self, frame: Frame) -> memoryview | None:
-        return None if self.memory is None else self.memory[frame.offset : frame.offset + frame.length]
-
-
-class Inbox:
-    """What has arrived from one peer or is expected from it.  All methods need the link's lock.
-
-    bound_bytes: for messages that no receive waits for.
+    lock: of the link, held for moments only.
+    early_bytes: bound for messages that nobody has asked for.
+    num_pieces: that a message is cut into if it is long enough.
     """
 
-    def __init__(self, bound_bytes: int) -> None:
-        self._bound_bytes, self._early_bytes = bound_bytes, 0
-        self._receives: dict[Key, Receive] = {}  # of which nothing has arrived
-        self._arrivals: dict[Key, Arrival] = {}
+    def __init__(self, lock: threading.Lock, early_bytes: int, num_pieces: int) -> None:
+        self.complaints: deque[Frame] = deque()  # to tell the peer
+        self.early_bytes = 0
+        self.cause = ""  # why the peer is gone
+        self._lock, self._most_early_bytes, self._num_pieces = lock, early_bytes, num_pieces
+        self._counts: dict[tuple[str, bytes], int] = defaultdict(int)  # of messages in each direction and stream
+        self._queues: tuple[deque[Send], ...] = (deque(), deque())  # by priority
+        self._sends: dict[Key, Send] = {}  # not acknowledged
+        self._receives: dict[Key, Receive] = {}  # not both asked for and complete
+        self._num_awaited = 0  # receives of which no frame is here
 
-    def is_waited_for(self) -> bool:
-        """Return True if a receive waits for a message of which nothing has arrived."""
-        return bool(self._receives)
+    def send(self, stream: bytes, what: str, data: memoryview, priority: int) -> Send:
+        is_small = len(data) <= SMALL_BYTES
+        with self._lock:
+            key = self._next_key("sent", stream)
+            data = memoryview(bytes(data)) if is_small else data
+            send = Send(f"{what} (number {key[1]})", key, data, self._num_pieces)
+            if not (cause := self.cause):
+                self._sends[key] = send
+                self._queues[priority].append(send)
+        if cause or is_small:
+            send.end(cause or None)
+        return send
 
-    def post(self, key: Key, receive: Receive) -> Ended | None:
-        """Let `receive` have its message; it has ended if all of it is here already."""
-        if (arrival := self._arrivals.get(key)) is None:
-            self._receives[key] = receive
-            return None
-        total = 0 if arrival.memory is None else len(arrival.memory)
-        self._early_bytes -= total
-        arrival.receive = receive
-        if total > receive.max_bytes:
-            arrival.memory = None
-        return self._finish(key, arrival, total) if not arrival.num_missing else None
+    def receive(self, stream: bytes, what: str, into: memoryview | None, max_bytes: int) -> Receive:
+        with self._lock:
+            key = self._next_key("received", stream)
+            if (receive := self._receives.get(key)) is None:
+                receive = self._receives[key] = Receive()
+                self._num_awaited += 1
+            receive.what, receive.into, receive.max_bytes = f"{what} (number {key[1]})", into, max_bytes
+            if receive.memory is not None:
+                self.early_bytes -= receive.total
+            if (failure := receive.failure()) is not None:
+                receive.memory = None
+            is_done = receive.num_missing == 0 or bool(self.cause)
+            if is_done:
+                del self._receives[key]
+                failure = failure if receive.num_missing == 0 else self.cause
+                if receive.num_missing == 0 and failure is not None:
+                    self.complaints.append(Frame(Kind.REFUSED, 0, *key, max_bytes))
+        if is_done:
+            receive.end(failure)
+        return receive
 
-    def place(self, frame: Frame, *, must: bool) -> Arrival | None:
-        """Return where a DATA frame belongs; None if it has to wait, because early messages fill the bound.
+    def has_outgoing(self) -> bool:
+        """Return True if not all that was sent is acknowledged."""
+        return bool(self._sends)
 
-        must: ignore the bound.
-        """
-        key = frame.stream, frame.sequence
-        if (arrival := self._arrivals.get(key)) is not None:
-            return arrival
-        receive = self._receives.pop(key, None)
-        memory: memoryview | None = None
-        if receive is None:
-            if self._early_bytes + frame.total > self._bound_bytes and not must:
+    def fail(self, cause: str) -> None:
+        """The peer is gone; what has arrived whole can still be received."""
+        with self._lock:
+            self.cause = cause
+            handles = [*self._sends.values(), *(one for one in self._receives.values() if one.max_bytes is not None)]
+            self._receives = {
+                key: one for key, one in self._receives.items() if one.max_bytes is None and one.num_missing == 0
+            }
+            self._sends.clear()
+            for queue in self._queues:
+                queue.clear()
+        for handle in handles:
+            handle.end(cause)
+
+    # -- for the link's thread --------------------------------------------------------------------------------------
+
+    def next_piece(self, priority: int) -> Piece | None:
+        """Return the next frame to send."""
+        with self._lock:
+            if not (queue := self._queues[priority]):
                 return None
-            self._early_bytes += frame.total
-            memory = memoryview(bytearray(frame.total))
-        elif frame.total <= receive.max_bytes:
-            memory = memoryview(bytearray(frame.total)) if receive.into is None else receive.into[: frame.total]
-        self._arrivals[key] = Arrival(memory, frame.total, receive)
-        return self._arrivals[key]
+            frame, payload, is_last = queue[0].next_piece()
+            send = queue.popleft() if is_last else queue[0]
+        if frame.length <= SMALL_BYTES:
+            return Piece((memoryview(frame.pack() + payload),), send)
+        return Piece((memoryview(frame.pack()), payload), send)
 
-    def add(self, frame: Frame, arrival: Arrival) -> Ended | None:
-        """Note that a frame has been read; the receive that waits for it has ended if that was the last one."""
-        if frame.length > arrival.num_missing or (arrival.memory is not None and frame.total != len(arrival.memory)):
-            raise ConnectionError(f"it sent more than the whole of a message: {frame}")
-        arrival.num_missing -= frame.length
-        if arrival.num_missing or arrival.receive is None:
-            return None
-        return self._finish((frame.stream, frame.sequence), arrival, frame.total)
+    def acknowledged(self, send: Send) -> None:
+        send.num_left -= 1
+        if not send.num_left:
+            send.end()
+            with self._lock:
+                self._sends.pop(send.key, None)
 
-    def _finish(self, key: Key, arrival: Arrival, total: int) -> Ended:
-        del self._arrivals[key]
-        receive, failure = arrival.receive, None
-        assert receive is not None, key
-        receive.memory = arrival.memory
-        if arrival.memory is None:
-            failure = f"it has {total} bytes, and this rank expects at most {receive.max_bytes}; do the ranks differ?"
-        return receive, failure
+    def refused(self, frame: Frame) -> str:
+        """Let a send fail that is too long for the peer; return what happened."""
+        failure = f"it expects at most {frame.total} bytes of a message that is longer; do the ranks differ?"
+        with self._lock:
+            send = self._sends.get((frame.stream, frame.sequence))
+        if send is None:
+            return failure
+        send.end(failure)
+        return f"{send.what}: {failure}"
 
-    def clear(self) -> list[Receive]:
-        """Forget everything, and return the receives that have to be ended."""
-        waiting = [*self._receives.values(), *(one.receive for one in self._arrivals.values() if one.receive)]
-        self._receives.clear()
-        # What has arrived whole can still be received after its sender has gone.
-        self._arrivals = {
-            key: one for key, one in self._arrivals.items() if one.receive is None and not one.num_missing
-        }
-        return waiting
+    def place(self, frame: Frame) -> Receive | None:
+        """Return the receive of a DATA frame; None if it has to wait, because early messages fill the bound."""
+        key = frame.stream, frame.sequence
+        with self._lock:
+            if (receive := self._receives.get(key)) is None:
+                # While this rank waits for anything from the peer, it must read on: that may come behind this frame.
+                is_awaited = self._num_awaited or self._sends
+                if self.early_bytes + frame.total > self._most_early_bytes and not is_awaited:
+                    return None
+                self.early_bytes += frame.total
+                receive = self._receives[key] = Receive()
+                receive.begin(frame.total)
+            elif receive.num_missing is None:
+                self._num_awaited -= 1
+                receive.begin(frame.total)
+            if frame.total != receive.total or frame.length > (receive.num_missing or 0):
+                raise ConnectionError(f"it sent more than the whole of a message: {frame}")
+        return receive
+
+    def arrived(self, frame: Frame, receive: Receive) -> Frame | None:
+        """Note that a frame has been read; return a complaint if its message is too long."""
+        with self._lock:
+            receive.num_missing = (receive.num_missing or 0) - frame.length
+            if receive.num_missing or receive.max_bytes is None:
+                return None
+            self._receives.pop((frame.stream, frame.sequence), None)
+        failure = receive.failure()
+        receive.end(failure)
+        return None if failure is None else frame._replace(kind=Kind.REFUSED, length=0, total=receive.max_bytes)
+
+    def _next_key(self, direction: str, stream: bytes) -> Key:
+        self._counts[direction, stream] += 1
+        return stream, self._counts[direction, stream]

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What crosses a connection after its handshake: frames, each a header and a payload.
 
-    byte  0       kind      see `Kind`
-    bytes 1-4     length    of the payload
-          5-20    stream    DATA, REFUSED: the channel and kind that the message belongs to, see `stream_of`
-         21-28    sequence  DATA, REFUSED: number of the message in its stream; ACK: DATA frames received so far;
-                            FACT: its number
-         29-36    total     DATA: bytes of the message; REFUSED: bytes that its receive takes
-         37-44    offset    DATA: where in the message the payload lies
-
-Numbers are big-endian.
+byte  0       kind      see `Kind`
+bytes 1-4     length    of the payload
+      5-20    stream    DATA, REFUSED: the channel and kind that the message belongs to, see `stream_of`
+     21-28    sequence  DATA, REFUSED: number of the message in its stream; ACK: DATA frames received so far;
+                        FACT: its number
+     29-36    total     DATA: bytes of the message; REFUSED: bytes that its receive takes
+     37-44    offset    DATA: where in the message the payload lies
 """
 
 import hashlib
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 LEAST_CHUNK_BYTES, CHUNK_BYTES = 2**16, 2**20
 FACT_BYTES = 4096
 HEADER = struct.Struct("!BI16sQQQ")
-
 Data = Union["torch.Tensor", memoryview, bytes, bytearray]
 
 
@@ -57,24 +54,21 @@ class Frame(NamedTuple):
         return HEADER.pack(*self)
 
 
-def parse(buffer: memoryview) -> Frame:
-    """Return the header at the start of `buffer`; ConnectionError if no frame can have it."""
-    kind, *rest = HEADER.unpack_from(buffer)
-    try:
-        frame = Frame(Kind(kind), *rest)
-    except ValueError:
-        raise ConnectionError(f"it sent a frame of the unknown kind {kind}") from None
-    if frame.length > _LIMITS.get(frame.kind, 0) or (
-        frame.kind is Kind.DATA and frame.offset + frame.length > frame.total
-    ):
+def parse(header: memoryview) -> Frame:
+    """Return the frame that a header announces; ConnectionError if there is no such frame."""
+    kind, *rest = HEADER.unpack(header)
+    if kind not in Kind.__members__.values():
+        raise ConnectionError(f"it sent a frame of the unknown kind {kind}")
+    frame = Frame(Kind(kind), *rest)
+    is_outside = frame.kind is Kind.DATA and frame.offset + frame.length > frame.total
+    if is_outside or frame.length > _LIMITS.get(frame.kind, 0):
         raise ConnectionError(f"it sent a frame with an impossible length: {frame}")
     return frame
 
 
 def stream_of(channel: str, ranks: Sequence[int], generation: int, kind: str) -> bytes:
     """Return the 16 bytes that stand for messages of one kind on one channel; equal on all of its ranks."""
-    named = json.dumps([channel, list(ranks), generation, kind])
-    return hashlib.blake2b(named.encode(), digest_size=16).digest()
+    return hashlib.blake2b(json.dumps([channel, list(ranks), generation, kind]).encode(), digest_size=16).digest()
 
 
 def view_of(data: Data) -> memoryview:
@@ -84,4 +78,5 @@ def view_of(data: Data) -> memoryview:
     import torch  # loaded already, as `data` is one of its tensors
 
     assert data.is_contiguous(), f"only contiguous tensors are sent and filled, not one with strides {data.stride()}"
-    return memoryview(data.detach().view(-1).view(torch.uint8).numpy())
+    view: memoryview = data.detach().view(-1).view(torch.uint8).numpy().data
+    return view

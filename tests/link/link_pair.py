@@ -84,7 +84,11 @@ class Proxy:
                 if not self._flows.is_set():
                     self._pairs.append((inner, inner))
                     continue
-                outer = socket.create_connection(self._target)
+                try:
+                    outer = socket.create_connection(self._target)
+                except OSError:  # the target has ended
+                    inner.close()
+                    continue
                 self._pairs.append((inner, outer))
                 self.heard.append(b"")
                 for source, sink, at in ((inner, outer, len(self.heard) - 1), (outer, inner, None)):
@@ -139,7 +143,7 @@ def linked_through_proxy(connections: int = 1, **settings: Any) -> Iterator[tupl
 
 
 class Process:
-    """Rank 1 in a process of its own, which connects with `first` and then runs `program`, where `link` is its link."""
+    """Rank 1 in a process of its own, which connects `link` with `first` and runs `program`."""
 
     def __init__(self, first: Link, program: str, before: str = "") -> None:
         source = f"""

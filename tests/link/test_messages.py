@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from link_pair import LIMIT_S, connect_all, close_all, content, linked, make_link
+from link_pair import LIMIT_S, close_all, connect_all, content, linked, make_link
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link import URGENT
@@ -90,13 +90,13 @@ def test_early_messages_stay_within_their_bound_and_none_is_lost():
         sends[bound // size - 1].wait(LIMIT_S)
         with pytest.raises(CommunicationError, match="was not done after 0.3 s"):
             sends[-1].wait(0.3)
-        assert right.peer(0).inbox._early_bytes <= bound
+        assert right.peer(0).mail.early_bytes <= bound
         # Urgent messages have connections of their own.
         left.channel("u", (0, 1), priority=URGENT).send(1, b"now")
         assert right.channel("u", (0, 1), priority=URGENT).receive(0, max_bytes=10).wait(LIMIT_S) == b"now"
         for index in range(count):
             assert theirs.receive(0, max_bytes=size).wait(LIMIT_S) == content(index, num_bytes=size)
-        assert right.peer(0).inbox._early_bytes == 0
+        assert right.peer(0).mail.early_bytes == 0
 
 
 def test_an_awaited_message_behind_too_many_early_ones_still_comes():
