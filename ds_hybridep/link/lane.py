@@ -15,7 +15,7 @@ from collections.abc import Callable
 from selectors import EVENT_READ, EVENT_WRITE
 
 from ds_hybridep.link.messages import SMALL_BYTES, Mail, Piece, Receive
-from ds_hybridep.link.options import num_retransmitted
+from ds_hybridep.link.options import tcp_info
 from ds_hybridep.link.wire import FACT_BYTES, HEADER, Frame, Kind, parse
 
 _BATCH_BYTES, _BATCH_BUFFERS = 2**18, 64  # given to the system at once
@@ -76,7 +76,7 @@ class Lane:
     def drop(self, cause: str) -> None:
         """Close the connection, if there is one."""
         if self.sock is not None:
-            self._num_retransmitted += num_retransmitted(self.sock)
+            self._num_retransmitted += tcp_info(self.sock)[1]
             self._wants(0)
             self.sock.close()
             self.sock = None
@@ -84,7 +84,7 @@ class Lane:
             self._on_drop(self, cause)
 
     def num_retransmitted(self) -> int:
-        return self._num_retransmitted + num_retransmitted(self.sock)
+        return self._num_retransmitted + tcp_info(self.sock)[1]
 
     def on_event(self, mask: int) -> None:
         """Read and write what the socket allows."""
@@ -156,22 +156,22 @@ class Lane:
             self._control = b""
         num_bytes = 0
         while num_bytes < _BATCH_BYTES and len(self._out) < _BATCH_BUFFERS:
+            piece: Piece | None
             if self._again:
                 piece = self._again.popleft()
-            elif (new := self._mail.next_piece(self._priority)) is not None:
-                self._kept.append(new)
-                piece = new
+            elif (piece := self._mail.next_piece(self._priority)) is not None:
+                self._kept.append(piece)
             else:
                 return
-            self._out += piece.buffers
-            num_bytes += sum(map(len, piece.buffers))
+            self._out += piece[0]
+            num_bytes += sum(map(len, piece[0]))
 
     def _acknowledge(self, count: int) -> None:
         if not self._acknowledged <= count <= self._acknowledged + len(self._kept):
             raise ConnectionError(f"it acknowledges {count} frames, after {self._acknowledged}")
         while self._acknowledged < count:
             self._acknowledged += 1
-            self._mail.acknowledged(self._kept.popleft().send)
+            self._mail.acknowledged(self._kept.popleft()[1])
 
     # -- receiving --------------------------------------------------------------------------------------------------
 
@@ -234,8 +234,7 @@ class Lane:
             self.received += 1
             self._ack_is_due = True
             self._ack_is_urgent |= frame.length > SMALL_BYTES  # of others, nobody waits for an acknowledgement
-            if (complaint := self._mail.arrived(frame, receive)) is not None:  # goes before the acknowledgement
-                self.tell(complaint)
+            self._mail.arrived(frame, receive)
 
     def forget(self) -> None:
         """Keep nothing more for the other side, which has gone."""

@@ -3,6 +3,7 @@
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import selectors
@@ -14,12 +15,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from ds_hybridep.errors import CommunicationError, ConfigError
-from ds_hybridep.link.attempt import SAME_TLS, Attempt
-from ds_hybridep.link.messages import BULK, Mail, Receive, Send
+from ds_hybridep.link import trust
+from ds_hybridep.link.messages import BULK, Mail, Receive, Send, call
 from ds_hybridep.link.options import Options
 from ds_hybridep.link.peer import FAILED, LEFT, SILENT_S, Fact, Peer, State, Statistics
-from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS, Claims, Refused, Verdict, accept, dial
-from ds_hybridep.link.wire import FACT_BYTES, Data, Frame, Kind, stream_of, view_of
+from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS, Attempt, Claims, Refused
+from ds_hybridep.link.wire import FACT_BYTES, Data, stream_of, view_of
 
 logger = logging.getLogger(__name__)
 Address = tuple[str, int]
@@ -64,9 +65,8 @@ class Link:
         self._places: dict[int, tuple[int, tuple[object, ...]]] = {}  # address family and address of each peer
         self._to_pump: set[Peer] = set()
         self._facts: list[Fact] = []
-        self._told: list[bytes] = []  # own announcements
-        self._num_told = 0  # of which the thread knows
-        self._strangers: list[Attempt] = []
+        self._announcements: list[bytes] = []
+        self._attempts: list[Attempt] = []
         self._last_words: tuple[str, str] | None = None
         self._ends_at: float | None = None
         self._is_closed = False
@@ -95,10 +95,12 @@ class Link:
         for rank, (host, port) in addresses.items():
             if rank != self.rank:
                 self._places[rank] = _resolve(host, port)
-                mail = Mail(self._lock, self._early_bytes, options.connections)
+                complain = functools.partial(self.announce, "refused")
+                mail = Mail(self._lock, self._early_bytes, options.connections, complain)
                 new[rank] = Peer(
                     rank, f"rank {rank} ({host}:{port})", mail, options, self._timeout_s, self._selector,
                     dials=self.rank > rank, dial=self._dial, on_change=self._note,
+                    announcements=self._announcements,
                 )  # fmt: skip
         with self._changed:
             self._peers |= new
@@ -118,7 +120,8 @@ class Link:
 
     def announce(self, kind: str, text: str) -> None:
         """Tell all peers something, now and after resets; with FAILED or LEFT, this rank is gone for them."""
-        self._told.append(f"{kind}\0{text}".encode()[:FACT_BYTES])
+        self._announcements.append(f"{kind}\0{text}".encode()[:FACT_BYTES])
+        self._to_pump.update(self._peers.values())
         self._wake()
 
     def facts(self) -> list[Fact]:
@@ -159,8 +162,9 @@ class Link:
             raise CommunicationError(f"rank {self.rank}: the link was closed, or belongs to this process's parent")
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wakes, 1)
+        with self._lock:  # once closed, the descriptor's number may be another file's
+            if not self._is_closed:
+                os.eventfd_write(self._wakes, 1)
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # the interpreter sets it for an exception that nobody caught
@@ -181,10 +185,6 @@ class Link:
                         key.data(mask)
                 while self._to_pump:
                     self._to_pump.pop().pump()
-                while self._num_told < len(self._told):
-                    self._num_told += 1
-                    for peer in self._peers.values():
-                        self._tell(peer, self._num_told - 1)
                 if (pause_s := time.monotonic() - ticked_at) >= TICK_S:
                     ticked_at += pause_s
                     self._tick(ticked_at, pause_s)
@@ -197,8 +197,8 @@ class Link:
             self._end()
 
     def _tick(self, now: float, pause_s: float) -> None:
-        for attempt in [one for one in self._strangers if now - one.began_at > HANDSHAKE_S]:
-            attempt.end(None, TimeoutError(f"no handshake in {HANDSHAKE_S:g} s; {SAME_TLS}"))
+        for attempt in [one for one in self._attempts if now - one.began_at > HANDSHAKE_S]:
+            attempt.end(None, TimeoutError(f"no handshake in {HANDSHAKE_S:g} s; {trust.SAME_TLS}"))
         for peer in list(self._peers.values()):
             if pause_s > SILENT_S / 2:  # this process was stopped: the silence was its own
                 for lane in peer.lanes:
@@ -215,18 +215,13 @@ class Link:
             self._last_words, self._ends_at = None, now + LEAVE_S
         return self._last_words is None and (now > self._ends_at or all(one.state is State.GONE for one in peers))
 
-    def _tell(self, peer: Peer, begin: int) -> None:
-        for number, said in enumerate(self._told[begin : self._num_told], begin):
-            peer.lanes[0].tell(Frame(Kind.FACT, len(said), sequence=number), said)
-        peer.lanes[0].flush()
-
     def _note(self, fact: Fact) -> None:
         with self._changed:
             if fact.kind not in (State.ALIVE, State.SILENT):
                 self._facts.append(fact)
             self._changed.notify_all()
         if self._on_change is not None:
-            self._on_change(fact)
+            call(self._on_change, fact)
 
     # -- connections ------------------------------------------------------------------------------------------------
 
@@ -235,30 +230,31 @@ class Link:
             sock, _address = self._listener.accept()
         except OSError:  # it has gone again, or there are too many descriptors
             return
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._strangers[0].end(None, ConnectionError("too many connections at once"))
+        strangers = [one for one in self._attempts if not one.dials]
+        if len(strangers) >= MAX_STRANGERS:
+            strangers[0].end(None, ConnectionError("too many connections at once"))
 
         def on_end(attempt: Attempt, theirs: Claims | None, _: Exception | None) -> None:
-            self._strangers.remove(attempt)
+            self._attempts.remove(attempt)
             if theirs is not None:
                 self._attach(self._peers[theirs.rank], theirs, attempt.sock)
 
-        steps = accept(self._secret, self._admit)
-        self._strangers.append(Attempt(self._selector, sock, steps, self._contexts[1], on_end))
+        steps = trust.accept(self._secret, self._admit)
+        self._attempts.append(Attempt(self._selector, sock, steps, self._contexts[1], on_end))
 
-    def _admit(self, theirs: Claims) -> tuple[Verdict, Claims]:
+    def _admit(self, theirs: Claims) -> tuple[int, Claims]:
         """Judge what a dialler claims who knows the secret."""
         ours = theirs._replace(rank=self.rank, to=theirs.rank, world_size=self.world_size, instance=self._instance)
         if theirs.world_size != self.world_size or theirs.to != self.rank or theirs.rank <= self.rank:
-            return Verdict.JOB, ours
+            return trust.JOB, ours
         if (peer := self._peers.get(theirs.rank)) is None:
-            return Verdict.EARLY, ours
+            return trust.EARLY, ours
         if theirs.lane >= theirs.num_lanes or theirs.num_lanes != len(peer.lanes):
-            return Verdict.JOB, ours
+            return trust.JOB, ours
         if not self._is_same(peer, theirs):
-            return Verdict.RESTARTED, ours
+            return trust.RESTARTED, ours
         peer.lanes[theirs.lane].drop("the other side has dialled again")
-        return Verdict.WELCOME, ours._replace(received=peer.lanes[theirs.lane].received)
+        return trust.WELCOME, ours._replace(received=peer.lanes[theirs.lane].received)
 
     def _is_same(self, peer: Peer, theirs: Claims) -> bool:
         """Return False if the peer is gone, also because another process has taken its place."""
@@ -273,10 +269,10 @@ class Link:
         if index >= 0:
             received = peer.lanes[index].received
             ours = (self.rank, peer.rank, self.world_size, index, len(peer.lanes), self._instance, received)
-            steps = dial(self._secret, Claims(*ours))
+            steps = trust.dial(self._secret, Claims(*ours))
 
         def on_end(attempt: Attempt, theirs: Claims | None, error: Exception | None) -> None:
-            self._strangers.remove(attempt)
+            self._attempts.remove(attempt)
             if error is None:
                 peer.note_reached(index)
                 if theirs is not None and self._is_same(peer, theirs):
@@ -285,29 +281,28 @@ class Link:
                     attempt.sock.close()
                 return
             peer.note_trouble(index, f"dialling it: {error}", is_refused=isinstance(error, ConnectionRefusedError))
-            if isinstance(error, Refused) and error.verdict is not Verdict.EARLY:
+            if isinstance(error, Refused) and error.args != (trust.EARLY,):
                 peer.end(f"it refused the connection: {error}")
 
         sock = socket.socket(family, socket.SOCK_STREAM)
-        self._strangers.append(Attempt(self._selector, sock, steps, self._contexts[0], on_end, place))
+        self._attempts.append(Attempt(self._selector, sock, steps, self._contexts[0], on_end, place))
 
     def _attach(self, peer: Peer, theirs: Claims, sock: socket.socket) -> None:
-        lane = peer.lanes[theirs.lane]
         peer.options.apply(sock)
-        lane.attach(sock, theirs.received)
-        if lane.index == 0:
-            self._tell(peer, 0)
+        peer.lanes[theirs.lane].attach(sock, theirs.received)
+        peer.pump()
         peer.judge(time.monotonic())
         with self._changed:
             self._changed.notify_all()
 
     def _end(self) -> None:
-        self._is_closed = True
-        for attempt in self._strangers:
+        with self._lock:
+            self._is_closed = True
+            os.close(self._wakes)
+        for attempt in self._attempts:
             attempt.sock.close()
         self._listener.close()
         self._selector.close()
-        os.close(self._wakes)
 
     def forget(self) -> None:
         """In a forked process: close its copies of the connections, which belong to the parent."""
@@ -367,17 +362,13 @@ def _listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
     """Return a listening socket on the first free port."""
     low, high = ports or (0, 0)
     for port in range(low, high + 1):
-        family, place = _resolve(host, port)
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            sock.bind(place)
-            sock.listen(MAX_STRANGERS)
+            sock = socket.create_server((host, port), family=_resolve(host, port)[0], backlog=MAX_STRANGERS)
+        except OSError as error:
+            trouble = error
+        else:
             sock.setblocking(False)
             return sock
-        except OSError as error:
-            sock.close()
-            trouble = error
     raise CommunicationError(f"link: cannot listen on {host}, ports {low} to {high}: {trouble}; give other ports")
 
 

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link.wire import CHUNK_BYTES, LEAST_CHUNK_BYTES, Frame, Kind
@@ -18,6 +18,14 @@ logger = logging.getLogger(__name__)
 URGENT, BULK = 0, 1  # priorities
 SMALL_BYTES = 2**14  # a payload up to this size is copied
 Key = tuple[bytes, int]  # stream, sequence
+
+
+def call(callback: Callable[[Any], object], argument: object) -> None:
+    """Call a function of the caller's in the link's thread, which goes on if it fails."""
+    try:
+        callback(argument)
+    except Exception:
+        logger.exception("hybridep link: the callback %r failed", callback)
 
 
 class Handle:
@@ -63,10 +71,7 @@ class Handle:
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            try:
-                callback(self)
-            except Exception:
-                logger.exception("a callback of %s failed", self.what)
+            call(callback, self)
 
     def _result(self) -> memoryview:
         return memoryview(b"")
@@ -81,11 +86,10 @@ class Send(Handle):
         self._chunk_bytes = min(max(-(-len(data) // num_pieces), LEAST_CHUNK_BYTES), CHUNK_BYTES)
         self.num_left = max(1, -(-len(data) // self._chunk_bytes))  # frames that were not acknowledged
 
-    def next_piece(self) -> tuple[Frame, memoryview, bool]:
-        """Return the next frame, and whether it is the last one."""
+    def next_frame(self) -> tuple[Frame, memoryview]:
         begin, self._next = self._next, min(self._next + self._chunk_bytes, len(self._data))
         frame = Frame(Kind.DATA, self._next - begin, *self.key, len(self._data), begin)
-        return frame, self._data[begin : self._next], self._next == len(self._data)
+        return frame, self._data[begin : self._next]
 
 
 class Receive(Handle):
@@ -99,14 +103,12 @@ class Receive(Handle):
 
     def begin(self, total: int) -> None:
         """Take the memory for a message whose first frame is here."""
-        self.total = self.num_missing = total
         if self.max_bytes is None or total <= self.max_bytes:
-            self.memory = memoryview(bytearray(total)) if self.into is None else self.into[:total]
-
-    def failure(self) -> str | None:
-        if self.max_bytes is None or self.total <= self.max_bytes:
-            return None
-        return f"it has {self.total} bytes, and this rank expects at most {self.max_bytes}; do the ranks differ?"
+            try:
+                self.memory = memoryview(bytearray(total)) if self.into is None else self.into[:total]
+            except (MemoryError, OverflowError):
+                raise ConnectionError(f"there is no memory for its message of {total} bytes") from None
+        self.total = self.num_missing = total
 
     def _result(self) -> memoryview:
         with self._lock:
@@ -118,11 +120,7 @@ class Receive(Handle):
             return self.memory
 
 
-class Piece(NamedTuple):
-    """A DATA frame on its way, kept until it is acknowledged."""
-
-    buffers: tuple[memoryview, ...]
-    send: Send
+Piece = tuple[tuple[memoryview, ...], Send]  # a DATA frame and the message that it belongs to
 
 
 class Mail:
@@ -131,13 +129,15 @@ class Mail:
     lock: of the link, held for moments only.
     early_bytes: bound for messages that nobody has asked for.
     num_pieces: that a message is cut into if it is long enough.
+    complain: called with a text for the sender of a message that is too long.
     """
 
-    def __init__(self, lock: threading.Lock, early_bytes: int, num_pieces: int) -> None:
-        self.complaints: deque[Frame] = deque()  # to tell the peer
+    def __init__(
+        self, lock: threading.Lock, early_bytes: int, num_pieces: int, complain: Callable[[str], None]
+    ) -> None:
         self.early_bytes = 0
         self.cause = ""  # why the peer is gone
-        self._lock, self._most_early_bytes, self._num_pieces = lock, early_bytes, num_pieces
+        self._lock, self._most_early_bytes, self._num_pieces, self._complain = lock, early_bytes, num_pieces, complain
         self._counts: dict[tuple[str, bytes], int] = defaultdict(int)  # of messages in each direction and stream
         self._queues: tuple[deque[Send], ...] = (deque(), deque())  # by priority
         self._sends: dict[Key, Send] = {}  # not acknowledged
@@ -166,16 +166,13 @@ class Mail:
             receive.what, receive.into, receive.max_bytes = f"{what} (number {key[1]})", into, max_bytes
             if receive.memory is not None:
                 self.early_bytes -= receive.total
-            if (failure := receive.failure()) is not None:
-                receive.memory = None
-            is_done = receive.num_missing == 0 or bool(self.cause)
-            if is_done:
+            is_whole = receive.num_missing == 0
+            if is_whole or self.cause:
                 del self._receives[key]
-                failure = failure if receive.num_missing == 0 else self.cause
-                if receive.num_missing == 0 and failure is not None:
-                    self.complaints.append(Frame(Kind.REFUSED, 0, *key, max_bytes))
-        if is_done:
-            receive.end(failure)
+        if is_whole:
+            self._finish(receive)
+        elif self.cause:
+            receive.end(self.cause)
         return receive
 
     def has_outgoing(self) -> bool:
@@ -203,11 +200,13 @@ class Mail:
         with self._lock:
             if not (queue := self._queues[priority]):
                 return None
-            frame, payload, is_last = queue[0].next_piece()
-            send = queue.popleft() if is_last else queue[0]
+            send = queue[0]
+            frame, payload = send.next_frame()
+            if frame.offset + frame.length == frame.total:
+                queue.popleft()
         if frame.length <= SMALL_BYTES:
-            return Piece((memoryview(frame.pack() + payload),), send)
-        return Piece((memoryview(frame.pack()), payload), send)
+            return (memoryview(frame.pack() + payload),), send
+        return (memoryview(frame.pack()), payload), send
 
     def acknowledged(self, send: Send) -> None:
         send.num_left -= 1
@@ -216,28 +215,20 @@ class Mail:
             with self._lock:
                 self._sends.pop(send.key, None)
 
-    def refused(self, frame: Frame) -> str:
-        """Let a send fail that is too long for the peer; return what happened."""
-        failure = f"it expects at most {frame.total} bytes of a message that is longer; do the ranks differ?"
-        with self._lock:
-            send = self._sends.get((frame.stream, frame.sequence))
-        if send is None:
-            return failure
-        send.end(failure)
-        return f"{send.what}: {failure}"
-
     def place(self, frame: Frame) -> Receive | None:
         """Return the receive of a DATA frame; None if it has to wait, because early messages fill the bound."""
         key = frame.stream, frame.sequence
         with self._lock:
-            if (receive := self._receives.get(key)) is None:
+            receive = self._receives.get(key)
+            if receive is None:
                 # While this rank waits for anything from the peer, it must read on: that may come behind this frame.
                 is_awaited = self._num_awaited or self._sends
                 if self.early_bytes + frame.total > self._most_early_bytes and not is_awaited:
                     return None
-                self.early_bytes += frame.total
-                receive = self._receives[key] = Receive()
+                receive = Receive()
                 receive.begin(frame.total)
+                self._receives[key] = receive
+                self.early_bytes += frame.total
             elif receive.num_missing is None:
                 self._num_awaited -= 1
                 receive.begin(frame.total)
@@ -245,16 +236,25 @@ class Mail:
                 raise ConnectionError(f"it sent more than the whole of a message: {frame}")
         return receive
 
-    def arrived(self, frame: Frame, receive: Receive) -> Frame | None:
-        """Note that a frame has been read; return a complaint if its message is too long."""
+    def arrived(self, frame: Frame, receive: Receive) -> None:
+        """Note that a frame has been read."""
         with self._lock:
             receive.num_missing = (receive.num_missing or 0) - frame.length
             if receive.num_missing or receive.max_bytes is None:
-                return None
+                return
             self._receives.pop((frame.stream, frame.sequence), None)
-        failure = receive.failure()
+        self._finish(receive)
+
+    def _finish(self, receive: Receive) -> None:
+        assert receive.max_bytes is not None, receive.what
+        if receive.total <= receive.max_bytes:
+            receive.end()
+            return
+        failure = (
+            f"it has {receive.total} bytes, and this rank expects at most {receive.max_bytes}; do the ranks differ?"
+        )
         receive.end(failure)
-        return None if failure is None else frame._replace(kind=Kind.REFUSED, length=0, total=receive.max_bytes)
+        self._complain(f"{receive.what} failed: {failure}")
 
     def _next_key(self, direction: str, stream: bytes) -> Key:
         self._counts[direction, stream] += 1

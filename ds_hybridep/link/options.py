@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from ds_hybridep.errors import ConfigError
 
 UNSENT_BYTES = 2**19  # what the system may hold beyond the congestion window; heartbeats wait behind it
-_RTT, _RETRANSMITTED = 68, 100  # offsets in struct tcp_info
 
 
 @dataclass(frozen=True)
@@ -31,44 +30,31 @@ class Options:
 
     def apply(self, sock: socket.socket) -> None:
         """Set them on a socket; ConfigError if the system refuses one."""
-        wanted: list[tuple[int, int, int | bytes]] = [
+        control, limit_s = self.congestion_control, self.user_timeout_s
+        wanted: list[tuple[int, int, int | bytes | None]] = [
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
             (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES),
+            (socket.IPPROTO_TCP, socket.TCP_CONGESTION, None if control is None else control.encode()),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, None if limit_s is None else round(limit_s * 1000)),
+            (socket.SOL_SOCKET, socket.SO_SNDBUF, self.buffer_bytes),
+            (socket.SOL_SOCKET, socket.SO_RCVBUF, self.buffer_bytes),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, None if self.keepalive_s is None else 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self.keepalive_s),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self.keepalive_s),
         ]
-        if self.congestion_control is not None:
-            wanted.append((socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion_control.encode()))
-        if self.user_timeout_s is not None:
-            wanted.append((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self.user_timeout_s * 1000)))
-        if self.buffer_bytes is not None:
-            wanted += [(socket.SOL_SOCKET, name, self.buffer_bytes) for name in (socket.SO_SNDBUF, socket.SO_RCVBUF)]
-        if self.keepalive_s is not None:
-            wanted.append((socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1))
-            for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-                wanted.append((socket.IPPROTO_TCP, name, self.keepalive_s))
-        for level, name, value in wanted:
-            try:
-                sock.setsockopt(level, name, value)
-            except OSError as error:
-                raise ConfigError(
-                    f"the system refuses {self} ({error}); for congestion control see "
-                    f"`sysctl net.ipv4.tcp_available_congestion_control`"
-                ) from error
+        try:
+            for level, name, value in wanted:
+                if value is not None:
+                    sock.setsockopt(level, name, value)
+        except OSError as error:
+            hint = "see `sysctl net.ipv4.tcp_available_congestion_control`"
+            raise ConfigError(f"link: the system refuses one of {self}: {error}; {hint}") from error
 
 
-def round_trip_s(sock: socket.socket | None) -> float | None:
-    """Return the smoothed round trip that TCP has measured; None without a connection."""
-    value = _tcp_info(sock, _RTT)
-    return None if value is None else value / 1e6
-
-
-def num_retransmitted(sock: socket.socket | None) -> int:
-    """Return how many segments TCP has sent again."""
-    return _tcp_info(sock, _RETRANSMITTED) or 0
-
-
-def _tcp_info(sock: socket.socket | None, offset: int) -> int | None:
-    with contextlib.suppress(OSError, struct.error):  # another thread may just have closed it
+def tcp_info(sock: socket.socket | None) -> tuple[float | None, int]:
+    """Return TCP's smoothed round trip in seconds and the number of segments sent again; (None, 0) without one."""
+    with contextlib.suppress(OSError):  # another thread may just have closed it
         if sock is not None:
-            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RETRANSMITTED + 4)
-            return int(struct.unpack_from("=I", info, offset)[0])
-    return None
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+            return struct.unpack_from("=I", info, 68)[0] / 1e6, struct.unpack_from("=I", info, 100)[0]
+    return None, 0

@@ -4,14 +4,14 @@
 import selectors
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from math import inf
 from typing import NamedTuple
 
 from ds_hybridep.link.lane import Lane
 from ds_hybridep.link.messages import BULK, URGENT, Mail
-from ds_hybridep.link.options import Options, round_trip_s
+from ds_hybridep.link.options import Options, tcp_info
 from ds_hybridep.link.wire import Frame, Kind
 
 BEAT_S = 1.0  # between heartbeats in each lane
@@ -56,20 +56,23 @@ class Peer:
         dials: True if this rank makes the connections.
         dial: called with the index of a lane; -1 only tries whether the port takes connections.
         on_change: called with what the peer announces, and with changes of its state.
+        announcements: of this rank, "kind\\0text"; the list only grows.
     """
 
     def __init__(
         self, rank: int, who: str, mail: Mail, options: Options, timeout_s: float, selector: selectors.BaseSelector,
         *, dials: bool, dial: Callable[["Peer", int], None], on_change: Callable[[Fact], None],
+        announcements: Sequence[bytes],
     ) -> None:  # fmt: skip
         self.rank, self.who, self.mail, self.options, self._timeout_s = rank, who, mail, options, timeout_s
         self._dials, self._dial, self._on_change = dials, dial, on_change
         self.lanes = [
-            Lane(index, priority, mail, selector, self._told, lambda lane, cause: self.note_trouble(lane.index, cause))
+            Lane(index, priority, mail, selector, self._told, self._dropped)
             for index, priority in enumerate([URGENT] * options.connections + [BULK] * options.connections)
         ]
         self.state, self.instance, self.last_trouble = State.SILENT, b"", "no connection was made"
-        self._num_facts = 0
+        self._announcements = announcements
+        self._num_announced = self._num_facts = 0  # over this connection of lane 0; from the peer
         self._dial_at: dict[int, float] = defaultdict(float)  # by lane; never while an attempt is under way
         self._pause_s: dict[int, float] = defaultdict(lambda: FIRST_PAUSE_S)
         self._was_reached = False  # its port has taken a connection
@@ -85,23 +88,27 @@ class Peer:
             self.state,
             sum(lane.sent_bytes for lane in self.lanes),
             sum(lane.received_bytes for lane in self.lanes),
-            min((one for lane in self.lanes if (one := round_trip_s(lane.sock)) is not None), default=None),
+            min((one for lane in self.lanes if (one := tcp_info(lane.sock)[0]) is not None), default=None),
             sum(lane.num_retransmitted() for lane in self.lanes),
             sum(max(lane.num_connections - 1, 0) for lane in self.lanes),
         )
 
     def pump(self) -> None:
         """Send and receive what callers have asked for."""
-        while self.mail.complaints:
-            self.lanes[0].tell(self.mail.complaints.popleft())
+        while self._num_announced < len(self._announcements) and self.lanes[0].sock is not None:
+            said = self._announcements[self._num_announced]
+            self.lanes[0].tell(Frame(Kind.FACT, len(said), sequence=self._num_announced), said)
+            self._num_announced += 1
         for lane in self.lanes:
             lane.resume()
             lane.flush()
 
+    def _dropped(self, lane: Lane, cause: str) -> None:
+        self._num_announced = 0 if lane.index == 0 else self._num_announced  # what was under way is lost
+        self.note_trouble(lane.index, cause)
+
     def _told(self, frame: Frame, payload: bytes) -> None:
-        if frame.kind is Kind.REFUSED:
-            self._on_change(Fact(self.rank, "refused", self.mail.refused(frame)))
-        elif frame.kind is Kind.FACT and frame.sequence >= self._num_facts:  # all are told again after a reset
+        if frame.kind is Kind.FACT and frame.sequence >= self._num_facts:  # all are told again after a reset
             self._num_facts = frame.sequence + 1
             kind, _, text = payload.decode(errors="replace").partition("\0")
             if kind in (FAILED, LEFT):
@@ -149,8 +156,10 @@ class Peer:
     def judge(self, now: float) -> None:
         """Find out whether the peer is alive, silent or gone."""
         age_s = now - max(lane.heard_at for lane in self.lanes)
-        if age_s > self._timeout_s:
-            self.end(f"nothing was heard of it for {age_s:.0f} s; last, {self.last_trouble}")
+        if (
+            now - min(lane.heard_at for lane in self.lanes) > self._timeout_s
+        ):  # what one lane carries is lost without it
+            self.end(f"nothing was heard of it for {self._timeout_s:g} s; last, {self.last_trouble}")
         elif now - self._refused_at > REFUSED_S:
             self.end("its connections were closed and its port takes no new ones: its process has ended")
         elif self.state is not State.GONE:

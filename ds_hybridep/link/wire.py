@@ -3,10 +3,9 @@
 
 byte  0       kind      see `Kind`
 bytes 1-4     length    of the payload
-      5-20    stream    DATA, REFUSED: the channel and kind that the message belongs to, see `stream_of`
-     21-28    sequence  DATA, REFUSED: number of the message in its stream; ACK: DATA frames received so far;
-                        FACT: its number
-     29-36    total     DATA: bytes of the message; REFUSED: bytes that its receive takes
+      5-20    stream    DATA: the channel and kind that the message belongs to, see `stream_of`
+     21-28    sequence  DATA: number of the message in its stream; ACK: DATA frames received; FACT: its number
+     29-36    total     DATA: bytes of the message
      37-44    offset    DATA: where in the message the payload lies
 """
 
@@ -28,13 +27,12 @@ Data = Union["torch.Tensor", memoryview, bytes, bytearray]
 
 
 class Kind(IntEnum):
-    """What a frame is.  Only DATA is counted, acknowledged and sent again after a reset."""
+    """What a frame is; only DATA is counted, acknowledged and sent again after a reset."""
 
     DATA = 1  # a message, or a piece of one
     ACK = 2
     BEAT = 3  # a heartbeat
     FACT = 4  # an announcement: its kind, a zero byte and its text
-    REFUSED = 5  # a message was longer than its receive takes
 
 
 _LIMITS = {Kind.DATA: CHUNK_BYTES, Kind.FACT: FACT_BYTES}
@@ -55,7 +53,7 @@ class Frame(NamedTuple):
 
 
 def parse(header: memoryview) -> Frame:
-    """Return the frame that a header announces; ConnectionError if there is no such frame."""
+    """Return the frame that has this header; ConnectionError if none can."""
     kind, *rest = HEADER.unpack(header)
     if kind not in Kind.__members__.values():
         raise ConnectionError(f"it sent a frame of the unknown kind {kind}")
