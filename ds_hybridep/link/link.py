@@ -103,7 +103,7 @@ class Link:
                     announcements=self._announcements,
                 )  # fmt: skip
         with self._changed:
-            self._peers |= new
+            self._peers = self._peers | new  # the thread may be looking at the old one
             if not self._thread.is_alive():
                 self._thread.start()
             self._changed.wait_for(
@@ -181,7 +181,8 @@ class Link:
             ticked_at = time.monotonic()
             while not self._has_left():
                 for key, mask in self._selector.select(TICK_S):
-                    if key.fd in self._selector.get_map():  # another event may have closed it
+                    now = self._selector.get_map().get(key.fd)
+                    if now is not None and now.fileobj is key.fileobj:  # else another event has closed it
                         key.data(mask)
                 while self._to_pump:
                     self._to_pump.pop().pump()
@@ -340,7 +341,8 @@ class Channel:
         peer, stream, what = self._find(rank, kind, "from")
         place = None if into is None else view_of(into)
         receive = peer.mail.receive(stream, what, place, max_bytes if place is None else len(place))
-        self.link.pump(peer)
+        if any(lane.is_paused for lane in peer.lanes):
+            self.link.pump(peer)
         return receive
 
     def _find(self, rank: int, kind: str, word: str) -> tuple[Peer, bytes, str]:

@@ -141,7 +141,7 @@ class Peer:
                 lane.drop(f"nothing came for {SILENT_S:g} s")
             elif beats:
                 lane.tell(Frame(Kind.BEAT))
-            lane.flush()
+        self.pump()
         if self.state is State.GONE:
             return
         missing = [lane.index for lane in self.lanes if lane.sock is None]
