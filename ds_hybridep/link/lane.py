@@ -42,9 +42,10 @@ class Lane:
         self.heard_at = time.monotonic()
         self.received = 0  # DATA frames
         self.is_paused = False  # a frame has no place: nothing is read until `resume` finds one
-        self.sent_bytes = self.received_bytes = self.num_connections = self._num_retransmitted = 0
+        self.sent_bytes = self.received_bytes = self.num_connections = 0
+        self.num_retransmitted = 0  # segments, over connections that were closed
         self._acknowledged = 0
-        self._kept: deque[Piece] = deque()  # not acknowledged
+        self.kept: deque[Piece] = deque()  # not acknowledged
         self._header = memoryview(bytearray(HEADER.size))
         self._scratch = memoryview(bytearray(2**16))  # where that is read which is thrown away
         self._mask = 0
@@ -69,22 +70,19 @@ class Lane:
         self.num_connections += 1
         self._wants(EVENT_READ)
         self._guarded(lambda: self._acknowledge(received))
-        self._again = deque(self._kept)
+        self._again = deque(self.kept)
         self.flush()
         self.on_event(EVENT_READ)  # TLS may hold what has come behind the handshake
 
     def drop(self, cause: str) -> None:
         """Close the connection, if there is one."""
         if self.sock is not None:
-            self._num_retransmitted += tcp_info(self.sock)[1]
+            self.num_retransmitted += tcp_info(self.sock)[1]
             self._wants(0)
             self.sock.close()
             self.sock = None
             self._clear()
             self._on_drop(self, cause)
-
-    def num_retransmitted(self) -> int:
-        return self._num_retransmitted + tcp_info(self.sock)[1]
 
     def on_event(self, mask: int) -> None:
         """Read and write what the socket allows."""
@@ -160,18 +158,18 @@ class Lane:
             if self._again:
                 piece = self._again.popleft()
             elif (piece := self._mail.next_piece(self._priority)) is not None:
-                self._kept.append(piece)
+                self.kept.append(piece)
             else:
                 return
             self._out += piece[0]
             num_bytes += sum(map(len, piece[0]))
 
     def _acknowledge(self, count: int) -> None:
-        if not self._acknowledged <= count <= self._acknowledged + len(self._kept):
+        if not self._acknowledged <= count <= self._acknowledged + len(self.kept):
             raise ConnectionError(f"it acknowledges {count} frames, after {self._acknowledged}")
         while self._acknowledged < count:
             self._acknowledged += 1
-            self._mail.acknowledged(self._kept.popleft()[1])
+            self._mail.acknowledged(self.kept.popleft()[1])
 
     # -- receiving --------------------------------------------------------------------------------------------------
 
@@ -235,7 +233,3 @@ class Lane:
             self._ack_is_due = True
             self._ack_is_urgent |= frame.length > SMALL_BYTES  # of others, nobody waits for an acknowledgement
             self._mail.arrived(frame, receive)
-
-    def forget(self) -> None:
-        """Keep nothing more for the other side, which has gone."""
-        self._kept.clear()

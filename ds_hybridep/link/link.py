@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ds_hybridep.errors import CommunicationError, ConfigError
 from ds_hybridep.link import trust
-from ds_hybridep.link.messages import BULK, Mail, Receive, Send, call
+from ds_hybridep.link.messages import BULK, Mail, Receive, Send
 from ds_hybridep.link.options import Options
 from ds_hybridep.link.peer import FAILED, LEFT, SILENT_S, Fact, Peer, State, Statistics
 from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS, Attempt, Claims, Refused
@@ -62,7 +62,6 @@ class Link:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._peers: dict[int, Peer] = {}
-        self._places: dict[int, tuple[int, tuple[object, ...]]] = {}  # address family and address of each peer
         self._to_pump: set[Peer] = set()
         self._facts: list[Fact] = []
         self._announcements: list[bytes] = []
@@ -94,13 +93,13 @@ class Link:
         new = {}
         for rank, (host, port) in addresses.items():
             if rank != self.rank:
-                self._places[rank] = _resolve(host, port)
-                complain = functools.partial(self.announce, "refused")
-                mail = Mail(self._lock, self._early_bytes, options.connections, complain)
+                mail = Mail(
+                    self._lock, self._early_bytes, options.connections, lambda text: self.announce("refused", text)
+                )
                 new[rank] = Peer(
                     rank, f"rank {rank} ({host}:{port})", mail, options, self._timeout_s, self._selector,
-                    dials=self.rank > rank, dial=self._dial, on_change=self._note,
-                    announcements=self._announcements,
+                    dials=self.rank > rank, dial=functools.partial(self._dial, _resolve(host, port)),
+                    on_change=self._note, announcements=self._announcements,
                 )  # fmt: skip
         with self._changed:
             self._peers = self._peers | new  # the thread may be looking at the old one
@@ -147,9 +146,7 @@ class Link:
         """Return a peer; CommunicationError if there is no such peer or the link was closed."""
         self._check_open()
         if rank not in self._peers:
-            raise CommunicationError(
-                f"rank {self.rank}: the link is not connected with rank {rank}; call connect first"
-            )
+            raise CommunicationError(f"rank {self.rank}: no link was connected with rank {rank}; call connect first")
         return self._peers[rank]
 
     def pump(self, peer: Peer) -> None:
@@ -168,10 +165,8 @@ class Link:
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # the interpreter sets it for an exception that nobody caught
-        if error is None:
-            self.close(text="its script has ended")
-        else:
-            self.close(kind=FAILED, text=f"{type(error).__name__}: {error}")
+        text = "its script has ended" if error is None else f"{type(error).__name__}: {error}"
+        self.close(kind=LEFT if error is None else FAILED, text=text)
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
@@ -221,8 +216,11 @@ class Link:
             if fact.kind not in (State.ALIVE, State.SILENT):
                 self._facts.append(fact)
             self._changed.notify_all()
-        if self._on_change is not None:
-            call(self._on_change, fact)
+        try:
+            if self._on_change is not None:
+                self._on_change(fact)
+        except Exception:
+            logger.exception("rank %d: on_change failed with %s", self.rank, fact)
 
     # -- connections ------------------------------------------------------------------------------------------------
 
@@ -264,8 +262,7 @@ class Link:
             peer.end("its process was restarted, and what it had sent and received is lost")
         return peer.state is not State.GONE
 
-    def _dial(self, peer: Peer, index: int) -> None:
-        family, place = self._places[peer.rank]
+    def _dial(self, at: tuple[int, tuple[object, ...]], peer: Peer, index: int) -> None:
         steps = None
         if index >= 0:
             received = peer.lanes[index].received
@@ -285,8 +282,8 @@ class Link:
             if isinstance(error, Refused) and error.args != (trust.EARLY,):
                 peer.end(f"it refused the connection: {error}")
 
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        self._attempts.append(Attempt(self._selector, sock, steps, self._contexts[0], on_end, place))
+        sock = socket.socket(at[0], socket.SOCK_STREAM)
+        self._attempts.append(Attempt(self._selector, sock, steps, self._contexts[0], on_end, at[1]))
 
     def _attach(self, peer: Peer, theirs: Claims, sock: socket.socket) -> None:
         peer.options.apply(sock)
@@ -353,6 +350,7 @@ class Channel:
 
 
 def _resolve(host: str, port: int) -> tuple[int, tuple[object, ...]]:
+    """Return address family and address."""
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

@@ -5,27 +5,20 @@ A message is known by its key: its stream and its number in it.  Where a receive
 into that receive's memory; else into new memory, bounded, which a later receive of the key takes over.
 """
 
-import logging
+import contextlib
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as NotDone
 from typing import Any
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link.wire import CHUNK_BYTES, LEAST_CHUNK_BYTES, Frame, Kind
 
-logger = logging.getLogger(__name__)
 URGENT, BULK = 0, 1  # priorities
 SMALL_BYTES = 2**14  # a payload up to this size is copied
 Key = tuple[bytes, int]  # stream, sequence
-
-
-def call(callback: Callable[[Any], object], argument: object) -> None:
-    """Call a function of the caller's in the link's thread, which goes on if it fails."""
-    try:
-        callback(argument)
-    except Exception:
-        logger.exception("hybridep link: the callback %r failed", callback)
 
 
 class Handle:
@@ -33,14 +26,11 @@ class Handle:
 
     def __init__(self, what: str = "") -> None:
         self.what = what  # for errors
-        self._ended = threading.Event()
-        self._failure: str | None = None
-        self._callbacks: list[Callable[[Any], object]] = []
-        self._lock = threading.Lock()
+        self._ended: Future[str | None] = Future()  # with the reason if it has failed
 
     def is_done(self) -> bool:
         """Return True if it has arrived, for a send: if its memory may change again; or if it has failed."""
-        return self._ended.is_set()
+        return self._ended.done()
 
     def wait(self, timeout_s: float | None = None) -> memoryview:
         """Block until it is done.  Return what was received; of a send nothing.
@@ -48,30 +38,23 @@ class Handle:
         Raises CommunicationError if the other rank is gone, if the message is longer than its receive takes, or after
         `timeout_s`; it may then be waited for again.
         """
-        if not self._ended.wait(timeout_s):
-            raise CommunicationError(f"{self.what} was not done after {timeout_s:g} s; see the log of that rank")
-        if self._failure is not None:
-            raise CommunicationError(f"{self.what} failed: {self._failure}")
+        try:
+            failure = self._ended.result(timeout_s)
+        except NotDone:
+            text = f"{self.what} was not done after {timeout_s:g} s; see the log of that rank"
+            raise CommunicationError(text) from None
+        if failure is not None:
+            raise CommunicationError(f"{self.what} failed: {failure}")
         return self._result()
 
     def when_done(self, callback: Callable[[Any], object]) -> None:
         """Call `callback` with this handle: at once if it is done, else in the link's thread, which must not wait."""
-        with self._lock:
-            if not self._ended.is_set():
-                self._callbacks.append(callback)
-                return
-        callback(self)
+        self._ended.add_done_callback(lambda _: callback(self))
 
     def end(self, failure: str | None = None) -> None:
         """Mark it as done or, with a reason, as failed; a second call does nothing."""
-        with self._lock:
-            if self._ended.is_set():
-                return
-            self._failure = failure
-            self._ended.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            call(callback, self)
+        with contextlib.suppress(InvalidStateError):
+            self._ended.set_result(failure)
 
     def _result(self) -> memoryview:
         return memoryview(b"")
@@ -111,13 +94,12 @@ class Receive(Handle):
         self.total = self.num_missing = total
 
     def _result(self) -> memoryview:
-        with self._lock:
-            assert self.memory is not None, self.what
-            if self.into is not None and self.memory.obj is not self.into.obj:
-                place = self.into[: self.total]  # copied by the thread that waits, so that others are read meanwhile
-                place[:] = self.memory
-                self.memory = place
-            return self.memory
+        assert self.memory is not None, self.what
+        if self.into is not None and self.memory.obj is not self.into.obj:
+            place = self.into[: self.total]  # copied by the thread that waits, so that others are read meanwhile
+            place[:] = self.memory
+            self.memory = place
+        return self.memory
 
 
 Piece = tuple[tuple[memoryview, ...], Send]  # a DATA frame and the message that it belongs to

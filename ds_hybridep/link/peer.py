@@ -89,7 +89,7 @@ class Peer:
             sum(lane.sent_bytes for lane in self.lanes),
             sum(lane.received_bytes for lane in self.lanes),
             min((one for lane in self.lanes if (one := tcp_info(lane.sock)[0]) is not None), default=None),
-            sum(lane.num_retransmitted() for lane in self.lanes),
+            sum(lane.num_retransmitted + tcp_info(lane.sock)[1] for lane in self.lanes),
             sum(max(lane.num_connections - 1, 0) for lane in self.lanes),
         )
 
@@ -174,6 +174,6 @@ class Peer:
             self.state = State.GONE
             for lane in self.lanes:
                 lane.drop(cause)
-                lane.forget()
+                lane.kept.clear()
             self.mail.fail(cause)
             self._on_change(Fact(self.rank, kind, cause))

@@ -163,6 +163,6 @@ def test_statistics_count_what_was_exchanged():
 def test_a_rank_that_was_not_connected_is_named():
     with (
         linked() as (left, _),
-        pytest.raises(CommunicationError, match="not connected with rank 7; call connect first"),
+        pytest.raises(CommunicationError, match="no link was connected with rank 7; call connect first"),
     ):
         left.channel("x", (0, 7)).send(7, b"")
