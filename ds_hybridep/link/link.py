@@ -15,17 +15,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 from ds_hybridep.errors import CommunicationError, ConfigError
-from ds_hybridep.link import trust
+from ds_hybridep.link.door import Address, Door, listen, resolve
 from ds_hybridep.link.messages import BULK, Mail, Receive, Send
 from ds_hybridep.link.options import Options
 from ds_hybridep.link.peer import FAILED, LEFT, SILENT_S, Fact, Peer, State, Statistics
-from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS, Attempt, Claims, Refused
+from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS
 from ds_hybridep.link.wire import FACT_BYTES, Data, stream_of, view_of
 
 logger = logging.getLogger(__name__)
-Address = tuple[str, int]
-MAX_STRANGERS = 64  # connections whose handshake has not ended
-HANDSHAKE_S = 10.0  # the longest handshake
 TICK_S = 0.05  # between looks at what is due
 LEAVE_S = 1.0  # how long the others may take to hear of this rank's end
 _links: "weakref.WeakSet[Link]" = weakref.WeakSet()
@@ -55,26 +52,23 @@ class Link:
     ) -> None:  # fmt: skip
         if len(secret) < LEAST_SECRET_BYTES:
             raise ConfigError(f"the secret of the link has {len(secret)} bytes; give at least {LEAST_SECRET_BYTES}")
-        self.rank, self.world_size, self._timeout_s = rank, world_size, timeout_s
-        self._secret, self._early_bytes, self._on_change = secret, early_bytes, on_change
-        self._contexts = (None, None) if tls is None else tls.contexts()  # to dial and to accept with
-        self._instance = os.urandom(16)
+        self.rank, self._timeout_s = rank, timeout_s
+        self._early_bytes, self._on_change = early_bytes, on_change
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._peers: dict[int, Peer] = {}
         self._to_pump: set[Peer] = set()
         self._facts: list[Fact] = []
         self._announcements: list[bytes] = []
-        self._attempts: list[Attempt] = []
         self._last_words: tuple[str, str] | None = None
         self._ends_at: float | None = None
         self._is_closed = False
-        self._listener = _listen(host, ports)
-        self.address: Address = (host, self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()
+        contexts = (None, None) if tls is None else tls.contexts()
+        self.door = Door(rank, world_size, secret, contexts, listen(host, ports), self._selector, self._peers)
+        self.address: Address = (host, self.door.port)
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wakes, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wakes))
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._thread = threading.Thread(target=self._run, name="hybridep-link", daemon=True)
         _links.add(self)
         atexit.register(self._at_exit)
@@ -98,11 +92,11 @@ class Link:
                 )
                 new[rank] = Peer(
                     rank, f"rank {rank} ({host}:{port})", mail, options, self._timeout_s, self._selector,
-                    dials=self.rank > rank, dial=functools.partial(self._dial, _resolve(host, port)),
+                    dials=self.rank > rank, dial=functools.partial(self.door.dial, resolve(host, port)),
                     on_change=self._note, announcements=self._announcements,
                 )  # fmt: skip
         with self._changed:
-            self._peers = self._peers | new  # the thread may be looking at the old one
+            self._peers |= new
             if not self._thread.is_alive():
                 self._thread.start()
             self._changed.wait_for(
@@ -193,8 +187,7 @@ class Link:
             self._end()
 
     def _tick(self, now: float, pause_s: float) -> None:
-        for attempt in [one for one in self._attempts if now - one.began_at > HANDSHAKE_S]:
-            attempt.end(None, TimeoutError(f"no handshake in {HANDSHAKE_S:g} s; {trust.SAME_TLS}"))
+        self.door.tick(now)
         for peer in list(self._peers.values()):
             if pause_s > SILENT_S / 2:  # this process was stopped: the silence was its own
                 for lane in peer.lanes:
@@ -205,7 +198,7 @@ class Link:
         """Return True once this rank wants to end and its peers know."""
         if self._ends_at is None:
             return False
-        now, peers = time.monotonic(), self._peers.values()
+        now, peers = time.monotonic(), list(self._peers.values())
         if self._last_words is not None and (now > self._ends_at or not any(one.mail.has_outgoing() for one in peers)):
             self.announce(*self._last_words)
             self._last_words, self._ends_at = None, now + LEAVE_S
@@ -222,84 +215,11 @@ class Link:
         except Exception:
             logger.exception("rank %d: on_change failed with %s", self.rank, fact)
 
-    # -- connections ------------------------------------------------------------------------------------------------
-
-    def _accept(self, _: int) -> None:
-        try:
-            sock, _address = self._listener.accept()
-        except OSError:  # it has gone again, or there are too many descriptors
-            return
-        strangers = [one for one in self._attempts if not one.dials]
-        if len(strangers) >= MAX_STRANGERS:
-            strangers[0].end(None, ConnectionError("too many connections at once"))
-
-        def on_end(attempt: Attempt, theirs: Claims | None, _: Exception | None) -> None:
-            self._attempts.remove(attempt)
-            if theirs is not None:
-                self._attach(self._peers[theirs.rank], theirs, attempt.sock)
-
-        steps = trust.accept(self._secret, self._admit)
-        self._attempts.append(Attempt(self._selector, sock, steps, self._contexts[1], on_end))
-
-    def _admit(self, theirs: Claims) -> tuple[int, Claims]:
-        """Judge what a dialler claims who knows the secret."""
-        ours = theirs._replace(rank=self.rank, to=theirs.rank, world_size=self.world_size, instance=self._instance)
-        if theirs.world_size != self.world_size or theirs.to != self.rank or theirs.rank <= self.rank:
-            return trust.JOB, ours
-        if (peer := self._peers.get(theirs.rank)) is None:
-            return trust.EARLY, ours
-        if theirs.lane >= theirs.num_lanes or theirs.num_lanes != len(peer.lanes):
-            return trust.JOB, ours
-        if not self._is_same(peer, theirs):
-            return trust.RESTARTED, ours
-        peer.lanes[theirs.lane].drop("the other side has dialled again")
-        return trust.WELCOME, ours._replace(received=peer.lanes[theirs.lane].received)
-
-    def _is_same(self, peer: Peer, theirs: Claims) -> bool:
-        """Return False if the peer is gone, also because another process has taken its place."""
-        peer.instance = peer.instance or theirs.instance
-        if peer.instance != theirs.instance:
-            peer.end("its process was restarted, and what it had sent and received is lost")
-        return peer.state is not State.GONE
-
-    def _dial(self, at: tuple[int, tuple[object, ...]], peer: Peer, index: int) -> None:
-        steps = None
-        if index >= 0:
-            received = peer.lanes[index].received
-            ours = (self.rank, peer.rank, self.world_size, index, len(peer.lanes), self._instance, received)
-            steps = trust.dial(self._secret, Claims(*ours))
-
-        def on_end(attempt: Attempt, theirs: Claims | None, error: Exception | None) -> None:
-            self._attempts.remove(attempt)
-            if error is None:
-                peer.note_reached(index)
-                if theirs is not None and self._is_same(peer, theirs):
-                    self._attach(peer, theirs, attempt.sock)
-                else:
-                    attempt.sock.close()
-                return
-            peer.note_trouble(index, f"dialling it: {error}", is_refused=isinstance(error, ConnectionRefusedError))
-            if isinstance(error, Refused) and error.args != (trust.EARLY,):
-                peer.end(f"it refused the connection: {error}")
-
-        sock = socket.socket(at[0], socket.SOCK_STREAM)
-        self._attempts.append(Attempt(self._selector, sock, steps, self._contexts[0], on_end, at[1]))
-
-    def _attach(self, peer: Peer, theirs: Claims, sock: socket.socket) -> None:
-        peer.options.apply(sock)
-        peer.lanes[theirs.lane].attach(sock, theirs.received)
-        peer.pump()
-        peer.judge(time.monotonic())
-        with self._changed:
-            self._changed.notify_all()
-
     def _end(self) -> None:
         with self._lock:
             self._is_closed = True
             os.close(self._wakes)
-        for attempt in self._attempts:
-            attempt.sock.close()
-        self._listener.close()
+        self.door.close()
         self._selector.close()
 
     def forget(self) -> None:
@@ -347,29 +267,6 @@ class Channel:
             stream = self._streams[kind] = stream_of(self.name, self.ranks, self.generation, kind)
         peer = self.link.peer(rank)
         return peer, stream, f"rank {self.link.rank}: a message '{kind}' on channel '{self.name}' {word} {peer.who}"
-
-
-def _resolve(host: str, port: int) -> tuple[int, tuple[object, ...]]:
-    """Return address family and address."""
-    try:
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise CommunicationError(f"link: the address '{host}' is not found: {error}; give another one") from error
-    return family, place
-
-
-def _listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
-    """Return a listening socket on the first free port."""
-    low, high = ports or (0, 0)
-    for port in range(low, high + 1):
-        try:
-            sock = socket.create_server((host, port), family=_resolve(host, port)[0], backlog=MAX_STRANGERS)
-        except OSError as error:
-            trouble = error
-        else:
-            sock.setblocking(False)
-            return sock
-    raise CommunicationError(f"link: cannot listen on {host}, ports {low} to {high}: {trouble}; give other ports")
 
 
 def _in_child() -> None:

@@ -2,6 +2,7 @@
 """The other end of a link: its lanes, when they are dialled, and whether it lives."""
 
 import selectors
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -103,6 +104,14 @@ class Peer:
             lane.resume()
             lane.flush()
 
+    def attach(self, index: int, sock: socket.socket, received: int) -> None:
+        """Give a lane a new connection, whose other side has got `received` frames."""
+        self.options.apply(sock)
+        self.lanes[index].attach(sock, received)
+        self.pump()
+        if self.is_connected():
+            self.judge(time.monotonic())
+
     def _dropped(self, lane: Lane, cause: str) -> None:
         self._num_announced = 0 if lane.index == 0 else self._num_announced  # what was under way is lost
         self.note_trouble(lane.index, cause)
@@ -163,7 +172,7 @@ class Peer:
         elif now - self._refused_at > REFUSED_S:
             self.end("its connections were closed and its port takes no new ones: its process has ended")
         elif self.state is not State.GONE:
-            is_alive = age_s <= SILENT_S and any(lane.num_connections for lane in self.lanes)
+            is_alive = age_s <= SILENT_S and self.is_connected()
             if (state := State.ALIVE if is_alive else State.SILENT) is not self.state:
                 self.state = state
                 self._on_change(Fact(self.rank, state.value, "" if is_alive else self.last_trouble))

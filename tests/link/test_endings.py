@@ -2,6 +2,7 @@
 """The link is a guest in the process: how it ends, forks and fails is the script's affair, and peers hear of it."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -107,7 +108,7 @@ def test_an_announcement_reaches_all_peers_also_after_a_reset():
 
 def test_closed_links_leave_no_thread_and_no_descriptor_and_hold_nothing():
     def descriptors():
-        return sum(1 for _ in __import__("os").scandir("/proc/self/fd"))
+        return sum(1 for _ in os.scandir("/proc/self/fd"))
 
     before = descriptors(), threading.active_count()
     with linked(3) as links:
@@ -163,9 +164,9 @@ def test_a_short_secret_is_refused():
         make_link(0, secret=b"short")
 
 
-def test_a_link_that_nobody_closes_does_not_keep_the_interpreter(tmp_path):
+def test_a_link_that_nobody_closes_does_not_keep_the_interpreter():
     program = "from link_pair import *\nlinks = [make_link(rank) for rank in (0, 1)]\nconnect_all(links)"
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=sys.path[0], timeout=LIMIT_S, capture_output=True, text=True
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, env=environment, timeout=LIMIT_S, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")

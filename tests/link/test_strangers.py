@@ -11,7 +11,7 @@ import time
 import pytest
 from link_pair import LIMIT_S, content, linked, linked_through_proxy, make_link
 
-import ds_hybridep.link.link as links_module
+import ds_hybridep.link.door as doors
 from ds_hybridep.errors import CommunicationError, ConfigError
 from ds_hybridep.link import TLS, Options
 from ds_hybridep.link.trust import MAGIC
@@ -64,14 +64,14 @@ def answer_of(address, said):
 
 def test_silent_connections_are_bounded_in_number_and_age(monkeypatch):
 
-    monkeypatch.setattr(links_module, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(doors, "HANDSHAKE_S", 0.5)
     with linked() as links, traffic(links):
         before = num_descriptors()
         silent = []
         try:
             for _ in range(300):
                 silent.append(socket.create_connection(links[0].address))
-                assert len(links[0]._attempts) <= links_module.MAX_STRANGERS
+                assert len(links[0].door.attempts) <= doors.MAX_STRANGERS
             for sock in silent:
                 sock.settimeout(LIMIT_S)
                 with contextlib.suppress(ConnectionResetError):
@@ -191,7 +191,7 @@ def test_tls_carries_all_sizes_through_resets_and_nothing_is_in_the_clear(tls):
 
 @pytest.mark.parametrize("dialler", ["none", "other authority"])
 def test_a_rank_without_the_right_certificate_is_refused_and_told(tls, tmp_path, monkeypatch, dialler):
-    monkeypatch.setattr(links_module, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(doors, "HANDSHAKE_S", 0.5)
     with linked(tls=tls) as links, traffic(links):
         theirs = None if dialler == "none" else make_certificates(tmp_path, "other")
         other = make_link(1, tls=theirs, timeout_s=5.0)
