@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from hf_models import FAMILIES
+from marks import slow
 from parity import FP32_TOLERANCE, Case, assert_parity, levels_of, loss_of, model_of, use_expert_groups_of
 from process_pool import ProcessPool
 from test_checkpoint import resume_across, resume_in_a_fresh_engine
@@ -41,6 +42,7 @@ def case4(family: str, *domain_sizes: int, **options: Any) -> Case:
 
 
 @pytest.mark.core
+@pytest.mark.slow
 def test_every_plan_of_four_ranks(pool4: ProcessPool) -> None:
     assert_parity(pool4, [case4("qwen3_moe", *sizes, optimizer="sgd") for sizes in PLANS4])
 
@@ -242,9 +244,9 @@ def compare_first_layers(case: Case, layer_settings: dict[str, Any]) -> dict[str
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("mixtral", {"score_apply": "pre"}),
+        slow("mixtral", {"score_apply": "pre"}),
         ("mixtral", {"expert_bias": torch.linspace(-1.0, 1.0, 8)}),
-        ("qwen3_5_moe", {"return_router_logits": True}),
+        slow("qwen3_5_moe", {"return_router_logits": True}),
     ],
     ids=["scores before experts", "expert bias", "router logits"],
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from parity import Case, model_of
 from process_pool import ProcessPool
 from test_autoep import case4
@@ -53,8 +54,8 @@ def held_and_estimated(case: Case, codecs: dict[str, Any]) -> tuple[int, dict[st
 @pytest.mark.parametrize(
     ("case", "codecs"),
     [
-        (case4("deepseek_v3", 2, 1, zero_stage=1), {}),
-        (case4("qwen3_5_moe", 2, 2, zero_stage=2, dtype="bf16"), LOSSY),
+        slow(case4("deepseek_v3", 2, 1, zero_stage=1), {}),
+        slow(case4("qwen3_5_moe", 2, 2, zero_stage=2, dtype="bf16"), LOSSY),
         (case4("mixtral", 2, 1, zero_stage=3), {}),
         (case4("qwen3_moe", 2, 1, zero_stage=1, dtype="bf16"), {"codecs": "recommended"}),
     ],

@@ -4,7 +4,6 @@
 All files go through a folder that the ranks share.
 """
 
-import functools
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
+from marks import slow
 from parity import FP32_TOLERANCE, Case, levels_of, loss_of, model_of, use_expert_groups_of, whole_parameters
 from process_pool import ProcessPool
 from toy_model import ToyConfig, batch
@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # like its neighbours, for `make test-slow`
 
 PLANS = [(2, 1), (2, 2)]
 EACH_STAGE = [slow((2, 1), 0), ((2, 2), 1), slow((2, 1), 2), slow((2, 2), 0), slow((2, 1), 1), slow((2, 2), 2)]

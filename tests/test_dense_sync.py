@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with "dense_sync": "hierarchical": what DeepSpeed gives, bit-equal on all ranks, bytes by a closed form."""
 
-import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.moe.utils import is_moe_param
+from marks import slow
 from parity import BF16_LOSS_TOLERANCE, Case, assert_parity, levels_of, use_expert_groups_of
 from process_pool import ProcessPool
 from test_engine import block_of, engine_of, error_of, train
@@ -23,8 +23,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 BY_TOKEN = ToyConfig(routing="by_token")
 STEPS = 3
-
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # like its neighbours, for `make test-slow`
 
 
 def world4(*domain_sizes: int, dense_sync: str | None = "hierarchical", **options: Any) -> Case:
@@ -114,7 +112,7 @@ def train_and_look(case: Case, config: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, slow(1), 2])
 def test_dense_parameters_stay_bit_equal_and_bytes_are_those_of_the_closed_form(
     pool4: ProcessPool, zero_stage: int
 ) -> None:
@@ -245,7 +243,7 @@ def attach_and_detach(case: Case) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("zero_stage", [0, slow(1), 2])
+@pytest.mark.parametrize("zero_stage", [slow(0), slow(1), 2])
 def test_detach_gives_deepspeed_its_groups_back(pool4: ProcessPool, zero_stage: int) -> None:
     found = pool4.run(attach_and_detach, case=world4(2, 1, zero_stage=zero_stage))
     for one in found:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense parameters, and experts that several groups hold, over levels that encode: bits, losses, bytes, resumption."""
 
-import functools
 import hashlib
 from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from parity import Case, levels_of
 from process_pool import ProcessPool
 from test_engine import _batch, engine_of, train
@@ -17,7 +17,6 @@ import ds_hybridep
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 STEPS = 4
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # like its neighbours, for `make test-slow`
 COPIES = ToyConfig(ep_size=2)  # two groups hold each expert
 BF16 = {"dtype": "bf16", "toy": ToyConfig(routing="by_token")}
 
@@ -180,7 +179,7 @@ def change_plan(case: Case) -> list[dict[str, float]]:
         return [*found, residuals(engine)]
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [slow(0), 2])
 def test_another_plan_delivers_what_was_kept_back(pool4: ProcessPool, stage: int) -> None:
     for before, after, later in pool4.run(change_plan, case=world4(1, 1, zero_stage=stage)):
         assert any(before.values())
@@ -210,7 +209,7 @@ def overflow(case: Case) -> dict[str, Any]:
         return {**found, "goes on": all(loss == loss for loss in losses), "dense": dense_digest(engine)}
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [slow(1), 2])
 def test_an_overflow_leaves_no_trace(pool4: ProcessPool, stage: int) -> None:
     results = pool4.run(overflow, case=world4(1, 1, zero_stage=stage, **BF16))
     assert len({one.pop("dense") for one in results}) == 1

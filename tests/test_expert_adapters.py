@@ -17,6 +17,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.moe.ep_experts import GroupedExperts
+from marks import slow
 from parity import FP32_TOLERANCE, Case, loss_of, model_of, use_expert_groups_of
 from process_pool import ProcessPool
 from test_autoep import case4
@@ -236,8 +237,8 @@ def error_of(case: Case, targets: tuple[str, ...], pattern: str) -> str:
     ("family", "sizes", "options", "targets"),
     [
         ("qwen3_moe", (2, 1), {"accumulation": 2, "zero_stage": 1}, BOTH),
-        ("mixtral", (2, 2), {}, BOTH[:1]),
-        pytest.param("qwen3_moe", (1, 1), {"zero_stage": 1}, BOTH[1:], marks=pytest.mark.slow),
+        slow("mixtral", (2, 2), {}, BOTH[:1]),
+        slow("qwen3_moe", (1, 1), {"zero_stage": 1}, BOTH[1:]),
         ("qwen3_moe", (2, 1), {"zero_stage": 3}, BOTH),
     ],
     ids=["both", "gate_up", "down", "zero 3"],

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parity harness itself: the pool survives its ranks, equal runs are equal to the bit, and faults are seen."""
 
-import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from combinations import each_combination
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
+from marks import slow
 from parity import Case, levels_of
 from process_pool import ProcessPool, RemoteError
 from toy_model import ToyConfig
@@ -25,8 +25,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 LEVELS_2X2 = levels_of((2, 2), (1, 1))
 LEVELS_2X2X2 = levels_of((2, 2, 2), (1, 1, 1))
 BY_TOKEN = ToyConfig(routing="by_token")
-
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # like its neighbours, for `make test-slow`
 
 
 # -- the pool ---------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 import torch
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils.debug import debug_clear_module_and_param_names
+from marks import slow
 from parity import Case, loss_of, model_of, use_expert_groups_of
 from process_pool import ProcessPool
 from scripts import run_two_ranks
@@ -218,7 +219,7 @@ def test_engines_dropped_one_after_another_train_alike_and_leave_no_threads_behi
 
 
 @pytest.mark.parametrize("family", [None, pytest.param("mixtral", marks=needs_transformers)])
-@pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("zero_stage", [slow(0), slow(1), 2])
 def test_a_start_that_fails_leaves_nothing_and_the_next_one_trains_as_if_it_had_not(
     pool2: ProcessPool, family: str | None, zero_stage: int
 ) -> None:

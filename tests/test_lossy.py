@@ -2,7 +2,6 @@
 """Training over lossy codecs: replicas equal mirrors bit for bit, nothing is lost, skipped steps leave no trace."""
 
 import contextlib
-import functools
 import io
 import math
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
+from marks import slow
 from parity import Case, levels_of, merged
 from process_pool import ProcessPool
 from test_engine import Engine, _batch, engine_of, error_of, moe_layers, train
@@ -28,8 +28,6 @@ COARSE = {"type": "int2", "block": 256}
 RANK_1_AND_REST = {"type": "low_rank", "rank": 1, "rest": "int2"}
 STEPS = 6
 Codecs = list[tuple[Any, Any]]  # (weights, gradients) of each level
-
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # like its neighbours, for `make test-slow`
 
 
 def world4(*domain_sizes: int, **options: Any) -> Case:
@@ -504,9 +502,9 @@ SHARED_MEMORY = (2, 2), [("int4", "identity"), ("int4", "int2")]
 @pytest.mark.parametrize(
     ("domain_sizes", "codecs", "dtype", "zero_stage"),
     [
-        (*EXACT_MEMORY, "fp32", 1),
+        slow(*EXACT_MEMORY, "fp32", 1),
         (*LOSSY_MEMORY, "bf16", 1),
-        (*SHARED_MEMORY, "fp32", 1),
+        slow(*SHARED_MEMORY, "fp32", 1),
         slow(*EXACT_MEMORY, "bf16", 1),
         slow(*LOSSY_MEMORY, "fp32", 1),
         slow(*SHARED_MEMORY, "bf16", 1),

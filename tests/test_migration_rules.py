@@ -16,6 +16,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
+from marks import slow
 from parity import (
     Case,
     CaseResult,
@@ -41,7 +42,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 NUM_SEQUENCES = 3
 EXPERT_KINDS = ("expert_weights", "expert_gradients")
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # like its neighbours, for `make test-slow`
 
 Regions = tuple[tuple[int, ...], ...]
 Bytes = dict[str, tuple[int, ...]]  # kind -> bytes that this rank sent over each level since attach

@@ -84,6 +84,7 @@ def test_more_routing(pool4: ProcessPool) -> None:
     assert_parity(pool4, cases)
 
 
+@pytest.mark.slow
 def test_bf16(pool4: ProcessPool) -> None:
     cases = [
         world4(2, 2, dtype="bf16", toy=replace(BY_TOKEN, k=3), zero_stage=1, accumulation=2),

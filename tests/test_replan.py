@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
+from marks import slow
 from parity import FP32_TOLERANCE, Case, levels_of, merged
 from process_pool import ProcessPool
 from test_engine import Engine, _batch, block_of, engine_of, error_of, evaluate, moe_layers, train
@@ -486,7 +487,7 @@ def test_losses_are_deepspeeds_over_changes_of_plan(pool4: ProcessPool, zero_sta
         assert stats["levels"][0]["sent_bytes"]["expert_weights"] > 0
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("sizes", [slow((1, 1)), (2, 2)])
 def test_what_codecs_had_kept_back_goes_to_the_owners(pool4: ProcessPool, sizes: tuple[int, int]):
     case = world4(2, 1)
     block = block_of_sizes(case, sizes)

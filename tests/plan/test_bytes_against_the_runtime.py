@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from marks import slow
 from parity import Case
 from process_pool import ProcessPool
 from test_engine import engine_of, train
@@ -115,7 +116,7 @@ def test_bytes_of_rows_under_a_token_codec_are_predicted(pool4: ProcessPool, che
 
 @pytest.mark.parametrize(
     ("depth", "accumulation", "checkpointing"),
-    [(0, 1, "reentrant"), (1, 3, None), (1, 1, "nonreentrant"), (5, 2, None)],
+    [slow(0, 1, "reentrant"), (1, 3, None), slow(1, 1, "nonreentrant"), slow(5, 2, None)],
 )
 def test_weights_of_transient_replicas_are_predicted(pool4: ProcessPool, depth, accumulation, checkpointing):
     toy = replace(TOY, num_layers=4, checkpointing=checkpointing)

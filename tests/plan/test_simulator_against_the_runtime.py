@@ -4,6 +4,7 @@
 from dataclasses import replace
 
 import pytest
+from marks import slow
 from parity import Case
 from process_pool import ProcessPool
 from test_bytes_against_the_runtime import ACCUMULATION, TOKENS, TOY, counted_in_one_step, workload_of
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 @pytest.mark.parametrize(
     ("domain_sizes", "exchange", "checkpointing"),
-    [((1, 1), "direct", None), ((2, 1), "direct", "reentrant"), ((1, 2), "hierarchical", None)],
+    [slow((1, 1), "direct", None), slow((2, 1), "direct", "reentrant"), ((1, 2), "hierarchical", None)],
 )
 def test_every_byte_is_simulated(pool4: ProcessPool, domain_sizes, exchange, checkpointing):
     levels = tuple((name, 2, size) for name, size in zip(("dc", "gpu"), domain_sizes, strict=True))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoded sums and gathers of one group, without DeepSpeed: against exact ones, and bit-equal on all ranks."""
 
-import functools
 import math
 from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from moe_refs import open_transport
 from process_pool import ProcessPool
 from torch import distributed as dist
@@ -18,8 +18,6 @@ from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.flat import cut, even_bounds, whole
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.memory import undelivered
-
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # like its neighbours, for `make test-slow`
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
