@@ -39,14 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under pytest-xdist two workers run, one by one, the tests that start processes; the other ones run the rest."""
+    """Under pytest-xdist tests of one kind run one by one in the same worker, which starts their processes once."""
     for item in items:
         if {"pool4", "pool8", "own_pool4"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("four processes"))
-        elif "pool2" in getattr(item, "fixturenames", ()) or item.get_closest_marker("dist"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
-        elif item.path.parent.name == "lab":
-            item.add_marker(pytest.mark.xdist_group("processes"))
+        elif "pool2" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("two processes"))
+        elif item.get_closest_marker("dist") or item.path.parent.name == "lab":
+            item.add_marker(pytest.mark.xdist_group("processes of their own"))
         elif "emulated" in item.nodeid:  # the first of them compiles for half a minute
             item.add_marker(pytest.mark.xdist_group("emulated kernels"))
             item.add_marker(pytest.mark.timeout(1500))

@@ -17,6 +17,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
+from marks import slow
 from parity import BF16_LOSS_TOLERANCE, FP32_TOLERANCE, Case, levels_of, merged, use_expert_groups_of
 from process_pool import ProcessPool
 from torch import nn
@@ -709,7 +710,7 @@ def test_agreement_error_is_a_runtime_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["reentrant", "nonreentrant", "deepspeed reentrant", "deepspeed nonreentrant"], ids=lambda kind: kind
+    "kind", ["reentrant", slow("nonreentrant"), slow("deepspeed reentrant"), "deepspeed nonreentrant"], ids=str
 )
 def test_experts_that_checkpoint_inside_themselves_are_refused(pool2: ProcessPool, kind: str) -> None:
     for error, message in pool2.run(train_self_checkpointing_experts, case=world2(), kind=kind):

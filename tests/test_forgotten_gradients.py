@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from marks import slow
 from parity import Case
 from process_pool import ProcessPool
 from test_engine import Engine, _batch, close_to, engine_of, error_of, evaluate, moe_layers, train, world2
@@ -123,7 +124,7 @@ def swap_for_evaluation(case: Case, how: str) -> dict[str, Any]:
 # -- the tests --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [slow(0), 1])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_forgotten_between_micro_steps_are_forgotten_by_replicas_too(
     pool2: ProcessPool, way: str, zero_stage: int
@@ -152,7 +153,7 @@ def test_a_backward_that_fails_and_is_dropped_loses_no_later_gradients(pool2: Pr
         assert found["residuals, failed"] == found["residuals, undisturbed"]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [slow(0), slow(1), 2])
 @pytest.mark.parametrize("how", ["written", "replaced"])
 def test_weights_swapped_for_an_evaluation_are_noticed(pool2: ProcessPool, how: str, zero_stage: int) -> None:
     for found in pool2.run(swap_for_evaluation, case=world2(zero_stage=zero_stage), how=how):

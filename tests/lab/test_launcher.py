@@ -159,6 +159,7 @@ def test_sigterm_takes_everything_down(permitted, tmp_path):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_the_lab_subcommand(permitted, tmp_path, capsys):
     record = tmp_path / "deep" / "lab.json"
     line = ["lab", "--dcs", "2x1", "--wan", "200mbit", "--delay", "2ms", "--timeout", "50", "--log-dir", str(tmp_path)]
@@ -183,6 +184,7 @@ def test_the_lab_subcommand(permitted, tmp_path, capsys):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_on_loopback_the_result_is_called_modelled(tmp_path, capsys):
     run_record = tmp_path / "run.json"
     run_record.write_text(json.dumps({"steps": 1, "levels": [{"sent_bytes": {"tokens": 2_896_000}}]}))
