@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ds_hybridep.errors import LabError
 
-TOOL_TIMEOUT_S = 30.0
+TOOL_TIMEOUT_S = 120.0  # on a busy machine the kernel clears old namespaces late, and new ones wait for that
 KILL_TIMEOUT_S = 10.0
 NETNS_FOLDER = Path("/run/netns")
 # PID and start time of the process that made the namespace, a serial number, and what the namespace is.
