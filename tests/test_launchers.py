@@ -68,10 +68,13 @@ def run_together(folder: Path, commands: Sequence[str], **environment: str) -> s
         try:
             statuses = [process.wait(LIMIT_S) for process in processes]
         finally:
-            for process in processes:
-                with suppress(ProcessLookupError):  # ranks too: `deepspeed` leaves them behind when it is ended
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait(30)
+            # The whole group: `deepspeed` leaves its ranks behind.  Gently first: those of torchrun are in other groups.
+            for signal_number in (signal.SIGTERM, signal.SIGKILL):
+                for process in processes:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal_number)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(60)
     output = "\n".join(path.read_text() for path in said)
     assert statuses == [0] * len(commands), output[-8000:]
     return output
