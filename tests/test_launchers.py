@@ -68,7 +68,7 @@ def run_together(folder: Path, commands: Sequence[str], **environment: str) -> s
         try:
             statuses = [process.wait(LIMIT_S) for process in processes]
         finally:
-            # The whole group: `deepspeed` leaves its ranks behind.  Gently first: those of torchrun are in other groups.
+            # The whole group: `deepspeed` leaves its ranks behind.  Gently first: torchrun has others in other groups.
             for signal_number in (signal.SIGTERM, signal.SIGKILL):
                 for process in processes:
                     with suppress(ProcessLookupError):
