@@ -48,6 +48,7 @@ def test_every_plan_of_four_ranks(pool4: ProcessPool) -> None:
 
 
 @pytest.mark.core
+@pytest.mark.slow
 def test_zero_stages_and_checkpointing(pool4: ProcessPool) -> None:
     cases = [
         case4("mixtral", 2, 1, zero_stage=1, accumulation=2, toy=replace(SHAPE, checkpointing="nonreentrant")),
@@ -73,6 +74,7 @@ def test_shared_experts_and_limited_groups(pool4: ProcessPool) -> None:
     assert_parity(pool4, [case4("deepseek_v3", 2, 1, zero_stage=1), case4("qwen3_5_moe", 2, 1, zero_stage=2)])
 
 
+@pytest.mark.slow
 def test_bf16(pool4: ProcessPool) -> None:
     assert_parity(pool4, [case4("qwen3_moe", 2, 1, dtype="bf16", zero_stage=1, toy=BY_TOKEN)])
 

@@ -37,6 +37,7 @@ def world8(*domain_sizes: int, ep_size: int = 8, **options: Any) -> Case:
 # -- parity -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_parity_under_every_zero_stage(pool4: ProcessPool) -> None:
     assert_parity(pool4, [world4(2, 1, zero_stage=stage, accumulation=a) for stage, a in ((0, 2), (1, 1), (2, 2))])
 
@@ -139,7 +140,7 @@ def test_dense_parameters_stay_bit_equal_and_bytes_are_those_of_the_closed_form(
     "zero",
     [
         slow({"stage": 1, "overlap_comm": True}),
-        {"stage": 2, "overlap_comm": True},
+        slow({"stage": 2, "overlap_comm": True}),
         slow({"stage": 2, "round_robin_gradients": True}),
         # Many buckets, some parameters larger than one.
         slow({"stage": 2, "reduce_bucket_size": 500}),
@@ -172,7 +173,7 @@ def losses_of(case: Case, with_block: bool, config: dict[str, Any]) -> dict[str,
     "config",
     [
         slow({"prescale_gradients": True}),
-        {"gradient_predivide_factor": 2.0},
+        slow({"gradient_predivide_factor": 2.0}),
         slow({"communication_data_type": "bf16"}),
     ],
     ids=lambda config: next(iter(config)),
@@ -192,6 +193,7 @@ def test_scaling_and_data_type_of_the_communication_stay_deepspeeds(
     assert sum(one["sent"][0] for one in ours) == 2 * STEPS * item_bytes * ours[0]["num_elements"]
 
 
+@pytest.mark.slow
 def test_bf16_with_gradients_in_fp32(pool4: ProcessPool) -> None:
     """DeepSpeed takes another optimizer here: the engine sums gradients, and the optimizer gathers parameters."""
     case = world4(2, 1, zero_stage=1, dtype="bf16", toy=BY_TOKEN, accumulation=2)

@@ -239,7 +239,7 @@ def error_of(case: Case, targets: tuple[str, ...], pattern: str) -> str:
         ("qwen3_moe", (2, 1), {"accumulation": 2, "zero_stage": 1}, BOTH),
         slow("mixtral", (2, 2), {}, BOTH[:1]),
         slow("qwen3_moe", (1, 1), {"zero_stage": 1}, BOTH[1:]),
-        ("qwen3_moe", (2, 1), {"zero_stage": 3}, BOTH),
+        slow("qwen3_moe", (2, 1), {"zero_stage": 3}, BOTH),
     ],
     ids=["both", "gate_up", "down", "zero 3"],
 )
@@ -266,6 +266,7 @@ def test_memory_is_what_is_estimated(pool4: ProcessPool) -> None:
 
 
 @pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
 def test_resume_is_bit_equal(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=zero_stage)
     for found in pool4.run(resume, case=case, folder=str(tmp_path), timeout_s=120.0):
@@ -281,6 +282,7 @@ def test_zero_3_saves_no_frozen_experts_with_the_block_or_without(pool4: Process
             assert "AutoEP with ZeRO Stage 3 checkpointing does not support frozen expert parameters" in message
 
 
+@pytest.mark.slow
 def test_universal_checkpoints_hold_adapters_of_experts(pool4: ProcessPool, tmp_path: Path) -> None:
     case = case4("qwen3_moe", 2, 1, zero_stage=1)
     other = replace(case, levels=(("dc", 2, 1), ("gpu", 2, 1)), toy=replace(case.toy, ep_size=2))

@@ -310,7 +310,7 @@ WITH_REST = (2, 1), [(LOW_RANK, {**LOW_RANK, "rest": "int2"}), ("identity", "ide
             ("2x2-int2-int8", TWO_CODECS, None),
             ("2x2-shared-int4", SHARED, ("fp32", 2)),
             ("1x2-int2", FAST_LEVEL, ("fp32", 0)),
-            ("2x1-rest", WITH_REST, ("bf16", 0)),
+            ("2x1-rest", WITH_REST, None),
         )
         for dtype, stage in (("bf16", 1), ("fp32", 2), ("fp32", 0), ("bf16", 0))
     ],

@@ -608,6 +608,7 @@ def test_a_layer_called_twice_in_other_orders(pool4: ProcessPool) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", slow("deepspeed")])
+@pytest.mark.slow
 def test_a_layer_called_twice_under_reentrant_checkpointing(pool4: ProcessPool, checkpointing: str) -> None:
     case = world4(2, 1, accumulation=2)
     rule = Rule(case=case, script=accumulate, regions=((0,), (1,), (0,)), checkpointing=checkpointing)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from process_pool import ProcessPool
 from test_encoded_sync import digest, over_slow_level, residuals, world4
 from test_engine import _batch, engine_of, error_of, train
@@ -121,7 +122,7 @@ def load_under_other_sums(case: Any, folder: str, changed: dict[str, Any]) -> tu
         return before, after
 
 
-@pytest.mark.parametrize("changed", [{"prescale_gradients": True}, {"communication_data_type": "bf16"}], ids=str)
+@pytest.mark.parametrize("changed", [{"prescale_gradients": True}, slow({"communication_data_type": "bf16"})], ids=str)
 def test_what_was_kept_back_fits_other_ways_to_sum(pool4: ProcessPool, tmp_path: Any, changed: dict[str, Any]) -> None:
     case = world4(1, 1, zero_stage=0)
     found = pool4.run(load_under_other_sums, case=case, folder=str(tmp_path), changed=changed)
@@ -145,7 +146,7 @@ def change_on_one_rank(case: Any, codecs: dict[str, Any], refresh: bool) -> tupl
         return error, digest(engine)
 
 
-@pytest.mark.parametrize("codecs", [{"weight_codec": "int8"}, {}])
+@pytest.mark.parametrize("codecs", [{"weight_codec": "int8"}, slow({})])
 def test_a_rank_with_other_parameters_is_found(pool4: ProcessPool, codecs: dict[str, Any]) -> None:
     case = world4(1, 1, zero_stage=1)
     if codecs:
