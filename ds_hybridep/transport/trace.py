@@ -2,7 +2,7 @@
 """A Chrome/Perfetto trace of some steps, with rows for background transfers and for waits in a row.
 
 torch.profiler sees what threads do, not what is on the wire; the transport records when each background transfer
-started and ended.  A marker with a time stamp of each clock puts both on one time axis.
+started and ended.  Markers with a time stamp of each clock put both on one time axis.
 """
 
 import json
@@ -20,6 +20,7 @@ from ds_hybridep.transport.channels import Purpose, Transfer, Transport, Wait
 CLOCK_MARK = "hybridep::clock"
 TRANSFER_CATEGORY = "hybridep_transfer"
 WAIT_CATEGORY = "hybridep_wait"
+NUM_MARKS = 10  # a busy machine may stop this thread between the two clocks; the quickest marker counts
 _NS_PER_US = 1e3
 
 
@@ -31,20 +32,26 @@ def record_trace(transport: Transport, path: str | Path) -> Iterator[None]:
     transport.records, transport.wait_records = [], []
     try:
         with profile() as profiler:
-            marked_ns = time.perf_counter_ns()
-            with torch.profiler.record_function(CLOCK_MARK):
-                pass
+            around_ns = [_mark() for _ in range(NUM_MARKS)]
             yield
         records, waits = transport.records, transport.wait_records
     finally:
         transport.records, transport.wait_records = None, []
     profiler.export_chrome_trace(str(path))
     trace = json.loads(path.read_text())
-    mark_us = next(float(event["ts"]) for event in trace["traceEvents"] if event.get("name") == CLOCK_MARK)
-    offset_us = mark_us - marked_ns / _NS_PER_US
+    marks_us = sorted(float(event["ts"]) for event in trace["traceEvents"] if event.get("name") == CLOCK_MARK)
+    (before_ns, after_ns), mark_us = min(zip(around_ns, marks_us, strict=True), key=lambda one: one[0][1] - one[0][0])
+    offset_us = mark_us - (before_ns + after_ns) / 2 / _NS_PER_US
     trace["traceEvents"] += _transfer_events(records, offset_us, transport)
     trace["traceEvents"] += _wait_events(waits, offset_us, transport)
     path.write_text(json.dumps(trace))
+
+
+def _mark() -> tuple[int, int]:
+    """Let the profiler note a time, and return those of this process's clock before and after it."""
+    before_ns = time.perf_counter_ns()
+    with torch.profiler.record_function(CLOCK_MARK):
+        return before_ns, time.perf_counter_ns()
 
 
 def _wait_events(waits: Sequence[Wait], offset_us: float, transport: Transport) -> list[dict[str, Any]]:
