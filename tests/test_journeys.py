@@ -27,7 +27,8 @@ TOKEN_JOURNEY = (
     "tokens/layer.py",
     "tokens/exchange.py",
     "transport/channels.py",
-    "transport/connections.py",
+    "link/link.py",
+    "link/messages.py",
     "kernels/compiled.py",
 )
 
@@ -40,7 +41,8 @@ EXPERT_JOURNEY = (
     "experts/slots.py",
     "sync/transfers.py",
     "transport/channels.py",
-    "transport/connections.py",
+    "link/link.py",
+    "link/messages.py",
 )
 
 TOY = ToyConfig(ep_size=2, num_experts=4)

@@ -26,7 +26,7 @@ def connect(rank: int, cluster: Cluster, generation: int, timeout_s: float) -> t
     notes = _Notes(generation, timeout_s)
     if rank == 0:
         notes.write("key", f"hybridep-{secrets.token_hex(16)}")
-    mesh = Mesh(rank, cluster.num_ranks, _own_host(), notes.read("key", 0))
+    mesh = Mesh(rank, cluster.num_ranks, own_host(), notes.read("key", 0))
     try:
         addresses, hosts = _exchange(mesh, cluster, notes)
         mesh.connect(addresses)
@@ -72,7 +72,7 @@ class _Notes:
             ) from error
 
 
-def _own_host() -> str:
+def own_host() -> str:
     """Return the address at which other ranks reach this one."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         device = os.environ.get(name, "").split(",")[0].lstrip("^=")

@@ -70,7 +70,7 @@ def test_a_master_whose_own_name_is_a_loopback_address_is_found_by_other_hosts(m
     interfaces = {"lo": ["127.0.0.1"], "eth0": ["192.0.2.1"]}
     found = {device: [SimpleNamespace(address=one) for one in ones] for device, ones in interfaces.items()}
     monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: found)
-    assert addresses._own_host() == host
+    assert addresses.own_host() == host
 
 
 # -- what is concluded ------------------------------------------------------------------------------------------

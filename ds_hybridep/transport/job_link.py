@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The link between the ranks of this job: one for each process, shared by all engines."""
+
+import json
+import secrets
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_hybridep.errors import AgreementError
+from ds_hybridep.link import SILENT_S, Address, Channel, Link, Options
+from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.transport.addresses import own_host
+from ds_hybridep.transport.job import job_store
+from ds_hybridep.transport.waits import waiting
+
+_newest: "JobLink | None" = None
+_lock = threading.Lock()  # guards it, and the number of users
+
+
+def open_link(cluster: Cluster, generation: int, timeout_s: float) -> "JobLink":
+    """Return the link that all ranks have open, or a new one; all ranks must call at the same point.
+
+    Each call needs a call of `JobLink.leave`.  generation: as in `Transport`.
+    Raises CommunicationError if no port is free, AgreementError if a rank does not come within the time limit.
+    """
+    global _newest
+    notes = _Notes(f"ds_hybridep/{generation}/link", timeout_s)
+    with _lock:
+        if (link := _newest) is not None and link.is_open():
+            link.num_users += 1
+        else:
+            link = None
+    try:
+        name, secret = notes.settle("" if link is None else link.name, str(generation))
+        if link is None or link.name != name:
+            other, link = link, JobLink(cluster, name, bytes.fromhex(secret), timeout_s)
+            if other is not None:
+                other.leave()
+            with _lock:
+                _newest = link
+    except BaseException:
+        if link is not None:
+            link.leave()
+        raise
+    return link
+
+
+class JobLink:
+    """The link of this rank to the other ranks of the job; arguments as in `open_link`.
+
+    name: of this link, in the job's store.  secret: of the job, the same on all ranks.
+    """
+
+    def __init__(self, cluster: Cluster, name: str, secret: bytes, timeout_s: float) -> None:
+        self.name, self.num_users = name, 1
+        self._cluster, self._timeout_s = cluster, timeout_s
+        self._notes = _Notes(f"ds_hybridep/{name}/addresses", timeout_s)
+        silence_s = max(timeout_s, 2 * SILENT_S)
+        self._link = Link(dist.get_rank(), dist.get_world_size(), secret=secret, host=own_host(), timeout_s=silence_s)
+        self._notes.write(str(self._link.rank), self._link.address)
+
+    def is_open(self) -> bool:
+        """Return True if it was not closed, and no fork has left it to this process's parent."""
+        return self.num_users > 0 and not self._link.is_closed
+
+    def connect(self, ranks: Sequence[int]) -> None:
+        """Connect to those of the ranks to which there is no connection yet; they must call, too.
+
+        Raises CommunicationError if one cannot be reached within the time limit.
+        """
+        by_level: dict[int, dict[int, Address]] = {}
+        for rank in ranks:
+            if rank != self._link.rank and rank not in self._link.peers:
+                level = self._cluster.level_between(self._link.rank, rank)
+                assert level is not None
+                host, port = self._notes.read(str(rank), rank)
+                by_level.setdefault(level, {})[rank] = (host, port)
+        with waiting():
+            for level, addresses in by_level.items():
+                link = self._cluster.levels[level].link
+                self._link.connect(addresses, Options(link.connections, link.congestion_control))
+
+    def channel(self, name: str, ranks: Sequence[int], generation: int, priority: int) -> Channel:
+        return self._link.channel(name, ranks, generation=generation, priority=priority)
+
+    def leave(self) -> None:
+        """Undo one `open_link`; the last call closes the link, without waiting for the other ranks."""
+        with _lock:
+            self.num_users -= 1
+            if self.num_users:
+                return
+        self._link.close(waits=False)
+
+
+class _Notes:
+    """What ranks tell each other in the job's store, below one path."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        self._store, self._path, self._timeout_s = job_store(), path, timeout_s
+
+    def settle(self, held: str, new: str) -> tuple[str, str]:
+        """Return the name and the secret of the link to use: the held one if all ranks hold it, else a new one."""
+        rank = dist.get_rank()
+        self.write(str(rank), held)
+        if rank == 0:
+            # Rank 0 alone reads all: each rank reading all would be a million requests for 1000 ranks.
+            is_shared = held and all(self.read(str(other), other) == held for other in range(1, dist.get_world_size()))
+            self.write("verdict", [held, ""] if is_shared else [new, secrets.token_hex(32)])
+        name, secret = self.read("verdict", 0)
+        return str(name), str(secret)
+
+    def write(self, name: str, value: Any) -> None:
+        self._store.set(f"{self._path}/{name}", json.dumps(value))
+
+    @waiting()
+    def read(self, name: str, writer: int) -> Any:
+        """Return a note; AgreementError if its writer does not write it within the time limit."""
+        key = f"{self._path}/{name}"
+        try:
+            self._store.wait([key], timedelta(seconds=self._timeout_s))
+            return json.loads(self._store.get(key))
+        except RuntimeError as error:
+            raise AgreementError(
+                f"rank {writer} did not come to the start of the link within {self._timeout_s:g} s, see its log: "
+                f"{str(error).splitlines()[0][:200]}"
+            ) from error
