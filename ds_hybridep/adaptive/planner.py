@@ -74,7 +74,9 @@ class JobPlanner:
             device = spec.sample.device
             backends = backends_of(config, device)
         generation = agree({"version": __version__, "planned": config.canonical()}, config.timeout_s)
-        self._transport = Transport(config.cluster(), longest_wait_s(config.timeout_s), generation, backends)
+        self._transport = Transport(
+            config.cluster(), longest_wait_s(config.timeout_s), generation, backends, silence_s=config.timeout_s
+        )
         with together(config.timeout_s, self._transport.close):
             self._links = JobLinks(config, self._transport, device)
             rates = measure_experts(spec, self._links.probe, self._links.cluster)

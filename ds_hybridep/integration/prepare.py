@@ -59,7 +59,9 @@ def prepare_runtime(
             "synchronised": sorted(synchronised),
         }
     generation = agree(payload, config.timeout_s)
-    transport = Transport(config.cluster(), longest_wait_s(config.timeout_s), generation, backends)
+    transport = Transport(
+        config.cluster(), longest_wait_s(config.timeout_s), generation, backends, silence_s=config.timeout_s
+    )
 
     def build() -> HybridRuntime:
         try:

@@ -15,10 +15,10 @@ from ds_hybridep.link.door import Address
 from ds_hybridep.link.link import Channel, Link
 from ds_hybridep.link.messages import BULK, URGENT, Handle
 from ds_hybridep.link.options import Options
-from ds_hybridep.link.peer import FAILED, LEFT, SILENT_S, Fact, State, Statistics
+from ds_hybridep.link.peer import FAILED, LEFT, LOST, SILENT_S, Fact, Peer, State, Statistics
 from ds_hybridep.link.trust import TLS
 
 __all__ = [
-    "BULK", "FAILED", "LEFT", "SILENT_S", "TLS", "URGENT", "Address", "Channel", "Fact", "Handle", "Link", "Options",
-    "State", "Statistics",
+    "BULK", "FAILED", "LEFT", "LOST", "SILENT_S", "TLS", "URGENT", "Address", "Channel", "Fact", "Handle", "Link",
+    "Options", "Peer", "State", "Statistics",
 ]  # fmt: skip

@@ -18,9 +18,9 @@ from ds_hybridep.errors import CommunicationError, ConfigError
 from ds_hybridep.link.door import Address, Door, listen, resolve
 from ds_hybridep.link.messages import BULK, Mail, Receive, Send
 from ds_hybridep.link.options import Options
-from ds_hybridep.link.peer import FAILED, LEFT, SILENT_S, Fact, Peer, State, Statistics
+from ds_hybridep.link.peer import FAILED, LEFT, SILENT_S, Fact, Outgoing, Peer, State, Statistics
 from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS
-from ds_hybridep.link.wire import FACT_BYTES, Data, stream_of, view_of
+from ds_hybridep.link.wire import Data, stream_of, view_of
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.05  # between looks at what is due
@@ -41,6 +41,7 @@ class Link:
         early_bytes: bound, per peer, for messages that nobody has asked for yet.  Past it a connection is not read,
             and TCP slows the sender down, unless this rank waits for anything of that peer.
         on_change: called in the link's thread with each `Fact`; it must not wait.
+        on_tick: called there several times a second; it must not wait either.
 
     Raises CommunicationError if no port is free, ConfigError if the secret is short or TLS files cannot be used.
     """
@@ -48,18 +49,19 @@ class Link:
     def __init__(
         self, rank: int, world_size: int, *, secret: bytes, host: str, ports: tuple[int, int] | None = None,
         tls: TLS | None = None, timeout_s: float, early_bytes: int = 2**28,
-        on_change: Callable[[Fact], None] | None = None,
+        on_change: Callable[[Fact], None] | None = None, on_tick: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         if len(secret) < LEAST_SECRET_BYTES:
             raise ConfigError(f"the secret of the link has {len(secret)} bytes; give at least {LEAST_SECRET_BYTES}")
         self.rank, self._timeout_s = rank, timeout_s
-        self._early_bytes, self._on_change = early_bytes, on_change
+        self._early_bytes, self._on_change, self._on_tick = early_bytes, on_change, on_tick
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self.peers: dict[int, Peer] = {}
         self._to_pump: set[Peer] = set()
         self._facts: list[Fact] = []
-        self._announcements: list[bytes] = []
+        self.outgoing = Outgoing()
+        self.last_words: tuple[str, str] | None = None  # for the process's end; by default what has ended it
         self._last_words: tuple[str, str] | None = None
         self._ends_at: float | None = None
         self.is_closed = False
@@ -93,7 +95,7 @@ class Link:
                 new[rank] = Peer(
                     rank, f"rank {rank} ({host}:{port})", mail, options, self._timeout_s, self._selector,
                     dials=self.rank > rank, dial=functools.partial(self.door.dial, resolve(host, port)),
-                    on_change=self._note, announcements=self._announcements,
+                    on_change=self._note, outgoing=self.outgoing,
                 )  # fmt: skip
         with self._changed:
             self.peers |= new
@@ -113,9 +115,12 @@ class Link:
         """Return a channel; all its ranks must give the same name, ranks and generation.  priority: URGENT or BULK."""
         return Channel(self, name, tuple(ranks), generation, priority)
 
-    def announce(self, kind: str, text: str) -> None:
-        """Tell all peers something, now and after resets; with FAILED or LEFT, this rank is gone for them."""
-        self._announcements.append(f"{kind}\0{text}".encode()[:FACT_BYTES])
+    def announce(self, kind: str, text: str, key: str = "") -> None:
+        """Tell all peers something, now and after resets; with FAILED or LEFT, this rank is gone for them.
+
+        key: later announcements with the same key take this one's place.
+        """
+        self.outgoing.add(kind, text, key)
         self._to_pump.update(self.peers.values())
         self._wake()
 
@@ -167,7 +172,8 @@ class Link:
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # the interpreter sets it for an exception that nobody caught
         text = "its script has ended" if error is None else f"{type(error).__name__}: {error}"
-        self.close(kind=LEFT if error is None else FAILED, text=text)
+        kind, text = self.last_words or (LEFT if error is None else FAILED, text)
+        self.close(kind=kind, text=text)
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
@@ -200,6 +206,11 @@ class Link:
                 for lane in peer.lanes:
                     lane.heard_at += pause_s
             peer.tick(now)
+        if self._on_tick is not None:
+            try:
+                self._on_tick()
+            except Exception:
+                logger.exception("rank %d: on_tick failed", self.rank)
 
     def _has_left(self) -> bool:
         """Return True once this rank wants to end and its peers know."""

@@ -5,7 +5,7 @@ import selectors
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from math import inf
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ds_hybridep.link.lane import Lane
 from ds_hybridep.link.messages import BULK, URGENT, Mail
 from ds_hybridep.link.options import Options, tcp_info
-from ds_hybridep.link.wire import Frame, Kind
+from ds_hybridep.link.wire import FACT_BYTES, Frame, Kind
 
 BEAT_S = 1.0  # between heartbeats in each lane
 SILENT_S = 5.0  # a connection is given up if nothing comes for so long; a peer is then silent
@@ -21,6 +21,7 @@ TRIAL_S = 1.0  # how long the start waits for the answer of a port that only the
 REFUSED_S = 1.0  # a peer is gone if a port that has taken connections refuses them for so long
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # before dialling again
 FAILED, LEFT = "failed", "left"  # announcements with which a peer is gone
+LOST = "lost"  # what is said of a peer that is gone because it was silent for too long
 
 
 class State(str, Enum):
@@ -32,7 +33,7 @@ class State(str, Enum):
 
 
 class Fact(NamedTuple):
-    """What a peer has announced, or what has become of it: then `kind` is one of `State`."""
+    """What a peer has announced, or what has become of it: then `kind` is LOST or one of `State`."""
 
     rank: int
     kind: str
@@ -50,6 +51,20 @@ class Statistics(NamedTuple):
     reconnects: int
 
 
+class Outgoing:
+    """What this rank tells all its peers, beside messages."""
+
+    def __init__(self) -> None:
+        self.progress = 0  # a number of the caller's, which heartbeats carry
+        self.said: dict[str, tuple[int, bytes]] = {}  # announcements by key: number, and "kind\0text"
+        self.count = 0
+
+    def add(self, kind: str, text: str, key: str) -> None:
+        """Announce something, in the place of what had the same key."""
+        self.count += 1
+        self.said[key or f"{kind} {text}"] = self.count, f"{kind}\0{text}".encode()[:FACT_BYTES]
+
+
 class Peer:
     """One peer, for the link's thread.
 
@@ -58,13 +73,13 @@ class Peer:
         dials: True if this rank makes the connections.
         dial: called with the index of a lane; -1 only tries whether the port takes connections.
         on_change: called with what the peer announces, and with changes of its state.
-        announcements: of this rank, "kind\\0text"; the list only grows.
+        outgoing: what this rank tells its peers.
     """
 
     def __init__(
         self, rank: int, who: str, mail: Mail, options: Options, timeout_s: float, selector: selectors.BaseSelector,
         *, dials: bool, dial: Callable[["Peer", int], None], on_change: Callable[[Fact], None],
-        announcements: Sequence[bytes],
+        outgoing: "Outgoing",
     ) -> None:  # fmt: skip
         self.rank, self.who, self.mail, self.options, self._timeout_s = rank, who, mail, options, timeout_s
         self._dials, self._dial, self._on_change = dials, dial, on_change
@@ -73,7 +88,8 @@ class Peer:
             for index, priority in enumerate([URGENT] * options.connections + [BULK] * options.connections)
         ]
         self.state, self.instance, self.last_trouble = State.SILENT, b"", "no connection was made"
-        self._announcements = announcements
+        self.progress = 0  # `Outgoing.progress` of the peer
+        self._outgoing = outgoing
         self._num_announced = self._num_facts = 0  # over this connection of lane 0; from the peer
         self._dial_at: dict[int, float] = defaultdict(float)  # by lane; never while an attempt is under way
         self._pause_s: dict[int, float] = defaultdict(lambda: FIRST_PAUSE_S)
@@ -101,10 +117,11 @@ class Peer:
         """Send and receive what callers have asked for."""
         if not self._beaten_at:
             self.tick(time.monotonic())
-        while self._num_announced < len(self._announcements) and self.lanes[0].sock is not None:
-            said = self._announcements[self._num_announced]
-            self.lanes[0].tell(Frame(Kind.FACT, len(said), sequence=self._num_announced), said)
-            self._num_announced += 1
+        if self._num_announced < self._outgoing.count and self.lanes[0].sock is not None:
+            for number, said in sorted(self._outgoing.said.values()):
+                if number > self._num_announced:
+                    self.lanes[0].tell(Frame(Kind.FACT, len(said), sequence=number), said)
+                    self._num_announced = number
         for lane in self.lanes:
             lane.resume()
             lane.flush()
@@ -124,8 +141,10 @@ class Peer:
             self._dial_at[-1] = 0.0  # look at once whether its port still takes connections
 
     def _told(self, frame: Frame, payload: bytes) -> None:
-        if frame.kind is Kind.FACT and frame.sequence >= self._num_facts:  # all are told again after a reset
-            self._num_facts = frame.sequence + 1
+        if frame.kind is Kind.BEAT:
+            self.progress = frame.sequence
+        elif frame.kind is Kind.FACT and frame.sequence > self._num_facts:  # all are told again after a reset
+            self._num_facts = frame.sequence
             kind, _, text = payload.decode(errors="replace").partition("\0")
             if kind in (FAILED, LEFT):
                 self.end(f"it has {kind}: {text}", kind)
@@ -159,7 +178,7 @@ class Peer:
             elif now - lane.heard_at > SILENT_S:
                 lane.drop(f"nothing came for {SILENT_S:g} s")
             elif beats:
-                lane.tell(Frame(Kind.BEAT))
+                lane.tell(Frame(Kind.BEAT, sequence=self._outgoing.progress))
         self.pump()
         if self.state is State.GONE:
             return
@@ -172,19 +191,22 @@ class Peer:
                 self._dial(self, index)
         self.judge(now)
 
+    def age_s(self) -> float:
+        """Return the seconds since the peer was heard."""
+        return time.monotonic() - max(lane.heard_at for lane in self.lanes)
+
     def judge(self, now: float) -> None:
         """Find out whether the peer is alive, silent or gone."""
-        age_s = now - max(lane.heard_at for lane in self.lanes)
         if (
             now - min(lane.heard_at for lane in self.lanes) > self._timeout_s
         ):  # what one lane carries is lost without it
-            self.end(f"nothing was heard of it for {self._timeout_s:g} s; last, {self.last_trouble}")
+            self.end(f"nothing was heard of it for {self._timeout_s:g} s; last, {self.last_trouble}", LOST)
         elif now - self._refused_at > REFUSED_S:
             self.end("its connections were closed and its port takes no new ones: its process has ended")
         elif self.state is not State.GONE:
             # Only who knows that its port took connections can tell later that its process has ended.
             knows_port = self._knows_port or now - self._began_at > TRIAL_S
-            is_alive = age_s <= SILENT_S and self.is_connected() and knows_port
+            is_alive = self.age_s() <= SILENT_S and self.is_connected() and knows_port
             if (state := State.ALIVE if is_alive else State.SILENT) is not self.state:
                 self.state = state
                 self._on_change(Fact(self.rank, state.value, "" if is_alive else self.last_trouble))

@@ -9,12 +9,13 @@ bytes 1-4     length    of the payload
      37-44    offset    DATA: where in the message the payload lies
 """
 
+import ctypes
 import hashlib
 import json
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 if TYPE_CHECKING:
     import torch
@@ -73,8 +74,9 @@ def view_of(data: Data) -> memoryview:
     """Return the bytes of `data` without a copy; a tensor must be contiguous and on the CPU."""
     if isinstance(data, memoryview | bytes | bytearray):
         return memoryview(data).cast("B")
-    import torch  # loaded already, as `data` is one of its tensors
-
     assert data.is_contiguous(), f"only contiguous tensors are sent and filled, not one with strides {data.stride()}"
-    view: memoryview = data.detach().view(-1).view(torch.uint8).numpy().data
-    return view
+    # Not by way of NumPy: afterwards nobody could resize the tensor's storage.
+    memory: Any = (ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else bytearray()
+    if data.nbytes:
+        memory.tensor = data  # lives as long as the view
+    return memoryview(memory).cast("B")

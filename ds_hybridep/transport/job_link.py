@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The link between the ranks of this job: one for each process, shared by all engines."""
 
+import contextlib
 import json
+import os
 import secrets
+import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
+import psutil
 import torch.distributed as dist
 
 from ds_hybridep.errors import AgreementError
-from ds_hybridep.link import SILENT_S, Address, Channel, Link, Options
+from ds_hybridep.link import SILENT_S, Address, Channel, Fact, Link, Options, Peer
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.transport.addresses import own_host
 from ds_hybridep.transport.job import job_store
 from ds_hybridep.transport.waits import waiting
 
@@ -49,6 +52,18 @@ def open_link(cluster: Cluster, generation: int, timeout_s: float) -> "JobLink":
     return link
 
 
+class Listener(Protocol):
+    """Hears of what becomes of peers, in the link's thread."""
+
+    def on_change(self, fact: Fact) -> None:
+        """Called with what a peer has announced, or what has become of it."""
+        ...
+
+    def on_tick(self) -> None:
+        """Called several times a second."""
+        ...
+
+
 class JobLink:
     """The link of this rank to the other ranks of the job; arguments as in `open_link`.
 
@@ -59,8 +74,11 @@ class JobLink:
         self.name, self.num_users = name, 1
         self._cluster, self._timeout_s = cluster, timeout_s
         self._notes = _Notes(f"ds_hybridep/{name}/addresses", timeout_s)
-        silence_s = max(timeout_s, 2 * SILENT_S)
-        self._link = Link(dist.get_rank(), dist.get_world_size(), secret=secret, host=own_host(), timeout_s=silence_s)
+        self._listener: Listener | None = None
+        self._link = Link(
+            dist.get_rank(), dist.get_world_size(), secret=secret, host=own_host(),
+            timeout_s=max(timeout_s, 2 * SILENT_S), on_change=self._on_change, on_tick=self._on_tick,
+        )  # fmt: skip
         self._notes.write(str(self._link.rank), self._link.address)
 
     def is_open(self) -> bool:
@@ -87,6 +105,38 @@ class JobLink:
     def channel(self, name: str, ranks: Sequence[int], generation: int, priority: int) -> Channel:
         return self._link.channel(name, ranks, generation=generation, priority=priority)
 
+    # -- for the watch ----------------------------------------------------------------------------------------------
+
+    def listen(self, listener: "Listener | None") -> None:
+        """Let one object hear of all changes; None: nobody."""
+        self._listener = listener
+        for fact in self._link.facts():
+            self._on_change(fact)
+
+    def announce(self, kind: str, text: str, key: str = "") -> None:
+        self._link.announce(kind, text, key)
+
+    def set_progress(self, progress: int) -> None:
+        """Let heartbeats carry a number."""
+        self._link.outgoing.progress = progress
+
+    def say_last(self, kind: str, text: str) -> None:
+        """Set what this rank announces when its process ends."""
+        self._link.last_words = kind, text
+
+    def peers(self) -> Mapping[int, Peer]:
+        return self._link.peers
+
+    def _on_change(self, fact: Fact) -> None:
+        if (listener := self._listener) is not None:
+            listener.on_change(fact)
+
+    def _on_tick(self) -> None:
+        if (listener := self._listener) is not None:
+            listener.on_tick()
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
     def leave(self) -> None:
         """Undo one `open_link`; the last call closes the link, without waiting for the other ranks."""
         with _lock:
@@ -94,6 +144,29 @@ class JobLink:
             if self.num_users:
                 return
         self._link.close(waits=False)
+
+
+def own_host() -> str:
+    """Return the address at which other ranks reach this one."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        device = os.environ.get(name, "").split(",")[0].lstrip("^=")
+        for one in psutil.net_if_addrs().get(device, ()):
+            if one.family == socket.AF_INET:
+                return str(one.address)
+    master, host = os.environ.get("MASTER_ADDR", "127.0.0.1"), "127.0.0.1"
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            host = str(probe.getsockname()[0])
+    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE"))
+    is_alone = ranks_here == os.environ.get("WORLD_SIZE")
+    if ranks_here is None:  # started by srun: only the master's name tells whether other hosts can reach it
+        is_alone = master == "localhost" or master.startswith("127.")
+    if host.startswith("127.") and not is_alone:  # this host is the master, and its own name is a loopback address
+        found = [one.address for device in psutil.net_if_addrs().values() for one in device]
+        host = next((one for one in found if one.count(".") == 3 and not one.startswith("127.")), host)
+    return host
 
 
 class _Notes:
