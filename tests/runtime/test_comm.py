@@ -2,7 +2,6 @@
 """Channels: what is counted, what a time limit or a dead peer leads to, start-up agreement, and use after close."""
 
 import contextlib
-import errno
 import os
 import socket
 import subprocess
@@ -295,94 +294,6 @@ def test_a_congestion_control_that_the_system_lacks_is_an_error_with_its_key_pat
     with pytest.raises(UnsupportedError, match=r'hybridep.levels\[1\].congestion_control is "bbr", but .*tcp_bbr'):
         backends_of(config, torch.device("cpu"))
     assert not sockets.is_permitted("bbr")
-
-
-# -- retransmission ---------------------------------------------------------------------------------------------
-
-
-def retransmission_bound(connection: socket.socket) -> int:
-    return connection.getsockopt(socket.IPPROTO_TCP, sockets.TCP_RTO_MAX_MS)
-
-
-@pytest.fixture
-def default_bound() -> int:
-    with socket.socket() as one:
-        try:
-            return retransmission_bound(one)
-        except OSError:
-            pytest.skip("Linux 6.15 or newer can bound the time between retransmissions")
-
-
-def test_connections_with_the_ranks_hosts_alone_retransmit_soon(default_bound: int) -> None:
-    with contextlib.ExitStack() as stack:
-
-        def connect(host: str) -> socket.socket:
-            listener = stack.enter_context(socket.create_server((host, 0)))
-            return stack.enter_context(socket.create_connection(listener.getsockname()))
-
-        other, limited, ours = connect("127.0.0.1"), connect("127.0.0.2"), connect("127.0.0.2")
-        limited.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
-        for stranger in (*socket.socketpair(), socket.socket(type=socket.SOCK_DGRAM)):  # they stay as they are
-            stack.enter_context(stranger)
-        sockets.bound_retransmission(frozenset({"127.0.0.2"}), timeout_s=30.0)
-        assert [retransmission_bound(one) for one in (other, limited, ours)] == [default_bound, default_bound, 10_000]
-        give_up = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in (other, limited, ours)]
-        assert give_up == [0, 20_000, 1000 * sockets.GIVE_UP_S]
-
-
-def test_with_a_longer_time_limit_tries_to_retransmit_last_longer(default_bound: int) -> None:
-    """15 tries take half of it at least, with times that double up to the bound."""
-    for timeout_s in (1.0, 30.0, 120.0, 600.0, 1e9):
-        with socket.create_server(("127.0.0.2", 0)) as listener:
-            with socket.create_connection(listener.getsockname()) as connection:
-                sockets.bound_retransmission(frozenset({"127.0.0.2"}), timeout_s)
-                bound_s = retransmission_bound(connection) / 1000
-        assert 10.0 <= bound_s <= 120.0
-        assert sum(min(0.2 * 2**n, bound_s) for n in range(sockets.TRIES)) >= min(timeout_s / 2, 800.0)
-
-
-def test_sockets_stay_blocking_and_descriptors_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the process has set as a default for its own new sockets."""
-    with socket.create_server(("127.0.0.2", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
-        socket.setdefaulttimeout(5.0)
-        try:
-            before = os.listdir("/proc/self/fd")
-            sockets.bound_retransmission(frozenset({"127.0.0.2"}), timeout_s=30.0)
-            assert os.get_blocking(one.fileno())
-            monkeypatch.setattr(sockets, "_sockets", lambda: {"a file that was a socket": os.open(os.devnull, 0)})
-            sockets.bound_retransmission(frozenset({"127.0.0.2"}), timeout_s=30.0)
-            assert len(os.listdir("/proc/self/fd")) == len(before) + 1  # the one that the line before opened
-        finally:
-            socket.setdefaulttimeout(None)
-
-
-def test_where_no_descriptor_is_free_nothing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: str) -> list[str]:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(sockets.os, "listdir", fail)
-    sockets.bound_retransmission(frozenset({"127.0.0.2"}), timeout_s=30.0)
-
-
-def test_connections_over_ipv6_retransmit_soon_too(default_bound: int) -> None:
-    try:
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    except OSError:
-        pytest.skip("no IPv6")
-    with listener:
-        port = listener.getsockname()[1]
-        plain = socket.create_connection(("::1", port))
-        with (
-            plain,
-            socket.create_connection(("127.0.0.1", port)),
-            listener.accept()[0],
-            listener.accept()[0] as mapped,
-        ):
-            assert mapped.getpeername()[0] == "::ffff:127.0.0.1"
-            sockets.bound_retransmission(frozenset({"127.0.0.1"}), timeout_s=30.0)
-            assert [retransmission_bound(one) for one in (plain, mapped)] == [default_bound, 10_000]
-            sockets.bound_retransmission(frozenset({"::1"}), timeout_s=30.0)
-            assert retransmission_bound(plain) == 10_000
 
 
 # -- messages shorter than the room made for them ---------------------------------------------------------------
