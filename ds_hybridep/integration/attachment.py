@@ -40,6 +40,7 @@ from ds_hybridep.integration.runtime import EngineStep, HybridRuntime, boundary_
 from ds_hybridep.integration.statistics import monitor_events, summarize
 from ds_hybridep.transport import watch
 from ds_hybridep.transport.agreement import announcing_failure, together
+from ds_hybridep.transport.job_link import LinkSettings
 
 _attached: weakref.WeakSet["Attachment"] = weakref.WeakSet()
 _left_open: list[Callable[[], None]] = []  # closes connections of engines that were dropped
@@ -89,7 +90,7 @@ class Attachment:
         build = prepare(config)
         self._watched = Watched(self, engine)
         # Before memory is allocated: if that gets a rank killed, the others notice at once.
-        watch.start(config.cluster(), config.timeout_s, self._watched)
+        watch.start(config.cluster(), LinkSettings.of(config), self._watched)
         try:
             self.runtime = _build_together(build, config.timeout_s)
         except BaseException:

@@ -133,7 +133,7 @@ class TLS:
                 context.load_cert_chain(self.certificate, self.key)
                 context.load_verify_locations(self.authority)
             except OSError as error:  # ssl.SSLError is one
-                raise ConfigError(f"link.tls: {error}; give readable files in PEM format: {self}") from error
+                raise ConfigError(f"hybridep.link.tls: {error}; give readable files in PEM format: {self}") from error
             made.append(context)
         made[1].num_tickets = 0  # nothing is resumed by tickets, and they would be the only records after a handshake
         return made[0], made[1]

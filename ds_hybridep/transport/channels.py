@@ -24,7 +24,7 @@ from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link import BULK, URGENT, Handle
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.groups import first_line
-from ds_hybridep.transport.job_link import open_link
+from ds_hybridep.transport.job_link import LinkSettings, open_link
 from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
 from ds_hybridep.transport.staging import Part, Staging
 from ds_hybridep.transport.streams import DeviceStreams, streams_of
@@ -314,7 +314,7 @@ class Transport:
     Args:
         cluster: its levels are used in counters and errors, and say which connections each channel has.
         timeout_s: the longest wait for ranks that live.
-        silence_s: after this time a rank of which nothing is heard is gone; by default `timeout_s`.
+        link: how ranks connect with each other.
         generation: from `agree`; makes the names of these connections unique in the job.
         backends: "gloo" or "nccl" at each level, for tensors on a device; empty for gloo, which stands for the link.
 
@@ -323,7 +323,7 @@ class Transport:
 
     def __init__(
         self, cluster: Cluster, timeout_s: float, generation: int, backends: Sequence[str] = (),
-        *, silence_s: float | None = None,
+        *, link: LinkSettings | None = None,
     ) -> None:  # fmt: skip
         self.cluster = cluster
         self.backends = tuple(backends) or ("gloo",) * len(cluster.levels)
@@ -339,7 +339,7 @@ class Transport:
         self.num_finished = 0  # background transfers that have ended
         self._level_of_rank = [cluster.level_between(self.rank, rank) for rank in range(self.world_size)]
         self._finished = threading.Condition()
-        self.link = open_link(cluster, generation, silence_s or timeout_s)
+        self.link = open_link(cluster, generation, link or LinkSettings(timeout_s))
 
     def channel(self, name: str, ranks: Sequence[int], *, background: bool = False) -> Channel:
         """Return the channel `name` over `ranks`, made at the first call; its ranks must call in the same order."""

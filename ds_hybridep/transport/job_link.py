@@ -8,14 +8,17 @@ import secrets
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 import torch.distributed as dist
 
-from ds_hybridep.errors import AgreementError
-from ds_hybridep.link import SILENT_S, Address, Channel, Fact, Link, Options, Peer
+from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.errors import AgreementError, ConfigError
+from ds_hybridep.link import LEAST_SECRET_BYTES, SILENT_S, TLS, Address, Channel, Fact, Link, Options, Peer
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.job import job_store
 from ds_hybridep.transport.waits import waiting
@@ -24,14 +27,56 @@ _newest: "JobLink | None" = None
 _lock = threading.Lock()  # guards it, and the number of users
 
 
-def open_link(cluster: Cluster, generation: int, timeout_s: float) -> "JobLink":
+@dataclass(frozen=True)
+class LinkSettings:
+    """How this rank connects with others.
+
+    timeout_s: after this time a rank of which nothing is heard is gone; also the longest wait at the start.
+    ports: range to listen in; None: any free one.  secret_file: None: rank 0 makes a secret for the job.
+    """
+
+    timeout_s: float
+    ports: tuple[int, int] | None = None
+    secret_file: Path | None = None
+    tls: TLS | None = None
+
+    @classmethod
+    def of(cls, config: HybridEPConfig) -> "LinkSettings":
+        link = config.link
+        tls = None if link.tls is None else TLS(*map(Path, (link.tls.certificate, link.tls.key, link.tls.authority)))
+        return cls(config.timeout_s, link.ports, None if link.secret_file is None else Path(link.secret_file), tls)
+
+    def check(self) -> None:
+        """Raise ConfigError if a file cannot be used."""
+        self.read_secret()
+        if self.tls is not None:
+            self.tls.contexts()
+
+    def read_secret(self) -> bytes | None:
+        """Return what the file holds, without space around it; ConfigError if it cannot be read or is too short."""
+        if self.secret_file is None:
+            return None
+        try:
+            secret = self.secret_file.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"hybridep.link.secret_file: {error}; give a file that this rank can read") from error
+        if len(secret) < LEAST_SECRET_BYTES:
+            raise ConfigError(
+                f"hybridep.link.secret_file: {self.secret_file} holds {len(secret)} bytes; give at least "
+                f"{LEAST_SECRET_BYTES}, for example the output of `openssl rand -hex 32`"
+            )
+        return secret
+
+
+def open_link(cluster: Cluster, generation: int, settings: LinkSettings) -> "JobLink":
     """Return the link that all ranks have open, or a new one; all ranks must call at the same point.
 
     Each call needs a call of `JobLink.leave`.  generation: as in `Transport`.
-    Raises CommunicationError if no port is free, AgreementError if a rank does not come within the time limit.
+    Raises CommunicationError if no port is free, ConfigError if a file cannot be used, AgreementError if a rank does
+    not come within the time limit.
     """
     global _newest
-    notes = _Notes(f"ds_hybridep/{generation}/link", timeout_s)
+    notes = _Notes(f"ds_hybridep/{generation}/link", settings.timeout_s)
     with _lock:
         if (link := _newest) is not None and link.is_open():
             link.num_users += 1
@@ -40,7 +85,7 @@ def open_link(cluster: Cluster, generation: int, timeout_s: float) -> "JobLink":
     try:
         name, secret = notes.settle("" if link is None else link.name, str(generation))
         if link is None or link.name != name:
-            other, link = link, JobLink(cluster, name, bytes.fromhex(secret), timeout_s)
+            other, link = link, JobLink(cluster, name, bytes.fromhex(secret), settings)
             if other is not None:
                 other.leave()
             with _lock:
@@ -67,17 +112,18 @@ class Listener(Protocol):
 class JobLink:
     """The link of this rank to the other ranks of the job; arguments as in `open_link`.
 
-    name: of this link, in the job's store.  secret: of the job, the same on all ranks.
+    name: of this link, in the job's store.  secret: of the job, the same on all ranks; a secret file goes before it.
     """
 
-    def __init__(self, cluster: Cluster, name: str, secret: bytes, timeout_s: float) -> None:
+    def __init__(self, cluster: Cluster, name: str, secret: bytes, settings: LinkSettings) -> None:
         self.name, self.num_users = name, 1
-        self._cluster, self._timeout_s = cluster, timeout_s
-        self._notes = _Notes(f"ds_hybridep/{name}/addresses", timeout_s)
+        self._cluster = cluster
+        self._notes = _Notes(f"ds_hybridep/{name}/addresses", settings.timeout_s)
         self._listener: Listener | None = None
         self._link = Link(
-            dist.get_rank(), dist.get_world_size(), secret=secret, host=own_host(),
-            timeout_s=max(timeout_s, 2 * SILENT_S), on_change=self._on_change, on_tick=self._on_tick,
+            dist.get_rank(), dist.get_world_size(), secret=settings.read_secret() or secret, host=own_host(),
+            ports=settings.ports, tls=settings.tls, timeout_s=max(settings.timeout_s, 2 * SILENT_S),
+            on_change=self._on_change, on_tick=self._on_tick,
         )  # fmt: skip
         self._notes.write(str(self._link.rank), self._link.address)
 
@@ -126,6 +172,10 @@ class JobLink:
 
     def peers(self) -> Mapping[int, Peer]:
         return self._link.peers
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """Return what was exchanged with each peer, as `link.Statistics` with the rank, JSON-able."""
+        return [{"rank": rank, **one._asdict()} for rank, one in sorted(self._link.statistics().items())]
 
     def _on_change(self, fact: Fact) -> None:
         if (listener := self._listener) is not None:

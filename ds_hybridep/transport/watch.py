@@ -33,7 +33,7 @@ from ds_hybridep.link import FAILED, LEFT, LOST, SILENT_S, Fact, State
 from ds_hybridep.plan.cluster import Cluster
 from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.diagnosis import ENDED, GONE, VERDICT, View, cause_of, peers_of, report
-from ds_hybridep.transport.job_link import open_link
+from ds_hybridep.transport.job_link import LinkSettings, open_link
 from ds_hybridep.transport.waits import Waits
 
 EXIT_STATUS = 75  # of a rank that ends because of another one: EX_TEMPFAIL of sysexits.h, "try again"
@@ -60,14 +60,14 @@ class Owner(Protocol):
         ...
 
 
-def start(cluster: Cluster, timeout_s: float, owner: Owner) -> None:
+def start(cluster: Cluster, settings: LinkSettings, owner: Owner) -> None:
     """Watch over this job until `stop`; all ranks must call.  One watch serves all owners of a process.
 
     Raises AgreementError or CommunicationError if ranks do not come within the time limit.
     """
     global _running
     if _running is None and cluster.num_ranks > 1:
-        _running = Watch(cluster, timeout_s)
+        _running = Watch(cluster, settings)
     _owners.append(owner)
 
 
@@ -83,9 +83,9 @@ def stop(owner: Owner) -> None:
 class Watch:
     """The watch of one rank over the job; arguments as in `start`.  All but its ends run in the link's thread."""
 
-    def __init__(self, cluster: Cluster, timeout_s: float) -> None:
-        self.rank, self.cluster, self.timeout_s = dist.get_rank(), cluster, timeout_s
-        self._limit_s = max(timeout_s, 2 * SILENT_S)
+    def __init__(self, cluster: Cluster, settings: LinkSettings) -> None:
+        self.rank, self.cluster, self.timeout_s = dist.get_rank(), cluster, settings.timeout_s
+        self._limit_s = max(settings.timeout_s, 2 * SILENT_S)
         self._pid = os.getpid()
         self._facts: dict[tuple[int, str], Fact] = {}  # by rank and kind, in the order in which they came
         self._hears: dict[tuple[int, int], tuple[int, bool]] = {}  # (rank, its peer) -> number of the news, whether
@@ -95,7 +95,7 @@ class Watch:
         self._ends_at: float | None = None  # when this process is ended, if its wait does not end before
         self._cause = ""
         self._knows_more = threading.Condition()
-        self._link = open_link(cluster, agree({}, timeout_s), timeout_s)
+        self._link = open_link(cluster, agree({}, settings.timeout_s), settings)
         self._link.listen(self)
         try:
             self._link.connect(peers_of(cluster, self.rank))

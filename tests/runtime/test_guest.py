@@ -43,12 +43,13 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=90))
 if os.environ["WATCHED"]:
     from ds_hybridep.plan.cluster import Cluster, Level
     from ds_hybridep.transport import watch
+    from ds_hybridep.transport.job_link import LinkSettings
     dist.barrier()
     class Owner:
         def num_steps(self): return 7
         def last_transfer(self): return "rows of layer 0"
     owner = Owner()
-    watch.start(Cluster((Level("dc", 2),)), {TIMEOUT_S}, owner)
+    watch.start(Cluster((Level("dc", 2),)), LinkSettings({TIMEOUT_S}), owner)
 def write_slowly():
     time.sleep(10)
     note("written_by_a_thread")

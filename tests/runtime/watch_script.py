@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport import watch
+from ds_hybridep.transport.job_link import LinkSettings
 
 LIMIT_S = 30.0
 TIMEOUT_S = 2.0
@@ -63,7 +64,7 @@ def work(kind):
 def train(rank, port, fault, folder):
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo")
-    watch.start(Cluster((Level("dc", 2), Level("gpu", 2))), TIMEOUT_S, Owner())
+    watch.start(Cluster((Level("dc", 2), Level("gpu", 2))), LinkSettings(TIMEOUT_S), Owner())
     value = torch.zeros(4)
     for _ in range(3):
         dist.all_reduce(value)
