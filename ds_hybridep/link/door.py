@@ -57,7 +57,9 @@ class Door:
                 attempt.sock.close()
 
         sock = socket.socket(place[0], socket.SOCK_STREAM)
-        self.attempts.append(Attempt(self._selector, sock, steps, self._contexts[0], on_end, place[1]))
+        self.attempts.append(
+            Attempt(self._selector, sock, steps, self._contexts[0], on_end, place[1], peer.note_answer)
+        )
 
     def tick(self, now: float) -> None:
         """End handshakes that take too long."""

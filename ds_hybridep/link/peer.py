@@ -161,6 +161,11 @@ class Peer:
         # Before its port has ever been reached, a firewall may refuse us: the other side dials.
         self._refused_at = min(self._refused_at, now) if is_refused and self._was_reached else inf
 
+    def note_answer(self) -> None:
+        """Its system has taken a connection."""
+        if self.state is State.SILENT and self.is_connected():
+            self.last_trouble = "its host answers, but the process does not run"
+
     def note_reached(self, index: int) -> None:
         """The peer's port has taken a connection."""
         self._was_reached, self._refused_at = True, inf

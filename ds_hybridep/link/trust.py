@@ -147,15 +147,16 @@ class Attempt:
         context: for TLS.
         on_end: called with this and with what the other side claims, or with what has gone wrong.
         place: the address to connect `sock` to; None for a connection that was accepted.
+        on_connect: called when the other side's system has taken the connection.
     """
 
     def __init__(
         self, selector: selectors.BaseSelector, sock: socket.socket, steps: Steps | None,
         context: ssl.SSLContext | None, on_end: Callable[["Attempt", Claims | None, Exception | None], None],
-        place: tuple[object, ...] | None = None,
+        place: tuple[object, ...] | None = None, on_connect: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self.began_at = time.monotonic()
-        self._selector, self._steps, self._on_end = selector, steps, on_end
+        self._selector, self._steps, self._on_end, self._on_connect = selector, steps, on_end, on_connect
         self.dials = self._is_connecting = place is not None
         self._says, self._need = (b"", 0) if steps is None else next(steps)
         self._got = b""
@@ -194,6 +195,7 @@ class Attempt:
             if number := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(number, os.strerror(number))
             self._is_connecting = False
+            self._on_connect()
         if self._steps is None:
             return None
         if isinstance(self.sock, ssl.SSLSocket):

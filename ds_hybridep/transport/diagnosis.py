@@ -103,7 +103,8 @@ def _silent(view: View) -> str:
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
     if not is_domain:
         said = next((fact.text for fact in view.facts if fact.kind == LOST and fact.rank in ranks), "")
-        return f"{who} silent {since}: stopped, down or cut off{f' ({said})' if said else ''}{rest}"
+        said = said.rpartition("; last, ")[2]
+        return f"{who} silent {since}: {said or 'stopped, down or cut off'}{rest}"
     name = view.cluster.levels[level].name
     theirs, ours = view.cluster.place_of(ranks[0])[level], view.cluster.place_of(view.rank)[level]
     others = {view.cluster.place_of(rank)[level] for rank in silent} - {ours}
