@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from ds_hybridep.config_codecs import (
     AUTO_CODEC,
@@ -54,17 +62,27 @@ def _tuple(entries: object) -> object:
     return tuple(entries) if isinstance(entries, list) else entries
 
 
+def _in_order(ports: tuple[int, int]) -> tuple[int, int]:
+    if ports[0] > ports[1]:
+        raise ValueError
+    return ports
+
+
 _CODECS = Says("a list of codecs", 'for example ["int8"]')
 _LEVELS = Says("a list of at least one level, or the path of a cluster file", f"for example {MINIMAL_BLOCK}")
 _NAME = Says("a string that is not empty", 'give each level its own name, for example "dc"')
 _PATH = Says("a string that is not empty", "give the path of a file, or leave the key out")
+_PORTS = Says("the first and the last port of a range", "for example [29600, 29699]")
+_TLS = Says("an object with certificate, key and authority", "give the paths of three files in PEM format")
 _BANDWIDTH = Says("a finite number > 0", "give Gbit/s (bits, not bytes) of one child's uplink, or leave the key out")
 _LATENCY = Says("a finite number >= 0", "give milliseconds one way, or leave the key out")
 _TIMEOUT = Says("a finite number > 0 and at most 1e9", "give the longest wait in seconds, for example 600")
 
 Switch = Annotated[bool, Says("true or false", "write it without quotes")]
 Count = Annotated[int, Field(ge=0), integer(">= 0", 2)]
+GivenPath = Annotated[str, Field(pattern=r"\S"), _PATH]
 OptionalPath = Annotated[str | None, Field(pattern=r"\S"), _PATH]
+Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 # ---- the block ----
@@ -131,6 +149,24 @@ class LevelConfig(Settings):
         return Level(self.name, self.size, Link(bytes_per_s, latency_s, self.connections, self.congestion_control))
 
 
+class TLSConfig(Settings):
+    """Files of this host for connections between ranks; docs/config.md says what each key means."""
+
+    certificate: GivenPath
+    key: GivenPath
+    authority: GivenPath
+
+
+class LinkConfig(Settings):
+    """How ranks connect with each other; docs/config.md says what each key means."""
+
+    ports: Annotated[
+        Annotated[tuple[Port, Port], AfterValidator(_in_order)] | None, BeforeValidator(_tuple), _PORTS
+    ] = None
+    secret_file: OptionalPath = None
+    tls: Annotated[TLSConfig | None, _TLS] = None
+
+
 class AdvancedConfig(Settings):
     """Settings that are rarely needed; docs/config.md says what each key means."""
 
@@ -154,6 +190,7 @@ class HybridEPConfig(Settings):
     timeout_s: Annotated[float, Field(gt=0, le=1e9), _TIMEOUT] = 600.0
     report_interval: Count = 10
     report_file: OptionalPath = None
+    link: LinkConfig = LinkConfig()
     advanced: AdvancedConfig = AdvancedConfig()
 
     @property
@@ -219,8 +256,8 @@ class HybridEPConfig(Settings):
         return Cluster(tuple(level.described() for level in self.levels))
 
     def canonical(self) -> dict[str, Any]:
-        """What all ranks must agree on, as JSON values; `report_file` concerns rank 0 alone."""
-        return self.model_dump(mode="json", exclude={"report_file"})
+        """What all ranks must agree on, as JSON values; `report_file` and files and ports of hosts may differ."""
+        return self.model_dump(mode="json", exclude={"report_file", "link"})
 
     # Messages of these checks begin with the key.
 
@@ -336,6 +373,8 @@ _MODELS: dict[int | str, type[Settings]] = {  # by the keys and the codec types 
     "hybridep": HybridEPConfig,
     "levels": LevelConfig,
     "advanced": AdvancedConfig,
+    "link": LinkConfig,
+    "tls": TLSConfig,
     "token_codec": TokenCodecConfig,
     "identity": IdentityConfig,
     **dict.fromkeys(("int8", "int4", "int2", "rest"), BlockwiseConfig),

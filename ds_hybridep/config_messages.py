@@ -66,7 +66,8 @@ def explain(error: ValidationError, given: object, where: str, models: Mapping[i
     if kind == "value_error" and last not in fields:  # a check of a whole model, whose message begins with the key
         return f"{where}.{found['ctx']['error']}"
     if kind == "missing" and last != "type":
-        return f"{where}.{last} is missing; every entry needs it, as in {MINIMAL_BLOCK}"
+        example = f", as in {MINIMAL_BLOCK}" if "levels" in location else ""
+        return f"{where}.{last} is missing; every entry needs it{example}"
     if kind == "union_tag_invalid" or (last == "type" and kind != "missing"):
         return _about_unknown_codec(
             where, value, _choices(found, fields.get("type")), is_option="low_rank" in location

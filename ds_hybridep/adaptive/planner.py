@@ -39,6 +39,7 @@ from ds_hybridep.plan.workload import Workload
 from ds_hybridep.transport.agreement import agree, announcing_failure, together
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.job import backends_of, longest_wait_s
+from ds_hybridep.transport.job_link import LinkSettings
 from ds_hybridep.version import __version__
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,9 @@ class JobPlanner:
             device = spec.sample.device
             backends = backends_of(config, device)
         generation = agree({"version": __version__, "planned": config.canonical()}, config.timeout_s)
-        self._transport = Transport(config.cluster(), longest_wait_s(config.timeout_s), generation, backends)
+        self._transport = Transport(
+            config.cluster(), longest_wait_s(config.timeout_s), generation, backends, link=LinkSettings.of(config)
+        )
         with together(config.timeout_s, self._transport.close):
             self._links = JobLinks(config, self._transport, device)
             rates = measure_experts(spec, self._links.probe, self._links.cluster)

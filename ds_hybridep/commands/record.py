@@ -53,6 +53,8 @@ def format_run_record(record: Mapping[str, Any]) -> str:
         sections.append(f"waits in a row over each level, mean per step: {', '.join(in_a_row)}")
     if slowest := slowest_rank(record):
         sections.append(slowest)
+    if rows := link_rows(record):
+        sections += ["connections of rank 0 since the start", aligned(rows)]
     rows = codec_rows(record)
     sections += [CODEC_TITLE, aligned(rows)] if len(rows) > 1 else []
     return "\n\n".join([*sections, f"plan: {record['plan']}"] if "plan" in record else sections)
@@ -65,6 +67,18 @@ def slowest_rank(record: Mapping[str, Any]) -> str:
         return ""
     own, others = 1e3 * slowest["waited_s"], 1e3 * slowest["others_waited_s"]
     return f"slowest: rank {slowest['rank']}, which waited {own:.1f} ms per step; the others waited {others:.1f} ms"
+
+
+def link_rows(record: Mapping[str, Any]) -> list[list[str]]:
+    """A row of titles, then a row for each rank that rank 0 is connected with; [] if there is none."""
+    rows = [["rank", "state", "sent, MB", "received, MB", "round trip", "sent again", "reconnects"]]
+    for peer in record.get("link", ()):
+        trip_s = peer["round_trip_s"]
+        trip = MISSING if trip_s is None else f"{1e3 * trip_s:.1f} ms"
+        amounts = [_megabytes(peer[name]) for name in ("sent_bytes", "received_bytes")]
+        counts = [str(peer[name]) for name in ("retransmissions", "reconnects")]
+        rows.append([str(peer["rank"]), peer["state"], *amounts, trip, *counts])
+    return rows if len(rows) > 1 else []
 
 
 def codec_rows(record: Mapping[str, Any]) -> list[list[str]]:

@@ -187,8 +187,6 @@ class MigrationManager:
     ) -> None:
         self._transport = transport
         self.layers = list(layers)
-        for position, layer in enumerate(layers):
-            layer.replicas.lane = position + 1
         self._return_depth = prefetch_depth
         self._is_boundary = is_boundary
         self._pipelines = list(

@@ -52,7 +52,6 @@ class Replicas:
         is_transient: bool = False,
     ) -> None:
         self.layer, self.is_grouped = layer, is_grouped
-        self.lane = 0  # `MigrationManager` sets it
         self.partition, self.stages, self.encoding = partition, stages, encoding
         self.device = next(experts[0].parameters()).device
         self.layout = SlotLayout(experts, self.device, is_grouped=is_grouped)

@@ -38,8 +38,9 @@ from ds_hybridep.integration.patches import (
 )
 from ds_hybridep.integration.runtime import EngineStep, HybridRuntime, boundary_of, noticing
 from ds_hybridep.integration.statistics import monitor_events, summarize
-from ds_hybridep.transport import health
+from ds_hybridep.transport import watch
 from ds_hybridep.transport.agreement import announcing_failure, together
+from ds_hybridep.transport.job_link import LinkSettings
 
 _attached: weakref.WeakSet["Attachment"] = weakref.WeakSet()
 _left_open: list[Callable[[], None]] = []  # closes connections of engines that were dropped
@@ -89,11 +90,11 @@ class Attachment:
         build = prepare(config)
         self._watched = Watched(self, engine)
         # Before memory is allocated: if that gets a rank killed, the others notice at once.
-        health.start(config.cluster(), config.timeout_s, self._watched)
+        watch.start(config.cluster(), LinkSettings.of(config), self._watched)
         try:
             self.runtime = _build_together(build, config.timeout_s)
         except BaseException:
-            health.stop(self._watched)
+            watch.stop(self._watched)
             raise
 
     # -- begin and end ----------------------------------------------------------------------------------------------
@@ -121,8 +122,8 @@ class Attachment:
             owner, wrap = (MOE_LAYER, classic.wrap_forward) if is_classic else (AUTOEP_LAYER, autoep.wrap_forward)
             patches.share(owner, "forward", wrap)
         if self.planner is not None:
-            for layer, watch in zip(self.layers.values(), self.planner.watches, strict=True):
-                hook = torch.compiler.disable(watch.__call__)
+            for layer, meter in zip(self.layers.values(), self.planner.watches, strict=True):
+                hook = torch.compiler.disable(meter.__call__)
                 patches.keep(MODULE, "forward_pre_hook", layer.register_forward_pre_hook(hook).remove)
         for method, replacement in (
             ("_configure_optimizer", self._configure_optimizer),
@@ -191,7 +192,7 @@ class Attachment:
         if has_failed:
             _still_watching.append(self._watched)
         else:
-            health.stop(self._watched)
+            watch.stop(self._watched)
 
     def abandon(self) -> None:
         """Give the layers back when the engine is freed.  Takes no lock: the thread that runs this may hold any."""
@@ -266,7 +267,7 @@ def _clear_up() -> None:
     while _left_open:
         _left_open.pop()()
     while _still_watching:
-        health.stop(_still_watching.pop())
+        watch.stop(_still_watching.pop())
 
 
 def _wrap_del(original: Callable[..., None]) -> Callable[..., None]:

@@ -16,6 +16,7 @@ from ds_hybridep.sync.feedback import no_master, no_scale
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.job import backends_of, longest_wait_s
+from ds_hybridep.transport.job_link import LinkSettings
 from ds_hybridep.version import __version__
 
 
@@ -49,6 +50,8 @@ def prepare_runtime(
         device = specs[0].sample.device
         kernels = load_kernels(config.advanced.kernels, device, config.advanced.dispatch_sms)
         backends = backends_of(config, device)
+        link = LinkSettings.of(config)
+        link.check()
         payload = {
             "version": __version__,
             "torch": torch.__version__,
@@ -59,7 +62,7 @@ def prepare_runtime(
             "synchronised": sorted(synchronised),
         }
     generation = agree(payload, config.timeout_s)
-    transport = Transport(config.cluster(), longest_wait_s(config.timeout_s), generation, backends)
+    transport = Transport(config.cluster(), longest_wait_s(config.timeout_s), generation, backends, link=link)
 
     def build() -> HybridRuntime:
         try:

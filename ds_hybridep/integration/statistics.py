@@ -79,6 +79,7 @@ class Statistics:
                 {"name": layer.name, **{name: getattr(layer.stats, name) for name in LAYER_COUNTERS}}
                 for layer, _, _ in self._layers
             ],
+            "link": self._transport.link.statistics(),
         }
 
     def codecs(self) -> list[dict[str, float]]:
@@ -102,7 +103,7 @@ class Statistics:
     def gather_job(self) -> dict[str, Any] | None:
         """Return the job's counters on rank 0, None on other ranks; all ranks must call at the same step.
 
-        Bytes are sums over ranks; exposed seconds and waits are means.  "step_s" is rank 0's median.  A layer's
+        Bytes are sums over ranks; exposed seconds and waits are means.  "step_s" and "link" are rank 0's.  A layer's
         "codecs" is `CodecSums.record` of the sums over ranks, "imbalance" is max over mean of its rows per rank, and
         "expert_load" is max over mean of its rows per expert.  "slowest" is the rank that has waited least for others
         since the last report; it has the seconds that this rank waited per step, and the mean of the other ranks.
@@ -171,6 +172,7 @@ class Statistics:
             "exposed_s": exposed_s,
             "slowest": slowest,
             "layers": layers,
+            "link": self._transport.link.statistics(),
         }
         if not self._counts_dense:
             _leave_out_dense(record, ("sent_bytes",))

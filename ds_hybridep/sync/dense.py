@@ -28,14 +28,13 @@ from ds_hybridep.errors import VerificationError
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.buffers import Buffer, HeldSum, ParameterCodecs
 from ds_hybridep.sync.feedback import Encoding, Feedback
-from ds_hybridep.sync.flat import Span, cut, even_bounds, hash_of, split, whole
+from ds_hybridep.sync.flat import Span, cut, even_bounds, split, whole
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.memory import CodecMemory
 from ds_hybridep.sync.mirrors import is_patched
 from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
 from ds_hybridep.sync.transfers import Gather, Reduce, StagedTransfer, StagePipeline
 from ds_hybridep.transport.channels import Purpose, Transport
-from ds_hybridep.transport.connections import NUM_LANES
 from ds_hybridep.transport.streams import DeviceStreams
 
 
@@ -53,10 +52,8 @@ class FlatSlots:
         values: Sequence[Tensor],
         feedback: Feedback | None = None,
         sums: Sequence[Tensor] = (),
-        *,
-        lane: int,
     ) -> None:
-        self.layer, self.lane = group.name, lane
+        self.layer = group.name
         self.stages, self.own_slot = group.stages, group.own_slot
         self.device = values[0].device
         self.streams: DeviceStreams | None = None  # work runs in the caller's stream
@@ -163,7 +160,6 @@ class GroupSync:
         self._waiting: dict[Span, Tensor] = {}  # sums of earlier micro-steps that this rank adds to later ones
         self.waiting_names: set[str] = set()  # parameters with gradients that wait on some rank
         self._pipeline = StagePipeline(transport)
-        self._lanes: dict[str, int] = {}  # by what travels there; the same on all ranks
         self._purposes = [
             Purpose("dense", what, name)
             for what in ("sum of gradients", "gather of summed gradients", "gather of parameters")
@@ -231,7 +227,7 @@ class GroupSync:
     ) -> tuple[FlatSlots, Sequence[Tensor]]:
         """Return the slots and their sums; the own slot's sum is complete if `is_last`."""
         sums = [value.float() if is_patched(value) else value for value in values]
-        slots = FlatSlots(self, values, buffer.sums, sums, lane=self._lane(buffer.key))
+        slots = FlatSlots(self, values, buffer.sums, sums)
         if is_last:
             self.memory.add_kept(buffer, sums, self.encoding.loss_scale())
         inner, outer = self._split_stages(buffer)
@@ -314,11 +310,10 @@ class GroupSync:
             place.copy_(own.detach().view(-1))
         codecs, is_first = (None, True) if before is None else self._parameter_codecs(output, spans, rows.shape[1])
         messages: dict[int, list[Tensor]] = {}
-        feedback, kind = None, "as it is"
+        feedback = None
         if codecs is not None and before is not None and not is_first:
-            messages, feedback, kind = codecs.prepare(values, before), codecs.feedback, "encoded"
-        lane = self._lane(f"gather {kind} {output.dtype} {output.numel()} {hash_of([tuple(spans)])}")
-        gather = Gather(FlatSlots(self, values, feedback, lane=lane), self._purposes[2], messages, is_exact=False)
+            messages, feedback = codecs.prepare(values, before), codecs.feedback
+        gather = Gather(FlatSlots(self, values, feedback), self._purposes[2], messages, is_exact=False)
         self._pipeline.start(gather)
 
         def finish() -> None:
@@ -345,25 +340,20 @@ class GroupSync:
 
     def reduce_numbers(self, numbers: Tensor, is_max: Tensor) -> Tensor:
         """Return sums over the ranks, or maxima where `is_max`, of [n] float64 numbers; one message per level."""
-        total, lane = numbers, self._lane(f"{numbers.numel()} numbers")
+        total = numbers
         for stage in self.stages[::-1]:
             assert stage.gradients is not None, f"{self.name}: level {stage.level} has no channel"
             found = {peer.rank: torch.empty_like(total) for peer in stage.peers}
             sends = [(rank, total) for rank in found]
             purpose = Purpose("control", "agreement on numbers", self.name)
             begin_ns = time.perf_counter_ns()
-            transfer = stage.gradients.start(sends, list(found.items()), purpose, lane=lane)
+            transfer = stage.gradients.start(sends, list(found.items()), purpose)
             transfer.wait()
             self.transport.count_waits([transfer], begin_ns)
             found[self.transport.rank] = total
             table = torch.stack([found[rank] for rank in sorted(found)])  # in one order on all ranks
             total = torch.where(is_max, table.max(0).values, table.sum(0))
         return total
-
-    def _lane(self, key: str) -> int:
-        if len(self._lanes) < NUM_LANES:
-            self._lanes.setdefault(key, len(self._lanes) + 1)
-        return self._lanes.get(key, 0)
 
     def _run(self, transfer: StagedTransfer) -> None:
         self._pipeline.start(transfer)

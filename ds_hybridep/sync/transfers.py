@@ -32,7 +32,6 @@ class Slots(Protocol):
     """What this rank holds of the data that a group of ranks shares: one slot for each owner."""
 
     layer: str
-    lane: int  # of its transfers, exact gathers excepted; see `transport.connections`
     stages: tuple[GatherStage, ...]
     own_slot: int
     device: torch.device
@@ -149,7 +148,6 @@ class Gather(StagedTransfer):
         self._is_exact = is_exact
         self._arrived: dict[int, list[Tensor]] = {}  # encoded messages by slot, kept for forwarding
         self._fresh: list[tuple[int, int]] = []  # (slot, sender) of what the stage under way brings
-        self._counts_at_arrival = False
 
     def _start_stage(self, stage: GatherStage) -> Transfer:
         assert stage.weights is not None, f"{self.slots.layer}: level {stage.level} has no channel"
@@ -161,12 +159,7 @@ class Gather(StagedTransfer):
             for slot in peer.receives:
                 self._fresh.append((slot, peer.rank))
                 receives += [(peer.rank, tensor) for tensor in self._incoming(slot, stage)]
-        feedback = self.slots.feedback
-        self._counts_at_arrival = feedback is not None and feedback.has_patches and not self._is_exact
-        return stage.weights.start(
-            sends, receives, self.purpose, counts_receives=not self._counts_at_arrival,
-            lane=0 if self._is_exact else self.slots.lane,
-        )  # fmt: skip
+        return stage.weights.start(sends, receives, self.purpose)
 
     def _outgoing(self, slot: int, stage: GatherStage) -> Sequence[Tensor]:
         feedback, messages = self.slots.feedback, None
@@ -206,14 +199,7 @@ class Gather(StagedTransfer):
                         replica.apply(arrived)
                 elif replica is not None:
                     replica.pass_over()
-                if self._counts_at_arrival:
-                    self._count(sender, arrived or self.slots.values(slot, trainable_only=True))
         self._fresh = []
-
-    def _count(self, sender: int, arrived: Sequence[Tensor]) -> None:
-        assert (channel := self.stages[self.stages_started - 1].weights) is not None
-        for tensor in arrived:
-            channel.transport.count_received(sender, tensor.nbytes, self.purpose.kind)
 
 
 @contextmanager
@@ -255,7 +241,7 @@ class Reduce(StagedTransfer):
             for slot in peer.sends:
                 receives += [(peer.rank, message) for message in self._incoming(slot, stage.level, peer.rank)]
         self._sent = [message for _, message in sends]
-        return stage.gradients.start(sends, receives, self.purpose, lane=self.slots.lane)
+        return stage.gradients.start(sends, receives, self.purpose)
 
     def _outgoing(self, slot: int, level: int) -> list[Tensor]:
         feedback = self.slots.feedback

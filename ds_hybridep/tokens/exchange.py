@@ -119,10 +119,9 @@ def dispatch_rows(
         ]
         places = list(zip(metadata.split_with_sizes(splits), arriving, strict=True))
         _copy(parts[exchange.self_index], places[exchange.self_index])
-        for (i, rank), message in zip(exchange.peers, messages, strict=True):
+        for (i, _), message in zip(exchange.peers, messages, strict=True):
             num_rows = min(splits[i], exchange.room_from[i])
             _copy(_unpack(message, num_rows, parts[i]), [place[:num_rows] for place in places[i]])
-            exchange.channel.transport.count_received(rank, _message_bytes(num_rows, parts[i]), purpose.kind)
         sends = [(rank, part[exchange.room_to[i] :]) for i, rank in exchange.peers for part in parts[i]]
         receives = [(rank, place[exchange.room_from[i] :]) for i, rank in exchange.peers for place in places[i]]
         exchange.channel.start(sends, receives, purpose).wait()  # the surplus, mostly empty
@@ -159,16 +158,15 @@ def _swap_first_messages(
     said = b"".join(header_of(len(part[1]), num_tokens, _stamp(exchange, part)) for part in parts)
     headers = torch.frombuffer(bytearray(said), dtype=torch.uint8).view(-1, HEADER_BYTES)
     headers = headers.to(device, non_blocking=True)  # otherwise the host would wait for the rows made above
-    sends, receives, rooms = [], [], []
+    sends, receives = [], []
     for i, rank in exchange.peers:
         message = torch.cat([_bytes_of(part) for part in (headers[i], *(p[: exchange.room_to[i]] for p in parts[i]))])
-        rooms.append(_message_bytes(exchange.room_to[i], parts[i]))
         if channel.has_equal_lengths:
-            message = pad(message, (0, rooms[-1] - len(message)))
+            message = pad(message, (0, _message_bytes(exchange.room_to[i], parts[i]) - len(message)))
         sends.append((rank, message))
         room_bytes = _message_bytes(exchange.room_from[i], parts[i])
         receives.append((rank, torch.empty(room_bytes, dtype=torch.uint8, device=device)))
-    channel.start(sends, receives, purpose, counts_receives=False, rooms=rooms).wait()
+    channel.start(sends, receives, purpose).wait()
     return [message for _, message in receives]
 
 
@@ -243,8 +241,7 @@ def swap(
         sends = [(rank, message) for i, rank in exchange.peers for message in _joined(parts[i])]
         incoming = {i: _room_for(places[i]) for i, _ in exchange.peers}
         receives = [(rank, message) for i, rank in exchange.peers for message in incoming[i]]
-        purpose, rooms = Purpose("tokens", what, exchange.layer), [message.nbytes for _, message in sends]
-        transfer = exchange.channel.start(sends, receives, purpose, rooms=rooms)
+        transfer = exchange.channel.start(sends, receives, Purpose("tokens", what, exchange.layer))
         _copy(parts[exchange.self_index], places[exchange.self_index])
         transfer.wait()
         for i, messages in incoming.items():

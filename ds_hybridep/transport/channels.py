@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Point-to-point channels between ranks, with byte counters and a time limit.
 
-Every transfer is a batch of sends and receives whose sizes both ends know.  Sends and receives between one pair of
-ranks on one channel match in the order in which they were started, so ranks only have to agree on that order.
+Every transfer is a batch of sends and receives.  Those between one pair of ranks on one channel match in the order in
+which they were started, for each purpose apart.  Messages in host memory cross the job's link (`ds_hybridep.link`),
+those of a device cross it by way of pinned memory, or go over NCCL.
 """
 
 import atexit
@@ -11,26 +12,27 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_hybridep.errors import CommunicationError
+from ds_hybridep.link import BULK, URGENT, Handle
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.transport.connections import NUM_TURNS, Arriving, Budget, Connections, Lengths, copy_bytes
-from ds_hybridep.transport.groups import connect_gloo, first_line
+from ds_hybridep.transport.groups import first_line
+from ds_hybridep.transport.job_link import LinkSettings, open_link
 from ds_hybridep.transport.nccl import NcclBatch, NcclGroup
 from ds_hybridep.transport.staging import Part, Staging
 from ds_hybridep.transport.streams import DeviceStreams, streams_of
 from ds_hybridep.transport.waits import waiting
 
-T = TypeVar("T")
-
 _NO_RANGE = contextlib.nullcontext()
+# A send waits for its acknowledgement, which takes a round trip.  Up to this size a copy is sent instead.
+COPIED_BYTES = 4 * 2**20
 EXIT_LIMIT_S = 60.0  # how long an ending process waits for transfers under way
 KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
 
@@ -71,31 +73,27 @@ class Wait:
 class Transfer:
     """A started batch of sends and receives.  `end_ns` is measured for background transfers only."""
 
-    def __init__(
-        self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part], lane: int,
-        lengths: Lengths, rooms: Sequence[int] | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, channel: "Channel", purpose: Purpose, sends: Sequence[Part], receives: Sequence[Part]) -> None:
         self.channel = channel
         self.purpose = purpose
-        self.lane, self.lengths, self.rooms = lane, lengths, rooms  # as in `Connections.post`
         self.start_ns = time.perf_counter_ns()
         self.end_ns = self.start_ns
         self.num_bytes = sum(tensor.nbytes for _, tensor in (*sends, *receives))
-        self.works: list[Any] = []  # from gloo and NCCL; `wait(timeout)` raises RuntimeError if one failed
         self.device_side: Staging | NcclBatch | None = None  # for tensors on a device
-        self.arriving: list[Arriving] = []  # messages that arrive in a lane
         self._destinations = [rank for rank, _ in sends]
         self._sources = [rank for rank, _ in receives]
         transport = channel.transport
         levels = {transport.level_to(rank) for rank in (*self._destinations, *self._sources)}
         self.waits_before = {level: transport.traffic.waits[level] for level in levels}
-        # Foreground transfers finish in `wait`.  The thread of a background channel sets this event instead.
-        self._finished = threading.Event() if channel.is_background else None
+        self.arriving: list[tuple[int, Handle]] = []  # (sender, message), until `wait`
+        self._lock = threading.Lock()  # guards what follows
+        self._num_left = 1  # parts that have not ended, see `add`; the first one is its start
         self._failure: str | None = None
+        self._ended = threading.Event()
 
     def is_done(self) -> bool:
-        """Return True if a background transfer has finished or failed."""
-        return self._finished is not None and self._finished.is_set()
+        """Return True if everything was sent and received, or has failed."""
+        return self._ended.is_set()
 
     def wait(self) -> None:
         """Block until everything was sent and received, or raise CommunicationError.
@@ -104,45 +102,51 @@ class Transfer:
         transfer over NCCL.
         """
         transport = self.channel.transport
-        if self._finished is None:
-            begin_ns = time.perf_counter_ns()
-            if self.works:
-                with transport.exposed(self.purpose):
-                    self.finish()
-            transport.count_waits([self], begin_ns)
-        elif not self._finished.is_set():
+        begin_ns = time.perf_counter_ns()
+        if not self._ended.is_set():
             with transport.exposed(self.purpose):
-                if not self._finished.wait(transport.timeout_s):
-                    self._failure = f"passed the time limit of {transport.timeout_s:g} s"
+                if not self._ended.wait(transport.timeout_s):
+                    self.fail(f"passed the time limit of {transport.timeout_s:g} s")
         if self._failure is not None:
             raise CommunicationError(self.describe(self._failure))
+        for rank, handle in self.arriving:
+            transport.count_received(rank, len(handle.wait()), self.purpose.kind)  # copies what came early
+        self.arriving = []
+        if not self.channel.is_background:
+            transport.count_waits([self], begin_ns)
         if self.device_side is not None:
             self.device_side.deliver()
             self.device_side = None
 
-    def finish(self) -> None:
-        """Wait in the calling thread and mark the transfer as finished; keep a failure for `wait` to raise."""
-        deadline = time.monotonic() + self.channel.transport.timeout_s
-        try:
-            for work in self.works:
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            for one in self.arriving:
-                if one.place is not None:
-                    copy_bytes(one.place, one.tensor)
-            if (connections := self.channel.connections) is not None:
-                connections.stand(self.arriving)
-        except RuntimeError as error:
-            self.fail(error)
-        self.works, self.arriving = [], []
+    def add(self, handle: Handle) -> None:
+        """Let this transfer end after a message of the link has gone or arrived, too."""
+        self.add_part()
+        handle.when_done(lambda one: self.end_part(one.failure()))
+
+    def add_part(self) -> None:
+        """Let it end only after another call of `end_part`."""
+        with self._lock:
+            self._num_left += 1
+
+    def end_part(self, failure: str | None = None) -> None:
+        """Note that a part has ended, by the given failure if there is one."""
+        if failure is not None:
+            self.fail(f"failed: {failure}")
+        with self._lock:
+            self._num_left -= 1
+            if self._num_left:
+                return
         if self.device_side is not None:
             self.device_side.release_sends()
-        if self._finished is not None:
-            self.end_ns = time.perf_counter_ns()
-            self._finished.set()
+        self.end_ns = time.perf_counter_ns()
+        self._ended.set()
+        if self.channel.is_background:
+            self.channel.transport.note_finished(self)
 
-    def fail(self, error: RuntimeError) -> None:
-        if self._failure is None:
-            self._failure = f"failed: {first_line(error)}"
+    def fail(self, failure: str) -> None:
+        """Let `wait` raise an error with the first failure."""
+        with self._lock:
+            self._failure = self._failure or failure
 
     def describe(self, failure: str) -> str:
         return (
@@ -158,35 +162,11 @@ class Transfer:
         )
 
 
-class Line(Generic[T]):
-    """A thread that hands items to `take` one by one, and None after the last one."""
-
-    def __init__(self, name: str, take: Callable[[T | None], None]) -> None:
-        self._take = take
-        self._waiting: queue.SimpleQueue[T | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
-
-    def put(self, item: T) -> None:
-        self._waiting.put(item)
-
-    def end(self) -> None:
-        """Stop after the items that were put."""
-        self._waiting.put(None)
-
-    def _run(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            self._take(item)
-        self._take(None)
-
-
 class Channel:
     """Connections between `ranks` that serve one purpose.
 
-    A background channel has a thread that waits for transfers.  Gloo reports the end of a send or receive only to a
-    thread that waits for it, and `is_done` and traces need that moment.  If the channel carries tensors of a device
-    through gloo, a second thread starts each send when its copy has reached the host, in the order of `start`.  The
-    caller's thread starts everything else.
+    A background channel reports the end of each transfer at once.  If it carries tensors of a device, it has a thread
+    for that: it hands over what has reached the host, in the order of `start`, and waits for NCCL.
     """
 
     def __init__(self, transport: "Transport", name: str, ranks: Sequence[int], level: int, background: bool) -> None:
@@ -195,26 +175,19 @@ class Channel:
         self.ranks = tuple(ranks)
         self.level = level
         self.is_background = background
-        is_fastest = 0 < level == len(transport.cluster.levels) - 1
-        link = transport.cluster.levels[level].link
-        names = [f"{name}/{at}" if at else name for at in range(link.connections)]
-        groups = [connect_gloo(one, self.ranks, transport, link.congestion_control) for one in names]
-        budget = transport.budget if background else transport.foreground_budget
-        self.connections: Connections | None = Connections(groups, self.ranks, budget, stands=not is_fastest)
-        self._turn = 0  # number of the next transfer with `rooms`
+        self._far = frozenset(rank for rank in ranks if transport.is_far(rank))
+        priority = BULK if background else URGENT
+        self._messages = transport.link.channel(name, self.ranks, transport.generation, priority)
         self._nccl: NcclGroup | None = None  # made by `prepare`
-        self._failure: str | None = None  # once set, nothing more is sent: messages match by order
-        # Made when needed: they refer to the channel, so a channel that has them is not freed with its last user.
-        self._under_way: Line[Transfer] | None = None
-        self._departing: Line[Transfer] | None = None
+        self._is_closed = False
+        self._failure: str | None = None  # once set, nothing more is sent from a device: messages match by order
+        self._waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        # Made when needed: it refers to the channel, so a channel that has one is not freed with its last user.
+        self._thread: threading.Thread | None = None
 
     @property
     def has_equal_lengths(self) -> bool:
-        """True over NCCL, where a message must be exactly as long as the room that its receiver has made for it.
-
-        Gloo's TCP transport sends the length before each message, and checks that it fits the receiver's room
-        (`Pair::prepareRead`).  tests/runtime/test_comm.py checks that the installed torch still does this.
-        """
+        """True over NCCL, where a message must be exactly as long as the room that its receiver has made for it."""
         return self.transport.backends[self.level] == "nccl"
 
     def prepare(self, device: torch.device) -> None:
@@ -227,38 +200,20 @@ class Channel:
         if self._nccl is None and self.has_equal_lengths and streams is not None:
             self._nccl = NcclGroup(self.name, self.ranks, self.transport, streams)
 
-    def start(
-        self,
-        sends: Sequence[Part],
-        receives: Sequence[Part],
-        purpose: Purpose,
-        *,
-        counts_receives: bool = True,
-        lane: int = 0,
-        rooms: Sequence[int] | None = None,
-    ) -> Transfer:
+    def start(self, sends: Sequence[Part], receives: Sequence[Part], purpose: Purpose) -> Transfer:
         """Start sending and receiving; the tensors must stay untouched until the transfer has finished.
 
         Tensors on a device are sent after the work that is queued on the current stream.
 
         Args:
             sends: (global rank, contiguous tensor); empty tensors are skipped on both ends.
-            receives: (global rank, contiguous tensor to fill); see `has_equal_lengths` for shorter messages.
-            purpose: kind, operation and layer, for counters and errors.
-            counts_receives: False if messages may be shorter; the caller then counts them with `count_received`.
-            lane: the same number at both ends and in every step (see `transport.connections`), or 0 for none.
-                If messages of a lane may be shorter, the room for them is always the same.
-            rooms: for lengths that change from step to step: bytes that the receiver of each send has made room for,
-                at least one of which is sent.  All ranks of the channel must call in the same order, without a lane.
+            receives: (global rank, contiguous tensor to fill); messages may be shorter, see `has_equal_lengths`.
+            purpose: kind, operation and layer; the same at both ends.
         """
-        assert self.connections is not None, f"channel {self.name} was closed"
-        lengths = Lengths.EQUAL if counts_receives else Lengths.VARYING
-        if rooms is not None:
-            lengths, rooms = Lengths.BY_ROOM, [room for room in rooms if room]
-            lane, self._turn = self._turn + 1, (self._turn + 1) % NUM_TURNS
+        assert not self._is_closed, f"channel {self.name} was closed"
         sends = [(rank, tensor) for rank, tensor in sends if tensor.numel()]
         receives = [(rank, tensor) for rank, tensor in receives if tensor.numel()]
-        transfer = Transfer(self, purpose, sends, receives, lane, lengths, rooms)
+        transfer = Transfer(self, purpose, sends, receives)
         self.transport.last_transfer = transfer
         streams = _streams_on((sends or receives)[0][1].device) if sends or receives else None
         try:
@@ -266,26 +221,29 @@ class Channel:
                 self._post(transfer, sends, receives)
             else:
                 self._start_on_device(transfer, streams, sends, receives)
-        except RuntimeError as error:
+        except (RuntimeError, CommunicationError) as error:
             raise CommunicationError(transfer.describe(f"failed: {first_line(error)}")) from error
         for rank, tensor in sends:
             key = (self.transport.level_to(rank), purpose.kind)
             self.transport.traffic.sent_bytes[key] += tensor.nbytes
             self.transport.traffic.sent_messages[key] += 1
-        if counts_receives:
-            for rank, tensor in receives:
-                self.transport.count_received(rank, tensor.nbytes, purpose.kind)
-        if self.is_background:
-            self._watch(transfer)
+        transfer.end_part()
         return transfer
 
     def _post(self, transfer: Transfer, sends: Sequence[Part], receives: Sequence[Part]) -> None:
-        if (connections := self.connections) is None:  # another thread may have called `close`
-            raise RuntimeError("the channel was closed")
-        rooms = transfer.rooms if sends else None
-        works, arriving = connections.post(sends, receives, transfer.lane, transfer.lengths, rooms)
-        transfer.works += works
-        transfer.arriving += arriving
+        """Give messages in host memory to the link."""
+        kind = str(transfer.purpose)
+        for rank, tensor in receives:
+            receive = self._messages.receive(rank, into=tensor, kind=kind)
+            transfer.arriving.append((rank, receive))
+            transfer.add(receive)
+        for rank, tensor in sends:
+            is_own = transfer.device_side is not None  # pinned memory, which the link keeps as long as it needs it
+            if not is_own and rank in self._far and tensor.nbytes <= COPIED_BYTES:
+                tensor, is_own = tensor.detach().clone(), True
+            send = self._messages.send(rank, tensor, kind=kind)
+            if not is_own:
+                transfer.add(send)
 
     def _start_on_device(
         self, transfer: Transfer, streams: DeviceStreams, sends: Sequence[Part], receives: Sequence[Part]
@@ -293,64 +251,61 @@ class Channel:
         if self.has_equal_lengths:
             self.prepare(streams.device)
             assert self._nccl is not None
-            transfer.device_side = batch = self._nccl.start(sends, receives)
-            transfer.works = [batch] if self.is_background else []
-            return
-        transfer.device_side = staging = Staging(streams, sends, receives, is_awaited=self.is_background)
-        self._post(transfer, (), staging.receives)
+            transfer.device_side = self._nccl.start(sends, receives)
+            for rank, tensor in receives:
+                self.transport.count_received(rank, tensor.nbytes, transfer.purpose.kind)
+        else:
+            transfer.device_side = staging = Staging(streams, sends, receives, is_awaited=self.is_background)
+            self._post(transfer, (), staging.receives)
         if self.is_background:
-            if self._departing is None:
-                self._departing = Line(f"hybridep-{self.name}-departures", self._depart)
-            return
-        # Blocking costs nothing: the caller waits for a foreground transfer next, and the peers block here too.
-        with self.transport.exposed(transfer.purpose):
-            staging.await_sends()
-        self._post(transfer, staging.sends, ())
+            transfer.add_part()
+            self._hand_over(transfer)
+        elif isinstance(transfer.device_side, Staging):
+            # Blocking costs nothing: the caller waits for a foreground transfer next, and the peers block here too.
+            with self.transport.exposed(transfer.purpose):
+                self._await_device(transfer)
 
-    def _watch(self, transfer: Transfer) -> None:
-        if self._under_way is None:
-            # A thread that returns from gloo while the interpreter ends, with weights on their way, would abort it.
-            atexit.register(self._end_threads)
-            self._under_way = Line(f"hybridep-{self.name}", self._finish)
-        (self._departing or self._under_way).put(transfer)
+    # -- the thread -------------------------------------------------------------------------------------------------
 
-    def _depart(self, transfer: Transfer | None) -> None:
-        assert self._under_way is not None, f"channel {self.name}: nobody waits for what departs"
-        if transfer is None:
-            self._under_way.end()
-            return
-        if isinstance(staging := transfer.device_side, Staging):
+    def _hand_over(self, transfer: Transfer) -> None:
+        if self._thread is None:
+            # A thread that comes back from C++ while the interpreter ends would abort it.
+            atexit.register(self._end_thread)
+            self._thread = threading.Thread(target=self._run, name=f"hybridep-{self.name}", daemon=True)
+            self._thread.start()
+        self._waiting.put(transfer)
+
+    def _run(self) -> None:
+        while (transfer := self._waiting.get()) is not None:
             try:
                 if self._failure is not None:
                     raise RuntimeError(self._failure)
-                staging.await_sends()
-                self._post(transfer, staging.sends, ())
-            except RuntimeError as error:
-                self._failure = str(error)
-                transfer.fail(error)
-        self._under_way.put(transfer)
+                self._await_device(transfer)
+                transfer.end_part()
+            except (RuntimeError, CommunicationError) as error:
+                self._failure = first_line(error)
+                transfer.end_part(self._failure)
+        atexit.unregister(self._end_thread)  # not in `close`: after it, the thread may still be waited for
 
-    def _finish(self, transfer: Transfer | None) -> None:
-        if transfer is None:
-            atexit.unregister(self._end_threads)  # not in `close`: after it, threads may still be waited for
-            return
-        transfer.finish()
-        self.transport.note_finished(transfer)
+    def _await_device(self, transfer: Transfer) -> None:
+        if isinstance(transfer.device_side, NcclBatch):
+            transfer.device_side.wait(timedelta(seconds=self.transport.timeout_s))
+        elif isinstance(transfer.device_side, Staging):
+            transfer.device_side.await_sends()
+            self._post(transfer, transfer.device_side.sends, ())
 
-    def _end_threads(self) -> None:
-        for line in (self._departing, self._under_way):
-            if line is not None:
-                line.end()
-                with waiting():
-                    line.thread.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
+    def _end_thread(self) -> None:
+        self._waiting.put(None)
+        if self._thread is not None:
+            with waiting():
+                self._thread.join(min(self.transport.timeout_s, EXIT_LIMIT_S))
 
     def close(self) -> None:
-        """Let the threads end and drop the connections.  Does not block."""
-        if (line := self._departing or self._under_way) is not None:
-            line.end()
-        if self.connections is not None:
-            self.connections.close()
-        self.connections = self._nccl = None
+        """Let the thread end and drop what has not arrived.  Does not block."""
+        self._is_closed = True
+        self._waiting.put(None)
+        self._messages.close()
+        self._nccl = None
 
 
 class Transport:
@@ -359,11 +314,17 @@ class Transport:
     Args:
         cluster: its levels are used in counters and errors, and say which connections each channel has.
         timeout_s: the longest wait for ranks that live.
+        link: how ranks connect with each other.
         generation: from `agree`; makes the names of these connections unique in the job.
-        backends: "gloo" or "nccl" at each level, for tensors on a device; empty for gloo.  Host tensors use gloo.
+        backends: "gloo" or "nccl" at each level, for tensors on a device; empty for gloo, which stands for the link.
+
+    All ranks of the job must make one at the same point.  Raises CommunicationError if the link cannot be opened.
     """
 
-    def __init__(self, cluster: Cluster, timeout_s: float, generation: int, backends: Sequence[str] = ()) -> None:
+    def __init__(
+        self, cluster: Cluster, timeout_s: float, generation: int, backends: Sequence[str] = (),
+        *, link: LinkSettings | None = None,
+    ) -> None:  # fmt: skip
         self.cluster = cluster
         self.backends = tuple(backends) or ("gloo",) * len(cluster.levels)
         self.timeout_s = timeout_s
@@ -373,18 +334,19 @@ class Transport:
         self.traffic = Traffic()
         self.records: list[Transfer] | None = None  # finished background transfers, while a trace is taken
         self.wait_records: list[Wait] = []  # waits in a row, while a trace is taken
-        self.budget, self.foreground_budget = Budget(), Budget()
         self._channels: dict[tuple[str, tuple[int, ...]], Channel] = {}
         self.last_transfer: Transfer | None = None  # the one that was started last
         self.num_finished = 0  # background transfers that have ended
         self._level_of_rank = [cluster.level_between(self.rank, rank) for rank in range(self.world_size)]
         self._finished = threading.Condition()
+        self.link = open_link(cluster, generation, link or LinkSettings(timeout_s))
 
     def channel(self, name: str, ranks: Sequence[int], *, background: bool = False) -> Channel:
         """Return the channel `name` over `ranks`, made at the first call; its ranks must call in the same order."""
         key = (name, tuple(ranks))
         if key not in self._channels:
             level = min(self.level_to(rank) for rank in ranks if rank != self.rank)
+            self.link.connect(ranks)
             self._channels[key] = Channel(self, name, ranks, level, background)
         return self._channels[key]
 
@@ -393,6 +355,10 @@ class Transport:
         level = self._level_of_rank[rank]
         assert level is not None, f"rank {rank} sends to itself"
         return level
+
+    def is_far(self, rank: int) -> bool:
+        """Return True if a message to `rank` leaves the fastest of several levels."""
+        return rank != self.rank and self.level_to(rank) < max(1, len(self.cluster.levels) - 1)
 
     def count_received(self, rank: int, num_bytes: int, kind: str) -> None:
         self.traffic.received_bytes[self.level_to(rank), kind] += num_bytes
@@ -436,6 +402,7 @@ class Transport:
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
+        self.link.leave()
 
 
 def _streams_on(device: torch.device) -> DeviceStreams | None:

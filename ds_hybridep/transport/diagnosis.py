@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says which rank or link is to blame for the end of a job, from what one rank knows.  All functions are pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ds_hybridep.link import FAILED, LEFT, LOST, SILENT_S, Fact, State
 from ds_hybridep.plan.cluster import Cluster
-from ds_hybridep.transport.heartbeats import FACTS, Fact
 
-SILENT_S = 5.0  # a rank is silent after this long without news of it
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What is known about another rank."""
-
-    age_s: float | None  # since the last news of it, direct or through others; None: never
-    step: int = 0  # optimizer steps that it had made then
+VERDICT = "verdict"  # what another rank has found to be the cause
+GONE = State.GONE.value
+ENDED = (FAILED, GONE, LOST, LEFT)  # kinds of facts after which nothing comes of a rank
+_TELLING = (FAILED, GONE, VERDICT)  # of several facts, the first one of the most telling kind is the cause
+BRIDGES = 4  # ranks of each domain with connections to other domains
+NEARBY = 8  # up to so many domains, each has connections to all others
 
 
-@dataclass(frozen=True)
-class Direct:
-    """The connection with a peer."""
-
-    age_s: float | None  # since the peer was last heard on this connection; None: never
-    answer: str = ""  # of the peer's host: "answers", "refused", "nothing"
+def peers_of(cluster: Cluster, rank: int) -> list[int]:
+    """Return the ranks that `rank` watches; few, mutual, and every rank is reached through them."""
+    place, sizes = cluster.place_of(rank), cluster.sizes
+    peers: set[int] = set()
+    inner = cluster.num_ranks
+    for level, size in enumerate(sizes):
+        inner //= size
+        if inner > 1 and rank % inner >= BRIDGES:
+            continue
+        steps: Iterable[int] = range(1, size) if size <= NEARBY else (1 << i for i in range(size.bit_length() - 1))
+        for step in steps:
+            for coordinate in ((place[level] + step) % size, (place[level] - step) % size):
+                peers.add(cluster.rank_at((*place[:level], coordinate, *place[level + 1 :])))
+    return sorted(peers - {rank})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +39,35 @@ class View:
     cluster: Cluster
     timeout_s: float
     step: int  # of this rank
-    others: Mapping[int, Entry]
-    direct: Mapping[int, Direct] = field(default_factory=dict)
+    hears: Mapping[tuple[int, int], bool] = field(default_factory=dict)  # whether a rank hears a peer, if that is news
+    ages: Mapping[int, float] = field(default_factory=dict)  # seconds since a peer of this rank was heard
+    steps: Mapping[int, int] = field(default_factory=dict)  # optimizer steps that it had made then
     facts: Sequence[Fact] = ()  # in the order in which they came
     last_transfer: str = ""
+
+    def is_alive(self, rank: int) -> bool:
+        """Return True if news of a rank reach this one."""
+        return rank in self._reached()
+
+    def _reached(self) -> set[int]:
+        ended = {fact.rank for fact in self.facts if fact.kind in (FAILED, GONE, LEFT)}
+        reached, front = {self.rank}, [self.rank]
+        while front:
+            rank = front.pop()
+            for peer in peers_of(self.cluster, rank):
+                hears = self.hears.get((rank, peer), True) and self.hears.get((peer, rank), True)
+                if hears and peer not in ended and peer not in reached:
+                    reached.add(peer)
+                    front.append(peer)
+        return reached
+
+    def silent(self) -> set[int]:
+        """Return the ranks of which no news come, though they have not said that they end."""
+        ended = {fact.rank for fact in self.facts if fact.kind in (FAILED, GONE, LEFT)}
+        return set(range(self.cluster.num_ranks)) - self._reached() - ended
+
+    def last_seen(self, rank: int) -> str:
+        return f"; last seen in step {self.steps[rank]}" if rank in self.steps else ""
 
 
 def cause_of(view: View) -> str:
@@ -48,72 +78,45 @@ def cause_of(view: View) -> str:
     return _told(view) or _silent(view) or _broken_link(view) or _left(view)
 
 
-def _silent_ranks(view: View) -> set[int]:
-    return {
-        rank
-        for rank, entry in view.others.items()
-        if (entry.age_s is None or entry.age_s > SILENT_S) and not _has_left(view, rank)
-    }
-
-
 def _told(view: View) -> str:
-    facts = [fact for fact in view.facts if fact.kind != "left" and fact.rank != view.rank]
+    facts = [fact for fact in view.facts if fact.kind in _TELLING and fact.rank != view.rank]
     if not facts:
         return ""
-    # Of several facts, the first one of the most telling kind counts.
-    first = min(facts, key=lambda fact: FACTS.index(fact.kind))
-    if first.kind == "verdict":
+    first = min(facts, key=lambda fact: _TELLING.index(fact.kind))
+    if first.kind == VERDICT:
         return first.text
-    where = _last_seen(view, first.rank)
-    if first.kind == "failed":
-        return f"rank {first.rank} failed: {first.text}{where}"
-    return f"rank {first.rank} ended without a word ({first.text}): killed, out of memory, or crashed{where}"
-
-
-def _last_seen(view: View, rank: int) -> str:
-    entry = view.others.get(rank)
-    return f"; last seen in step {entry.step}" if entry is not None and entry.age_s is not None else ""
+    if first.kind == FAILED:
+        return f"rank {first.rank} failed: {first.text}{view.last_seen(first.rank)}"
+    return (
+        f"rank {first.rank} ended without a word ({first.text}): killed, out of memory, or crashed"
+        f"{view.last_seen(first.rank)}"
+    )
 
 
 def _silent(view: View) -> str:
-    silent = _silent_ranks(view)
-    if not silent:
+    if not (silent := view.silent()):
         return ""
-    level, ranks, whole = _widest(view, silent)
-    ages = [entry.age_s for rank in ranks if (entry := view.others[rank]).age_s is not None]
-    since = f"for {max(age for age in ages if age is not None):.0f} s" if ages else "since the start"
+    level, ranks, is_domain = _widest(view, silent)
+    since = f"for {max((view.ages[rank] for rank in ranks if rank in view.ages), default=SILENT_S):.0f} s"
     more = sorted(silent - set(ranks))
-    also = f"; silent too: ranks {more}" if more else ""
-    answers = {view.direct[rank].answer for rank in ranks if rank in view.direct}
+    rest = view.last_seen(ranks[0]) + (f"; silent too: ranks {more}" if more else "")
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+    if not is_domain:
+        said = next((fact.text for fact in view.facts if fact.kind == LOST and fact.rank in ranks), "")
+        said = said.rpartition("; last, ")[2]
+        return f"{who} silent {since}: {said or 'stopped, down or cut off'}{rest}"
     name = view.cluster.levels[level].name
-    if not whole:
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
-        return f"{who} silent {since}: {_reason(answers)}{_last_seen(view, ranks[0])}{also}"
     theirs, ours = view.cluster.place_of(ranks[0])[level], view.cluster.place_of(view.rank)[level]
-    if "answers" in answers:
-        what = f"rank {ranks[0]}" if len(ranks) == 1 else f"{name} {theirs} (ranks {ranks})"
-        return f"{what} silent {since}: {_reason(answers)}{_last_seen(view, ranks[0])}{also}"
     others = {view.cluster.place_of(rank)[level] for rank in silent} - {ours}
     if len(others) == view.cluster.levels[level].size - 1 and len(others) > 1:
         return (
             f"{name} {ours} (this rank's) is cut off at level '{name}': nothing was heard of any other {name} "
             f"{since}; look at its uplink"
         )
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
     return (
         f"{name} {theirs} ({who}) silent {since}: the link of level '{name}' between {name} {ours} and "
-        f"{name} {theirs} is cut, or {name} {theirs} is down{_last_seen(view, ranks[0])}{also}"
+        f"{name} {theirs} is cut, or {name} {theirs} is down{rest}"
     )
-
-
-def _reason(answers: set[str]) -> str:
-    if "answers" in answers:
-        return "its host answers, but the process does not run (stopped, swapping, or hanging in C code)"
-    if "refused" in answers:
-        return "the process is gone"
-    if "nothing" in answers:
-        return "its host does not answer (down, or cut off)"
-    return "stopped, down or cut off"
 
 
 def _widest(view: View, silent: set[int]) -> tuple[int, list[int], bool]:
@@ -124,59 +127,53 @@ def _widest(view: View, silent: set[int]) -> tuple[int, list[int], bool]:
         own_parent, own_child = view.rank // (inner * size), view.rank // inner
         for child in range(own_parent * size, (own_parent + 1) * size):
             ranks = list(range(child * inner, (child + 1) * inner))
-            is_one_of_many = inner == 1 and size > 2  # one rank among several: blame it, not its link
-            if child != own_child and silent.issuperset(ranks) and not (is_one_of_many and level > 0):
+            is_one_of_many = inner == 1 and level > 0  # one rank: blame it, not its link
+            if child != own_child and silent.issuperset(ranks) and not is_one_of_many:
                 return level, ranks, True
     levels = [cluster.level_between(view.rank, rank) or 0 for rank in silent]
     return min(levels), sorted(silent), False
 
 
 def _broken_link(view: View) -> str:
-    """Blame a link if this rank hears nothing over it, though others hear the ranks behind it."""
-    pairs: dict[tuple[int, int, int], list[bool]] = {}
-    for rank, direct in view.direct.items():
-        level = view.cluster.level_between(view.rank, rank)
-        if level is not None and not _has_left(view, rank):
-            ours, theirs = view.cluster.place_of(view.rank)[level], view.cluster.place_of(rank)[level]
-            pairs.setdefault((level, ours, theirs), []).append(direct.age_s is None or direct.age_s > SILENT_S)
-    for (level, ours, theirs), are_silent in sorted(pairs.items()):
-        if all(are_silent):
+    """Blame a link over which two ranks do not hear each other, though both are alive for others."""
+    for rank, peer in sorted(pair for pair, hears in view.hears.items() if not hears):
+        level = view.cluster.level_between(rank, peer)
+        if level is not None and view.is_alive(rank) and view.is_alive(peer):
             name = view.cluster.levels[level].name
+            ends = [view.cluster.place_of(one)[level] for one in (rank, peer)]
             return (
-                f"the link of level '{name}' between {name} {ours} and {name} {theirs} passes nothing, though both "
-                f"are alive: others hear both"
+                f"the link of level '{name}' between {name} {ends[0]} and {name} {ends[1]} passes nothing, though "
+                f"both are alive: others hear both"
             )
     return ""
 
 
 def _left(view: View) -> str:
-    left = sorted(fact.rank for fact in view.facts if fact.kind == "left")
+    left = sorted({fact.rank for fact in view.facts if fact.kind == LEFT})
     if not left:
         return ""
     who = f"rank {left[0]} has" if len(left) == 1 else f"ranks {left} have"
     return f"{who} ended or detached (the script returned, or called exit), while others wait in a collective"
 
 
-def _has_left(view: View, rank: int) -> bool:
-    return any(fact.rank == rank and fact.kind == "left" for fact in view.facts)
-
-
-def report(view: View, cause: str, status: int) -> str:
+def report(view: View, cause: str) -> str:
     """Return the message of a rank that ends: the cause, then what is known of every rank, and what to do."""
-    this = f"this is rank {view.rank}, in step {view.step}"
-    lines = [f"hybridep: {cause}", f"  {this}; it ends with exit status {status}"]
-    by_state: dict[str, list[int]] = {}
-    ends = {fact.rank: fact.kind for fact in view.facts if fact.kind != "verdict"}
-    for rank, entry in sorted(view.others.items()):
-        if rank in ends:
-            said = "has left" if ends[rank] == "left" else f"has ended, was last seen in step {entry.step}"
-        elif entry.age_s is None:
-            said = "never heard of"
-        elif entry.age_s > SILENT_S:
-            said = f"silent for {entry.age_s:.0f} s, was in step {entry.step}"
+    lines = [f"hybridep: {cause}", f"  this is rank {view.rank}, in step {view.step}"]
+    left = {fact.rank for fact in view.facts if fact.kind == LEFT}
+    ended = {fact.rank for fact in view.facts if fact.kind in (FAILED, GONE)}
+    silent, by_state = view.silent(), dict[str, list[int]]()
+    for rank in range(view.cluster.num_ranks):
+        step = f", was in step {view.steps[rank]}" if rank in view.steps else ""
+        if rank in ended:
+            said = f"has ended{step}"
+        elif rank in left:
+            said = "has left"
+        elif rank in silent:
+            said = f"silent{step}"
         else:
-            said = f"alive, in step {entry.step}"
-        by_state.setdefault(said, []).append(rank)
+            said = "alive"
+        if rank != view.rank:
+            by_state.setdefault(said, []).append(rank)
     lines += [f"  rank{'s' * (len(ranks) > 1)} {_short(ranks)}: {said}" for said, ranks in by_state.items()]
     if view.last_transfer:
         lines.append(f"  last transfer of this rank: {view.last_transfer}")

@@ -16,22 +16,10 @@ import torch.distributed as dist
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.transport.job import job_store
-from ds_hybridep.transport.sockets import congestion_control
 from ds_hybridep.transport.waits import waiting
 
 if TYPE_CHECKING:
     from ds_hybridep.transport.channels import Transport
-
-
-def connect_gloo(name: str, ranks: tuple[int, ...], transport: "Transport", control: str | None = None) -> Any:
-    """Return a gloo process group over `ranks`; CommunicationError if not all come within the time limit.
-
-    control: congestion control of its connections; None: the system's.
-    """
-    store, limit = _store(name, ranks, transport), timedelta(seconds=transport.timeout_s)
-    hint = "GLOO_SOCKET_IFNAME if they cannot reach each other"
-    with congestion_control(control), naming_ranks(name, ranks, transport, hint):
-        return dist.distributed_c10d.ProcessGroupGloo(store, ranks.index(transport.rank), len(ranks), limit)
 
 
 def connect_nccl(name: str, ranks: tuple[int, ...], transport: "Transport", device: torch.device) -> Any:

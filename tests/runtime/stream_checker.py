@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -296,7 +297,11 @@ class FakeNccl:
 
     def __init__(self, cuda: FakeCuda, checker: StreamChecker, name: str, ranks: Any, transport: Any) -> None:
         self._cuda, self._checker = cuda, checker
-        self._group = groups.connect_gloo(f"{name}_fake_nccl", ranks, transport)
+        store = groups._store(f"{name}_fake_nccl", ranks, transport)
+        limit = timedelta(seconds=transport.timeout_s)
+        self._group = torch.distributed.distributed_c10d.ProcessGroupGloo(
+            store, ranks.index(transport.rank), len(ranks), limit
+        )
         self._stream = FakeStream(cuda, f"nccl {name} {ranks}")
         self._batch: list[tuple[bool, Tensor, int]] = []
 
@@ -354,12 +359,10 @@ def fake_device(cuda: FakeCuda, checker: StreamChecker | None = None) -> Iterato
     with (
         mock.patch.object(channels, "_streams_on", return_value=streams),
         mock.patch.object(expert_gather, "streams_of", return_value=streams),
-        mock.patch.object(channels.Line, "put", told.wrap(channels.Line.put, told.put)),
-        mock.patch.object(channels, "copy_bytes", told.copy_bytes),
-        mock.patch.object(channels.Channel, "_depart", told.wrap(channels.Channel._depart, told.take)),
-        mock.patch.object(channels.Channel, "_finish", told.wrap(channels.Channel._finish, told.take)),
+        mock.patch.object(channels.Channel, "_hand_over", told.wrap(channels.Channel._hand_over, told.put)),
+        mock.patch.object(channels.Channel, "_await_device", told.wrap(channels.Channel._await_device, told.take)),
         mock.patch.object(channels.Channel, "_post", told.wrap(channels.Channel._post, told.post)),
-        mock.patch.object(channels.Transfer, "finish", told.wrap(channels.Transfer.finish, told.finish)),
+        mock.patch.object(staging.Staging, "release_sends", told.wrap(staging.Staging.release_sends, told.finish)),
         mock.patch.object(staging.Staging, "await_sends", told.wrap(staging.Staging.await_sends, told.await_sends)),
         mock.patch.object(staging.Staging, "deliver", told.wrap(staging.Staging.deliver, told.deliver)),
         mock.patch.object(nccl.NcclBatch, "deliver", told.wrap(nccl.NcclBatch.deliver, told.deliver)),
@@ -369,7 +372,7 @@ def fake_device(cuda: FakeCuda, checker: StreamChecker | None = None) -> Iterato
 
 
 class _HandOvers:
-    """What one thread knows, passed on with the transfers that it gives to another; and what gloo does with memory."""
+    """What one thread tells another with a transfer, and what the link does with memory."""
 
     def __init__(self, cuda: FakeCuda, checker: StreamChecker | None) -> None:
         self._cuda, self._checker = cuda, checker
@@ -382,29 +385,27 @@ class _HandOvers:
 
         return call
 
-    def put(self, original: Any, line: Any, transfer: Any) -> None:
-        self._tell(transfer)
-        original(line, transfer)
-
-    def take(self, original: Any, channel: Any, transfer: Any) -> None:
-        if transfer is not None:
-            merge(self._cuda.thread_clock(), self._told[id(transfer.device_side)])
+    def put(self, original: Any, channel: Any, transfer: Any) -> None:
+        self._tell(transfer.device_side)
         original(channel, transfer)
 
-    def finish(self, original: Any, transfer: Any) -> None:
-        if self._checker is not None and isinstance(transfer.device_side, staging.Staging):
-            for _, tensor in transfer.device_side.sends if transfer._failure is None else ():  # else nothing was sent
-                self._checker.by_host("network", tensor, is_write=False)
-            for _, tensor in transfer.device_side.receives:
-                self._checker.by_host("network", tensor, is_write=True)
-        self._tell(transfer)
-        original(transfer)
+    def take(self, original: Any, channel: Any, transfer: Any) -> None:
+        merge(self._cuda.thread_clock(), self._told[id(transfer.device_side)])
+        original(channel, transfer)
+        self._tell(transfer.device_side)
 
-    @staticmethod
-    def copy_bytes(*args: Any, _original: Any = channels.copy_bytes) -> None:
-        """From host memory into host memory: no operation of the device."""
-        with torch.utils._python_dispatch._disable_current_modes():
-            _original(*args)
+    def finish(self, original: Any, staged: Any) -> None:
+        """The link's thread has filled the memory of the receives; it knows what was known when they were posted."""
+        clock = self._cuda.thread_clock()
+        known = dict(clock)
+        merge(clock, self._told[id(staged)])
+        for _, tensor in staged.receives if self._checker is not None else ():
+            self._checker.by_host("network", tensor, is_write=True)
+        self._tell(staged)
+        if threading.current_thread().name == "hybridep-link":
+            clock.clear()  # of the next message it knows nothing
+            clock.update(known)
+        original(staged)
 
     def deliver(self, original: Any, staged: Any) -> None:
         merge(self._cuda.thread_clock(), self._told.pop(id(staged), {}))
@@ -414,6 +415,7 @@ class _HandOvers:
         for _, tensor in sends if self._checker is not None and transfer.device_side is not None else ():
             self._checker.by_host("send", tensor, is_write=False)
         original(channel, transfer, sends, receives)
+        self._tell(transfer.device_side)
 
     def await_sends(self, original: Any, staged: Any) -> None:
         held = list(staged._origins)
@@ -429,9 +431,9 @@ class _HandOvers:
             self._checker.own(tensor, HOST)
         return tensor
 
-    def _tell(self, transfer: Any) -> None:
-        if transfer.device_side is not None:
-            merge(self._told[id(transfer.device_side)], self._cuda.thread_clock())
+    def _tell(self, device_side: Any) -> None:
+        if device_side is not None:
+            merge(self._told[id(device_side)], self._cuda.thread_clock())
 
 
 def _accesses(schema: Any, args: Any, kwargs: Any, outputs: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

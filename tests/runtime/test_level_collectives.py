@@ -106,6 +106,7 @@ def answer(questions: Sequence[Question]) -> list[dict[str, Any]]:
                 "others untouched": torch.equal(sliced[~is_own], before[~is_own]),
             }
         )
+    dist.barrier()  # others may still be connecting
     for collectives in by_sizes.values():
         collectives.transport.close()
     return answers

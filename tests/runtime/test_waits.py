@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from parity import Case, levels_of
 from process_pool import ProcessPool
 from torch import distributed as dist
@@ -18,56 +16,14 @@ from toy_model import ToyConfig
 import ds_hybridep
 from ds_hybridep.integration.agreements import Agreements
 from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.transport.connections import MOST_BYTES, NUM_LANES, NUM_TURNS, tag_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 LIMIT_S = 10.0
 
 
-@given(st.sets(st.tuples(st.integers(1, NUM_LANES - 1), st.integers(0, 2**19)), min_size=1, max_size=50))
-def test_tags_are_distinct_and_fit_into_31_bits(messages: set[tuple[int, int]]) -> None:
-    tags = {tag_of(*message) for message in messages}
-    assert len(tags) == len(messages)
-    assert all(0 < tag < 2**31 for tag in tags)
-    assert tag_of(0, 5) == tag_of(NUM_LANES, 5) == 0  # no lane
-
-
-def exchange_in_lanes(num_rounds: int) -> dict[str, Any]:
-    """Both ranks send in two lanes, one of them in another order, with two sizes in turn."""
-    from moe_refs import open_transport
-
-    from ds_hybridep.transport.channels import Purpose
-
-    rank, wrong, ready = dist.get_rank(), [], []
-    transport = open_transport(Cluster((Level("dc", 2), Level("gpu", 1))), timeout_s=LIMIT_S)
-    channel = transport.channel("lanes", (0, 1), background=True)
-    for step in range(num_rounds):
-        size = 5 + 3 * (step % 2)
-        started = []
-        for lane in (1, 2) if rank == 0 else (2, 1):
-            arriving = torch.empty(size)
-            value = float(100 * lane + 10 * step + rank)
-            sends, receives = [(1 - rank, torch.full((size,), value))], [(1 - rank, arriving)]
-            started.append((channel.start(sends, receives, Purpose("dense", "test"), lane=lane), arriving, lane))
-        for transfer, arriving, lane in started:
-            transfer.wait()
-            if not bool((arriving == 100 * lane + 10 * step + 1 - rank).all()):
-                wrong.append((step, lane, arriving.tolist()))
-        ready.append(sum(map(len, channel.connections._standing._waiting.values())))
-    dist.barrier()  # no receive can stand ready for a rank that has closed its channels
-    transport.close()
-    return {"wrong": wrong, "ready": ready}
-
-
-def test_messages_of_lanes_match_in_any_order_and_are_expected_from_the_second_on(pool2: ProcessPool) -> None:
-    for result in pool2.run(exchange_in_lanes, num_rounds=6):
-        assert result["wrong"] == []
-        assert result["ready"] == [2, 4, 4, 4, 4, 4]  # one for each lane and size
-
-
-def exchange_at_random(seed: int, room_bytes: int, connections: int) -> list[Any]:
-    """Transfers of several messages in a few lanes, several at a time in one lane, waited for in another order.
+def exchange_at_random(seed: int, connections: int) -> list[Any]:
+    """Transfers of several messages for a few purposes, several at a time, waited for in another order.
 
     Returns what was wrong, and the error of a transfer whose peer has closed its channels meanwhile.
     """
@@ -75,24 +31,22 @@ def exchange_at_random(seed: int, room_bytes: int, connections: int) -> list[Any
 
     from ds_hybridep.errors import CommunicationError
     from ds_hybridep.transport.channels import Purpose
-    from ds_hybridep.transport.connections import Budget
 
     rank, random, wrong, error = dist.get_rank(), Random(seed), [], ""
     link = Link(None, None, connections)
     transport = open_transport(Cluster((Level("dc", 2, link), Level("gpu", 1))), timeout_s=LIMIT_S)
-    transport.budget = Budget(room_bytes)
-    channel, purpose = transport.channel("lanes", (0, 1), background=True), Purpose("dense", "test")
-    sizes = {
-        lane: [random.choice((1, 7, 300, 20_000)) for _ in range(random.randint(1, 3))] for lane in range(4)
-    }  # 0: none
+    channel = transport.channel("several", (0, 1), background=True)
+    sizes = {layer: [random.choice((1, 7, 300, 20_000)) for _ in range(random.randint(1, 3))] for layer in "abcd"}
     for step in range(12):
         started = []
-        for lane in random.choices(range(4), k=6):
+        for layer in random.choices("abcd", k=6):
             number = 100 * step + len(started)
-            sends = [(1 - rank, torch.full((size,), float(number + rank))) for size in sizes[lane]]
-            arriving = [torch.full((size,), -1.0) for size in sizes[lane]]
+            sends = [(1 - rank, torch.full((size,), float(number + rank))) for size in sizes[layer]]
+            arriving = [torch.full((size,), -1.0) for size in sizes[layer]]
             receives = [(1 - rank, one) for one in arriving]
-            started.append((channel.start(sends, receives, purpose, lane=lane), arriving, number + 1 - rank))
+            started.append(
+                (channel.start(sends, receives, Purpose("dense", "test", layer)), arriving, number + 1 - rank)
+            )
         random.shuffle(started)
         for transfer, arriving, number in started:
             transfer.wait()
@@ -102,83 +56,20 @@ def exchange_at_random(seed: int, room_bytes: int, connections: int) -> list[Any
         time.sleep(0.2)  # the other one closes with receives that stand ready, and messages on their way to it
         try:
             for _ in range(3):
-                channel.start([(1, torch.ones(7))], [(1, torch.ones(7))], purpose, lane=1).wait()
+                channel.start([(1, torch.ones(7))], [(1, torch.ones(7))], Purpose("dense", "test", "a")).wait()
         except CommunicationError as failure:
             error = str(failure)
     transport.close()
     return [wrong, error]
 
 
-@pytest.mark.parametrize(
-    ("seed", "room_bytes", "connections"), [(0, 2**20, 1), (1, 2**20, 3), (2, 1500, 2), (3, 0, 1)]
-)
-def test_lanes_bring_every_message_to_its_receiver_and_a_peer_that_closes_is_an_error(
-    pool2: ProcessPool, seed: int, room_bytes: int, connections: int
+@pytest.mark.parametrize(("seed", "connections"), [(0, 1), (1, 3), (2, 2)])
+def test_every_message_reaches_its_receiver_and_a_peer_that_closes_is_an_error(
+    pool2: ProcessPool, seed: int, connections: int
 ) -> None:
-    (wrong, error), (wrong_there, _) = pool2.run(
-        exchange_at_random, seed=seed, room_bytes=room_bytes, connections=connections
-    )
+    (wrong, error), (wrong_there, _) = pool2.run(exchange_at_random, seed=seed, connections=connections)
     assert wrong == wrong_there == []
     assert "failed" in error or "time limit" in error
-
-
-def exchange_in_rooms(seed: int, connections: int, budget_bytes: int) -> dict[str, Any]:
-    """Two messages to each rank in rooms that change from step to step, mostly longer than the messages."""
-    from moe_refs import open_transport
-
-    from ds_hybridep.transport.channels import Purpose
-    from ds_hybridep.transport.connections import Budget
-
-    rank, random, wrong = dist.get_rank(), Random(seed), []
-    peers = [other for other in range(dist.get_world_size()) if other != rank]
-    link = Link(None, None, connections)
-    transport = open_transport(Cluster((Level("dc", 2, link), Level("gpu", 2))), timeout_s=LIMIT_S)
-    transport.foreground_budget = budget = Budget(budget_bytes)
-    channel, purpose = transport.channel("rooms", range(4)), Purpose("tokens", "test")
-    num_ready = []
-    for step in range(24):
-        # By receiver, sender and message: the room for it, and its length.
-        room = torch.tensor([random.choice((0, 7, 300, 2**17)) * random.randint(1, 3) for _ in range(32)]).view(
-            4, 4, 2
-        )
-        length = (
-            torch.tensor([random.choice((0.1, 0.8, 1.0)) for _ in range(32)]).view(4, 4, 2).mul(room).ceil().long()
-        )
-
-        def message(to: int, sender: int, index: int, step: int = step, length: torch.Tensor = length) -> torch.Tensor:
-            return (torch.arange(int(length[to, sender, index])) + step + 7 * sender + index).to(torch.uint8)
-
-        sends = [(to, message(to, rank, index)) for to in peers for index in range(2)]
-        rooms = [int(room[to, rank, index]) for to in peers for index in range(2)]
-        arriving = {
-            (peer, index): torch.zeros(int(room[rank, peer, index]), dtype=torch.uint8)
-            for peer in peers
-            for index in range(2)
-        }
-        receives = [(peer, tensor) for (peer, _), tensor in arriving.items()]
-        channel.start(sends, receives, purpose, counts_receives=False, rooms=rooms).wait()
-        for (peer, index), tensor in arriving.items():
-            wanted = message(rank, peer, index)
-            if not torch.equal(tensor[: len(wanted)], wanted):
-                wrong.append((step, peer, index))
-        waiting = channel.connections._standing._waiting.values()
-        ready = [place for queue in waiting for _, place in queue]
-        num_ready.append(len(ready))
-        assert sum(map(len, ready)) == budget_bytes - budget._left  # what is not posted is not counted
-    dist.barrier()
-    transport.close()
-    return {"wrong": wrong, "ready": num_ready}
-
-
-@pytest.mark.parametrize(
-    ("seed", "connections", "budget_bytes"), [(0, 1, MOST_BYTES), (1, 3, MOST_BYTES), (2, 1, 2**18), (3, 2, 2**19)]
-)
-def test_messages_may_be_shorter_than_rooms_that_change(
-    pool4: ProcessPool, seed: int, connections: int, budget_bytes: int
-) -> None:
-    for result in pool4.run(exchange_in_rooms, seed=seed, connections=connections, budget_bytes=budget_bytes):
-        assert result["wrong"] == []
-        assert result["ready"][-1] > 0
 
 
 class _Group:
@@ -239,29 +130,6 @@ def waits_of_steps(cases: list[Case]) -> list[float]:
             found.append((counts[3] - counts[1]) / 2)
             time.sleep(0.01)
     return found
-
-
-def ready_of_tokens(case: Case) -> dict[str, int]:
-    """After two steps, how many receives stand ready for tokens, by the name of the channel."""
-    from moe_refs import toy_engine, train_step
-
-    with toy_engine(case) as engine:
-        for step in range(2):
-            train_step(engine, case, step)
-        channels = engine.__dict__["_hybridep_attachment"].runtime.transport._channels.values()
-        return {
-            channel.name: sum(map(len, channel.connections._standing._waiting.values()))
-            for channel in channels
-            if "tokens" in channel.name
-        }
-
-
-def test_tokens_are_awaited_before_they_are_sent_over_all_but_the_fastest_level(pool4: ProcessPool) -> None:
-    case = Case(levels=levels_of((2, 2), (1, 1)), toy=ToyConfig(num_layers=2), zero_stage=1)
-    for ready in pool4.run(ready_of_tokens, case=case):
-        slow, fast = (ready[name] for name in sorted(ready))
-        assert slow >= NUM_TURNS
-        assert fast == 0
 
 
 @pytest.mark.slow

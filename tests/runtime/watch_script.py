@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the test of health runs: four forked ranks in two datacentres, of which rank 3 breaks, without any model.
+"""What the test of the watch runs: four forked ranks in two datacentres, of which rank 3 breaks, without any model.
 
-    health_script.py FAULT FOLDER
+    watch_script.py FAULT FOLDER
 
 FAULT may also be what is none: one of HEALTHY, after which all ranks end with status 0.
 
@@ -10,7 +10,6 @@ Prints the exit statuses of the ranks as JSON; null for one that had not ended a
 
 import atexit
 import bdb
-import contextlib
 import json
 import os
 import signal
@@ -26,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.transport import health
-from ds_hybridep.transport.sockets import TCP_RTO_MAX_MS
+from ds_hybridep.transport import watch
+from ds_hybridep.transport.job_link import LinkSettings
 
 LIMIT_S = 30.0
 TIMEOUT_S = 2.0
@@ -62,20 +61,10 @@ def work(kind):
         assert heard
 
 
-def retransmission_bounds():
-    """Of all TCP connections of this process, in ms; [0] where the system has no such bound."""
-    found = [0]
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as opened:
-            opened.getpeername()
-            found.append(opened.getsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS))
-    return found[1:] or found
-
-
 def train(rank, port, fault, folder):
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo")
-    health.start(Cluster((Level("dc", 2), Level("gpu", 2))), TIMEOUT_S, Owner())
+    watch.start(Cluster((Level("dc", 2), Level("gpu", 2))), LinkSettings(TIMEOUT_S), Owner())
     value = torch.zeros(4)
     for _ in range(3):
         dist.all_reduce(value)
@@ -94,9 +83,7 @@ def train(rank, port, fault, folder):
         work("sleeps")
     else:
         dist.all_reduce(value)
-    if fault == "sleeps" and rank != 3:
-        print("shortest retransmission bound", min(retransmission_bounds()), file=sys.stderr, flush=True)
-    health.stop(health._owners[0])
+    watch.stop(watch._owners[0])
 
 
 def main(fault, folder):
@@ -113,11 +100,8 @@ def main(fault, folder):
             try:
                 train(rank, port, fault, folder)
             except (ValueError, RuntimeError) as error:  # as at any interpreter's end
-                status = 1
-                try:
-                    sys.excepthook(type(error), error, error.__traceback__)
-                except SystemExit as end:
-                    status = end.code
+                status, sys.last_value = 1, error
+                sys.excepthook(type(error), error, error.__traceback__)
                 atexit._run_exitfuncs()
             os._exit(status)
         pids[rank] = pid

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Framed messages between pairs of ranks over TCP: resumed after resets, authenticated, with heartbeats.
+
+    link = Link(rank, world_size, secret=secret, host="10.0.0.1", timeout_s=60)
+    link.connect({0: ("10.0.0.1", 29600), ...})        # each rank's `link.address`, exchanged by the caller
+    channel = link.channel("gradients", (0, 1))
+    arriving, leaving = channel.receive(1, into=tensor), channel.send(1, other)
+    arriving.wait(), leaving.wait()
+
+What was sent is kept until it is acknowledged, and sent again over the next connection if one breaks.  No message asks
+the other side first: where a receive waits for it, its bytes are read into that receive's memory.
+"""
+
+from ds_hybridep.link.door import Address
+from ds_hybridep.link.link import Channel, Link
+from ds_hybridep.link.messages import BULK, URGENT, Handle
+from ds_hybridep.link.options import Options
+from ds_hybridep.link.peer import FAILED, LEFT, LOST, SILENT_S, Fact, Peer, State, Statistics
+from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS
+
+__all__ = [
+    "BULK", "FAILED", "LEAST_SECRET_BYTES", "LEFT", "LOST", "SILENT_S", "TLS", "URGENT", "Address", "Channel", "Fact",
+    "Handle", "Link", "Options", "Peer", "State", "Statistics",
+]  # fmt: skip

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The link of one rank to others: one listening port, one thread, and the channels of its callers."""
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+from ds_hybridep.errors import CommunicationError, ConfigError
+from ds_hybridep.link.door import Address, Door, listen, resolve
+from ds_hybridep.link.messages import BULK, Mail, Receive, Send
+from ds_hybridep.link.options import Options
+from ds_hybridep.link.peer import FAILED, LEFT, SILENT_S, Fact, Outgoing, Peer, State, Statistics
+from ds_hybridep.link.trust import LEAST_SECRET_BYTES, TLS
+from ds_hybridep.link.wire import Data, stream_of, view_of
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.05  # between looks at what is due
+LEAVE_S = 1.0  # how long the others may take to hear of this rank's end
+_links: "weakref.WeakSet[Link]" = weakref.WeakSet()
+
+
+class Link:
+    """Framed messages between this rank and its peers.
+
+    Of two ranks the higher one dials: the ranks near rank 0 take connections anyway, for the job's rendezvous.
+
+    Args:
+        secret: of the job, the same on all ranks; at least 16 bytes.
+        host: address of this rank as others reach it.
+        ports: range to listen in, both ends included; None takes any free port.
+        timeout_s: a peer of which nothing is heard for so long is gone.
+        early_bytes: bound, per peer, for messages that nobody has asked for yet.  Past it a connection is not read,
+            and TCP slows the sender down, unless this rank waits for anything of that peer.
+        on_change: called in the link's thread with each `Fact`; it must not wait.
+        on_tick: called there several times a second; it must not wait either.
+
+    Raises CommunicationError if no port is free, ConfigError if the secret is short or TLS files cannot be used.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, *, secret: bytes, host: str, ports: tuple[int, int] | None = None,
+        tls: TLS | None = None, timeout_s: float, early_bytes: int = 2**28,
+        on_change: Callable[[Fact], None] | None = None, on_tick: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        if len(secret) < LEAST_SECRET_BYTES:
+            raise ConfigError(f"the secret of the link has {len(secret)} bytes; give at least {LEAST_SECRET_BYTES}")
+        self.rank, self._timeout_s = rank, timeout_s
+        self._early_bytes, self._on_change, self._on_tick = early_bytes, on_change, on_tick
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self.peers: dict[int, Peer] = {}
+        self._to_pump: set[Peer] = set()
+        self._facts: list[Fact] = []
+        self.outgoing = Outgoing()
+        self.last_words: tuple[str, str] | None = None  # for the process's end; by default what has ended it
+        self._last_words: tuple[str, str] | None = None
+        self._ends_at: float | None = None
+        self.is_closed = False
+        self._selector = selectors.DefaultSelector()
+        contexts = (None, None) if tls is None else tls.contexts()
+        self.door = Door(rank, world_size, secret, contexts, listen(host, ports), self._selector, self.peers)
+        self.address: Address = (host, self.door.port)
+        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wakes, selectors.EVENT_READ, lambda _: os.eventfd_read(self._wakes))
+        self._thread = threading.Thread(target=self._run, name="hybridep-link", daemon=True)
+        _links.add(self)
+        atexit.register(self._at_exit)
+
+    # -- for callers ------------------------------------------------------------------------------------------------
+
+    def connect(self, addresses: Mapping[int, Address], options: Options | None = None) -> None:
+        """Connect to peers, given as rank -> `Link.address` of that rank; may be called again for others.
+
+        Raises CommunicationError if one is gone or not connected after `timeout_s`, ConfigError for `options`.
+        """
+        self._check_open()
+        options = options or Options()
+        with contextlib.closing(socket.socket()) as trial:
+            options.apply(trial)
+        new = {}
+        for rank, (host, port) in addresses.items():
+            if rank != self.rank:
+                mail = Mail(
+                    self._lock, self._early_bytes, options.connections, lambda text: self.announce("refused", text)
+                )
+                new[rank] = Peer(
+                    rank, f"rank {rank} ({host}:{port})", mail, options, self._timeout_s, self._selector,
+                    dials=self.rank > rank, dial=functools.partial(self.door.dial, resolve(host, port)),
+                    on_change=self._note, outgoing=self.outgoing,
+                )  # fmt: skip
+        with self._changed:
+            self.peers |= new
+            self._to_pump |= set(new.values())
+            if not self._thread.is_alive():
+                self._thread.start()
+            os.eventfd_write(self._wakes, 1)
+            self._changed.wait_for(
+                lambda: all(peer.state is State.ALIVE or peer.mail.cause for peer in new.values()), self._timeout_s
+            )
+        for peer in new.values():
+            if peer.state is not State.ALIVE:
+                cause = peer.mail.cause or f"no connection after {self._timeout_s:g} s; last, {peer.last_trouble}"
+                raise CommunicationError(f"rank {self.rank}: connecting with {peer.who} failed: {cause}")
+
+    def channel(self, name: str, ranks: Sequence[int], *, generation: int = 0, priority: int = BULK) -> "Channel":
+        """Return a channel; all its ranks must give the same name, ranks and generation.  priority: URGENT or BULK."""
+        return Channel(self, name, tuple(ranks), generation, priority)
+
+    def announce(self, kind: str, text: str, key: str = "") -> None:
+        """Tell all peers something, now and after resets; with FAILED or LEFT, this rank is gone for them.
+
+        key: later announcements with the same key take this one's place.
+        """
+        self.outgoing.add(kind, text, key)
+        self._to_pump.update(self.peers.values())
+        self._wake()
+
+    def facts(self) -> list[Fact]:
+        """Return what peers have announced, and which are gone."""
+        return list(self._facts)
+
+    def statistics(self) -> dict[int, Statistics]:
+        """Return what was exchanged with each peer."""
+        return {rank: peer.statistics() for rank, peer in self.peers.items()}
+
+    def close(
+        self, flush_s: float = 5.0, *, kind: str = LEFT, text: str = "it has closed its link", waits: bool = True
+    ) -> None:
+        """Wait up to `flush_s` until all that was sent is acknowledged, tell the peers, and end the thread.
+
+        waits: False returns at once, and leaves this to the thread.
+        """
+        if self._thread.is_alive():
+            if self._ends_at is None:
+                self._last_words, self._ends_at = (kind, text), time.monotonic() + flush_s
+                self._wake()
+            if waits and threading.current_thread() is not self._thread:
+                self._thread.join(flush_s + 2 * LEAVE_S)
+        elif not self.is_closed:
+            self._end()
+
+    def peer(self, rank: int) -> Peer:
+        """Return a peer; CommunicationError if there is no such peer or the link was closed."""
+        self._check_open()
+        if rank not in self.peers:
+            raise CommunicationError(f"rank {self.rank}: no link was connected with rank {rank}; call connect first")
+        return self.peers[rank]
+
+    def pump(self, peer: Peer) -> None:
+        """Let the thread look at what was asked of a peer."""
+        self._to_pump.add(peer)
+        self._wake()
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise CommunicationError(f"rank {self.rank}: the link was closed, or belongs to this process's parent")
+
+    def _wake(self) -> None:
+        with self._lock:  # once closed, the descriptor's number may be another file's
+            if not self.is_closed:
+                os.eventfd_write(self._wakes, 1)
+
+    def _at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # the interpreter sets it for an exception that nobody caught
+        text = "its script has ended" if error is None else f"{type(error).__name__}: {error}"
+        kind, text = self.last_words or (LEFT if error is None else FAILED, text)
+        self.close(kind=kind, text=text)
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        cause = "the link was closed"
+        try:
+            ticked_at = time.monotonic()
+            while not self._has_left():
+                for key, mask in self._selector.select(TICK_S):
+                    now = self._selector.get_map().get(key.fd)
+                    if now is not None and now.fileobj is key.fileobj:  # else another event has closed it
+                        key.data(mask)
+                while self._to_pump:
+                    self._to_pump.pop().pump()
+                if (pause_s := time.monotonic() - ticked_at) >= TICK_S:
+                    ticked_at += pause_s
+                    self._tick(ticked_at, pause_s)
+        except BaseException as error:
+            cause = f"the link's thread has failed: {type(error).__name__}: {error}"
+            logger.exception("rank %d: the link's thread has failed", self.rank)
+        finally:
+            for peer in self.peers.values():
+                peer.end(cause)
+            self._end()
+
+    def _tick(self, now: float, pause_s: float) -> None:
+        self.door.tick(now)
+        for peer in list(self.peers.values()):
+            if pause_s > SILENT_S / 2:  # this process was stopped: the silence was its own
+                for lane in peer.lanes:
+                    lane.heard_at += pause_s
+            peer.tick(now)
+        if self._on_tick is not None:
+            try:
+                self._on_tick()
+            except Exception:
+                logger.exception("rank %d: on_tick failed", self.rank)
+
+    def _has_left(self) -> bool:
+        """Return True once this rank wants to end and its peers know."""
+        if self._ends_at is None:
+            return False
+        now, peers = time.monotonic(), list(self.peers.values())
+        if self._last_words is not None and (now > self._ends_at or not any(one.mail.has_outgoing() for one in peers)):
+            self.announce(*self._last_words)
+            self._last_words, self._ends_at = None, now + LEAVE_S
+        return self._last_words is None and (now > self._ends_at or all(one.state is State.GONE for one in peers))
+
+    def _note(self, fact: Fact) -> None:
+        with self._changed:
+            if fact.kind not in (State.ALIVE, State.SILENT):
+                self._facts.append(fact)
+            self._changed.notify_all()
+        try:
+            if self._on_change is not None:
+                self._on_change(fact)
+        except Exception:
+            logger.exception("rank %d: on_change failed with %s", self.rank, fact)
+
+    def _end(self) -> None:
+        atexit.unregister(self._at_exit)
+        with self._lock:
+            self.is_closed = True
+            os.close(self._wakes)
+        self.door.close()
+        self._selector.close()
+
+    def forget(self) -> None:
+        """In a forked process: close its copies of the connections, which belong to the parent."""
+        self._lock = threading.Lock()  # the parent's thread may have held it
+        if not self.is_closed:
+            for sock in (lane.sock for peer in self.peers.values() for lane in peer.lanes):
+                if sock is not None:
+                    sock.close()
+            self._end()
+
+
+class Channel:
+    """Messages of one purpose between some ranks.
+
+    Sends and receives between two ranks match in the order in which they are called, for each kind apart.
+    """
+
+    def __init__(self, link: Link, name: str, ranks: tuple[int, ...], generation: int, priority: int) -> None:
+        self.link, self.name, self.ranks, self.generation, self.priority = link, name, ranks, generation, priority
+        self._streams: dict[str, bytes] = {}
+
+    def send(self, rank: int, data: Data, *, kind: str = "") -> Send:
+        """Send the bytes of a contiguous CPU tensor or a buffer; they must not change before the handle is done."""
+        peer, stream, what = self._find(rank, kind, "to")
+        send = peer.mail.send(stream, what, view_of(data), self.priority)
+        self.link.pump(peer)
+        return send
+
+    def receive(self, rank: int, into: Data | None = None, *, max_bytes: int = 0, kind: str = "") -> Receive:
+        """Receive the next message of a kind, into memory of the caller or new memory of up to `max_bytes`.
+
+        It may be shorter: the handle's `wait` returns a view of what has come.  `into` is filled once `wait` returns.
+        """
+        peer, stream, what = self._find(rank, kind, "from")
+        place = None if into is None else view_of(into)
+        receive = peer.mail.receive(stream, what, place, max_bytes if place is None else len(place))
+        if any(lane.is_paused for lane in peer.lanes):
+            self.link.pump(peer)
+        return receive
+
+    def close(self) -> None:
+        """Let all receives fail, and throw away what still comes; what was sent still leaves."""
+        for rank in self.ranks:
+            if (peer := self.link.peers.get(rank)) is not None:
+                for stream in self._streams.values():
+                    peer.mail.cancel(stream)
+
+    def _find(self, rank: int, kind: str, word: str) -> tuple[Peer, bytes, str]:
+        if (stream := self._streams.get(kind)) is None:
+            stream = self._streams[kind] = stream_of(self.name, self.ranks, self.generation, kind)
+        peer = self.link.peer(rank)
+        return peer, stream, f"rank {self.link.rank}: a message '{kind}' on channel '{self.name}' {word} {peer.who}"
+
+
+def _in_child() -> None:
+    for link in list(_links):
+        link.forget()
+
+
+os.register_at_fork(after_in_child=_in_child)

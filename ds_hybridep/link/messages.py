@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages to and from one peer: handles to wait for them, and where those that arrive find their memory.
+
+A message is known by its key: its stream and its number in it.  Where a receive waits for the key, the message is read
+into that receive's memory; else into new memory, bounded, which a later receive of the key takes over.
+"""
+
+import contextlib
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as NotDone
+from typing import Any
+
+from ds_hybridep.errors import CommunicationError
+from ds_hybridep.link.wire import CHUNK_BYTES, LEAST_CHUNK_BYTES, Frame, Kind
+
+URGENT, BULK = 0, 1  # priorities
+SMALL_BYTES = 2**14  # a payload up to this size is copied
+Key = tuple[bytes, int]  # stream, sequence
+
+
+class Handle:
+    """A message that was given to `Channel.send` or asked for with `Channel.receive`."""
+
+    def __init__(self, what: str = "") -> None:
+        self.what = what  # for errors
+        self._ended: Future[str | None] = Future()  # with the reason if it has failed
+
+    def is_done(self) -> bool:
+        """Return True if it has arrived, for a send: if its memory may change again; or if it has failed."""
+        return self._ended.done()
+
+    def wait(self, timeout_s: float | None = None) -> memoryview:
+        """Block until it is done.  Return what was received; of a send nothing.
+
+        Raises CommunicationError if the other rank is gone, if the message is longer than its receive takes, or after
+        `timeout_s`; it may then be waited for again.
+        """
+        try:
+            failure = self._ended.result(timeout_s)
+        except NotDone:
+            text = f"{self.what} was not done after {timeout_s:g} s; see the log of that rank"
+            raise CommunicationError(text) from None
+        if failure is not None:
+            raise CommunicationError(f"{self.what} failed: {failure}")
+        return self._result()
+
+    def failure(self) -> str | None:
+        """Return why it has failed; None if it has not, or is not done."""
+        return self._ended.result() if self._ended.done() else None
+
+    def when_done(self, callback: Callable[[Any], object]) -> None:
+        """Call `callback` with this handle: at once if it is done, else in the link's thread, which must not wait."""
+        self._ended.add_done_callback(lambda _: callback(self))
+
+    def end(self, failure: str | None = None) -> None:
+        """Mark it as done or, with a reason, as failed; a second call does nothing."""
+        with contextlib.suppress(InvalidStateError):
+            self._ended.set_result(failure)
+
+    def _result(self) -> memoryview:
+        return memoryview(b"")
+
+
+class Send(Handle):
+    """A message to another rank.  Refers to the caller's memory until its receipt is acknowledged."""
+
+    def __init__(self, what: str, key: Key, data: memoryview, num_pieces: int) -> None:
+        super().__init__(what)
+        self.key, self._data, self._next = key, data, 0
+        self._chunk_bytes = min(max(-(-len(data) // num_pieces), LEAST_CHUNK_BYTES), CHUNK_BYTES)
+        self.num_left = max(1, -(-len(data) // self._chunk_bytes))  # frames that were not acknowledged
+
+    def next_frame(self) -> tuple[Frame, memoryview]:
+        begin, self._next = self._next, min(self._next + self._chunk_bytes, len(self._data))
+        frame = Frame(Kind.DATA, self._next - begin, *self.key, len(self._data), begin)
+        return frame, self._data[begin : self._next]
+
+
+class Receive(Handle):
+    """A message from another rank: expected, arriving, or both."""
+
+    into: memoryview | None = None
+    max_bytes: int | None = None  # None: nobody has asked for it yet
+    memory: memoryview | None = None  # as long as the message; None: before its first frame, or to throw it away
+    total = 0
+    num_missing: int | None = None  # bytes; None before its first frame
+
+    def begin(self, total: int) -> None:
+        """Take the memory for a message whose first frame is here."""
+        if self.max_bytes is None or total <= self.max_bytes:
+            try:
+                self.memory = memoryview(bytearray(total)) if self.into is None else self.into[:total]
+            except (MemoryError, OverflowError):
+                raise ConnectionError(f"there is no memory for its message of {total} bytes") from None
+        self.total = self.num_missing = total
+
+    def _result(self) -> memoryview:
+        assert self.memory is not None, self.what
+        if self.into is not None and self.memory.obj is not self.into.obj:
+            place = self.into[: self.total]  # copied by the thread that waits, so that others are read meanwhile
+            place[:] = self.memory
+            self.memory = place
+        return self.memory
+
+
+Piece = tuple[tuple[memoryview, ...], Send]  # a DATA frame and the message that it belongs to
+
+
+class Mail:
+    """All messages to and from one peer.
+
+    lock: of the link, held for moments only.
+    early_bytes: bound for messages that nobody has asked for.
+    num_pieces: that a message is cut into if it is long enough.
+    complain: called with a text for the sender of a message that is too long.
+    """
+
+    def __init__(
+        self, lock: threading.Lock, early_bytes: int, num_pieces: int, complain: Callable[[str], None]
+    ) -> None:
+        self.early_bytes = 0
+        self.cause = ""  # why the peer is gone
+        self._lock, self._most_early_bytes, self._num_pieces, self._complain = lock, early_bytes, num_pieces, complain
+        self._counts: dict[tuple[str, bytes], int] = defaultdict(int)  # of messages in each direction and stream
+        self._queues: tuple[deque[Send], ...] = (deque(), deque())  # by priority
+        self._sends: dict[Key, Send] = {}  # not acknowledged
+        self._receives: dict[Key, Receive] = {}  # not both asked for and complete
+        self._num_awaited = 0  # receives of which no frame is here
+        self._cancelled: set[bytes] = set()  # streams whose messages are thrown away
+
+    def send(self, stream: bytes, what: str, data: memoryview, priority: int) -> Send:
+        is_small = len(data) <= SMALL_BYTES
+        with self._lock:
+            key = self._next_key("sent", stream)
+            data = memoryview(bytes(data)) if is_small else data
+            send = Send(f"{what} (number {key[1]})", key, data, self._num_pieces)
+            if not (cause := self.cause):
+                self._sends[key] = send
+                self._queues[priority].append(send)
+        if cause or is_small:
+            send.end(cause or None)
+        return send
+
+    def receive(self, stream: bytes, what: str, into: memoryview | None, max_bytes: int) -> Receive:
+        with self._lock:
+            key = self._next_key("received", stream)
+            if (receive := self._receives.get(key)) is None:
+                receive = self._receives[key] = Receive()
+                self._num_awaited += 1
+            receive.what, receive.into, receive.max_bytes = f"{what} (number {key[1]})", into, max_bytes
+            if receive.memory is not None:
+                self.early_bytes -= receive.total
+            is_whole = receive.num_missing == 0
+            if is_whole or self.cause:
+                del self._receives[key]
+        if is_whole:
+            self._finish(receive)
+        elif self.cause:
+            receive.end(self.cause)
+        return receive
+
+    def cancel(self, stream: bytes) -> None:
+        """Let all receives of a stream fail, and throw away what comes later; what was sent still leaves."""
+        with self._lock:
+            self._cancelled.add(stream)
+            found = [one for key, one in self._receives.items() if key[0] == stream]
+            self._receives = {key: one for key, one in self._receives.items() if key[0] != stream}
+            self._num_awaited -= sum(one.num_missing is None for one in found)
+            self.early_bytes -= sum(one.total for one in found if one.max_bytes is None)
+        for receive in found:
+            receive.end("the channel was closed")
+
+    def has_outgoing(self) -> bool:
+        """Return True if not all that was sent is acknowledged."""
+        return bool(self._sends)
+
+    def fail(self, cause: str) -> None:
+        """The peer is gone; what has arrived whole can still be received."""
+        with self._lock:
+            self.cause = cause
+            handles = [*self._sends.values(), *(one for one in self._receives.values() if one.max_bytes is not None)]
+            self._receives = {
+                key: one for key, one in self._receives.items() if one.max_bytes is None and one.num_missing == 0
+            }
+            self._sends.clear()
+            for queue in self._queues:
+                queue.clear()
+        for handle in handles:
+            handle.end(cause)
+
+    # -- for the link's thread --------------------------------------------------------------------------------------
+
+    def next_piece(self, priority: int) -> Piece | None:
+        """Return the next frame to send."""
+        with self._lock:
+            if not (queue := self._queues[priority]):
+                return None
+            send = queue[0]
+            frame, payload = send.next_frame()
+            if frame.offset + frame.length == frame.total:
+                queue.popleft()
+        if frame.length <= SMALL_BYTES:
+            return (memoryview(frame.pack() + payload),), send
+        return (memoryview(frame.pack()), payload), send
+
+    def acknowledged(self, send: Send) -> None:
+        send.num_left -= 1
+        if not send.num_left:
+            send.end()
+            with self._lock:
+                self._sends.pop(send.key, None)
+
+    def place(self, frame: Frame) -> Receive | None:
+        """Return the receive of a DATA frame; None if it has to wait, because early messages fill the bound."""
+        key = frame.stream, frame.sequence
+        with self._lock:
+            receive = self._receives.get(key)
+            if frame.stream in self._cancelled:
+                return Receive()  # without memory
+            if receive is None:
+                # While this rank waits for anything from the peer, it must read on: that may come behind this frame.
+                is_awaited = self._num_awaited or self._sends
+                if self.early_bytes + frame.total > self._most_early_bytes and not is_awaited:
+                    return None
+                receive = Receive()
+                receive.begin(frame.total)
+                self._receives[key] = receive
+                self.early_bytes += frame.total
+            elif receive.num_missing is None:
+                self._num_awaited -= 1
+                receive.begin(frame.total)
+            if frame.total != receive.total or frame.length > (receive.num_missing or 0):
+                raise ConnectionError(f"it sent more than the whole of a message: {frame}")
+        return receive
+
+    def arrived(self, frame: Frame, receive: Receive) -> None:
+        """Note that a frame has been read."""
+        with self._lock:
+            receive.num_missing = (receive.num_missing or 0) - frame.length
+            if receive.num_missing or receive.max_bytes is None or frame.stream in self._cancelled:
+                return
+            self._receives.pop((frame.stream, frame.sequence), None)
+        self._finish(receive)
+
+    def _finish(self, receive: Receive) -> None:
+        assert receive.max_bytes is not None, receive.what
+        if receive.total <= receive.max_bytes:
+            receive.end()
+            return
+        failure = (
+            f"it has {receive.total} bytes, and this rank expects at most {receive.max_bytes}; do the ranks differ?"
+        )
+        receive.end(failure)
+        self._complain(f"{receive.what} failed: {failure}")
+
+    def _next_key(self, direction: str, stream: bytes) -> Key:
+        self._counts[direction, stream] += 1
+        return stream, self._counts[direction, stream]

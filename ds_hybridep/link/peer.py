@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other end of a link: its lanes, when they are dialled, and whether it lives."""
+
+import selectors
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from enum import Enum
+from math import inf
+from typing import NamedTuple
+
+from ds_hybridep.link.lane import Lane
+from ds_hybridep.link.messages import BULK, URGENT, Mail
+from ds_hybridep.link.options import Options, tcp_info
+from ds_hybridep.link.wire import FACT_BYTES, Frame, Kind
+
+BEAT_S = 1.0  # between heartbeats in each lane
+SILENT_S = 5.0  # a connection is given up if nothing comes for so long; a peer is then silent
+TRIAL_S = 1.0  # how long the start waits for the answer of a port that only the other side needs to reach
+REFUSED_S = 1.0  # a peer is gone if a port that has taken connections refuses them for so long
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # before dialling again
+FAILED, LEFT = "failed", "left"  # announcements with which a peer is gone
+LOST = "lost"  # what is said of a peer that is gone because it was silent for too long
+
+
+class State(str, Enum):
+    """How a peer is."""
+
+    ALIVE = "alive"
+    SILENT = "silent"  # nothing has come for some time
+    GONE = "gone"  # for good
+
+
+class Fact(NamedTuple):
+    """What a peer has announced, or what has become of it: then `kind` is LOST or one of `State`."""
+
+    rank: int
+    kind: str
+    text: str
+
+
+class Statistics(NamedTuple):
+    """What one peer and this rank have exchanged.  Bytes include frames' headers, but not those of TLS and TCP."""
+
+    state: State
+    sent_bytes: int
+    received_bytes: int
+    round_trip_s: float | None  # TCP's own smoothed measurement
+    retransmissions: int  # segments that TCP has sent again
+    reconnects: int
+
+
+class Outgoing:
+    """What this rank tells all its peers, beside messages."""
+
+    def __init__(self) -> None:
+        self.progress = 0  # a number of the caller's, which heartbeats carry
+        self.said: dict[str, tuple[int, bytes]] = {}  # announcements by key: number, and "kind\0text"
+        self.count = 0
+
+    def add(self, kind: str, text: str, key: str) -> None:
+        """Announce something, in the place of what had the same key."""
+        self.count += 1
+        self.said[key or f"{kind} {text}"] = self.count, f"{kind}\0{text}".encode()[:FACT_BYTES]
+
+
+class Peer:
+    """One peer, for the link's thread.
+
+    Args:
+        who: rank and address, for errors.
+        dials: True if this rank makes the connections.
+        dial: called with the index of a lane; -1 only tries whether the port takes connections.
+        on_change: called with what the peer announces, and with changes of its state.
+        outgoing: what this rank tells its peers.
+    """
+
+    def __init__(
+        self, rank: int, who: str, mail: Mail, options: Options, timeout_s: float, selector: selectors.BaseSelector,
+        *, dials: bool, dial: Callable[["Peer", int], None], on_change: Callable[[Fact], None],
+        outgoing: "Outgoing",
+    ) -> None:  # fmt: skip
+        self.rank, self.who, self.mail, self.options, self._timeout_s = rank, who, mail, options, timeout_s
+        self._dials, self._dial, self._on_change = dials, dial, on_change
+        self.lanes = [
+            Lane(index, priority, mail, selector, self._told, self._dropped)
+            for index, priority in enumerate([URGENT] * options.connections + [BULK] * options.connections)
+        ]
+        self.state, self.instance, self.last_trouble = State.SILENT, b"", "no connection was made"
+        self.progress = 0  # `Outgoing.progress` of the peer
+        self._outgoing = outgoing
+        self._num_announced = self._num_facts = 0  # over this connection of lane 0; from the peer
+        self._dial_at: dict[int, float] = defaultdict(float)  # by lane; never while an attempt is under way
+        self._pause_s: dict[int, float] = defaultdict(lambda: FIRST_PAUSE_S)
+        self._was_reached = False  # its port has taken a connection
+        self._knows_port = dials  # whether it takes connections
+        self._began_at = time.monotonic()
+        self._refused_at = inf
+        self._beaten_at = 0.0
+
+    def is_connected(self) -> bool:
+        """Return True if every lane has had a connection."""
+        return all(lane.num_connections for lane in self.lanes)
+
+    def statistics(self) -> Statistics:
+        return Statistics(
+            self.state,
+            sum(lane.sent_bytes for lane in self.lanes),
+            sum(lane.received_bytes for lane in self.lanes),
+            min((one for lane in self.lanes if (one := tcp_info(lane.sock)[0]) is not None), default=None),
+            sum(lane.num_retransmitted + tcp_info(lane.sock)[1] for lane in self.lanes),
+            sum(max(lane.num_connections - 1, 0) for lane in self.lanes),
+        )
+
+    def pump(self) -> None:
+        """Send and receive what callers have asked for."""
+        if not self._beaten_at:
+            self.tick(time.monotonic())
+        if self._num_announced < self._outgoing.count and self.lanes[0].sock is not None:
+            for number, said in sorted(self._outgoing.said.values()):
+                if number > self._num_announced:
+                    self.lanes[0].tell(Frame(Kind.FACT, len(said), sequence=number), said)
+                    self._num_announced = number
+        for lane in self.lanes:
+            lane.resume()
+            lane.flush()
+
+    def attach(self, index: int, sock: socket.socket, received: int) -> None:
+        """Give a lane a new connection, whose other side has got `received` frames."""
+        self.options.apply(sock)
+        self.lanes[index].attach(sock, received)
+        self.pump()
+        if self.is_connected():
+            self.judge(time.monotonic())
+
+    def _dropped(self, lane: Lane, cause: str) -> None:
+        self._num_announced = 0 if lane.index == 0 else self._num_announced  # what was under way is lost
+        self.note_trouble(lane.index, cause)
+        if self._dial_at[-1] < inf:
+            self._dial_at[-1] = 0.0  # look at once whether its port still takes connections
+
+    def _told(self, frame: Frame, payload: bytes) -> None:
+        if frame.kind is Kind.BEAT:
+            self.progress = frame.sequence
+        elif frame.kind is Kind.FACT and frame.sequence > self._num_facts:  # all are told again after a reset
+            self._num_facts = frame.sequence
+            kind, _, text = payload.decode(errors="replace").partition("\0")
+            if kind in (FAILED, LEFT):
+                self.end(f"it has {kind}: {text}", kind)
+            else:
+                self._on_change(Fact(self.rank, kind, text))
+
+    def note_trouble(self, index: int, cause: str, *, is_refused: bool = False) -> None:
+        """Dial a lane again a little later; index: as in `dial`."""
+        now = time.monotonic()
+        self._knows_port |= index < 0
+        self.last_trouble = cause
+        self._dial_at[index] = now + self._pause_s[index]
+        self._pause_s[index] = min(2 * self._pause_s[index], LONGEST_PAUSE_S)
+        # Before its port has ever been reached, a firewall may refuse us: the other side dials.
+        self._refused_at = min(self._refused_at, now) if is_refused and self._was_reached else inf
+
+    def note_answer(self) -> None:
+        """Its system has taken a connection."""
+        if self.state is State.SILENT and self.is_connected():
+            self.last_trouble = "its host answers, but the process does not run"
+
+    def note_reached(self, index: int) -> None:
+        """The peer's port has taken a connection."""
+        self._was_reached, self._refused_at = True, inf
+        self._knows_port = True
+        self.judge(time.monotonic())
+        self._dial_at[index], self._pause_s[index] = time.monotonic() + LONGEST_PAUSE_S, FIRST_PAUSE_S
+
+    def tick(self, now: float) -> None:
+        """Do what is due: heartbeats, acknowledgements, dialling, and judging whether the peer lives."""
+        if beats := now - self._beaten_at >= BEAT_S:
+            self._beaten_at = now
+        for lane in self.lanes:
+            if lane.is_paused:  # its own doing
+                lane.heard_at = now
+            elif now - lane.heard_at > SILENT_S:
+                lane.drop(f"nothing came for {SILENT_S:g} s")
+            elif beats:
+                lane.tell(Frame(Kind.BEAT, sequence=self._outgoing.progress))
+        self.pump()
+        if self.state is State.GONE:
+            return
+        missing = [lane.index for lane in self.lanes if lane.sock is None]
+        if not self._dials:
+            missing = [-1] if len(missing) == len(self.lanes) or not self._was_reached else []
+        for index in missing:
+            if now >= self._dial_at[index]:
+                self._dial_at[index] = inf
+                self._dial(self, index)
+        self.judge(now)
+
+    def age_s(self) -> float:
+        """Return the seconds since the peer was heard."""
+        return time.monotonic() - max(lane.heard_at for lane in self.lanes)
+
+    def judge(self, now: float) -> None:
+        """Find out whether the peer is alive, silent or gone."""
+        if (
+            now - min(lane.heard_at for lane in self.lanes) > self._timeout_s
+        ):  # what one lane carries is lost without it
+            self.end(f"nothing was heard of it for {self._timeout_s:g} s; last, {self.last_trouble}", LOST)
+        elif now - self._refused_at > REFUSED_S:
+            self.end("its connections were closed and its port takes no new ones: its process has ended")
+        elif self.state is not State.GONE:
+            # Only who knows that its port took connections can tell later that its process has ended.
+            knows_port = self._knows_port or now - self._began_at > TRIAL_S
+            is_alive = self.age_s() <= SILENT_S and self.is_connected() and knows_port
+            if (state := State.ALIVE if is_alive else State.SILENT) is not self.state:
+                self.state = state
+                self._on_change(Fact(self.rank, state.value, "" if is_alive else self.last_trouble))
+
+    def end(self, cause: str, kind: str = State.GONE.value) -> None:
+        """The peer is gone: close its connections and let all waits for it fail."""
+        if self.state is not State.GONE:
+            self.state = State.GONE
+            for lane in self.lanes:
+                lane.drop(cause)
+                lane.kept.clear()
+            self.mail.fail(cause)
+            self._on_change(Fact(self.rank, kind, cause))

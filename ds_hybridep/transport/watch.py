@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends the waits of a job's ranks when one of them cannot go on, with a message that names it.
+
+Each rank has a link to some others (`peers_of`), which tells whether each of them is alive, silent or gone.  What a
+rank hears it passes on, so that all ranks know the same.  What a rank does while it lives is not looked at: it may
+compute, evaluate or sleep for any time.
+
+A rank that waits for others, in a collective of this package or of any other (`waits`), ends
+
+    at once            when another rank raised an exception, or has judged that the job cannot go on
+                       when a peer has been silent for timeout_s
+    after timeout_s    when another rank is gone, and the wait brings no error
+
+It writes the message and all threads' stacks, aborts its process groups, and exits with EXIT_STATUS, because nothing
+interrupts gloo.  Where the wait raises an error instead, the script ends as after any exception, and the message is
+written as the process exits.  A rank that waits for nobody is left alone.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from typing import Protocol
+
+import torch.distributed as dist
+
+from ds_hybridep.errors import AgreementError, CommunicationError
+from ds_hybridep.link import FAILED, LEFT, LOST, SILENT_S, Fact, State
+from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.transport.agreement import agree
+from ds_hybridep.transport.diagnosis import ENDED, GONE, VERDICT, View, cause_of, peers_of, report
+from ds_hybridep.transport.job_link import LinkSettings, open_link
+from ds_hybridep.transport.waits import Waits
+
+EXIT_STATUS = 75  # of a rank that ends because of another one: EX_TEMPFAIL of sysexits.h, "try again"
+LOOK_S = 1.0  # between looks at this rank's waits
+WAIT_S = 1.0  # a wait that lasts longer does not end by itself
+WORD_S = 4.0  # how long an ending process waits for news of what has ended it
+END_S = 2.0  # how long others have to hear the message, and the wait to raise an error
+MAX_TEXT = 1000  # characters of a fact
+_COMMUNICATION = ("gloo", "nccl", "connection", "process group", "timed out", "aborted", "socket", "store")
+
+_running: "Watch | None" = None
+_owners: list["Owner"] = []
+
+
+class Owner(Protocol):
+    """An attached engine, which is watched."""
+
+    def num_steps(self) -> int:
+        """Optimizer steps so far."""
+        ...
+
+    def last_transfer(self) -> str:
+        """Describe the transfer that this rank started last, for the message."""
+        ...
+
+
+def start(cluster: Cluster, settings: LinkSettings, owner: Owner) -> None:
+    """Watch over this job until `stop`; all ranks must call.  One watch serves all owners of a process.
+
+    Raises AgreementError or CommunicationError if ranks do not come within the time limit.
+    """
+    global _running
+    if _running is None and cluster.num_ranks > 1:
+        _running = Watch(cluster, settings)
+    _owners.append(owner)
+
+
+def stop(owner: Owner) -> None:
+    """Undo `start`."""
+    global _running
+    _owners.remove(owner)
+    if not _owners and _running is not None:
+        _running.leave()
+        _running = None
+
+
+class Watch:
+    """The watch of one rank over the job; arguments as in `start`.  All but its ends run in the link's thread."""
+
+    def __init__(self, cluster: Cluster, settings: LinkSettings) -> None:
+        self.rank, self.cluster, self.timeout_s = dist.get_rank(), cluster, settings.timeout_s
+        self._limit_s = max(settings.timeout_s, 2 * SILENT_S)
+        self._pid = os.getpid()
+        self._facts: dict[tuple[int, str], Fact] = {}  # by rank and kind, in the order in which they came
+        self._hears: dict[tuple[int, int], tuple[int, bool]] = {}  # (rank, its peer) -> number of the news, whether
+        self._silent_since: dict[int, float] = {}  # ranks of which some rank hears nothing
+        self._waits = Waits()
+        self._looked_at = time.monotonic()
+        self._ends_at: float | None = None  # when this process is ended, if its wait does not end before
+        self._cause = ""
+        self._knows_more = threading.Condition()
+        self._link = open_link(cluster, agree({}, settings.timeout_s), settings)
+        self._link.listen(self)
+        try:
+            self._link.connect(peers_of(cluster, self.rank))
+        except BaseException:
+            self._link.leave()
+            raise
+        atexit.register(self._at_exit)
+
+    def leave(self) -> None:
+        """Stop watching."""
+        atexit.unregister(self._at_exit)
+        self._link.listen(None)
+        self._link.leave()
+
+    # -- news -------------------------------------------------------------------------------------------------------
+
+    def on_change(self, fact: Fact) -> None:
+        """Hear what the link knows of a peer, or what a peer passes on."""
+        if fact.kind == "news":
+            self._tell(Fact(*json.loads(fact.text)))
+        elif fact.kind == "hears":
+            self._note(*json.loads(fact.text))
+        elif fact.kind in (State.ALIVE, State.SILENT):
+            number = self._hears.get((self.rank, fact.rank), (0, True))[0] + 1
+            self._note(self.rank, fact.rank, number, fact.kind == State.ALIVE)
+        elif fact.kind in ENDED:
+            self._tell(fact)
+
+    def _tell(self, fact: Fact) -> None:
+        """Keep a fact, and pass it on."""
+        key = fact.rank, fact.kind
+        if key in self._facts or fact.rank == self.rank:
+            return
+        with self._knows_more:
+            self._facts[key] = fact
+            self._knows_more.notify_all()
+        self._link.announce("news", json.dumps([fact.rank, fact.kind, fact.text[:MAX_TEXT]]))
+        self._looked_at = 0.0
+
+    def _note(self, rank: int, peer: int, number: int, hears: bool) -> None:
+        """Keep whether a rank hears its peer, and pass it on."""
+        if number <= self._hears.get((rank, peer), (0, True))[0]:
+            return
+        self._hears[rank, peer] = number, hears
+        self._link.announce("hears", json.dumps([rank, peer, number, hears]), key=f"{rank} hears {peer}")
+
+    # -- the judgement ----------------------------------------------------------------------------------------------
+
+    def on_tick(self) -> None:
+        """Look at what has become of this rank's waits, and of its main thread."""
+        self._link.set_progress(_num_steps())
+        error = getattr(sys, "last_value", None)
+        if error is not None and not threading.main_thread().is_alive():  # other threads may still run for long
+            self._announce_failure(error)
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        self._waits.look()
+        if self._waits.longest_s() < WAIT_S or not self._cannot_go_on():
+            self._ends_at = None  # an error may have ended the wait: what follows is up to the script
+        elif self._ends_at is None:
+            self._ends_at = now + END_S
+            if self._decide():
+                with contextlib.suppress(RuntimeError, ValueError, OSError):
+                    faulthandler.dump_traceback(2, all_threads=True)
+            _abort_groups()
+        elif now > self._ends_at:
+            _exit_now(EXIT_STATUS)
+
+    def _cannot_go_on(self) -> bool:
+        """Return whether what this rank waits for will not come."""
+        kinds = {kind for _, kind in self._facts}
+        # A process may end without a word and in good order, and torch's record does not say for whom this one waits.
+        misses_all = self._waits.longest_s() > self._limit_s or self._waits.longest_for_all_s() > WAIT_S
+        return not kinds.isdisjoint((FAILED, VERDICT, LOST)) or (misses_all and GONE in kinds)
+
+    def _decide(self) -> bool:
+        """Find the cause, tell the others, and write the message, once; without a cause return False."""
+        view = self.view()
+        if self._cause or not (cause := cause_of(view)):
+            return bool(self._cause)
+        self._cause = cause
+        self._link.announce("news", json.dumps([self.rank, VERDICT, cause[:MAX_TEXT]]))
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            os.write(2, report(view, cause).encode(errors="replace"))
+        return True
+
+    def view(self) -> View:
+        """Return all that this rank knows."""
+        peers = self._link.peers()
+        return View(
+            rank=self.rank,
+            cluster=self.cluster,
+            timeout_s=self.timeout_s,
+            step=_num_steps(),
+            hears={pair: hears for pair, (_, hears) in self._hears.items()},
+            ages={rank: peer.age_s() for rank, peer in peers.items()},
+            steps={rank: peer.progress for rank, peer in peers.items()},
+            facts=tuple(self._facts.values()),
+            last_transfer=next((owner.last_transfer() for owner in reversed(_owners)), ""),
+        )
+
+    # -- the end of this process --------------------------------------------------------------------------------------
+
+    def _announce_failure(self, error: BaseException) -> None:
+        """Tell the others of the exception that ends this script, unless it follows from another rank's end."""
+        if not follows_from_others(error):
+            said = str(error).strip().splitlines()
+            text = f"{type(error).__name__}: {said[0] if said else ''}"
+            self._link.announce("news", json.dumps([self.rank, FAILED, text[:MAX_TEXT]]))
+        self._link.say_last(LEFT, "it has failed")
+
+    def _at_exit(self) -> None:
+        if self._pid != os.getpid():
+            return
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self._announce_failure(error)
+            if follows_from_others(error):
+                with self._knows_more:
+                    self._knows_more.wait_for(lambda: bool({kind for _, kind in self._facts} - {LEFT}), WORD_S)
+                self._decide()
+        self._waits.look()
+        # The interpreter would wait for collectives under way without a limit.  One that has failed is no longer under
+        # way, but torch's record does not tell.
+        if self._cause and self._waits.longest_s() > 0 and not _is_of_torch(error):
+            _exit_now(EXIT_STATUS if error is None else 1)
+
+
+def follows_from_others(error: BaseException | None) -> bool:
+    """Return True if a rank raises `error` because another rank is gone or late."""
+    while error is not None:
+        if isinstance(error, CommunicationError | AgreementError) or _is_of_torch(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_of_torch(error: BaseException | None) -> bool:
+    """Return True if a collective of torch has raised an error."""
+    if isinstance(error, CommunicationError | AgreementError):
+        return False
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError | OSError) and any(word in str(error).lower() for word in _COMMUNICATION)
+    )
+
+
+def _exit_now(status: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):
+            stream.flush()
+    os._exit(status)
+
+
+def _abort_groups() -> None:
+    """Abort all process groups and return at once.  The main thread then leaves a collective over NCCL, not gloo's."""
+
+    def abort() -> None:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            with contextlib.suppress(RuntimeError, AttributeError, TypeError):
+                group.abort()
+
+    threading.Thread(target=abort, name="hybridep-abort", daemon=True).start()
+
+
+def _num_steps() -> int:
+    return max((owner.num_steps() for owner in _owners), default=0)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The link between the ranks of a job: its settings, and how engines share it."""
+
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process_pool import ProcessPool
+from torch import distributed as dist
+
+from ds_hybridep.config import parse_config
+from ds_hybridep.errors import ConfigError, HybridEPError
+from ds_hybridep.link import TLS
+from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.transport.agreement import agree
+from ds_hybridep.transport.channels import Purpose, Transport
+from ds_hybridep.transport.job_link import LinkSettings
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+LIMIT_S = 20.0
+TWO_DCS = Cluster((Level("dc", 2),))
+
+
+def make_certificates(folder: Path) -> TLS:
+    """An authority, and one certificate that it has signed."""
+    for name, signer in (("authority", None), ("rank", "authority")):
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+        command += ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2", "-subj", f"/CN={name}"]
+        command += [] if signer is None else ["-CA", f"{signer}.pem", "-CAkey", f"{signer}.key"]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return TLS(*(folder / name for name in ("rank.pem", "rank.key", "authority.pem")))
+
+
+def exchange(settings: list[LinkSettings]) -> dict[str, Any]:
+    """Both ranks send each other a tensor, each with its own settings; what came, or the error."""
+    rank = dist.get_rank()
+    transport = Transport(TWO_DCS, LIMIT_S, agree({}, LIMIT_S), link=settings[rank])
+    try:
+        channel, received = transport.channel("rows", (0, 1)), torch.empty(3)
+        channel.start(
+            [(1 - rank, torch.full((3,), float(rank)))], [(1 - rank, received)], Purpose("tokens", "x")
+        ).wait()
+        dist.barrier()
+        return {"received": received.tolist(), "port": transport.link._link.address[1]}
+    except HybridEPError as error:
+        return {"error": str(error)}
+    finally:
+        transport.close()
+
+
+def free_range() -> tuple[int, int]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        low = min(probe.getsockname()[1], 65_000)
+    return low, low + 30
+
+
+def test_ports_a_secret_and_certificates_of_the_users_own(pool2: ProcessPool, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef0123\n")
+    low, high = free_range()
+    settings = LinkSettings(LIMIT_S, (low, high), secret, make_certificates(tmp_path))
+    for rank, found in enumerate(pool2.run(exchange, settings=[settings] * 2)):
+        assert found["received"] == [1.0 - rank] * 3
+        assert low <= found["port"] <= high
+
+
+def test_a_rank_with_another_secret_is_told_so(tmp_path: Path) -> None:
+    files = [tmp_path / str(rank) for rank in range(2)]
+    for rank, file in enumerate(files):
+        file.write_text(f"{rank}123456789abcdef")
+    with ProcessPool(2) as pool:
+        found = pool.run(exchange, settings=[LinkSettings(LIMIT_S, secret_file=file) for file in files])
+    assert "the two have different secrets" in found[1]["error"]  # the one that dials
+    assert "connecting with rank 1" in found[0]["error"]
+
+
+def share(num_engines: int) -> tuple[bool, bool]:
+    """Whether transports of one time share the link, and whether the last one's end closes it."""
+    made = [Transport(TWO_DCS, LIMIT_S, agree({}, LIMIT_S)) for _ in range(num_engines)]
+    links = {id(one.link) for one in made}
+    link = made[0].link._link
+    for one in made:
+        assert not link.is_closed
+        one.close()
+    link._thread.join(LIMIT_S) if link._thread.is_alive() else None
+    return len(links) == 1, link.is_closed
+
+
+def test_engines_share_one_link(pool2: ProcessPool) -> None:
+    assert pool2.run(share, num_engines=3) == [(True, True)] * 2
+
+
+def link_of(**settings: Any) -> LinkSettings:
+    block = {"levels": [{"name": "dc", "size": 2}], "link": settings}
+    return LinkSettings.of(parse_config(block, world_size=2))
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    short.write_text("abc")
+    with pytest.raises(ConfigError, match=r"hybridep\.link\.secret_file: .*short holds 3 bytes; give at least 16"):
+        link_of(secret_file=str(short)).check()
+    with pytest.raises(ConfigError, match=r"hybridep\.link\.secret_file: .*No such file"):
+        link_of(secret_file=str(tmp_path / "none")).check()
+    with pytest.raises(ConfigError, match=r"hybridep\.link\.tls: .*No such file"):
+        link_of(tls=dict.fromkeys(("certificate", "key", "authority"), str(tmp_path / "none"))).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"ports": [29700, 29600]}, "hybridep.link.ports is [29700, 29600], but must be the first and the last port"),
+        ({"ports": 29600}, "hybridep.link.ports is 29600, but must be the first and the last port of a range"),
+        ({"secret_file": ""}, 'hybridep.link.secret_file is "", but must be a string that is not empty'),
+        ({"tls": {"key": "a", "authority": "b"}}, "hybridep.link.tls.certificate is missing"),
+        ({"port": 1}, 'hybridep.link.port is not a known key; did you mean "ports"?'),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        link_of(**settings)
+    assert said in str(caught.value)

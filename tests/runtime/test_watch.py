@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks conclude when one is silent, gone or has failed, and how they end."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from process_pool import COLLECTIVE_LIMIT_S, ProcessPool
+from watch_script import HEALTHY
+
+from ds_hybridep.link import Fact
+from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.transport import job_link
+from ds_hybridep.transport.diagnosis import NEARBY, View, cause_of, peers_of, report
+from ds_hybridep.transport.job import longest_wait_s
+from ds_hybridep.transport.waits import Waits
+from ds_hybridep.transport.watch import EXIT_STATUS, Watch
+
+TWO_DCS = Cluster((Level("dc", 2), Level("gpu", 2)))
+THREE_DCS = Cluster((Level("dc", 3), Level("gpu", 2)))
+
+
+def view_of(cluster=TWO_DCS, **changes):
+    """Rank 0's view: all others alive."""
+    peers = peers_of(cluster, 0)
+    view = View(
+        rank=0, cluster=cluster, timeout_s=10.0, step=4, ages=dict.fromkeys(peers, 0.5), steps=dict.fromkeys(peers, 4)
+    )
+    return replace(view, **changes)
+
+
+def silent(view, ranks):
+    """The view when the other ranks have heard nothing of these for 11 s."""
+    hears = {
+        (rank, peer): False
+        for rank in range(view.cluster.num_ranks)
+        for peer in peers_of(view.cluster, rank)
+        if peer in ranks and rank not in ranks
+    }
+    return replace(view, hears=hears, ages={rank: 11.0 if rank in ranks else age for rank, age in view.ages.items()})
+
+
+# -- where ranks find each other --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "master", "host"),
+    [
+        ({"WORLD_SIZE": "16"}, "node1", "192.0.2.1"),  # srun sets no size of a node
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "node1", "192.0.2.1"),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "16"}, "node1", "127.0.0.1"),
+        ({"WORLD_SIZE": "16"}, "127.0.1.1", "127.0.0.1"),
+    ],
+)
+def test_a_master_whose_own_name_is_a_loopback_address_is_found_by_other_hosts(monkeypatch, sizes, master, host):
+    def look_up(name, port, **kind):
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", port))]
+
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**sizes, "MASTER_ADDR": master}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(job_link.socket, "getaddrinfo", look_up)
+    interfaces = {"lo": ["127.0.0.1"], "eth0": ["192.0.2.1"]}
+    found = {device: [SimpleNamespace(address=one) for one in ones] for device, ones in interfaces.items()}
+    monkeypatch.setattr(job_link.psutil, "net_if_addrs", lambda: found)
+    assert job_link.own_host() == host
+
+
+# -- what is concluded ------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_silent_is_named():
+    assert cause_of(silent(view_of(), {1})).startswith("rank 1 silent for 11 s: stopped, down or cut off")
+    told = replace(silent(view_of(), {1}), facts=(Fact(1, "lost", "nothing was heard of it; last, its host answers"),))
+    assert cause_of(told).startswith("rank 1 silent for 11 s: its host answers")
+
+
+def test_a_datacentre_that_is_silent_is_named_with_the_link_to_it():
+    found = cause_of(silent(view_of(), {2, 3}))
+    assert found.startswith(
+        "dc 1 (ranks [2, 3]) silent for 11 s: the link of level 'dc' between dc 0 and dc 1 is cut, or dc 1 is down"
+    )
+
+
+def test_a_datacentre_that_hears_no_other_knows_that_it_is_cut_off():
+    assert cause_of(silent(view_of(THREE_DCS), {2, 3, 4, 5})).startswith("dc 0 (this rank's) is cut off at level 'dc'")
+
+
+def test_what_silent_ranks_have_said_of_each_other_counts_no_more():
+    view = silent(view_of(), {2, 3})
+    assert view.silent() == {2, 3}
+    assert replace(view, hears={(0, 2): False}).silent() == set()  # rank 1 still hears rank 3
+
+
+def test_a_link_that_others_get_around_is_named():
+    cut = {(rank, peer): False for rank in (0, 1) for peer in (4, 5)}
+    found = cause_of(view_of(THREE_DCS, hears=cut))
+    assert found.startswith("the link of level 'dc' between dc 0 and dc 2 passes nothing, though both are alive")
+
+
+def test_while_all_are_heard_nobody_is_to_blame():
+    assert cause_of(view_of()) == ""
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        (((2, "failed", "ValueError: x"), (1, "gone", "")), "rank 2 failed: ValueError: x"),
+        (((1, "verdict", "rank 3 silent"), (2, "gone", "")), "rank 2 ended without a word"),
+        (((1, "verdict", "rank 3 silent"),), "rank 3 silent"),
+        (((2, "left", ""), (3, "gone", "")), "rank 3 ended without a word"),
+    ],
+)
+def test_what_a_rank_said_itself_comes_first(facts, cause):
+    view = silent(view_of(facts=tuple(Fact(*fact) for fact in facts)), {1})
+    assert cause_of(view).startswith(cause)
+
+
+def test_the_message_begins_with_the_cause_and_says_how_all_are():
+    view = silent(view_of(last_transfer="rows", facts=(Fact(2, "left", ""),)), {1})
+    first, *rest = report(view, "rank 1 silent").splitlines()
+    assert first == "hybridep: rank 1 silent"
+    text = "\n".join(rest)
+    assert "rank 1: silent, was in step 4" in text
+    assert "rank 2: has left" in text
+    assert "last transfer of this rank: rows" in text
+
+
+# -- who watches whom -------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+def test_ranks_watch_each_other_are_few_and_reach_everybody(sizes):
+    cluster = Cluster(tuple(Level(f"level{i}", size) for i, size in enumerate(sizes)))
+    peers = [peers_of(cluster, rank) for rank in range(cluster.num_ranks)]
+    assert all(rank in peers[peer] for rank in range(cluster.num_ranks) for peer in peers[rank])
+    assert all(len(one) <= len(sizes) * NEARBY for one in peers)
+    assert View(rank=0, cluster=cluster, timeout_s=1.0, step=0).silent() == set()
+
+
+# -- when a rank ends ---------------------------------------------------------------------------------------------
+
+
+def can_go_on(*, waits_s: float, for_all_s: float = 0.0, told: str = ""):
+    """Whether rank 0 goes on, with timeout_s 600, if it waits and this is told of rank 3."""
+    watch = Watch.__new__(Watch)
+    watch.rank, watch._limit_s = 0, 600.0
+    watch._waits = SimpleNamespace(longest_s=lambda: waits_s, longest_for_all_s=lambda: for_all_s)
+    watch._facts = {(3, told): Fact(3, told, "")} if told else {}
+    return not watch._cannot_go_on()
+
+
+def test_a_rank_that_waits_goes_on_for_any_time_while_all_live():
+    assert can_go_on(waits_s=1e6)
+
+
+@pytest.mark.parametrize("kind", ["failed", "verdict", "lost"])
+def test_a_rank_that_waits_ends_at_once_if_another_one_has_failed_or_was_silent_for_timeout_s(kind):
+    assert not can_go_on(waits_s=1.5, told=kind)
+
+
+def test_a_rank_that_has_left_without_a_word_ends_only_waits_that_need_it():
+    assert can_go_on(waits_s=500.0, told="gone")
+    assert not can_go_on(waits_s=601.0, told="gone")
+    assert not can_go_on(waits_s=1.5, for_all_s=1.5, told="gone")
+
+
+def test_a_rank_that_ends_in_good_order_ends_nobody():
+    assert can_go_on(waits_s=1e6, for_all_s=1e6, told="left")
+
+
+# -- how long a rank waits ----------------------------------------------------------------------------------------
+
+
+def watch_a_barrier() -> tuple[bool, bool, float]:
+    """Whether rank 0's wait for rank 1 is seen, whether it is over afterwards, and how long it may last."""
+    waits, is_seen = Waits(), []
+
+    def look() -> None:
+        deadline = time.monotonic() + 30
+        while not waits.longest_s() > 0.5 and time.monotonic() < deadline:
+            waits.look()
+            time.sleep(0.1)
+        is_seen.append(waits.longest_s() > 0.5)
+        store.set("seen", "")
+
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        thread = threading.Thread(target=look)
+        thread.start()
+    else:
+        store.wait(["seen"])
+    dist.barrier()
+    if dist.get_rank() == 1:
+        return True, True, longest_wait_s(1.0)
+    thread.join()
+    deadline = time.monotonic() + 10
+    while waits.longest_s() > 0 and time.monotonic() < deadline:  # torch notes the end a moment later
+        waits.look()
+    return is_seen[0], waits.longest_s() == 0, longest_wait_s(1e6)
+
+
+@pytest.mark.dist
+def test_a_wait_in_a_collective_of_torch_is_seen_while_it_lasts(pool2: ProcessPool):
+    assert pool2.run(watch_a_barrier) == [(True, True, 1e6), (True, True, COLLECTIVE_LIMIT_S)]
+
+
+# -- real ranks -------------------------------------------------------------------------------------------------
+
+
+def run_ranks(fault: str, folder: Path) -> list[int | None]:
+    """The exit statuses of four ranks; None for one that did not end."""
+    script = Path(__file__).with_name("watch_script.py")
+    run = subprocess.run([sys.executable, str(script), fault, str(folder)], capture_output=True, text=True, timeout=50)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("what", HEALTHY)
+def test_a_healthy_job_is_left_alone(tmp_path: Path, what):
+    found = run_ranks(what, tmp_path)
+    logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(4)]
+    assert found == [0] * 4, logs
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("kill", "rank 3 ended without a word"),
+        ("exception", "rank 3 failed: ValueError: a bad sample"),
+        pytest.param("stop", "rank 3 silent for", marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_end_and_name_the_one_that_broke(tmp_path: Path, fault, cause):
+    statuses = run_ranks(fault, tmp_path)
+    for rank in range(3):
+        said = (tmp_path / f"rank{rank}.log").read_text()
+        assert f"hybridep: {cause}" in said
+        assert statuses[rank] == (1 if "Traceback" in said else EXIT_STATUS)  # Python's own, if the wait has failed
