@@ -496,13 +496,15 @@ def test_stats(pool4: ProcessPool) -> None:
     for rank, found in enumerate(pool4.run(stats_after_two_steps, case=case)):
         fresh, trained = found["fresh"], found["trained"]
         keys = {"rank", "steps", "levels", "exposed_s", "layers", "synchronised", "job", "planning"}
-        keys |= {"replica_bytes", "host_bytes"}
+        keys |= {"replica_bytes", "host_bytes", "link"}
         assert set(trained) == keys
         assert trained["synchronised"] == {}  # DeepSpeed does it
         # A slot of another rank in two layers: fp32 weights.  The own one has memory only while it is sent.
         assert (fresh["replica_bytes"], trained["replica_bytes"]) == (shipment, shipment)
         assert trained["host_bytes"] == 0
         assert trained["planning"] is None  # nothing is "auto"
+        assert {peer["state"] for peer in trained["link"]} == {"alive"}
+        assert all(peer["sent_bytes"] > 0 and peer["reconnects"] == 0 for peer in trained["link"])
         assert (trained["rank"], fresh["steps"], trained["steps"]) == (rank, 0, 2)
         assert [level["name"] for level in trained["levels"]] == ["dc", "gpu"]
         slow, fast = trained["levels"]
