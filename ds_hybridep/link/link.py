@@ -81,6 +81,7 @@ class Link:
         """Connect to peers, given as rank -> `Link.address` of that rank; may be called again for others.
 
         Raises CommunicationError if one is gone or not connected after `timeout_s`, ConfigError for `options`.
+        One that has left already is no error here, but for whoever receives from it.
         """
         self._check_open()
         options = options or Options()
@@ -107,7 +108,7 @@ class Link:
                 lambda: all(peer.state is State.ALIVE or peer.mail.cause for peer in new.values()), self._timeout_s
             )
         for peer in new.values():
-            if peer.state is not State.ALIVE:
+            if peer.state is not State.ALIVE and not peer.has_left:
                 cause = peer.mail.cause or f"no connection after {self._timeout_s:g} s; last, {peer.last_trouble}"
                 raise CommunicationError(f"rank {self.rank}: connecting with {peer.who} failed: {cause}")
 

@@ -89,6 +89,7 @@ class Peer:
         ]
         self.state, self.instance, self.last_trouble = State.SILENT, b"", "no connection was made"
         self.progress = 0  # `Outgoing.progress` of the peer
+        self.has_left = False  # in good order
         self._outgoing = outgoing
         self._num_announced = self._num_facts = 0  # over this connection of lane 0; from the peer
         self._dial_at: dict[int, float] = defaultdict(float)  # by lane; never while an attempt is under way
@@ -219,7 +220,7 @@ class Peer:
     def end(self, cause: str, kind: str = State.GONE.value) -> None:
         """The peer is gone: close its connections and let all waits for it fail."""
         if self.state is not State.GONE:
-            self.state = State.GONE
+            self.state, self.has_left = State.GONE, kind == LEFT
             for lane in self.lanes:
                 lane.drop(cause)
                 lane.kept.clear()
