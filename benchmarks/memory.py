@@ -167,9 +167,9 @@ def run(out: Path) -> None:
     import torch
     from deepspeed import comm as dist
 
-    from ds_hybridep.plan import replica_pool
+    from ds_hybridep.plan import depth
 
-    replica_pool.RETURNING_BYTES = 0
+    depth.RETURNING_BYTES = 0
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     for layers in LAYERS:

@@ -182,7 +182,6 @@ class HybridEPConfig(Settings):
 
     levels: Annotated[tuple[LevelConfig, ...], Field(min_length=1), BeforeValidator(_tuple), _LEVELS] = ()
     enabled: Switch = True
-    replicas: Literal["persistent", "transient"] = "persistent"
     state: Literal["device", "host"] = "device"
     token_exchange: Literal["auto", "direct", "hierarchical", "deepspeed"] = "auto"
     dense_sync: Literal["deepspeed", "hierarchical"] | None = None
@@ -209,7 +208,7 @@ class HybridEPConfig(Settings):
     def with_dtype(self, itemsize: int) -> "HybridEPConfig":
         """The settings with codecs in place of "recommended", for parameters of `itemsize` bytes an element.
 
-        Codecs given for dense parameters stay.  With transient replicas, expert weights stay exact.
+        Codecs given for dense parameters stay.
         Raises ConfigError if a level's backend cannot carry the codecs.
         """
         recommended = recommended_codecs(itemsize)
@@ -225,7 +224,7 @@ class HybridEPConfig(Settings):
                 level = level.model_copy(
                     update={
                         "codecs": None,
-                        "weight_codec": IDENTITY if self.replicas == "transient" else recommended.weight,
+                        "weight_codec": recommended.weight,
                         "gradient_codec": recommended.gradient,
                         "dense_weight_codec": level.dense_weight_codec or recommended.dense_weight,
                         "dense_gradient_codec": level.dense_gradient_codec or recommended.dense_gradient,
@@ -305,13 +304,6 @@ class HybridEPConfig(Settings):
                         f"DeepSpeed's own all-to-alls know no {kind}; set the {key} to {shown(known)}, or "
                         f'token_exchange to "auto"'
                     )
-            # Transient replicas are gathered whole: there is no kept copy to which a change could be added.
-            if self.replicas == "transient" and level.weight_codec != IDENTITY:
-                raise ValueError(
-                    f"levels[{index}].weight_codec is {shown(level.weight_codec.type)}, but hybridep.replicas is "
-                    f'"transient": a codec sends changes, and replicas that are not kept have nothing to add '
-                    f'them to; set weight_codec to "identity" (gradient_codec is free), or replicas to "persistent"'
-                )
         return self
 
 

@@ -18,19 +18,6 @@ EXPERT_CODECS = ("identity", "int8", "int4", "int2", "low_rank")
 WEIGHT_CODECS = (*EXPERT_CODECS, "patch")
 KNOWN_CODECS = (*WEIGHT_CODECS, "auto", "fp8")
 
-REMOVED_KEYS = {
-    "max_staleness": "replicas are always as new as their owners; to send less, set a weight_codec",
-    "replan_threshold": "another plan must always save 3% of a step",
-    "replan_interval": 'to keep the first choice, write "advanced": {"replan": false}',
-    "probe_cache": "links are measured at each start, or given as bandwidth_gbps and latency_ms of a level",
-}
-REMOVED_CODECS = {
-    "top_k": '"low_rank" or "int2"',
-    "sign": '"int2"',
-    "sum": '{"type": "low_rank", "rest": "int2"}',
-}
-REMOVED_CHOICES = {"dense_sync": ("auto", "leave it out: by level sends no more bytes, and is done where it can be")}
-
 
 class Says(NamedTuple):
     """What a message says about a field: the values it allows, and what to do.  Stands beside its annotation."""
@@ -72,9 +59,6 @@ def explain(error: ValidationError, given: object, where: str, models: Mapping[i
         return _about_unknown_codec(
             where, value, _choices(found, fields.get("type")), is_option="low_rank" in location
         )
-    removed, instead = REMOVED_CHOICES.get(name, (None, ""))
-    if removed is not None and value == removed:
-        return f"{where} is {shown(value)}, which was removed; {instead}"
     says = _words(found, value, model, name, fields.get(name))
     return f"{where} is {shown(value)}, but must be {says.allowed}; {says.advice}"
 
@@ -116,8 +100,6 @@ def _about_unknown_key(
     where: str, key: object, value: object, parent: object, model: type[BaseModel], top: type[BaseModel]
 ) -> str:
     advanced = getattr(top.model_fields["advanced"].annotation, "model_fields", {}) if model is top else {}
-    if model is top and key in REMOVED_KEYS:
-        return f"{where} was removed; leave it out: {REMOVED_KEYS[str(key)]}"
     if key in advanced:
         return f'{where} moved to hybridep.advanced.{key}; write "advanced": {shown({key: value})}'
     names = [name for name in model.model_fields if name != "type"]
@@ -131,8 +113,6 @@ def _about_unknown_key(
 def _about_unknown_codec(where: str, value: object, choices: Sequence[str], *, is_option: bool) -> str:
     if isinstance(value, Mapping) and not where.endswith(".type"):
         where, value = f"{where}.type", value["type"]
-    if isinstance(value, str) and value in REMOVED_CODECS:
-        return f"{where} is {shown(value)}, which was removed; write {REMOVED_CODECS[value]}"
     if value == "patch" and not is_option:
         return (
             f'{where} is "patch", which is for weights only: it sends what has changed since the step before, and '

@@ -27,7 +27,6 @@ CASES = {
     "exact": parity.Case(levels=(("dc", 2, 2),), toy=TOY),
     "accumulated": parity.Case(levels=(("dc", 2, 2),), toy=TOY, accumulation=2, zero_stage=1),
     "tokens only": parity.Case(levels=(("dc", 2, 1),), toy=TOY),
-    "transient": parity.Case(levels=(("dc", 2, 2),), toy=TOY, replicas="transient"),
     "bf16": parity.Case(
         levels=(("dc", 2, 2),), toy=dataclasses.replace(TOY, routing="by_token"), dtype="bf16", zero_stage=1
     ),

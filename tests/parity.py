@@ -80,7 +80,6 @@ class Case:
     token_exchange: str | None = None
     kernels: str | None = None
     dense_sync: str | None = None
-    replicas: str | None = None
     token_codec: str | None = None  # over the first level
 
     @property
@@ -111,7 +110,6 @@ class Case:
             token_exchange=None,
             kernels=None,
             dense_sync=None,
-            replicas=None,
             token_codec=None,
         )
 
@@ -163,7 +161,7 @@ class Case:
         ]
         if self.token_codec is not None:
             levels[0]["token_codec"] = self.token_codec
-        asked = {"token_exchange": self.token_exchange, "dense_sync": self.dense_sync, "replicas": self.replicas}
+        asked = {"token_exchange": self.token_exchange, "dense_sync": self.dense_sync}
         advanced = {"prefetch_depth": self.prefetch_depth, "kernels": self.kernels}
         return {
             "enabled": True,

@@ -58,17 +58,6 @@ def test_zero_stages_and_checkpointing(pool4: ProcessPool) -> None:
 
 
 @pytest.mark.slow
-def test_transient_replicas(pool4: ProcessPool) -> None:
-    transient = {"replicas": "transient", "prefetch_depth": 0, "accumulation": 2}
-    toy = replace(SHAPE, checkpointing="reentrant")
-    cases = [
-        case4("qwen3_moe", 2, 2, zero_stage=2, **transient),
-        case4("mixtral", 2, 1, zero_stage=1, toy=toy, **transient),
-    ]
-    assert_parity(pool4, cases)
-
-
-@pytest.mark.slow
 @pytest.mark.core
 def test_shared_experts_and_limited_groups(pool4: ProcessPool) -> None:
     assert_parity(pool4, [case4("deepseek_v3", 2, 1, zero_stage=1), case4("qwen3_5_moe", 2, 1, zero_stage=2)])

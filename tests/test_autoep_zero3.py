@@ -138,11 +138,10 @@ def test_experts_hold_nothing_between_steps_and_codecs_read_masters(pool4: Proce
             {},
             ('"auto"', "ZeRO stage 3"),
         ),
-        ({"replicas": "transient"}, {}, ('"transient"', "ZeRO stage 3")),
         ({}, {"leaf_module": {"classes": ["AutoEPMoELayer"]}}, ("zero_optimization.leaf_module", "mlp")),
         ({}, {"stage3_module_granularity_threshold": 10}, ("stage3_module_granularity_threshold",)),
     ],
-    ids=["dense_sync", "auto", "transient", "leaf", "granularity"],
+    ids=["dense_sync", "auto", "leaf", "granularity"],
 )
 def test_what_is_refused(pool4: ProcessPool, block: dict[str, Any], zero: dict[str, Any], texts: Any) -> None:
     case = case4("mixtral", 2, 1, zero_stage=3, toy=replace(SHAPE, num_layers=1))

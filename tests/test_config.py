@@ -186,7 +186,7 @@ def test_unknown_keys_are_refused_with_the_nearest_spelling():
 
 def test_unknown_keys_unlike_any_other_are_refused_with_the_known_ones():
     message = refusal(with_setting("zzz", 2))
-    assert_says(message, "hybridep.zzz is not a known key; remove it", "known keys: levels, enabled, replicas")
+    assert_says(message, "hybridep.zzz is not a known key; remove it", "known keys: levels, enabled, state")
 
 
 def test_keys_that_are_no_strings_are_refused():
@@ -296,32 +296,6 @@ def test_a_key_that_moved_is_refused_with_its_new_place(key):
 
 
 @pytest.mark.parametrize(
-    ("key", "instead"),
-    [
-        ("max_staleness", "weight_codec"),
-        ("replan_threshold", "3%"),
-        ("replan_interval", "replan"),
-        ("probe_cache", "links"),
-    ],
-)
-def test_a_key_that_was_removed_is_refused_with_what_to_write_instead(key, instead):
-    assert_says(refusal(with_setting(key, 1)), f"hybridep.{key} was removed; leave it out", instead)
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [("top_k", "low_rank"), ("sign", "int2"), ("sum", '"rest": "int2"')],
-)
-def test_a_codec_that_was_removed_is_refused_with_what_to_write_instead(name, instead):
-    message = refusal(with_level_setting("weight_codec", name))
-    assert_says(message, f'hybridep.levels[1].weight_codec is "{name}", which was removed; write', instead)
-    message = refusal(with_level_setting("gradient_codec", {"type": name, "parts": ["int8"]}))
-    assert_says(message, f'hybridep.levels[1].gradient_codec.type is "{name}", which was removed; write', instead)
-    replacement = message.split("; write ")[1]
-    parse(with_level_setting("gradient_codec", json.loads(replacement.split(" or ")[0])))
-
-
-@pytest.mark.parametrize(
     ("block", "path", "nearest"),
     [
         (with_advanced("kernels", "Compiled"), 'advanced.kernels is "Compiled"', "compiled"),
@@ -336,14 +310,6 @@ def test_unknown_choices_are_refused_with_the_nearest_spelling(block, path, near
 def test_domains_are_refused_where_tokens_are_left_to_deepspeed():
     message = refusal(with_setting("token_exchange", "deepspeed"))
     assert_says(message, 'hybridep.token_exchange is "deepspeed"', "hybridep.levels[0].domain_size is 2", '"auto"')
-
-
-@pytest.mark.parametrize("codec", ["int8", "auto", {"type": "low_rank", "rank": 4}])
-def test_weights_of_transient_replicas_are_exact(codec):
-    name = codec if isinstance(codec, str) else codec["type"]
-    message = refusal({**with_level_setting("weight_codec", codec), "replicas": "transient"})
-    assert_says(message, f'hybridep.levels[1].weight_codec is "{name}"', '"transient"', '"identity"', '"persistent"')
-    assert parse({**with_level_setting("gradient_codec", codec), "replicas": "transient"}).replicas == "transient"
 
 
 @pytest.mark.parametrize("value", [None, True, 3, "zzz", ["auto"]])
@@ -469,12 +435,6 @@ def test_patches_do_not_travel_over_nccl(key):
         parse({"levels": [{**DC, key: "patch", "backend": backend}, GPU]})
 
 
-def test_weights_of_transient_replicas_are_not_patched():
-    message = refusal({**with_level_setting("weight_codec", "patch"), "replicas": "transient"})
-    assert_says(message, 'hybridep.levels[1].weight_codec is "patch"', '"transient"')
-    parse({**with_level_setting("dense_weight_codec", "patch"), "replicas": "transient"})
-
-
 def test_codecs_of_dense_parameters_are_those_of_experts_unless_given():
     level = parse(with_level_setting("weight_codec", "int8")).levels[1]
     assert [codec.type for codec in level.all_codecs] == ["int8", "identity", "int8", "identity"]
@@ -507,11 +467,6 @@ def test_the_recommended_set_is_made_of_codecs_once_the_type_is_known(itemsize):
     assert known.canonical() == parse({"levels": [{**DC, **written}, GPU]}).canonical()
     assert known.with_dtype(itemsize) == known
     assert parse(BLOCK).with_dtype(itemsize) == parse(BLOCK)
-
-
-def test_the_recommended_set_leaves_weights_of_transient_replicas_exact():
-    config = parse({"levels": [{**DC, "codecs": "recommended"}, GPU], "replicas": "transient"}).with_dtype(2)
-    assert [codec.type for codec in config.levels[0].all_codecs] == ["identity", "low_rank", "patch", "low_rank"]
 
 
 def test_the_recommended_set_of_16_bits_does_not_travel_over_nccl():
@@ -547,10 +502,7 @@ def test_codecs_of_what_deepspeed_sends_are_refused(key):
     parse({"levels": [{**DC, key: "identity"}, GPU], "dense_sync": "deepspeed"})
 
 
-def test_planning_how_dense_parameters_travel_was_removed():
-    message = refusal(with_setting("dense_sync", "auto"))
-    assert_says(message, 'hybridep.dense_sync is "auto", which was removed; leave it out', "by level")
-    assert parse(BLOCK).dense_sync is None
+def test_a_misspelt_choice_is_refused_with_the_nearest():
     message = refusal(with_setting("dense_sync", "hierarchial"))
     assert_says(message, 'one of "deepspeed", "hierarchical"', 'did you mean "hierarchical"?')
 
@@ -668,7 +620,7 @@ VALID_BLOCKS = [
         ]
     },
     {"levels": [{**DC, "domain_size": "auto", "weight_codec": "auto"}, GPU], "auto_codecs": ["int8", "low_rank"]},
-    {"levels": [{**DC, "token_codec": {"type": "fp8"}}, GPU], "replicas": "transient", "dense_sync": "hierarchical"},
+    {"levels": [{**DC, "token_codec": {"type": "fp8"}}, GPU], "dense_sync": "hierarchical"},
     {"levels": [{**DC, "codecs": "recommended", "dense_gradient_codec": "int8"}, {**GPU, "weight_codec": "patch"}]},
     {
         "levels": [DC, {**GPU, "gradient_codec": {"type": "low_rank", "fallback": {"type": "int4", "block": 64}}}],
@@ -714,7 +666,6 @@ WORDS = [
     "sum",
     "fp8",
     "deepspeed",
-    "transient",
     "",
     "type",
     "levels",

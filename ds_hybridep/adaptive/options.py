@@ -148,7 +148,6 @@ def _layout_of(
         prefetch_depth=config.advanced.prefetch_depth,
         exchange="hierarchical" if config.token_exchange == "hierarchical" else "direct",
         is_padded=config.token_exchange == "deepspeed",
-        is_transient=config.replicas == "transient",
     )
 
 

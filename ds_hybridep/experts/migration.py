@@ -37,7 +37,6 @@ class Weights(Enum):
     STALE = "not what the owners have"
     SHIPPING = "the owners' weights, which are on their way"
     FRESH = "the owners' weights"
-    AWAY = "nothing: transient replicas are gathered when they are needed"
     RELEASED = "nothing: another plan has taken over"
 
 
@@ -223,16 +222,6 @@ class MigrationManager:
 
     def wait_for_weights(self, position: int) -> None:
         self.layers[position].finish_shipment()
-
-    def watch_backward(self, _position: int, outputs: Tensor) -> Tensor:
-        """Return the outputs of a layer's experts, [R, D] -> [R, D]; subclasses note here when a backward begins."""
-        return outputs
-
-    def hold(self, position: int) -> None:
-        """Make the layer's replicas readable; all ranks must call, with nothing under way."""
-
-    def stamp(self) -> None:
-        """Call after copies of owned experts were written outside a shipment."""
 
     def _take_prefetched(self, position: int) -> tuple[ReturnHandle, tuple[Tensor, ...]]:
         """Return the prefetch node of this call's layer.  A recomputation makes its own, right before acquire.

@@ -35,7 +35,6 @@ class Replicas:
         experts: this rank's e experts, one module each; if `is_grouped`, one module with parameters [e, *shape].
         partition: domains of the layer's expert-parallel group.
         changes: shared by all layers.
-        is_transient: weights have no memory until `TransientWeights` gives them some, and must travel unencoded.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Replicas:
         changes: StepChanges,
         *,
         is_grouped: bool = False,
-        is_transient: bool = False,
     ) -> None:
         self.layer, self.is_grouped = layer, is_grouped
         self.partition, self.stages, self.encoding = partition, stages, encoding
@@ -65,12 +63,9 @@ class Replicas:
         # 2. Weights, and views of them.
         streams = streams_of(self.device)
         self.streams = streams if isinstance(streams, DeviceStreams) else None  # None: there is no side stream
-        self.own = OwnSlot(layer, experts, self.layout, encoding.master_of, is_lasting=is_transient)
+        self.own = OwnSlot(layer, experts, self.layout, encoding.master_of)
         self._weights = {slot: [*map(self.layout.new, self.layout.blocks)] for slot in self.replica_slots}
         self._views = {slot: self.layout.by_name(weights) for slot, weights in self._weights.items()}
-        if is_transient:
-            for weights in self.weights:
-                weights.untyped_storage().resize_(0)  # only making the views needed memory
         # 3. Sums of gradients, by slot, for each trainable block.
         self._sums: dict[int, list[Tensor]] = {}
         # 4. What lossy codecs keep.

@@ -110,7 +110,6 @@ class OwnSlot:
     Args:
         experts: as in `SlotLayout`.
         master_of: returns the optimizer's fp32 copy of a parameter; None if this rank does not have it.
-        is_lasting: the slot has memory all the time.
     """
 
     def __init__(
@@ -119,12 +118,9 @@ class OwnSlot:
         experts: Sequence[nn.Module],
         layout: SlotLayout,
         master_of: Callable[[nn.Parameter], Tensor | None],
-        *,
-        is_lasting: bool,
     ) -> None:
         self.layer, self.experts, self._layout, self._master_of = layer, tuple(experts), layout, master_of
-        self._is_lasting = is_lasting
-        self._weights = [layout.new(block) if is_lasting else None for block in layout.blocks]
+        self._weights: list[Tensor | None] = [None for _ in layout.blocks]
         self._trainable_names = tuple(piece.name for piece in layout.trainable)
 
     # -- parameters ----------------------------------------------------------------------------------------------
@@ -209,7 +205,7 @@ class OwnSlot:
 
     def unstage(self) -> None:
         """Free the slot once it was sent.  Under ZeRO-3 it stays."""
-        if not (self._is_lasting or self.is_partitioned):
+        if not self.is_partitioned:
             self._weights = [None for _ in self._weights]
 
     def copy(self) -> list[Tensor]:

@@ -13,10 +13,9 @@ from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
 from ds_hybridep.experts.migration import LayerExperts, MigrationManager
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.slots import lay_out
-from ds_hybridep.experts.transient import TransientMigration
 from ds_hybridep.kernels import Kernels
+from ds_hybridep.plan.depth import return_depth
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.replica_pool import return_depth
 from ds_hybridep.plan.token_route import TokenExchange, build_route, choose_exchange
 from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import StepChanges
@@ -105,14 +104,9 @@ class Builder:
         }
         migration: MigrationManager | None = None
         if experts:
-            is_transient = self._config.replicas == "transient"
-            manager = TransientMigration if is_transient else MigrationManager
-            depth = self._config.advanced.prefetch_depth
-            if not is_transient:
-                depth = return_depth(
-                    len(experts), max(one.replicas.layout.sum_bytes for one in experts.values()), depth
-                )
-            migration = manager(self._transport, list(experts.values()), depth, self._is_boundary)
+            most_bytes = max(one.replicas.layout.sum_bytes for one in experts.values())
+            depth = return_depth(len(experts), most_bytes, self._config.advanced.prefetch_depth)
+            migration = MigrationManager(self._transport, list(experts.values()), depth, self._is_boundary)
         positions = {name: position for position, name in enumerate(experts)}
         built = {
             layer.spec.name: self._layer_of(layer, route, migration, positions.get(layer.spec.name, -1))
@@ -138,7 +132,7 @@ class Builder:
         spec = layer.spec
         replicas = Replicas(
             spec.name, spec.experts, layer.partition, stages, self._transport.rank, self._encoding, self._changes,
-            is_grouped=spec.is_grouped, is_transient=self._config.replicas == "transient",
+            is_grouped=spec.is_grouped,
         )  # fmt: skip
         if spec.group not in self._pipelines:
             self._pipelines[spec.group] = StagePipeline(self._transport), StagePipeline(self._transport)

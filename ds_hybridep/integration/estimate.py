@@ -19,8 +19,8 @@ from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.integration.autoep import is_autoep_layer
 from ds_hybridep.integration.build import encoding_of
 from ds_hybridep.plan.cluster import divisors
+from ds_hybridep.plan.depth import leaving_depth, return_depth
 from ds_hybridep.plan.partition import Partition
-from ds_hybridep.plan.replica_pool import leaving_depth, return_depth
 from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.stages import gather_stages
@@ -205,12 +205,11 @@ def _memory_of_layer(
 
 
 def _most_at_once(
-    layers: Sequence[_LayerNeeds], depth: int, leaving: int, *, is_transient: bool, is_on_host: bool, accumulates: bool
+    layers: Sequence[_LayerNeeds], depth: int, leaving: int, *, is_on_host: bool, accumulates: bool
 ) -> MemoryNeeds:
     """Return what replicas of these layers need; gradients of `depth` + 1 neighbouring layers return at a time.
 
     leaving: the result of `leaving_depth`.
-    is_transient: only `depth` + 1 neighbouring layers hold weights at a time.
     accumulates: several micro-steps are added up, and the gradient sums of all layers wait for the last one.
     """
 
@@ -221,7 +220,7 @@ def _most_at_once(
     # Once a layer's gradients are sent, new residuals take the place of its larger sums.
     in_flight = 0 if is_on_host else most("residuals", of_all=not accumulates)
     return MemoryNeeds(
-        replicas=most("replicas", of_all=not is_transient),
+        replicas=most("replicas", of_all=True),
         codecs=most("codecs", of_all=True),
         staging=most("staging", of_all=True),
         gradient_sums=most("sums", of_all=accumulates, beside=leaving),
@@ -248,24 +247,21 @@ def _print_needs(
                 [expert] * num_local,
                 Partition.build(cluster, range(ep), sizes),
                 encoding,
-                keeps_own=is_partitioned or config.replicas == "transient",
+                keeps_own=is_partitioned,
             )
             for expert, num_local, ep in layers
         ]
-        depth, is_transient = config.advanced.prefetch_depth, config.replicas == "transient"
-        if not is_transient:
-            depth = return_depth(len(by_layer), max(one.own_sums for one in by_layer), depth)
+        depth = return_depth(len(by_layer), max(one.own_sums for one in by_layer), config.advanced.prefetch_depth)
         needs[sizes] = _most_at_once(
             by_layer,
             depth,
             leaving_depth(sum(size > 1 for size in sizes), depth, config.advanced.prefetch_depth),
-            is_transient=is_transient,
             is_on_host=encoding.is_on_host,
             accumulates=accumulation > 1,
         )
     print(
         f"Memory needed on each rank for replicas of experts, beside what DeepSpeed needs, in MiB:\n"
-        f"{world_size} ranks, {len(layers)} MoE layers, {config.replicas} replicas\n"
+        f"{world_size} ranks, {len(layers)} MoE layers\n"
         f"  {'domain sizes':16} {'replicas':>10} {'codecs':>10} {'gradient sums':>14} {'returns':>10} {'all':>10} "
         f"{'host':>10}"
     )

@@ -198,11 +198,6 @@ def _refuse_partitioned(engine: Any, config: HybridEPConfig, layers: Mapping[str
             'a hybridep setting is "auto", but plans are not made for ZeRO stage 3, whose gathers of parameters they '
             "do not count; write sizes and codecs, or use stage 0, 1 or 2"
         )
-    if config.replicas == "transient":
-        raise UnsupportedError(
-            'hybridep.replicas is "transient", but under ZeRO stage 3 copies of owned experts are computed with too; '
-            'set it to "persistent", or use stage 0, 1 or 2'
-        )
     leaves = [name for name, module in engine.module.named_modules() if getattr(module, "_z3_leaf", False)]
     inside = [leaf for leaf in leaves for name in layers if f"{name}.experts".startswith(f"{leaf}." if leaf else "")]
     if inside or engine._config.zero_config.module_granularity_threshold:

@@ -7,9 +7,9 @@ from typing import Literal
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.depth import return_depth
 from ds_hybridep.plan.layout import CodecCost, Layout, Rates
 from ds_hybridep.plan.packets import Part
-from ds_hybridep.plan.replica_pool import num_gathers, return_depth
 from ds_hybridep.plan.slots import part_of
 from ds_hybridep.plan.token_route import expected_rows
 from ds_hybridep.plan.workload import MASTER_BYTES, Workload
@@ -63,8 +63,6 @@ def packet_bytes(layout: Layout, workload: Workload, way: Way) -> tuple[float, .
 def _owned_bytes(layout: Layout, workload: Workload, codec: CodecCost, way: Way) -> float:
     """Bytes of one message with the experts of a layer that a rank owns."""
     num_owned = experts_per_rank(layout, workload)
-    if layout.is_transient and way == "weights":
-        return num_owned * workload.model.expert_params * workload.param_bytes
     return codec.message_bytes(expert_parts(workload, num_owned), workload.param_bytes)
 
 
@@ -76,16 +74,8 @@ def expert_parts(workload: Workload, num_owned: int) -> tuple[Part, ...]:
     )
 
 
-def weight_packets(layout: Layout, workload: Workload) -> int:
-    """Packets of weights in a step: one for each layer, or one for each gather if replicas are transient."""
-    layers = workload.model.num_moe_layers
-    return num_gathers(layers, layout.prefetch_depth, workload.micro_steps) if layout.is_transient else layers
-
-
 def layers_in_flight(layout: Layout, workload: Workload) -> int:
     """Layers between the start of a gradient's return and the wait for it."""
-    if layout.is_transient:
-        return layout.prefetch_depth
     layer_bytes = MASTER_BYTES * experts_per_rank(layout, workload) * workload.expert_travel_params
     return return_depth(workload.model.num_moe_layers, layer_bytes, layout.prefetch_depth)
 

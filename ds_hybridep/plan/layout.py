@@ -170,7 +170,6 @@ class Layout:
     spans, domain_sizes, codecs: one entry for each level; a span counts positions of the expert-parallel group.
     prefetch_depth: least layers between the start of a gradient's return and the wait for it; see `return_depth`.
     is_padded: use DeepSpeed's own layer instead of ours: it has padded all-to-alls and no domains.
-    is_transient: gather replicas around their use, `prefetch_depth` + 1 layers at a time, frozen parameters included.
     state: where codecs keep residuals, mirrors and fp32 copies.
     """
 
@@ -180,7 +179,6 @@ class Layout:
     prefetch_depth: int = 2
     exchange: TokenExchange = "direct"
     is_padded: bool = False
-    is_transient: bool = False
     state: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
@@ -194,8 +192,6 @@ class Layout:
             raise PlanError(f"prefetch_depth is {self.prefetch_depth}, but must be at least 0")
         if self.is_padded and self.domain_size > 1:
             raise PlanError("DeepSpeed's own layer has no domains; give domain sizes of 1")
-        if self.is_transient and self.is_lossy:
-            raise PlanError("transient replicas are gathered as they are; give exact codecs for weights")
 
     def check_fits(self, cluster: Cluster) -> None:
         """Raises PlanError if the levels of a cluster cannot be cut into groups of these spans."""

@@ -13,8 +13,8 @@ from ds_hybridep.plan.costs import (
     layers_in_flight,
     lossy_weight_values,
 )
+from ds_hybridep.plan.depth import leaving_depth
 from ds_hybridep.plan.layout import Layout
-from ds_hybridep.plan.replica_pool import leaving_depth
 from ds_hybridep.plan.sync_stages import before_step_bytes, dense_parameters, shared_experts, sync_residual_bytes
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
 
@@ -96,7 +96,7 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
 
     Each owned parameter in a domain of M ranks has:
 
-        copies          M - 1 of the parameter's type; one more, for the owner, if replicas are transient
+        copies          M - 1 of the parameter's type
         residuals       one for each lossy message of gradients; until the step is applied, a new one takes the place
                         of sums; with one micro-step, all layers have it
         lossy weights   a 4 B mirror of the owned weights for each codec; 4 B copies if their type is smaller
@@ -106,8 +106,8 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
         sent last       one if weights leave as patches, while the optimizer step is applied; not at the same time as
                         sums and new residuals
 
-    The layers in flight are `layers_in_flight` + 1.  If replicas are transient, only these have copies.  If the host
-    keeps the state, it keeps residuals, mirrors and 4 B copies.  Frozen parameters have copies only.
+    The layers in flight are `layers_in_flight` + 1.  If the host keeps the state, it keeps residuals, mirrors and 4 B
+    copies.  Frozen parameters have copies only.
     """
     size, element = layout.domain_size, workload.param_bytes
     if size == 1:
@@ -116,15 +116,14 @@ def _replicas(layout: Layout, workload: Workload) -> tuple[float, float]:
     depth = layers_in_flight(layout, workload)
     leaving = leaving_depth(len(layout.gather_levels), depth, layout.prefetch_depth)
     window, sent_window = (min(one + 1, layers) / layers for one in (depth, leaving))
-    num_copies = size * window if layout.is_transient else size - 1
-    copies = num_copies * element * workload.model.expert_params
+    copies = (size - 1) * element * workload.model.expert_params
     sent = element * has_patches(layout)
     residuals = gradient_residuals(layout, workload)
     summed, renewed = (1.0, window) if workload.micro_steps > 1 else (sent_window, 1.0)
     sums = MASTER_BYTES * ((size - 1) * summed + window)
     kept = residuals + MASTER_BYTES * lossy_weight_values(layout, workload)
     sends_exactly = any(not layout.codecs[level].weight.is_lossy for level in layout.gather_levels)
-    staging = element * (sends_exactly and not layout.is_transient)
+    staging = element * sends_exactly
     if layout.state == "host":
         return copies + trained * max(sums, staging, sent), trained * (kept + residuals)
     return copies + trained * (kept + max(sums + residuals * renewed, staging, sent)), 0.0

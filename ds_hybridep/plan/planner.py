@@ -39,8 +39,6 @@ class Candidate:
     def label(self) -> str:
         """Domain sizes, the codecs of each level unless all are exact, and the group."""
         text = "[" + ",".join(map(str, self.layout.domain_sizes)) + "]"
-        if self.layout.is_transient:
-            text += " transient"
         if self.layout.state == "host":
             text += " host state"
         names = [codecs_label(codecs) for codecs in self.layout.codecs]
@@ -117,7 +115,7 @@ def make_plan(question: Question) -> Plan:
 def price_all(question: Question) -> Iterator[Candidate]:
     """Price every layout that the question allows; after one that does not fit, price variants that need less memory.
 
-    The variants keep their state on the host, or have transient replicas.
+    The variants keep their state on the host.
     """
     for group in question.expert_groups:
         spans = group.spans(question.cluster)
@@ -131,8 +129,6 @@ def price_all(question: Question) -> Iterator[Candidate]:
                     on_host = _price(question, group, replace(layout, state="host"))
                     if on_host.memory.total_bytes < candidate.memory.total_bytes:
                         yield on_host
-                if candidate.lacking_bytes and layout.domain_size > 1:
-                    yield _price(question, group, _transient(layout))
 
 
 def _price(question: Question, group: ExpertGroup, layout: Layout) -> Candidate:
@@ -148,12 +144,6 @@ def _with_fitting_depth(question: Question, layout: Layout) -> Layout:
     deepest_first = [replace(layout, prefetch_depth=depth) for depth in sorted(question.depths, reverse=True)]
     fitting = (one for one in deepest_first if not question.memory(one)[1])
     return next(fitting, deepest_first[-1])
-
-
-def _transient(layout: Layout) -> Layout:
-    """The layout with transient replicas; weights of experts then travel without a codec."""
-    codecs = tuple(replace(of_level, weight=IDENTITY) for of_level in layout.codecs)
-    return replace(layout, is_transient=True, codecs=codecs)
 
 
 def _with_least_depth(question: Question, candidate: Candidate) -> Candidate:
@@ -212,7 +202,6 @@ def codecs_label(codecs: LevelCodecs) -> str:
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     layout = candidate.layout
     return {
-        **({"replicas": "transient"} if layout.is_transient else {}),
         **({"state": "host", "host_bytes": rounded(candidate.memory.host_bytes)} if layout.state == "host" else {}),
         "ep_size": candidate.group.ep_size,
         "strided": candidate.group.is_strided,

@@ -32,10 +32,8 @@ from ds_hybridep.plan.costs import (
     packet_bytes,
     ranks_below,
     row_counts,
-    weight_packets,
 )
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
-from ds_hybridep.plan.replica_pool import ReplicaPool
 from ds_hybridep.plan.stream_clock import MessageRound, StepClock
 from ds_hybridep.plan.sync_stages import (
     Held,
@@ -177,7 +175,6 @@ class _Step:
         self.costs = _LayerCosts(cluster, layout, workload, rates)
         self.layers = workload.model.num_moe_layers
         self.has_packets = layout.domain_size > 1
-        self.num_weight_packets = weight_packets(layout, workload)
         self.owned_experts = experts_per_rank(layout, workload)
         self.bandwidths = [bandwidth / rates.wire_factor for bandwidth in known_or_assumed_bandwidths(cluster)]
         self.latencies = latencies_of(cluster)
@@ -185,9 +182,6 @@ class _Step:
 
     def run(self) -> None:
         """Run all micro-steps.  Weights flow only in the first forward, and gradients only in the last backward."""
-        if self.has_packets and self.layout.is_transient:
-            self._run_transient()
-            return
         if self.has_packets:  # encoded and queued right after the optimizer step, in the order of need
             waited = self._gathered_levels()
             for layer in range(self.layers):
@@ -205,52 +199,6 @@ class _Step:
             self.clock.now_s += repeats * plain.now_s
             self.clock.repeat_waits([0] * len(plain.waits), plain.waits, repeats)
         self._last_backward(_no_packet)
-
-    def _run_transient(self) -> None:
-        """Run all micro-steps with transient replicas: weights flow in every pass, for layers that had no room."""
-        clock, pool = self.clock, ReplicaPool(self.layers, self.layout.prefetch_depth)
-        newest: dict[int, int] = {}  # packet of each layer
-        num_sent = 0
-        waited = self._gathered_levels()
-
-        def packet_of(layer: int, *, is_backward: bool = False) -> int:
-            nonlocal num_sent, waited
-            for other in pool.request(layer, is_backward=is_backward)[1]:
-                newest[other] = 2 * self.layers + num_sent  # smaller numbers are packets of gradients
-                num_sent += 1
-                clock.spend(self.rates.packet_s, "host_s")
-                clock.send_packet(newest[other], self.costs.weights, waited)
-            waited = frozenset()
-            return newest[layer]
-
-        def for_backward(layer: int) -> int:
-            return packet_of(layer, is_backward=True)
-
-        def pass_forward() -> None:
-            for layer in range(self.layers):
-                self._forward(layer, packet_of, 0.0)
-
-        def pass_backward() -> None:
-            for layer in reversed(range(self.layers)):
-                self._backward(layer, for_backward)
-                clock.spend(2.0 * self.costs.pre_s, "dense_s")
-
-        packet_of(0)  # right after the optimizer step
-        pass_forward()
-        if self.workload.micro_steps > 1:
-            pass_backward()
-            # All micro-steps but the first and the last begin with the same layers held and idle links: one is timed.
-            begin_s, before, waits = clock.now_s, dict(clock.seconds), list(clock.waits)
-            if self.workload.micro_steps > 2:
-                pass_forward()
-                pass_backward()
-                repeats = self.workload.micro_steps - 3
-                for term, seconds in before.items():
-                    clock.seconds[term] += repeats * (clock.seconds[term] - seconds)
-                clock.now_s += repeats * (clock.now_s - begin_s)
-                clock.repeat_waits(waits, list(clock.waits), repeats)
-            pass_forward()
-        self._last_backward(for_backward)
 
     def _last_backward(self, packet_of: PacketOf) -> None:
         """The backward in which gradients of replicas return."""
@@ -402,13 +350,13 @@ class _Step:
         the rank computes: a wait for one level would give packets of another level time to flow.
         """
         rates, plain = self.rates, self._plain_layer()
-        repeats, num_packets = self.workload.micro_steps * self.layers, self.num_weight_packets + self.layers
+        repeats, num_packets = self.workload.micro_steps * self.layers, 2 * self.layers
         exposed = {
             "tokens_s": repeats * plain.seconds["tokens_s"],
             "host_s": repeats * plain.seconds["host_s"] + num_packets * rates.packet_s + rates.step_s,
         }
         for term, count, level_bytes in (
-            ("expert_weights_s", self.num_weight_packets, self.costs.weights),
+            ("expert_weights_s", self.layers, self.costs.weights),
             ("expert_gradients_s", self.layers, self.costs.gradients),
         ):
             exposed[term] = count * math.fsum(
@@ -432,7 +380,7 @@ def _uplink_bytes(step: _Step, dense: Sequence[float], experts: Sequence[float])
     return tuple(
         {
             "tokens": tokens[level],
-            "expert_weights": step.num_weight_packets * costs.weights[level],
+            "expert_weights": step.layers * costs.weights[level],
             "expert_gradients": step.layers * costs.gradients[level],
             "dense_sync": dense[level],
             "expert_sync": experts[level],

@@ -43,8 +43,6 @@ def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
             entry["token_codec"] = codecs.token.name
         levels.append(entry)
     block: dict[str, Any] = {"levels": levels, "advanced": {"prefetch_depth": layout.prefetch_depth}}
-    if layout.is_transient:
-        block["replicas"] = "transient"
     if layout.state == "host":
         block["state"] = "host"
     if sum(count > 1 for count in layout.domain_counts) > 1:
@@ -72,10 +70,9 @@ def verdict(question: Question, plan: Plan) -> list[str]:
             f"brings is the de-duplicated exchange without padding, and sums level by level{_encoded_over(plan)}."
         ]
     else:
-        replicas = " with transient replicas" if best.layout.is_transient else ""
         sizes = list(best.layout.domain_sizes)
         encoded = _encoded_over(plan)
-        lines = [f"Use domain sizes {sizes}{replicas}{encoded}: {_seconds(best.step_s)}, {best.reason}."]
+        lines = [f"Use domain sizes {sizes}{encoded}: {_seconds(best.step_s)}, {best.reason}."]
     elsewhere = plan.better_elsewhere
     if elsewhere is not None:
         ratio = best.step_s / (elsewhere.step_s or best.step_s)

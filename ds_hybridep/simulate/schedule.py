@@ -12,14 +12,12 @@ Transient replicas are posted in every pass, before the layer that needs them; b
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from ds_hybridep.plan.costs import Way, host_traffic_s, layers_in_flight
-from ds_hybridep.plan.replica_pool import ReplicaPool
 from ds_hybridep.plan.stream_model import OPTIMIZER_TRAFFIC_BYTES
 from ds_hybridep.plan.sync_stages import dense_parameters, shared_experts, sync_host_traffic_s
 from ds_hybridep.simulate.classes import RankClasses
@@ -141,7 +139,6 @@ class _Builder:
         self.operations: list[Operation] = []
         self.sent_bytes: list[dict[str, float]] = [{} for _ in scenario.cluster.sizes]
         self.has_packets = self.layout.domain_size > 1
-        self._pool = ReplicaPool(self.workload.model.num_moe_layers, self.layout.prefetch_depth)
         self._arriving: dict[int, list[int]] = {}  # packets of weights on their way, by layer
         self._random = np.random.default_rng(scenario.seed)
 
@@ -157,7 +154,6 @@ class _Builder:
             self.traffic.exchange(is_back=True, extra="return"),
         )
         weights, gradients = self.traffic.weights(), self.traffic.gradients()
-        request = partial(self._request, weights)
         # Experts that several groups hold must arrive before they leave to replicas; dense parameters travel together
         # with either.
         moved = self.traffic.synchronisation(is_last=True)
@@ -167,22 +163,19 @@ class _Builder:
         else:
             gathered = [self._start_gather(kind, moves) for kind, moves in moved]
             self._finish_gather(gathered[1])
-        if self.layout.is_transient:
-            request(0)
-        elif self.has_packets:
+        if self.has_packets:
             self._arriving = {layer: self._send_packets(layer, weights) for layer in range(layers)}
         if not is_in_turn:
             self._finish_gather(gathered[0])
         for micro_step in range(workload.micro_steps):
             for layer in range(layers):
-                self._forward(layer, dispatch, combine, request)
+                self._forward(layer, dispatch, combine)
             is_last = micro_step == workload.micro_steps - 1
             returning: deque[list[int]] = deque()
             for layer in reversed(range(layers)):
-                ask = partial(request, is_backward=True)
                 if workload.is_checkpointed:
-                    self._forward(layer, dispatch, combine, ask, "recompute")
-                self._backward_experts(layer, output_gradients, input_gradients, ask)
+                    self._forward(layer, dispatch, combine, "recompute")
+                self._backward_experts(layer, output_gradients, input_gradients)
                 if self.has_packets and is_last:
                     returning.append(self._return_gradients(layer, gradients))
                     while len(returning) > depth:
@@ -199,11 +192,9 @@ class _Builder:
         layer: int,
         dispatch: StagedTransfer,
         combine: StagedTransfer,
-        request: Callable[[int], None],
         what: str = "forward",
     ) -> None:
         self._run("dense_s", f"{what} {layer}", self.times.pre_s())
-        request(layer)
         self._swap(dispatch, f"dispatch {layer}")
         if self._take_weights(layer):
             self._run("codec_s", f"decode weights {layer}", self.times.decode_weights_s())
@@ -211,25 +202,11 @@ class _Builder:
         self._run("experts_s", f"experts {layer}", self.times.experts_s())
         self._swap(combine, f"combine {layer}")
 
-    def _backward_experts(
-        self,
-        layer: int,
-        output_gradients: StagedTransfer,
-        input_gradients: StagedTransfer,
-        request: Callable[[int], None],
-    ) -> None:
+    def _backward_experts(self, layer: int, output_gradients: StagedTransfer, input_gradients: StagedTransfer) -> None:
         self._swap(output_gradients, f"output gradients {layer}")
-        request(layer)
-        self._take_weights(layer)
         self._run("host_s", f"calls {layer}", 2.0 * self.times.calls_s(), is_computing=False)
         self._run("experts_s", f"experts, backward {layer}", 2.0 * self.times.experts_s())
         self._swap(input_gradients, f"input gradients {layer}")
-
-    def _request(self, weights: StagedTransfer, layer: int, *, is_backward: bool = False) -> None:
-        """Post the transient replicas that a layer and the layers after it need, unless they are held."""
-        if self.has_packets and self.layout.is_transient:
-            for other in self._pool.request(layer, is_backward=is_backward)[1]:
-                self._arriving[other] = self._send_packets(other, weights)
 
     def _take_weights(self, layer: int) -> bool:
         """Wait for a layer's replicas, if some are on their way."""

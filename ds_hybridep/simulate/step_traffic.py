@@ -62,8 +62,6 @@ class StepTraffic:
         codecs = self.layout.codecs
         self.gradient_bytes = [one.gradient.message_bytes(parts, element_bytes) for one in codecs]  # of a message
         self.weight_bytes = [one.weight.message_bytes(parts, element_bytes) for one in codecs]
-        if self.layout.is_transient:  # frozen parameters travel too
-            self.weight_bytes = [float(num_local * self.workload.model.expert_params * element_bytes)] * len(codecs)
 
     # ---- token rows ----
 

@@ -147,7 +147,7 @@ class HybridMoE:
                         weights = replicas[slot][module_idx] if replicas is not None else {}
                         outputs.append(self.call(module, weights, chunks[len(outputs)], counts[len(outputs)]))
             partial_sums = weighted_sum(torch.cat(outputs), row_weights, plan, self.kernels)
-        return partial_sums if self.migration is None else self.migration.watch_backward(self.position, partial_sums)
+        return partial_sums
 
     @contextmanager
     def _computing_experts(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from marks import slow
 from parity import Case
 from process_pool import ProcessPool
 from test_engine import engine_of, train
@@ -14,7 +13,7 @@ from toy_model import ToyConfig
 
 import ds_hybridep
 from ds_hybridep.plan.cluster import Cluster, Level
-from ds_hybridep.plan.costs import row_counts, weight_packets
+from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.row_format import record_bytes, token_codec
 from ds_hybridep.plan.stream_model import predict
@@ -112,30 +111,3 @@ def test_bytes_of_rows_under_a_token_codec_are_predicted(pool4: ProcessPool, che
     exact = replace(layout, codecs=(LevelCodecs(),) * 2)
     saved = forwards * len(records) * sum(row_counts(layout, measured)) * (4 * toy.hidden - record_bytes(toy.hidden))
     assert uplink_totals(case, exact, measured, "tokens")[0] - sent[0] == pytest.approx(saved, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("depth", "accumulation", "checkpointing"),
-    [slow(0, 1, "reentrant"), (1, 3, None), slow(1, 1, "nonreentrant"), slow(5, 2, None)],
-)
-def test_weights_of_transient_replicas_are_predicted(pool4: ProcessPool, depth, accumulation, checkpointing):
-    toy = replace(TOY, num_layers=4, checkpointing=checkpointing)
-    case = Case(
-        levels=(("dc", 2, 2), ("gpu", 2, 2)), toy=toy, accumulation=accumulation, prefetch_depth=depth,
-        replicas="transient",
-    )  # fmt: skip
-    layout = Layout(
-        spans=(2, 2), domain_sizes=(2, 2), codecs=(LevelCodecs(),) * 2, prefetch_depth=depth, is_transient=True
-    )
-    records = pool4.run(counted_in_one_step, case=case)
-    sent = [sum(record["levels"][level]["sent_bytes"]["expert_weights"] for record in records) for level in range(2)]
-    # The step's own, and those of the first layers for the next step, once after the step and once for the refresh.
-    ahead = min(depth + 1, toy.num_layers)
-    workload = workload_of(case)
-    gathers = weight_packets(layout, workload)
-    predicted = uplink_totals(case, layout, workload, "expert_weights")
-    assert sent == [count / gathers * (gathers + 2 * ahead) for count in predicted]
-    gradients = [
-        sum(record["levels"][level]["sent_bytes"]["expert_gradients"] for record in records) for level in range(2)
-    ]
-    assert gradients == uplink_totals(case, layout, workload, "expert_gradients")

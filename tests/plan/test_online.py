@@ -116,15 +116,6 @@ def test_codecs_of_dense_parameters_stay_in_all_options():
         assert (settings_of(by_hand) == settings_of(found[-1].config)) == bool(costs)
 
 
-def test_a_job_with_transient_replicas_is_priced_as_such():
-    kept, transient = one((2, 1)), one((2, 1), replicas="transient", advanced={"prefetch_depth": 0})
-    assert job().memory(transient).total_bytes < job().memory(kept).total_bytes
-    weights = [job().predict(option).uplink_bytes[0]["expert_weights"] for option in (kept, transient)]
-    layers = MODEL.num_moe_layers
-    assert weights[1] / weights[0] == pytest.approx((2 * layers - 1) / layers)
-    assert job().predict(one(replicas="transient")) == job().predict(one())
-
-
 def test_a_token_codec_is_priced_where_tokens_are_not_left_to_deepspeed():
     for tokens, share in (("direct", 0.5), ("hierarchical", 0.5), ("deepspeed", 0.0)):
         pair = [one(tokens=tokens, token_codec=codec) for codec in (IDENTITY, CodecCost("half", ratio=2.0))]

@@ -200,28 +200,12 @@ def test_memory_excludes_replicas_and_says_what_they_lack():
     assert lost.lacking_bytes == pytest.approx(1e9)
 
 
-def test_transient_replicas_are_priced_where_others_do_not_fit():
-    question = question_of("Qwen3-30B-A3B", groups=(ExpertGroup(16),), depths=(1, 4))
-    free = make_plan(question)
-    assert free.best.layout.domain_sizes == (2, 1)
-    assert all(not candidate.layout.is_transient for candidate in (free.best, *free.others))
-    kept = free.best.memory
-    owned, in_flight = 48 * 8 * 4718592, (free.best.layout.prefetch_depth + 1) / 48
+def test_replicas_need_a_copy_and_sums_of_the_layers_in_flight():
+    kept = make_plan(question_of("Qwen3-30B-A3B", groups=(ExpertGroup(16),), depths=(1, 4))).best
+    assert kept.layout.domain_sizes == (2, 1)
+    owned, in_flight = 48 * 8 * 4718592, (kept.layout.prefetch_depth + 1) / 48
     # A copy in bf16, and the owned weights on their way; with one micro-step sums of the layers in flight only.
-    assert kept.replica_bytes == pytest.approx(owned * (2 + max((4 + 4) * in_flight, 2)))
-    limited = make_plan(dataclasses.replace(question, memory_bytes=kept.total_bytes - 1))
-    labels = [candidate.label for candidate in (limited.best, *limited.others)]
-    assert labels[0] == "[2,1] transient ep 16"
-    assert "[2,1] ep 16" in labels
-    held = (limited.best.layout.prefetch_depth + 1) / 48
-    assert limited.best.memory.replica_bytes == pytest.approx(owned * (2 * 2 + 4 + 4) * held)
-    assert limited.best.step_s > free.best.step_s
-    assert ds_config_block(question, limited)["hybridep"]["replicas"] == "transient"
-    # Where only the smallest pool fits, it is that one.
-    least = kept.total_bytes - kept.replica_bytes + owned * (2 * 2 + 4 + 4) * 2 / 48 + 1
-    plan = make_plan(dataclasses.replace(question, memory_bytes=least))
-    small = next(one for one in (plan.best, *plan.others) if one.label == "[2,1] transient ep 16")
-    assert (small.layout.prefetch_depth, small.lacking_bytes) == (1, 0)
+    assert kept.memory.replica_bytes == pytest.approx(owned * (2 + max((4 + 4) * in_flight, 2)))
 
 
 def test_no_plan_fits_is_an_error_with_the_bytes():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.integration import estimate
-from ds_hybridep.plan import replica_pool
+from ds_hybridep.plan import depth
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
 from ds_hybridep.plan.costs import COMPACT_BYTES, packet_bytes, row_counts
 from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
@@ -60,18 +60,14 @@ def cases(draw):
     is_padded = draw(st.booleans())
     ours = tuple(draw(st.sampled_from(divisors(span))) for span in spans)
     sized = CodecCost("int4", encode_bytes_per_s=2e9, packets=Blocks(4, 128))
-    exact, codec = st.just(IDENTITY), st.sampled_from([IDENTITY, CodecCost("small", 20.0, 1e9, 5e8), sized])
-    is_transient = draw(st.booleans())
+    codec = st.sampled_from([IDENTITY, CodecCost("small", 20.0, 1e9, 5e8), sized])
     layout = Layout(
         spans=spans,
         domain_sizes=(1,) * len(spans) if is_padded else ours,
-        codecs=tuple(
-            LevelCodecs(draw(exact if is_transient else codec), *(draw(codec) for _ in range(4))) for _ in spans
-        ),
+        codecs=tuple(LevelCodecs(*(draw(codec) for _ in range(5))) for _ in spans),
         prefetch_depth=draw(st.integers(0, 4)),
         exchange=draw(st.sampled_from(["direct", "hierarchical"])),
         is_padded=is_padded,
-        is_transient=is_transient,
     )
     model = dataclasses.replace(TOY, num_experts=math.prod(spans) * draw(st.integers(2, 3)))
     workload = Workload(
@@ -308,7 +304,7 @@ def test_fast_links_hide_all_but_the_first_packet(monkeypatch):
     terms = one_way(8, transfer_s=0.5, compute_s=1.0).terms
     assert terms.expert_weights_s == pytest.approx(0.0, abs=1e-6)  # computation before the first experts hides it
     assert terms.expert_gradients_s == pytest.approx(0.0, abs=1e-6)
-    monkeypatch.setattr(replica_pool, "RETURNING_BYTES", 0)  # no room for what returns
+    monkeypatch.setattr(depth, "RETURNING_BYTES", 0)  # no room for what returns
     without_overlap = one_way(8, transfer_s=0.5, compute_s=1.0, prefetch_depth=0).terms
     assert without_overlap.expert_gradients_s == pytest.approx(8 * 0.5)
 
@@ -420,7 +416,7 @@ def test_what_a_replicated_parameter_takes_under_patches_and_error_feedback(monk
     # With one micro-step there are sums of the layers that leave, and new residuals of all.
     assert one.replica_bytes == owned * (2 + COMPACT_BYTES + 4 * in_flight + COMPACT_BYTES + 4 * 3 / 4)
     # What was sent last is there while the step is applied, when there are no sums and no second residuals.
-    monkeypatch.setattr(replica_pool, "RETURNING_BYTES", 0)  # of large layers few are in flight
+    monkeypatch.setattr(depth, "RETURNING_BYTES", 0)  # of large layers few are in flight
     alone = memory_on((2, 1), CHANGES, EXACT, micro_steps=1, model=dataclasses.replace(TOY, num_moe_layers=48))
     assert alone.replica_bytes == 12 * owned * (2 + 2)
     assert many.host_bytes == 0
@@ -530,13 +526,6 @@ def test_an_irregular_group_is_refused(ep_size):
 def test_wrong_layouts_are_refused(settings, message):
     with pytest.raises(PlanError, match=message):
         layout_of(**{"spans": (2, 2), "domain_sizes": (2, 1), **settings})
-
-
-def test_transient_replicas_under_a_lossy_codec_are_refused():
-    codecs = (LevelCodecs(weight=CodecCost("small", 20.0)), LevelCodecs())
-    with pytest.raises(PlanError, match="transient replicas are gathered as they are"):
-        Layout(spans=(2, 2), domain_sizes=(2, 1), codecs=codecs, is_transient=True)
-    assert Layout(spans=(2, 2), domain_sizes=(1, 2), codecs=codecs, is_transient=True).is_transient
 
 
 def test_a_layout_of_another_cluster_is_refused():

@@ -100,7 +100,6 @@ WAYS = {
     "lossy": (CASE, LOSSY, {}),
     "bf16": (replace(CASE, dtype="bf16", accumulation=1), LOSSY, {}),
     "host": (replace(CASE, dtype="bf16", accumulation=1), ("patch", LOW_RANK), {"state": "host"}),
-    "transient": (CASE, ("identity", "int8"), {"replicas": "transient"}),
     "low rank": (CASE, (LOW_RANK, LOW_RANK), {}),
     "without reports": (CASE, LOSSY, {"report_interval": 0}),
     "nccl": (CASE, LOSSY, {"is_nccl": True}),
