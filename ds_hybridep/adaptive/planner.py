@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -74,11 +75,15 @@ class JobPlanner:
                     check_experts(one)
             device = spec.sample.device
             backends = backends_of(config, device)
+            link = LinkSettings.of(config)
+            link.check()
         generation = agree({"version": __version__, "planned": config.canonical()}, config.timeout_s)
-        self._transport = Transport(
-            config.cluster(), longest_wait_s(config.timeout_s), generation, backends, link=LinkSettings.of(config)
-        )
-        with together(config.timeout_s, self._transport.close):
+        made = ExitStack()
+        with together(config.timeout_s, made.close):
+            self._transport = Transport(
+                config.cluster(), longest_wait_s(config.timeout_s), generation, backends, link=link
+            )
+            made.callback(self._transport.close)
             self._links = JobLinks(config, self._transport, device)
             rates = measure_experts(spec, self._links.probe, self._links.cluster)
             param_bytes = spec.sample.element_size()

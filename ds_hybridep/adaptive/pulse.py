@@ -66,7 +66,7 @@ class Pulse:
         self._is_source = transport.rank == 0
         self._others = [rank for rank in range(transport.world_size) if rank != transport.rank]
         self._channel = (
-            transport.channel("pulse", range(transport.world_size), background=True) if self._others else None
+            transport.channel("pulse", range(transport.world_size), background=True, hub=0) if self._others else None
         )
         self._value = torch.zeros(1, dtype=torch.uint8)
         self._transfer: Transfer | None = None

@@ -62,9 +62,9 @@ def prepare_runtime(
             "synchronised": sorted(synchronised),
         }
     generation = agree(payload, config.timeout_s)
-    transport = Transport(config.cluster(), longest_wait_s(config.timeout_s), generation, backends, link=link)
 
     def build() -> HybridRuntime:
+        transport = Transport(config.cluster(), longest_wait_s(config.timeout_s), generation, backends, link=link)
         try:
             return HybridRuntime(config, transport, kernels, planned, encoding, is_boundary, synchronised)
         except BaseException:

@@ -119,7 +119,7 @@ class Statistics:
         own = torch.tensor([*numbers, *itertools.chain(*codecs), *loads], dtype=torch.float64)
         if transport.world_size == 1:
             return self._job_record([own])
-        channel = transport.channel("report", range(transport.world_size))
+        channel = transport.channel("report", range(transport.world_size), hub=0)
         purpose = Purpose("control", "report to rank 0")
         if transport.rank != 0:
             channel.start([(0, own)], [], purpose).wait()

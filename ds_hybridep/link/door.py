@@ -32,6 +32,7 @@ class Door:
         self._listener, self._selector, self._peers = listener, selector, peers
         self._instance = os.urandom(16)
         self.attempts: list[Attempt] = []
+        self._is_deaf = False
         self.port: int = listener.getsockname()[1]
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
@@ -56,13 +57,20 @@ class Door:
             else:
                 attempt.sock.close()
 
-        sock = socket.socket(place[0], socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(place[0], socket.SOCK_STREAM)
+        except OSError as error:  # no descriptor is free
+            peer.note_trouble(index, str(error))
+            return
         self.attempts.append(
             Attempt(self._selector, sock, steps, self._contexts[0], on_end, place[1], peer.note_answer)
         )
 
     def tick(self, now: float) -> None:
         """End handshakes that take too long."""
+        if self._is_deaf:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._is_deaf = False
         for attempt in [one for one in self.attempts if now - one.began_at > HANDSHAKE_S]:
             attempt.end(None, TimeoutError(f"no handshake in {HANDSHAKE_S:g} s; {trust.SAME_TLS}"))
 
@@ -74,7 +82,9 @@ class Door:
     def _accept(self, _: int) -> None:
         try:
             sock, _address = self._listener.accept()
-        except OSError:  # it has gone again, or there are too many descriptors
+        except OSError:  # it has gone again, or no descriptor is free
+            self._selector.unregister(self._listener)
+            self._is_deaf = True  # until the next tick
             return
         strangers = [one for one in self.attempts if not one.dials]
         if len(strangers) >= MAX_STRANGERS:
@@ -86,7 +96,11 @@ class Door:
                 self._peers[theirs.rank].attach(theirs.lane, attempt.sock, theirs.received)
 
         steps = trust.accept(self._secret, self._admit)
-        self.attempts.append(Attempt(self._selector, sock, steps, self._contexts[1], on_end))
+        try:
+            sock.getpeername()  # raises an error if the other side has closed the connection already, as TLS would
+            self.attempts.append(Attempt(self._selector, sock, steps, self._contexts[1], on_end))
+        except (OSError, ValueError):
+            sock.close()
 
     def _admit(self, theirs: Claims) -> tuple[int, Claims]:
         """Judge what a dialler claims who knows the secret."""

@@ -39,7 +39,7 @@ class Lane:
         self.index, self._priority, self._mail, self._selector = index, priority, mail, selector
         self._on_told, self._on_drop = on_told, on_drop
         self.sock: socket.socket | None = None
-        self.heard_at = time.monotonic()
+        self.heard_at = self.acknowledged_at = time.monotonic()
         self.received = 0  # DATA frames
         self.is_paused = False  # a frame has no place: nothing is read until `resume` finds one
         self.sent_bytes = self.received_bytes = self.num_connections = 0
@@ -168,6 +168,7 @@ class Lane:
         if not self._acknowledged <= count <= self._acknowledged + len(self.kept):
             raise ConnectionError(f"it acknowledges {count} frames, after {self._acknowledged}")
         while self._acknowledged < count:
+            self.acknowledged_at = time.monotonic()
             self._acknowledged += 1
             self._mail.acknowledged(self.kept.popleft()[1])
 
@@ -210,7 +211,7 @@ class Lane:
         if self._frame is None:
             frame = parse(self._header)
             if frame.kind is Kind.DATA:
-                self._receive = self._mail.place(frame)
+                self._receive = self._mail.place(frame, self._priority)
                 if self._receive is None:
                     self.is_paused = True
                     self._wants(self._mask & ~EVENT_READ)

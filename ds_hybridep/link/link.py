@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from ds_hybridep.errors import CommunicationError, ConfigError
@@ -25,6 +26,8 @@ from ds_hybridep.link.wire import Data, stream_of, view_of
 logger = logging.getLogger(__name__)
 TICK_S = 0.05  # between looks at what is due
 LEAVE_S = 1.0  # how long the others may take to hear of this rank's end
+LONGEST_FLUSH_S = 60.0  # how long an ending rank waits for a peer that dials again or still acknowledges
+MAX_FACTS = 1000  # the newest are kept
 _links: "weakref.WeakSet[Link]" = weakref.WeakSet()
 
 
@@ -59,11 +62,12 @@ class Link:
         self._changed = threading.Condition(self._lock)
         self.peers: dict[int, Peer] = {}
         self._to_pump: set[Peer] = set()
-        self._facts: list[Fact] = []
+        self._facts: deque[Fact] = deque(maxlen=MAX_FACTS)
         self.outgoing = Outgoing()
         self.last_words: tuple[str, str] | None = None  # for the process's end; by default what has ended it
         self._last_words: tuple[str, str] | None = None
         self._ends_at: float | None = None
+        self._ends_by = 0.0
         self.is_closed = False
         self._selector = selectors.DefaultSelector()
         contexts = (None, None) if tls is None else tls.contexts()
@@ -109,6 +113,7 @@ class Link:
             )
         for peer in new.values():
             if peer.state is not State.ALIVE and not peer.has_left:
+                del self.peers[peer.rank]  # so that it may be tried again
                 cause = peer.mail.cause or f"no connection after {self._timeout_s:g} s; last, {peer.last_trouble}"
                 raise CommunicationError(f"rank {self.rank}: connecting with {peer.who} failed: {cause}")
 
@@ -126,7 +131,7 @@ class Link:
         self._wake()
 
     def facts(self) -> list[Fact]:
-        """Return what peers have announced, and which are gone."""
+        """Return what peers have announced last, and which are gone."""
         return list(self._facts)
 
     def statistics(self) -> dict[int, Statistics]:
@@ -138,14 +143,16 @@ class Link:
     ) -> None:
         """Wait up to `flush_s` until all that was sent is acknowledged, tell the peers, and end the thread.
 
+        A peer whose connection is being made again, or that still acknowledges, has up to a minute.
         waits: False returns at once, and leaves this to the thread.
         """
         if self._thread.is_alive():
             if self._ends_at is None:
                 self._last_words, self._ends_at = (kind, text), time.monotonic() + flush_s
+                self._ends_by = self._ends_at + (LONGEST_FLUSH_S if kind == LEFT else 0.0)
                 self._wake()
             if waits and threading.current_thread() is not self._thread:
-                self._thread.join(flush_s + 2 * LEAVE_S)
+                self._thread.join(flush_s + LONGEST_FLUSH_S + 2 * LEAVE_S)
         elif not self.is_closed:
             self._end()
 
@@ -205,7 +212,7 @@ class Link:
         for peer in list(self.peers.values()):
             if pause_s > SILENT_S / 2:  # this process was stopped: the silence was its own
                 for lane in peer.lanes:
-                    lane.heard_at += pause_s
+                    lane.heard_at = min(now, lane.heard_at + pause_s)
             peer.tick(now)
         if self._on_tick is not None:
             try:
@@ -218,7 +225,8 @@ class Link:
         if self._ends_at is None:
             return False
         now, peers = time.monotonic(), list(self.peers.values())
-        if self._last_words is not None and (now > self._ends_at or not any(one.mail.has_outgoing() for one in peers)):
+        is_late = now > self._ends_by or (now > self._ends_at and not any(one.may_take_more() for one in peers))
+        if self._last_words is not None and (is_late or not any(one.mail.has_outgoing() for one in peers)):
             self.announce(*self._last_words)
             self._last_words, self._ends_at = None, now + LEAVE_S
         return self._last_words is None and (now > self._ends_at or all(one.state is State.GONE for one in peers))
@@ -285,7 +293,7 @@ class Channel:
         """Let all receives fail, and throw away what still comes; what was sent still leaves."""
         for rank in self.ranks:
             if (peer := self.link.peers.get(rank)) is not None:
-                for stream in self._streams.values():
+                for stream in list(self._streams.values()):
                     peer.mail.cancel(stream)
 
     def _find(self, rank: int, kind: str, word: str) -> tuple[Peer, bytes, str]:

@@ -5,17 +5,16 @@ A message is known by its key: its stream and its number in it.  Where a receive
 into that receive's memory; else into new memory, bounded, which a later receive of the key takes over.
 """
 
-import contextlib
+import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from concurrent.futures import TimeoutError as NotDone
 from typing import Any
 
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link.wire import CHUNK_BYTES, LEAST_CHUNK_BYTES, Frame, Kind
 
+logger = logging.getLogger(__name__)
 URGENT, BULK = 0, 1  # priorities
 SMALL_BYTES = 2**14  # a payload up to this size is copied
 Key = tuple[bytes, int]  # stream, sequence
@@ -26,11 +25,14 @@ class Handle:
 
     def __init__(self, what: str = "") -> None:
         self.what = what  # for errors
-        self._ended: Future[str | None] = Future()  # with the reason if it has failed
+        self._ended = threading.Event()
+        self._failure: str | None = None
+        self._callbacks: list[Callable[[Any], object]] = []
+        self._lock = threading.Lock()
 
     def is_done(self) -> bool:
         """Return True if it has arrived, for a send: if its memory may change again; or if it has failed."""
-        return self._ended.done()
+        return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> memoryview:
         """Block until it is done.  Return what was received; of a send nothing.
@@ -38,27 +40,37 @@ class Handle:
         Raises CommunicationError if the other rank is gone, if the message is longer than its receive takes, or after
         `timeout_s`; it may then be waited for again.
         """
-        try:
-            failure = self._ended.result(timeout_s)
-        except NotDone:
-            text = f"{self.what} was not done after {timeout_s:g} s; see the log of that rank"
-            raise CommunicationError(text) from None
-        if failure is not None:
-            raise CommunicationError(f"{self.what} failed: {failure}")
+        if not self._ended.wait(timeout_s):
+            raise CommunicationError(f"{self.what} was not done after {timeout_s:g} s; see the log of that rank")
+        if self._failure is not None:
+            raise CommunicationError(f"{self.what} failed: {self._failure}")
         return self._result()
 
     def failure(self) -> str | None:
         """Return why it has failed; None if it has not, or is not done."""
-        return self._ended.result() if self._ended.done() else None
+        return self._failure
 
     def when_done(self, callback: Callable[[Any], object]) -> None:
         """Call `callback` with this handle: at once if it is done, else in the link's thread, which must not wait."""
-        self._ended.add_done_callback(lambda _: callback(self))
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
 
     def end(self, failure: str | None = None) -> None:
         """Mark it as done or, with a reason, as failed; a second call does nothing."""
-        with contextlib.suppress(InvalidStateError):
-            self._ended.set_result(failure)
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._failure = failure
+            self._ended.set()
+            callbacks, self._callbacks = self._callbacks, []  # a callback may refer to this handle
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:
+                logger.exception("a callback of %s failed", self.what)
 
     def _result(self) -> memoryview:
         return memoryview(b"")
@@ -86,6 +98,7 @@ class Receive(Handle):
     max_bytes: int | None = None  # None: nobody has asked for it yet
     memory: memoryview | None = None  # as long as the message; None: before its first frame, or to throw it away
     total = 0
+    priority = BULK  # of the connection that brings it
     num_missing: int | None = None  # bytes; None before its first frame
 
     def begin(self, total: int) -> None:
@@ -113,7 +126,7 @@ class Mail:
     """All messages to and from one peer.
 
     lock: of the link, held for moments only.
-    early_bytes: bound for messages that nobody has asked for.
+    early_bytes: bound for messages of one priority that nobody has asked for.
     num_pieces: that a message is cut into if it is long enough.
     complain: called with a text for the sender of a message that is too long.
     """
@@ -121,14 +134,14 @@ class Mail:
     def __init__(
         self, lock: threading.Lock, early_bytes: int, num_pieces: int, complain: Callable[[str], None]
     ) -> None:
-        self.early_bytes = 0
+        self.early_bytes = [0, 0]  # by priority, so that urgent ones never stop because of bulk ones
         self.cause = ""  # why the peer is gone
         self._lock, self._most_early_bytes, self._num_pieces, self._complain = lock, early_bytes, num_pieces, complain
         self._counts: dict[tuple[str, bytes], int] = defaultdict(int)  # of messages in each direction and stream
         self._queues: tuple[deque[Send], ...] = (deque(), deque())  # by priority
         self._sends: dict[Key, Send] = {}  # not acknowledged
         self._receives: dict[Key, Receive] = {}  # not both asked for and complete
-        self._num_awaited = 0  # receives of which no frame is here
+        self._num_awaited = 0  # messages that were asked for and have not arrived whole
         self._cancelled: set[bytes] = set()  # streams whose messages are thrown away
 
     def send(self, stream: bytes, what: str, data: memoryview, priority: int) -> Send:
@@ -149,11 +162,11 @@ class Mail:
             key = self._next_key("received", stream)
             if (receive := self._receives.get(key)) is None:
                 receive = self._receives[key] = Receive()
-                self._num_awaited += 1
             receive.what, receive.into, receive.max_bytes = f"{what} (number {key[1]})", into, max_bytes
             if receive.memory is not None:
-                self.early_bytes -= receive.total
+                self.early_bytes[receive.priority] -= receive.total
             is_whole = receive.num_missing == 0
+            self._num_awaited += not is_whole
             if is_whole or self.cause:
                 del self._receives[key]
         if is_whole:
@@ -168,8 +181,11 @@ class Mail:
             self._cancelled.add(stream)
             found = [one for key, one in self._receives.items() if key[0] == stream]
             self._receives = {key: one for key, one in self._receives.items() if key[0] != stream}
-            self._num_awaited -= sum(one.num_missing is None for one in found)
-            self.early_bytes -= sum(one.total for one in found if one.max_bytes is None)
+            for one in found:
+                if one.max_bytes is None:
+                    self.early_bytes[one.priority] -= one.total
+                else:
+                    self._num_awaited -= 1
         for receive in found:
             receive.end("the channel was closed")
 
@@ -213,7 +229,7 @@ class Mail:
             with self._lock:
                 self._sends.pop(send.key, None)
 
-    def place(self, frame: Frame) -> Receive | None:
+    def place(self, frame: Frame, priority: int) -> Receive | None:
         """Return the receive of a DATA frame; None if it has to wait, because early messages fill the bound."""
         key = frame.stream, frame.sequence
         with self._lock:
@@ -223,14 +239,14 @@ class Mail:
             if receive is None:
                 # While this rank waits for anything from the peer, it must read on: that may come behind this frame.
                 is_awaited = self._num_awaited or self._sends
-                if self.early_bytes + frame.total > self._most_early_bytes and not is_awaited:
+                if self.early_bytes[priority] + frame.total > self._most_early_bytes and not is_awaited:
                     return None
                 receive = Receive()
                 receive.begin(frame.total)
+                receive.priority = priority
                 self._receives[key] = receive
-                self.early_bytes += frame.total
+                self.early_bytes[priority] += frame.total
             elif receive.num_missing is None:
-                self._num_awaited -= 1
                 receive.begin(frame.total)
             if frame.total != receive.total or frame.length > (receive.num_missing or 0):
                 raise ConnectionError(f"it sent more than the whole of a message: {frame}")
@@ -243,6 +259,7 @@ class Mail:
             if receive.num_missing or receive.max_bytes is None or frame.stream in self._cancelled:
                 return
             self._receives.pop((frame.stream, frame.sequence), None)
+            self._num_awaited -= 1
         self._finish(receive)
 
     def _finish(self, receive: Receive) -> None:

@@ -3,6 +3,7 @@
 
 import selectors
 import socket
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -58,11 +59,19 @@ class Outgoing:
         self.progress = 0  # a number of the caller's, which heartbeats carry
         self.said: dict[str, tuple[int, bytes]] = {}  # announcements by key: number, and "kind\0text"
         self.count = 0
+        self._lock = threading.Lock()
+
+    def after(self, number: int) -> list[tuple[int, bytes]]:
+        """Return what was announced after this number, in order."""
+        with self._lock:
+            return sorted(one for one in self.said.values() if one[0] > number)
 
     def add(self, kind: str, text: str, key: str) -> None:
         """Announce something, in the place of what had the same key."""
-        self.count += 1
-        self.said[key or f"{kind} {text}"] = self.count, f"{kind}\0{text}".encode()[:FACT_BYTES]
+        said = f"{kind}\0{text}".encode()[:FACT_BYTES]
+        with self._lock:
+            self.said[key or f"{kind} {text}"] = self.count + 1, said
+            self.count += 1
 
 
 class Peer:
@@ -119,10 +128,9 @@ class Peer:
         if not self._beaten_at:
             self.tick(time.monotonic())
         if self._num_announced < self._outgoing.count and self.lanes[0].sock is not None:
-            for number, said in sorted(self._outgoing.said.values()):
-                if number > self._num_announced:
-                    self.lanes[0].tell(Frame(Kind.FACT, len(said), sequence=number), said)
-                    self._num_announced = number
+            for number, said in self._outgoing.after(self._num_announced):
+                self.lanes[0].tell(Frame(Kind.FACT, len(said), sequence=number), said)
+                self._num_announced = number
         for lane in self.lanes:
             lane.resume()
             lane.flush()
@@ -199,7 +207,15 @@ class Peer:
 
     def age_s(self) -> float:
         """Return the seconds since the peer was heard."""
-        return time.monotonic() - max(lane.heard_at for lane in self.lanes)
+        listening = [lane for lane in self.lanes if not lane.is_paused] or self.lanes
+        return time.monotonic() - max(lane.heard_at for lane in listening)
+
+    def may_take_more(self) -> bool:
+        """Return True if what was sent is not acknowledged, but may be: it dials again, or still acknowledges."""
+        if self.state is State.GONE or not self.mail.has_outgoing():
+            return False
+        now = time.monotonic()
+        return any(lane.sock is None or now - lane.acknowledged_at < SILENT_S for lane in self.lanes if lane.kept)
 
     def judge(self, now: float) -> None:
         """Find out whether the peer is alive, silent or gone."""

@@ -11,6 +11,7 @@ All messages have a fixed size.  With `TLS` this happens inside TLS 1.3; without
 nor protected against someone who can change packets on their way.
 """
 
+import errno
 import hashlib
 import hmac
 import os
@@ -159,14 +160,14 @@ class Attempt:
         self._selector, self._steps, self._on_end, self._on_connect = selector, steps, on_end, on_connect
         self.dials = self._is_connecting = place is not None
         self._says, self._need = (b"", 0) if steps is None else next(steps)
-        self._got = b""
+        self._got, self._refusal = b"", 0
         sock.setblocking(False)
         self.sock: socket.socket = sock
         if context is not None and steps is not None:
             self.sock = context.wrap_socket(sock, server_side=place is None, do_handshake_on_connect=False)
         self._selector.register(self.sock, selectors.EVENT_WRITE, self.on_event)
         if place is not None:
-            self.sock.connect_ex(place)  # `_go` asks for its outcome
+            self._refusal = self.sock.connect_ex(place)
 
     def on_event(self, _: int) -> None:
         """Go as far as the socket allows."""
@@ -192,7 +193,10 @@ class Attempt:
 
     def _go(self) -> Claims | None:
         if self._is_connecting:
-            if number := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            number = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if self._refusal != errno.EINPROGRESS:
+                number = number or self._refusal
+            if number:
                 raise OSError(number, os.strerror(number))
             self._is_connecting = False
             self._on_connect()

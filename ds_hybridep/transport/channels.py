@@ -339,14 +339,18 @@ class Transport:
         self.num_finished = 0  # background transfers that have ended
         self._level_of_rank = [cluster.level_between(self.rank, rank) for rank in range(self.world_size)]
         self._finished = threading.Condition()
+        self._is_closed = False
         self.link = open_link(cluster, generation, link or LinkSettings(timeout_s))
 
-    def channel(self, name: str, ranks: Sequence[int], *, background: bool = False) -> Channel:
-        """Return the channel `name` over `ranks`, made at the first call; its ranks must call in the same order."""
+    def channel(self, name: str, ranks: Sequence[int], *, background: bool = False, hub: int | None = None) -> Channel:
+        """Return the channel `name` over `ranks`, made at the first call; its ranks must call in the same order.
+
+        hub: the one rank that all messages come from or go to; others need no connections with each other.
+        """
         key = (name, tuple(ranks))
         if key not in self._channels:
             level = min(self.level_to(rank) for rank in ranks if rank != self.rank)
-            self.link.connect(ranks)
+            self.link.connect(ranks if hub in (None, self.rank) else (hub,))
             self._channels[key] = Channel(self, name, ranks, level, background)
         return self._channels[key]
 
@@ -398,7 +402,10 @@ class Transport:
         self.traffic.exposed_s[purpose.kind] += time.perf_counter() - begin
 
     def close(self) -> None:
-        """Close every channel; call this when every transfer has ended or never will."""
+        """Close every channel; call this when every transfer has ended or never will.  Later calls do nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()

@@ -75,7 +75,7 @@ def cause_of(view: View) -> str:
 
     Empty if no rank told the cause, is silent or has left, and every peer is heard.
     """
-    return _told(view) or _silent(view) or _broken_link(view) or _left(view)
+    return _told(view) or _silent(view) or _broken_link(view) or _lost(view) or _left(view)
 
 
 def _told(view: View) -> str:
@@ -146,6 +146,11 @@ def _broken_link(view: View) -> str:
                 f"both are alive: others hear both"
             )
     return ""
+
+
+def _lost(view: View) -> str:
+    """Name a rank of which one connection was lost while another one brings its heartbeats."""
+    return next((f"rank {fact.rank} is lost: {fact.text}" for fact in view.facts if fact.kind == LOST), "")
 
 
 def _left(view: View) -> str:

@@ -85,6 +85,8 @@ def open_link(cluster: Cluster, generation: int, settings: LinkSettings) -> "Job
     try:
         name, secret = notes.settle("" if link is None else link.name, str(generation))
         if link is None or link.name != name:
+            if settings.ports is not None and _newest is not None and not _newest.num_users:
+                _newest.wait_closed()  # its port may be the last one
             other, link = link, JobLink(cluster, name, bytes.fromhex(secret), settings)
             if other is not None:
                 other.leave()
@@ -186,6 +188,10 @@ class JobLink:
             listener.on_tick()
 
     # -- the end ----------------------------------------------------------------------------------------------------
+
+    def wait_closed(self) -> None:
+        """Wait until a link that nobody uses any more has given its port back."""
+        self._link.close()
 
     def leave(self) -> None:
         """Undo one `open_link`; the last call closes the link, without waiting for the other ranks."""

@@ -21,6 +21,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -40,9 +41,10 @@ EXIT_STATUS = 75  # of a rank that ends because of another one: EX_TEMPFAIL of s
 LOOK_S = 1.0  # between looks at this rank's waits
 WAIT_S = 1.0  # a wait that lasts longer does not end by itself
 WORD_S = 4.0  # how long an ending process waits for news of what has ended it
+TELL_S = 0.2  # how long the link's thread may take to tell the others
 END_S = 2.0  # how long others have to hear the message, and the wait to raise an error
-MAX_TEXT = 1000  # characters of a fact
-_COMMUNICATION = ("gloo", "nccl", "connection", "process group", "timed out", "aborted", "socket", "store")
+MAX_TEXT_BYTES = 1000  # of a fact
+_COMMUNICATION = re.compile(r"gloo|nccl|c10d|tcpstore|process ?group|connection (closed|reset) by peer", re.IGNORECASE)
 
 _running: "Watch | None" = None
 _owners: list["Owner"] = []
@@ -89,7 +91,8 @@ class Watch:
         self._pid = os.getpid()
         self._facts: dict[tuple[int, str], Fact] = {}  # by rank and kind, in the order in which they came
         self._hears: dict[tuple[int, int], tuple[int, bool]] = {}  # (rank, its peer) -> number of the news, whether
-        self._silent_since: dict[int, float] = {}  # ranks of which some rank hears nothing
+        self._watched = frozenset(peers_of(cluster, self.rank))
+        self._has_announced = False
         self._waits = Waits()
         self._looked_at = time.monotonic()
         self._ends_at: float | None = None  # when this process is ended, if its wait does not end before
@@ -98,7 +101,7 @@ class Watch:
         self._link = open_link(cluster, agree({}, settings.timeout_s), settings)
         self._link.listen(self)
         try:
-            self._link.connect(peers_of(cluster, self.rank))
+            self._link.connect(sorted(self._watched))
         except BaseException:
             self._link.leave()
             raise
@@ -118,9 +121,10 @@ class Watch:
             self._tell(Fact(*json.loads(fact.text)))
         elif fact.kind == "hears":
             self._note(*json.loads(fact.text))
-        elif fact.kind in (State.ALIVE, State.SILENT):
-            number = self._hears.get((self.rank, fact.rank), (0, True))[0] + 1
-            self._note(self.rank, fact.rank, number, fact.kind == State.ALIVE)
+        elif fact.kind in (State.ALIVE, State.SILENT) and fact.rank in self._watched:
+            number, heard = self._hears.get((self.rank, fact.rank), (0, True))
+            if (hears := fact.kind == State.ALIVE) != heard:
+                self._note(self.rank, fact.rank, number + 1, hears)
         elif fact.kind in ENDED:
             self._tell(fact)
 
@@ -132,8 +136,13 @@ class Watch:
         with self._knows_more:
             self._facts[key] = fact
             self._knows_more.notify_all()
-        self._link.announce("news", json.dumps([fact.rank, fact.kind, fact.text[:MAX_TEXT]]))
+        self._announce(fact)
         self._looked_at = 0.0
+
+    def _announce(self, fact: Fact) -> None:
+        """Tell all peers what has become of a rank."""
+        text = fact.text.encode(errors="replace")[:MAX_TEXT_BYTES].decode(errors="ignore")
+        self._link.announce("news", json.dumps([fact.rank, fact.kind, text], ensure_ascii=False))
 
     def _note(self, rank: int, peer: int, number: int, hears: bool) -> None:
         """Keep whether a rank hears its peer, and pass it on."""
@@ -179,7 +188,7 @@ class Watch:
         if self._cause or not (cause := cause_of(view)):
             return bool(self._cause)
         self._cause = cause
-        self._link.announce("news", json.dumps([self.rank, VERDICT, cause[:MAX_TEXT]]))
+        self._announce(Fact(self.rank, VERDICT, cause))
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         with contextlib.suppress(OSError):
@@ -188,16 +197,16 @@ class Watch:
 
     def view(self) -> View:
         """Return all that this rank knows."""
-        peers = self._link.peers()
+        peers = dict(self._link.peers())
         return View(
             rank=self.rank,
             cluster=self.cluster,
             timeout_s=self.timeout_s,
             step=_num_steps(),
-            hears={pair: hears for pair, (_, hears) in self._hears.items()},
+            hears={pair: hears for pair, (_, hears) in dict(self._hears).items()},
             ages={rank: peer.age_s() for rank, peer in peers.items()},
             steps={rank: peer.progress for rank, peer in peers.items()},
-            facts=tuple(self._facts.values()),
+            facts=tuple(dict(self._facts).values()),
             last_transfer=next((owner.last_transfer() for owner in reversed(_owners)), ""),
         )
 
@@ -205,10 +214,13 @@ class Watch:
 
     def _announce_failure(self, error: BaseException) -> None:
         """Tell the others of the exception that ends this script, unless it follows from another rank's end."""
+        if self._has_announced:
+            return
+        self._has_announced = True
         if not follows_from_others(error):
             said = str(error).strip().splitlines()
             text = f"{type(error).__name__}: {said[0] if said else ''}"
-            self._link.announce("news", json.dumps([self.rank, FAILED, text[:MAX_TEXT]]))
+            self._announce(Fact(self.rank, FAILED, text))
         self._link.say_last(LEFT, "it has failed")
 
     def _at_exit(self) -> None:
@@ -225,6 +237,7 @@ class Watch:
         # The interpreter would wait for collectives under way without a limit.  One that has failed is no longer under
         # way, but torch's record does not tell.
         if self._cause and self._waits.longest_s() > 0 and not _is_of_torch(error):
+            time.sleep(TELL_S)
             _exit_now(EXIT_STATUS if error is None else 1)
 
 
@@ -241,9 +254,8 @@ def _is_of_torch(error: BaseException | None) -> bool:
     """Return True if a collective of torch has raised an error."""
     if isinstance(error, CommunicationError | AgreementError):
         return False
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError | OSError) and any(word in str(error).lower() for word in _COMMUNICATION)
-    )
+    is_told = isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)) is not None
+    return isinstance(error, dist.DistError) or is_told
 
 
 def _exit_now(status: int) -> None:

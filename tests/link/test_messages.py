@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between two ranks arrive whole, in memory of the caller's choice, within bounds."""
 
+import gc
 import threading
+import time
+import weakref
 
 import pytest
 import torch
 from link_pair import LIMIT_S, close_all, connect_all, content, linked, make_link
 
 from ds_hybridep.errors import CommunicationError
-from ds_hybridep.link import URGENT
+from ds_hybridep.link import BULK, URGENT
+from ds_hybridep.link.messages import Mail
+from ds_hybridep.link.wire import Frame, Kind
 
 SIZES = [0, 1, 45, 2**14, 2**14 + 1, 2**16, 2**20, 2**20 + 1, 5_000_001]
 
@@ -90,13 +95,13 @@ def test_early_messages_stay_within_their_bound_and_none_is_lost():
         sends[bound // size - 1].wait(LIMIT_S)
         with pytest.raises(CommunicationError, match="was not done after 0.3 s"):
             sends[-1].wait(0.3)
-        assert right.peer(0).mail.early_bytes <= bound
+        assert sum(right.peer(0).mail.early_bytes) <= bound
         # Urgent messages have connections of their own.
         left.channel("u", (0, 1), priority=URGENT).send(1, b"now")
         assert right.channel("u", (0, 1), priority=URGENT).receive(0, max_bytes=10).wait(LIMIT_S) == b"now"
         for index in range(count):
             assert theirs.receive(0, max_bytes=size).wait(LIMIT_S) == content(index, num_bytes=size)
-        assert right.peer(0).mail.early_bytes == 0
+        assert right.peer(0).mail.early_bytes == [0, 0]
 
 
 def test_an_awaited_message_behind_too_many_early_ones_still_comes():
@@ -166,3 +171,53 @@ def test_a_rank_that_was_not_connected_is_named():
         pytest.raises(CommunicationError, match="no link was connected with rank 7; call connect first"),
     ):
         left.channel("x", (0, 7)).send(7, b"")
+
+
+def test_a_message_is_freed_at_its_end_without_the_garbage_collector():
+    gc.disable()
+    try:
+        with linked() as (left, right):
+            sent, received = torch.ones(100_000), torch.zeros(100_000)
+            known = [weakref.ref(sent), weakref.ref(received)]
+            done = threading.Event()
+            send = left.channel("x", (0, 1)).send(1, sent)
+            send.when_done(lambda handle: done.set() if handle.is_done() else None)
+            receive = right.channel("x", (0, 1)).receive(0, into=received)
+            receive.when_done(lambda handle: handle.is_done())
+            receive.wait(LIMIT_S)
+            send.wait(LIMIT_S)
+            assert done.wait(LIMIT_S)
+            del sent, received, send, receive
+            deadline = time.monotonic() + LIMIT_S
+            while any(one() is not None for one in known) and time.monotonic() < deadline:
+                time.sleep(0.01)  # the link's thread may just be leaving them
+            assert [one() for one in known] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_the_rest_of_an_awaited_message_comes_though_early_ones_fill_their_bound():
+    mail = Mail(threading.Lock(), 100, 2, lambda _: None)
+    early, awaited = bytes(16), bytes([1] * 16)
+    assert mail.place(Frame(Kind.DATA, 100, early, 1, 100, 0), BULK) is not None
+    receive = mail.receive(awaited, "", None, 100)
+    first = Frame(Kind.DATA, 50, awaited, 1, 100, 0)
+    mail.arrived(first, mail.place(first, BULK))
+    assert mail.place(Frame(Kind.DATA, 60, early, 2, 60, 0), BULK) is not None  # the rest lies behind it
+    rest = Frame(Kind.DATA, 50, awaited, 1, 100, 50)
+    mail.arrived(rest, mail.place(rest, BULK))
+    assert receive.is_done()
+    assert mail.place(Frame(Kind.DATA, 60, early, 3, 60, 0), BULK) is None
+    assert mail.place(Frame(Kind.DATA, 60, early, 4, 60, 0), URGENT) is not None  # bulk ones never stop urgent ones
+
+
+def test_messages_of_a_closed_channel_fail_or_are_thrown_away():
+    with linked() as (left, right):
+        ours, theirs = left.channel("x", (0, 1)), right.channel("x", (0, 1))
+        awaited = theirs.receive(0, max_bytes=10)
+        theirs.close()
+        with pytest.raises(CommunicationError, match="the channel was closed"):
+            awaited.wait(LIMIT_S)
+        ours.send(1, bytes(100_000)).wait(LIMIT_S)
+        mail = right.peer(0).mail
+        assert (mail.early_bytes, mail._receives, mail._num_awaited) == ([0, 0], {}, 0)

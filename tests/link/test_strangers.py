@@ -4,6 +4,7 @@
 import contextlib
 import os
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -150,7 +151,7 @@ def test_a_message_that_claims_to_be_huge_takes_no_memory():
         right.peer(0).lanes[1]._out.append(memoryview(HEADER.pack(1, 2**20, bytes(16), 1, 2**50, 0)))
         right.pump(right.peer(0))
         time.sleep(0.3)
-        assert left.peer(1).mail.early_bytes == 0
+        assert sum(left.peer(1).mail.early_bytes) == 0
         assert left.statistics()[1].state == "alive"
         left.peer(1).lanes[1].sock.shutdown(2)  # else the frame stays where it is
 
@@ -215,3 +216,14 @@ def test_a_rank_with_tls_dials_one_without_and_is_told(tls):
 def test_a_missing_certificate_is_named(tls, tmp_path):
     with pytest.raises(ConfigError, match=r"link\.tls: .*nowhere\.pem"):
         make_link(0, tls=TLS(tmp_path / "nowhere.pem", tls.key, tls.authority))
+
+
+def test_strangers_that_reset_their_connections_at_once_end_nothing(tls):
+    with linked(tls=tls) as links, traffic(links):
+        for turn in range(200):
+            with socket.create_connection(links[0].address) as stranger:
+                if turn % 2:
+                    stranger.sendall(b"x")
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        links[1].channel("after", (0, 1)).send(0, b"alive").wait(LIMIT_S)
+        assert links[0].channel("after", (0, 1)).receive(1, max_bytes=5).wait(LIMIT_S) == b"alive"

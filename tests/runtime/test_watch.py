@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from process_pool import COLLECTIVE_LIMIT_S, ProcessPool
 from watch_script import HEALTHY
 
+from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link import Fact
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.transport import job_link
 from ds_hybridep.transport.diagnosis import NEARBY, View, cause_of, peers_of, report
 from ds_hybridep.transport.job import longest_wait_s
 from ds_hybridep.transport.waits import Waits
-from ds_hybridep.transport.watch import EXIT_STATUS, Watch
+from ds_hybridep.transport.watch import EXIT_STATUS, Watch, follows_from_others
 
 TWO_DCS = Cluster((Level("dc", 2), Level("gpu", 2)))
 THREE_DCS = Cluster((Level("dc", 3), Level("gpu", 2)))
@@ -135,6 +136,24 @@ def test_the_message_begins_with_the_cause_and_says_how_all_are():
     assert "rank 1: silent, was in step 4" in text
     assert "rank 2: has left" in text
     assert "last transfer of this rank: rows" in text
+
+
+def test_a_rank_that_is_lost_over_one_of_several_connections_is_named():
+    facts = (Fact(3, "lost", "nothing was heard of it for 10 s"),)
+    assert cause_of(view_of(facts=facts)) == "rank 3 is lost: nothing was heard of it for 10 s"
+
+
+@pytest.mark.parametrize(
+    ("error", "follows"),
+    [
+        (RuntimeError("cannot restore the sampler's state"), False),
+        (ConnectionResetError("Connection reset by peer"), False),  # of a data loader
+        (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:32447"), True),
+        (CommunicationError("a transfer failed"), True),
+    ],
+)
+def test_errors_of_collectives_follow_from_other_ranks(error, follows):
+    assert follows_from_others(error) == follows
 
 
 # -- who watches whom -------------------------------------------------------------------------------------------
