@@ -130,7 +130,7 @@ class Ranks:
 
 
 def run_as_script(orders: Any) -> int:
-    """`faults_rank.main`, ended as the interpreter would: excepthook, then atexit."""
+    """`faults_rank.main`, ended as the interpreter would: last_value, excepthook, then atexit."""
     import atexit
 
     import faults_rank
@@ -138,12 +138,9 @@ def run_as_script(orders: Any) -> int:
     status = 0
     try:
         faults_rank.main(orders)
-    except BaseException:  # noqa: BLE001  as the interpreter does
-        status = 1
-        try:
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        except SystemExit as end:
-            status = int(end.code or 0)
+    except BaseException as error:  # noqa: BLE001  as the interpreter does
+        status, sys.last_value = 1, error
+        sys.excepthook(type(error), error, error.__traceback__)
     atexit._run_exitfuncs()
     return status
 
@@ -209,8 +206,11 @@ def _watch(ranks: Ranks, network: EmulatedNetwork, case: Case, folder: Path, lim
 
 
 def first_error(log: Path) -> str:
-    """The first line that says what is wrong; of a traceback its last."""
-    found = ""
+    """The first line of this package that says what is wrong; else the last one of the first traceback."""
+    found, ours = "", re.compile(r"hybridep: (rank|ranks|the link|\w+ \d+ \()")
+    for line in log.read_text(errors="replace").splitlines():
+        if ours.match(line):
+            return line
     for line in log.read_text(errors="replace").splitlines():
         if not found and (match := ERROR.match(line)):
             found = line
