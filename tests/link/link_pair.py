@@ -154,6 +154,7 @@ link = make_link(1)
 print(json.dumps(link.address), flush=True)
 link.connect({{0: json.loads(sys.stdin.readline())}})
 channel = link.channel("x", (0, 1))
+sys.stdin.readline()  # the other rank is connected, too
 {program}
 """
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -165,6 +166,8 @@ channel = link.channel("x", (0, 1))
         self._process.stdin.write(json.dumps(first.address) + "\n")
         self._process.stdin.flush()
         first.connect({1: self.address})
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
 
     def expect(self, line: str) -> None:
         assert self._process.stdout.readline().strip() == line
