@@ -503,7 +503,7 @@ def test_stats(pool4: ProcessPool) -> None:
         assert (fresh["replica_bytes"], trained["replica_bytes"]) == (shipment, shipment)
         assert trained["host_bytes"] == 0
         assert trained["planning"] is None  # nothing is "auto"
-        assert {peer["state"] for peer in trained["link"]} == {"alive"}
+        assert {peer["state"] for peer in trained["link"]} <= {"alive", "gone"}  # another rank may have ended already
         assert all(peer["sent_bytes"] > 0 and peer["reconnects"] == 0 for peer in trained["link"])
         assert (trained["rank"], fresh["steps"], trained["steps"]) == (rank, 0, 2)
         assert [level["name"] for level in trained["levels"]] == ["dc", "gpu"]
