@@ -136,20 +136,21 @@ class Link:
 
     def statistics(self) -> dict[int, Statistics]:
         """Return what was exchanged with each peer."""
-        return {rank: peer.statistics() for rank, peer in self.peers.items()}
+        return {rank: peer.statistics() for rank, peer in dict(self.peers).items()}
 
     def close(
-        self, flush_s: float = 5.0, *, kind: str = LEFT, text: str = "it has closed its link", waits: bool = True
-    ) -> None:
+        self, flush_s: float = 5.0, *, kind: str = LEFT, text: str = "it has closed its link", waits: bool = True,
+        is_patient: bool = True,
+    ) -> None:  # fmt: skip
         """Wait up to `flush_s` until all that was sent is acknowledged, tell the peers, and end the thread.
 
-        A peer whose connection is being made again, or that still acknowledges, has up to a minute.
         waits: False returns at once, and leaves this to the thread.
+        is_patient: a peer whose connection is being made again, or that still acknowledges, has up to a minute more.
         """
         if self._thread.is_alive():
             if self._ends_at is None:
                 self._last_words, self._ends_at = (kind, text), time.monotonic() + flush_s
-                self._ends_by = self._ends_at + (LONGEST_FLUSH_S if kind == LEFT else 0.0)
+                self._ends_by = self._ends_at + LONGEST_FLUSH_S * is_patient
                 self._wake()
             if waits and threading.current_thread() is not self._thread:
                 self._thread.join(flush_s + LONGEST_FLUSH_S + 2 * LEAVE_S)
@@ -181,7 +182,7 @@ class Link:
         error = getattr(sys, "last_value", None)  # the interpreter sets it for an exception that nobody caught
         text = "its script has ended" if error is None else f"{type(error).__name__}: {error}"
         kind, text = self.last_words or (LEFT if error is None else FAILED, text)
-        self.close(kind=kind, text=text)
+        self.close(kind=kind, text=text, is_patient=error is None)
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class Link:
             cause = f"the link's thread has failed: {type(error).__name__}: {error}"
             logger.exception("rank %d: the link's thread has failed", self.rank)
         finally:
-            for peer in self.peers.values():
+            for peer in list(self.peers.values()):
                 peer.end(cause)
             self._end()
 

@@ -220,11 +220,6 @@ class Layout:
         return tuple(level for level, size in enumerate(self.domain_sizes) if size > 1)
 
     @property
-    def is_lossy(self) -> bool:
-        """True if expert weights travel under a lossy codec."""
-        return any(self.codecs[level].weight.is_lossy for level in self.gather_levels)
-
-    @property
     def loses_something(self) -> bool:
         """True if anything but token rows travels under a lossy codec."""
         return any(codecs.is_lossy for codecs in self.codecs)

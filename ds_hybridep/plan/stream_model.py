@@ -16,7 +16,7 @@ Sources: paper (5), (7) for the overlap of one layer; docs/planning.md, "How a s
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -97,13 +97,6 @@ class StepPrediction:
     def level_bytes(self, level: int) -> float:
         """Bytes of all kinds over one uplink of `level`."""
         return math.fsum(self.uplink_bytes[level].values())
-
-
-PacketOf = Callable[[int], int | None]  # the packet that a layer must wait for; the call sends it if nothing has yet
-
-
-def _no_packet(_: int) -> int | None:
-    return None
 
 
 def predict(
@@ -188,7 +181,7 @@ class _Step:
                 self._send("weights", layer, self.costs.weights, waited)
         decode_weights_s = decode_s(self.layout, self.workload, "weights") if self.has_packets else 0.0
         for layer in range(self.layers):
-            self._forward(layer, (lambda one: one) if self.has_packets else _no_packet, decode_weights_s)
+            self._forward(decode_weights_s, packet=layer if self.has_packets else None)
         if self.workload.micro_steps > 1:
             # Until the last backward, only token rows travel, so one layer is timed for all. No packet is queued: the
             # first forward has waited for all weights, and no gradient has left yet.
@@ -198,14 +191,14 @@ class _Step:
                 self.clock.seconds[term] += repeats * seconds
             self.clock.now_s += repeats * plain.now_s
             self.clock.repeat_waits([0] * len(plain.waits), plain.waits, repeats)
-        self._last_backward(_no_packet)
+        self._last_backward()
 
-    def _last_backward(self, packet_of: PacketOf) -> None:
+    def _last_backward(self) -> None:
         """The backward in which gradients of replicas return."""
         waiting: deque[int] = deque()
         depth = layers_in_flight(self.layout, self.workload)
         for layer in reversed(range(self.layers)):
-            self._backward(layer, packet_of)
+            self._backward()
             if self.has_packets:
                 self._send("gradients", self.layers + layer, self.costs.gradients)
                 waiting.append(self.layers + layer)
@@ -225,10 +218,10 @@ class _Step:
         self.clock.await_packet(packet, "expert_gradients_s")
         self.clock.spend(decode_s(self.layout, self.workload, "gradients"), "codec_s")
 
-    def _forward(self, layer: int, packet_of: PacketOf, decode_seconds: float) -> None:
+    def _forward(self, decode_seconds: float = 0.0, *, packet: int | None = None) -> None:
+        """The forward of a layer, which waits for a packet of weights if there is one."""
         clock, costs = self.clock, self.costs
         clock.spend(costs.pre_s, "dense_s")
-        packet = packet_of(layer)
         clock.exchange(costs.dispatch, "tokens_s", costs.round_s)
         if packet is not None:
             clock.await_packet(packet, "expert_weights_s")
@@ -237,15 +230,12 @@ class _Step:
         clock.spend(costs.experts_s, "experts_s")
         clock.exchange(costs.rows_only, "tokens_s", costs.round_s)
 
-    def _backward(self, layer: int, packet_of: PacketOf) -> None:
+    def _backward(self) -> None:
         """The backward of a layer up to its input's gradient; twice the work of its forward."""
         clock, costs = self.clock, self.costs
         if self.workload.is_checkpointed:
-            self._forward(layer, packet_of, 0.0)
+            self._forward()
         clock.exchange(costs.rows_only, "tokens_s", costs.round_s)
-        packet = packet_of(layer)
-        if packet is not None:
-            clock.await_packet(packet, "expert_weights_s")
         clock.spend(2.0 * costs.calls_s, "host_s")
         clock.spend(2.0 * costs.experts_s, "experts_s")
         clock.exchange(costs.input_gradients, "tokens_s", costs.round_s)
@@ -254,8 +244,8 @@ class _Step:
         """A clock on which one layer has run forward and backward with idle links."""
         plain = copy.copy(self)
         plain.clock = StepClock(self.bandwidths, self.latencies, tuple(TERM_WORDS))
-        plain._forward(0, _no_packet, 0.0)
-        plain._backward(0, _no_packet)
+        plain._forward()
+        plain._backward()
         plain.clock.spend(2.0 * self.costs.pre_s, "dense_s")
         return plain.clock
 

@@ -221,7 +221,7 @@ class Channel:
                 self._post(transfer, sends, receives)
             else:
                 self._start_on_device(transfer, streams, sends, receives)
-        except (RuntimeError, CommunicationError) as error:
+        except RuntimeError as error:
             raise CommunicationError(transfer.describe(f"failed: {first_line(error)}")) from error
         for rank, tensor in sends:
             key = (self.transport.level_to(rank), purpose.kind)
@@ -282,7 +282,7 @@ class Channel:
                     raise RuntimeError(self._failure)
                 self._await_device(transfer)
                 transfer.end_part()
-            except (RuntimeError, CommunicationError) as error:
+            except RuntimeError as error:
                 self._failure = first_line(error)
                 transfer.end_part(self._failure)
         atexit.unregister(self._end_thread)  # not in `close`: after it, the thread may still be waited for

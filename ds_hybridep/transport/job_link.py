@@ -69,7 +69,7 @@ class LinkSettings:
 
 
 def open_link(cluster: Cluster, generation: int, settings: LinkSettings) -> "JobLink":
-    """Return the link that all ranks have open, or a new one; all ranks must call at the same point.
+    """Return the link that all ranks have open with these settings, or a new one; all ranks must call together.
 
     Each call needs a call of `JobLink.leave`.  generation: as in `Transport`.
     Raises CommunicationError if no port is free, ConfigError if a file cannot be used, AgreementError if a rank does
@@ -78,7 +78,7 @@ def open_link(cluster: Cluster, generation: int, settings: LinkSettings) -> "Job
     global _newest
     notes = _Notes(f"ds_hybridep/{generation}/link", settings.timeout_s)
     with _lock:
-        if (link := _newest) is not None and link.is_open():
+        if (link := _newest) is not None and link.is_open() and link.has(cluster, settings):
             link.num_users += 1
         else:
             link = None
@@ -119,7 +119,7 @@ class JobLink:
 
     def __init__(self, cluster: Cluster, name: str, secret: bytes, settings: LinkSettings) -> None:
         self.name, self.num_users = name, 1
-        self._cluster = cluster
+        self._cluster, self._settings = cluster, settings
         self._notes = _Notes(f"ds_hybridep/{name}/addresses", settings.timeout_s)
         self._listener: Listener | None = None
         self._link = Link(
@@ -133,11 +133,16 @@ class JobLink:
         """Return True if it was not closed, and no fork has left it to this process's parent."""
         return self.num_users > 0 and not self._link.is_closed
 
+    def has(self, cluster: Cluster, settings: LinkSettings) -> bool:
+        """Return True if its connections are as these say."""
+        return settings == self._settings and _options_of(cluster) == _options_of(self._cluster)
+
     def connect(self, ranks: Sequence[int]) -> None:
         """Connect to those of the ranks to which there is no connection yet; they must call, too.
 
         Raises CommunicationError if one cannot be reached within the time limit.
         """
+        options = _options_of(self._cluster)
         by_level: dict[int, dict[int, Address]] = {}
         for rank in ranks:
             if rank != self._link.rank and rank not in self._link.peers:
@@ -147,8 +152,7 @@ class JobLink:
                 by_level.setdefault(level, {})[rank] = (host, port)
         with waiting():
             for level, addresses in by_level.items():
-                link = self._cluster.levels[level].link
-                self._link.connect(addresses, Options(link.connections, link.congestion_control))
+                self._link.connect(addresses, options[level])
 
     def channel(self, name: str, ranks: Sequence[int], generation: int, priority: int) -> Channel:
         return self._link.channel(name, ranks, generation=generation, priority=priority)
@@ -200,6 +204,11 @@ class JobLink:
             if self.num_users:
                 return
         self._link.close(waits=False)
+
+
+def _options_of(cluster: Cluster) -> list[Options]:
+    """Return the options of connections over each level."""
+    return [Options(level.link.connections, level.link.congestion_control) for level in cluster.levels]
 
 
 def own_host() -> str:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from ds_hybridep.link import Link, Options
+from ds_hybridep.link import TLS, Link, Options
 
 SECRET = b"0123456789abcdef"
 LIMIT_S = 60.0
@@ -140,6 +140,18 @@ def linked_through_proxy(connections: int = 1, **settings: Any) -> Iterator[tupl
         proxy.thaw()
         close_all(links)
         proxy.close()
+
+
+def make_certificates(folder, name="authority"):
+    def openssl(words):
+        subprocess.run(["openssl", *words.split()], check=True, capture_output=True, cwd=folder, timeout=LIMIT_S)
+
+    for key in (name, f"{name}-rank"):
+        openssl(f"ecparam -name prime256v1 -genkey -noout -out {key}.key")
+    openssl(f"req -x509 -new -key {name}.key -subj /CN={name} -days 2 -out {name}.pem")
+    openssl(f"req -new -key {name}-rank.key -subj /CN=rank -out {name}.csr")
+    openssl(f"x509 -req -in {name}.csr -CA {name}.pem -CAkey {name}.key -CAcreateserial -days 2 -out {name}-rank.pem")
+    return TLS(folder / f"{name}-rank.pem", folder / f"{name}-rank.key", folder / f"{name}.pem")
 
 
 class Process:

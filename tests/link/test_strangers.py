@@ -5,12 +5,11 @@ import contextlib
 import os
 import socket
 import struct
-import subprocess
 import threading
 import time
 
 import pytest
-from link_pair import LIMIT_S, content, linked, linked_through_proxy, make_link
+from link_pair import LIMIT_S, content, linked, linked_through_proxy, make_certificates, make_link
 
 import ds_hybridep.link.door as doors
 from ds_hybridep.errors import CommunicationError, ConfigError
@@ -157,18 +156,6 @@ def test_a_message_that_claims_to_be_huge_takes_no_memory():
 
 
 # -- TLS ----------------------------------------------------------------------------------------------------------
-
-
-def make_certificates(folder, name="authority"):
-    def openssl(words):
-        subprocess.run(["openssl", *words.split()], check=True, capture_output=True, cwd=folder, timeout=LIMIT_S)
-
-    for key in (name, f"{name}-rank"):
-        openssl(f"ecparam -name prime256v1 -genkey -noout -out {key}.key")
-    openssl(f"req -x509 -new -key {name}.key -subj /CN={name} -days 2 -out {name}.pem")
-    openssl(f"req -new -key {name}-rank.key -subj /CN=rank -out {name}.csr")
-    openssl(f"x509 -req -in {name}.csr -CA {name}.pem -CAkey {name}.key -CAcreateserial -days 2 -out {name}-rank.pem")
-    return TLS(folder / f"{name}-rank.pem", folder / f"{name}-rank.key", folder / f"{name}.pem")
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,18 @@
 """The link between the ranks of a job: its settings, and how engines share it."""
 
 import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from link_pair import make_certificates
 from process_pool import ProcessPool
 from torch import distributed as dist
 
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import ConfigError, HybridEPError
-from ds_hybridep.link import TLS
-from ds_hybridep.plan.cluster import Cluster, Level
+from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.transport.agreement import agree
 from ds_hybridep.transport.channels import Purpose, Transport
 from ds_hybridep.transport.job_link import LinkSettings
@@ -23,16 +22,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 LIMIT_S = 20.0
 TWO_DCS = Cluster((Level("dc", 2),))
-
-
-def make_certificates(folder: Path) -> TLS:
-    """An authority, and one certificate that it has signed."""
-    for name, signer in (("authority", None), ("rank", "authority")):
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-        command += ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2", "-subj", f"/CN={name}"]
-        command += [] if signer is None else ["-CA", f"{signer}.pem", "-CAkey", f"{signer}.key"]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return TLS(*(folder / name for name in ("rank.pem", "rank.key", "authority.pem")))
 
 
 def exchange(settings: list[LinkSettings]) -> dict[str, Any]:
@@ -92,6 +81,25 @@ def share(num_engines: int) -> tuple[bool, bool]:
 
 def test_engines_share_one_link(pool2: ProcessPool) -> None:
     assert pool2.run(share, num_engines=3) == [(True, True)] * 2
+
+
+def change_settings() -> tuple[bool, list[int]]:
+    """Whether another time limit gives the same link, and how many connections another cluster's level has."""
+    made = [Transport(TWO_DCS, LIMIT_S, agree({}, LIMIT_S), link=LinkSettings(one)) for one in (LIMIT_S, LIMIT_S + 1)]
+    several = Cluster((Level("dc", 2, Link(connections=3)),))
+    made.append(Transport(several, LIMIT_S, agree({}, LIMIT_S), link=LinkSettings(LIMIT_S + 1)))
+    for one in made:
+        one.channel("rows", (0, 1))
+    dist.barrier()
+    lanes = [len(one.link.peers()[1 - dist.get_rank()].lanes) for one in made]
+    dist.barrier()
+    for one in made:
+        one.close()
+    return made[0].link is made[1].link, lanes
+
+
+def test_engines_with_other_settings_have_a_link_of_their_own(pool2: ProcessPool) -> None:
+    assert pool2.run(change_settings) == [(False, [2, 2, 6])] * 2
 
 
 def link_of(**settings: Any) -> LinkSettings:
