@@ -171,6 +171,10 @@ def _start(_: None, original: "Any", engine: "Any", *args: "Any", **kwargs: "Any
     """Replaces `__init__`: if it fails after the engine has joined, undo that."""
     try:
         original(engine, *args, **kwargs)
+        if "_hybridep_attachment" in vars(engine):
+            from ds_hybridep.integration import api
+
+            api.finish_start(engine)
     except BaseException:
         if "_hybridep_attachment" in vars(engine):
             from ds_hybridep.integration import api

@@ -76,12 +76,15 @@ _PORTS = Says("the first and the last port of a range", "for example [29600, 296
 _TLS = Says("an object with certificate, key and authority", "give the paths of three files in PEM format")
 _BANDWIDTH = Says("a finite number > 0", "give Gbit/s (bits, not bytes) of one child's uplink, or leave the key out")
 _LATENCY = Says("a finite number >= 0", "give milliseconds one way, or leave the key out")
+_SITES = Says("a list of at least two names", 'write for example ["a", "b"]')
+_MEETING = Says("HOST:PORT", "give the address at which all sites reach the meeting point")
 _TIMEOUT = Says("a finite number > 0 and at most 1e9", "give the longest wait in seconds, for example 600")
 
 Switch = Annotated[bool, Says("true or false", "write it without quotes")]
 Count = Annotated[int, Field(ge=0), integer(">= 0", 2)]
 GivenPath = Annotated[str, Field(pattern=r"\S"), _PATH]
 OptionalPath = Annotated[str | None, Field(pattern=r"\S"), _PATH]
+SiteName = Annotated[str, Field(pattern=r"^[\w.-]+$"), _NAME]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -167,6 +170,29 @@ class LinkConfig(Settings):
     tls: Annotated[TLSConfig | None, _TLS] = None
 
 
+class SitesConfig(Settings):
+    """Other sites that train the same model, each in a job of its own; docs/sites.md says what each key means."""
+
+    names: Annotated[tuple[SiteName, ...], Field(min_length=2), BeforeValidator(_tuple), _SITES]
+    meeting_point: Annotated[str, Field(pattern=r"^[^\s:]+:\d+$"), _MEETING]
+    secret_file: GivenPath
+    name: OptionalPath = None
+    every: Annotated[int, Field(ge=1), integer(">= 1", 1)] = 1
+    codecs: Literal["recommended"] | None = None
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "SitesConfig":
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"names has a name twice: {shown(list(self.names))}; give each site its own name")
+        return self
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the meeting point."""
+        host, _, port = self.meeting_point.rpartition(":")
+        return host, int(port)
+
+
 class AdvancedConfig(Settings):
     """Settings that are rarely needed; docs/config.md says what each key means."""
 
@@ -190,6 +216,7 @@ class HybridEPConfig(Settings):
     report_interval: Count = 10
     report_file: OptionalPath = None
     link: LinkConfig = LinkConfig()
+    sites: SitesConfig | None = None
     advanced: AdvancedConfig = AdvancedConfig()
 
     @property
@@ -256,7 +283,7 @@ class HybridEPConfig(Settings):
 
     def canonical(self) -> dict[str, Any]:
         """What all ranks must agree on, as JSON values; `report_file` and files and ports of hosts may differ."""
-        return self.model_dump(mode="json", exclude={"report_file", "link"})
+        return self.model_dump(mode="json", exclude={"report_file": True, "link": True, "sites": {"name", "secret_file"}})
 
     # Messages of these checks begin with the key.
 
@@ -317,6 +344,10 @@ def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | P
     if isinstance(block, Mapping) and isinstance(block.get("levels"), str):
         path, levels = _read_cluster_file(block["levels"], base_dir)
         given, source = {**block, "levels": levels}, f"cluster file {path}: "
+    elif isinstance(block, Mapping) and block.get("sites") is not None and "levels" not in block:
+        # Inside a site DeepSpeed does everything, as without this package.
+        inside = [{"name": "rank", "size": world_size}]
+        given = {"levels": inside, "token_exchange": "deepspeed", "dense_sync": "deepspeed", **block}
     try:
         return HybridEPConfig.model_validate(given, context={"world_size": world_size})
     except ValidationError as error:
@@ -366,6 +397,7 @@ _MODELS: dict[int | str, type[Settings]] = {  # by the keys and the codec types 
     "levels": LevelConfig,
     "advanced": AdvancedConfig,
     "link": LinkConfig,
+    "sites": SitesConfig,
     "tls": TLSConfig,
     "token_codec": TokenCodecConfig,
     "identity": IdentityConfig,

@@ -6,6 +6,7 @@ HybridEPError (Exception)
 ├── PlanError (ValueError)                   cluster, expert-parallel group and domain sizes do not fit together
 ├── UnsupportedError (RuntimeError)          DeepSpeed is used with a feature that is refused here
 ├── AgreementError (RuntimeError)            ranks differ at start-up, or one of them did not report
+├── SiteError (RuntimeError)                 this site cannot train with the others, or they went on without it
 ├── CommunicationError (RuntimeError)        a wait passed its time limit, or a transfer failed
 ├── GradientNotReturnedError (RuntimeError)  the optimizer was stepped before replica gradients reached their owner
 ├── VerificationError (RuntimeError)         a replica is not bit-equal to what its owner believes it to be
@@ -36,6 +37,10 @@ class UnsupportedError(HybridEPError, RuntimeError):
 
 class AgreementError(HybridEPError, RuntimeError):
     """Ranks differ in config, plan or version at start-up, or one is missing. Align the ranks that are named."""
+
+
+class SiteError(HybridEPError, RuntimeError):
+    """This site cannot train with the others. The message says whether to change a setting or to start it again."""
 
 
 class CommunicationError(HybridEPError, RuntimeError):

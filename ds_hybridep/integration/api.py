@@ -198,6 +198,11 @@ def configure_expert_parallel(
     return sources
 
 
+def finish_start(engine: nn.Module) -> None:
+    """The engine is made: join the other sites, if there are any.  The import hook calls it."""
+    _attachment_of(engine).join_sites()
+
+
 def undo_start(engine: nn.Module) -> None:
     """Give everything back: `deepspeed.initialize` has failed after `attach`.  The import hook calls it."""
     _attachment_of(engine).unbind(has_failed=True)

@@ -37,6 +37,7 @@ from ds_hybridep.integration.patches import (
     is_trainer_there,
 )
 from ds_hybridep.integration.runtime import EngineStep, HybridRuntime, boundary_of, noticing
+from ds_hybridep.integration.sites import SiteSync, join_sites
 from ds_hybridep.integration.statistics import monitor_events, summarize
 from ds_hybridep.transport import watch
 from ds_hybridep.transport.agreement import announcing_failure, together
@@ -86,6 +87,7 @@ class Attachment:
         self._prepare = prepare
         self._patches, self._plan_patches = Patches(), Patches()
         self.dense: DenseSync | None = None
+        self.sites: SiteSync | None = None
         _clear_up()
         build = prepare(config)
         self._watched = Watched(self, engine)
@@ -177,6 +179,11 @@ class Attachment:
             self.runtime.shared_parameters = self.dense.shared_parameters
         self.step.watch_optimizer()
 
+    def join_sites(self) -> None:
+        """Join the other sites; all ranks must call once the optimizer exists."""
+        if self.runtime.config.sites is not None and self.sites is None:
+            self.sites = join_sites(self.engine, self.runtime)
+
     def unbind(self, *, has_failed: bool = False) -> None:
         """Undo all changes without waiting.  Parameters, optimizer and module tree were never changed.
 
@@ -186,6 +193,8 @@ class Attachment:
         self.engine.__dict__.pop("_hybridep_attachment", None)
         self._plan_patches.undo()
         self._patches.undo()
+        if self.sites is not None:
+            self.sites.close()
         if self.planner is not None:
             self.planner.close()
         self.runtime.close()

@@ -315,6 +315,8 @@ class EngineStep:
         runtime.before_step()
         try:
             chosen = planner.before_step(runtime) if planner is not None else None
+            if (sites := attachment.sites) is not None:
+                sites.exchange()
             if dense is not None:
                 dense.before_step()
             step()
@@ -324,6 +326,8 @@ class EngineStep:
         finally:
             if dense is not None:
                 dense.after_step()
+        if sites is not None:
+            sites.after_step(was_applied=self._engine._step_applied)
         # Dense parameters and experts travel together.  Experts of several groups must arrive before they are shipped.
         if dense is not None:
             dense.finish_gathers(of_experts_only=True)

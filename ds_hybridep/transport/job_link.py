@@ -234,6 +234,17 @@ def own_host() -> str:
     return host
 
 
+def host_towards(host: str) -> str:
+    """Return the address of this host from which it reaches `host`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"the host '{host}' is not reached from here: {error}; correct its name") from error
+
+
 class _Notes:
     """What ranks tell each other in the job's store, below one path."""
 
