@@ -13,8 +13,8 @@ import pytest
 TESTS_DIR = Path(__file__).resolve().parent
 REPO_DIR = TESTS_DIR.parent
 
-if str(TESTS_DIR) not in sys.path:  # whatever pytest's import mode is
-    sys.path.insert(0, str(TESTS_DIR))
+# Helpers lie in support/ and beside their tests; cuda_emulation/ and stream_checker/ are packages.
+sys.path[:0] = [str(TESTS_DIR), *(str(folder) for folder in sorted(TESTS_DIR.iterdir()) if folder.is_dir())]
 if importlib.util.find_spec("ds_hybridep") is None:  # run from a checkout without an install
     sys.path.insert(0, str(REPO_DIR))
 

@@ -10,7 +10,7 @@ import pytest
 
 from ds_hybridep.commands.page import Run
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow

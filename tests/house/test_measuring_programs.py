@@ -11,7 +11,7 @@ import pytest
 
 from ds_hybridep.lab.network import why_not_permitted
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 REASON = why_not_permitted(with_delay=False)
 
 pytestmark = [

@@ -13,8 +13,8 @@ from pathlib import Path
 import deepspeed
 import torch
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see tests/pool_preload.py
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see tests/support/pool_preload.py
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 _save, _engine_save = torch.save, deepspeed.DeepSpeedEngine.save_checkpoint
 _saving = [0]
 
@@ -34,4 +34,4 @@ def save(*args, **kwargs):
 
 
 torch.save, deepspeed.DeepSpeedEngine.save_checkpoint = save, save_checkpoint
-runpy.run_path(str(Path(__file__).resolve().parents[1] / "examples" / "train_lm.py"), run_name="__main__")
+runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "train_lm.py"), run_name="__main__")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-REPO_DIR = Path(__file__).resolve().parents[1]
+REPO_DIR = Path(__file__).resolve().parents[2]
 
 USE_THE_WHEEL = """
 import logging, sys

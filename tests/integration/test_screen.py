@@ -16,7 +16,7 @@ from test_engine import world2
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-GETTING_STARTED = Path(__file__).resolve().parents[1] / "docs" / "getting-started.md"
+GETTING_STARTED = Path(__file__).resolve().parents[2] / "docs" / "getting-started.md"
 START, FIGURES = "hybridep: 2 MoE layers, domain sizes dc 2, tokens", "hybridep after 2 steps, per step: sent over dc"
 
 

@@ -61,5 +61,5 @@ def test_a_transformers_that_was_not_tested_is_told_of(
 
 
 def test_the_extra_installs_a_tested_version() -> None:
-    setup = (Path(__file__).resolve().parents[1] / "setup.py").read_text()
+    setup = (Path(__file__).resolve().parents[2] / "setup.py").read_text()
     assert re.search(r'"transformers==([^"]+)"', setup)[1] in supported.TESTED_TRANSFORMERS

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which versions of DeepSpeed, Python and transformers work: the tests marked `core` in an environment for each.
 
-    python tests/versions.py                   all of them; writes docs/versions.md
-    python tests/versions.py --quick           the newest and the oldest DeepSpeed on one Python; prints the table
-    python tests/versions.py --only 0.19.6     this DeepSpeed, as often as the option is given; prints the table
+    python tests/house/versions.py                 all of them; writes docs/versions.md
+    python tests/house/versions.py --quick         the newest and the oldest DeepSpeed on one Python; prints the table
+    python tests/house/versions.py --only 0.19.6   this DeepSpeed, as often as the option is given; prints the table
 
 Each DeepSpeed runs with the transformers of the extra "hf", and the newest one with others too.  Each Python has one
 virtual environment in .cache/versions, whose DeepSpeed and transformers are replaced before each run; kernels are
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / ".cache" / "versions"
 TABLE = REPOSITORY / "docs" / "versions.md"
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of a few steps, on record: a change of numerics shows as a difference in tests/golden/losses.
 
-`pytest tests/test_golden_losses.py --rewrite-golden` records new ones.
+`pytest tests/integration/test_golden_losses.py --rewrite-golden` records new ones.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from toy_model import ToyConfig, batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
-GOLDEN = Path(__file__).parent / "golden" / "losses"
+GOLDEN = Path(__file__).parents[1] / "golden" / "losses"
 STEPS = 4
 EXACT, LOSSY = 1e-5, 1e-3  # other processors sum in other orders; one element may then be encoded differently
 TOY = ToyConfig()

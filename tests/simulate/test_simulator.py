@@ -76,7 +76,7 @@ def test_a_step_is_predicted_to_wait_four_times_where_no_token_crosses(num_layer
     """Gradients of experts; sums of all else; norms, or without ZeRO sums on their way back; new weights, together."""
     workload = toy(model=dataclasses.replace(TOY, num_moe_layers=num_layers), **settings)
     waits = predict(cluster_of(2, 2), layout_of((2, 2), (2, 1)), workload, rates_of_toy).waits
-    assert waits[0] == 4  # as counted in tests/runtime/test_waits.py
+    assert waits[0] == 4  # as counted in tests/transport/test_waits.py
 
 
 def test_row_counts_travel_with_the_rows_as_they_do_in_the_runtime():

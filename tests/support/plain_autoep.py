@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a script whose ds_config has AutoEP but no block, so that newer versions of transformers do not stop it.
 
-deepspeed --no_local_rank tests/plain_autoep.py SCRIPT ...
+deepspeed --no_local_rank tests/support/plain_autoep.py SCRIPT ...
 """
 
 import runpy

@@ -17,7 +17,7 @@ from torch import nn
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.integration import adapters, autoep, supported
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 # -- what older versions do not have ----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import pytest
 from ds_hybridep.commands.main import main
 from ds_hybridep.config import parse_config
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 PROGRAMS = re.compile(
@@ -19,28 +19,28 @@ PROGRAMS = re.compile(
 )
 HERE = ("ds_hybridep plan", "ds_hybridep simulate", "ds_hybridep report")
 ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
-    "make demo": "tests/test_demo.py",
+    "make demo": "tests/house/test_demo.py",
     "make test": ".ci/run",
     "make check": ".ci/run",
     "make fmt": "not run: rewrites the sources",
-    "pip install .": ".ci/run, tests/test_wheel.py",
+    "pip install .": ".ci/run, tests/house/test_wheel.py",
     "pip install 'ds_hybridep[hf]'": "not run: setup.py has the same names",
     "git clone": "not run: names a place",
     "ssh": "tests/lab/test_multi_node.py",
     "ip -br address": "not run: a look at the machine",
     "echo": "tests/lab/test_multi_node.py",
     "deepspeed --hostfile": "tests/lab/test_multi_node.py",
-    "deepspeed --num_gpus 4 examples/finetune_hf.py": "tests/test_finetune_hf.py",
-    "ds_hybridep show": "tests/test_page.py",
-    "ds_hybridep export": "tests/test_finetune_hf.py",
+    "deepspeed --num_gpus 4 examples/finetune_hf.py": "tests/house/test_finetune_hf.py",
+    "ds_hybridep show": "tests/commands/test_page.py",
+    "ds_hybridep export": "tests/house/test_finetune_hf.py",
     "ds_hybridep lab": "tests/lab/test_launcher.py",
-    "examples/restart/": "tests/test_restart.py",
+    "examples/restart/": "tests/house/test_restart.py",
     "sudo python benchmarks/": "not run: measures for minutes",
     "python benchmarks/": "not run: measures for minutes",
-    "deepspeed --num_gpus 8 train.py": "tests/test_launchers.py",
-    "torchrun --nnodes 2": "tests/test_launchers.py",
-    "accelerate launch": "tests/test_launchers.py",
-    "sbatch job.sh": "tests/test_launchers.py",
+    "deepspeed --num_gpus 8 train.py": "tests/house/test_launchers.py",
+    "torchrun --nnodes 2": "tests/house/test_launchers.py",
+    "accelerate launch": "tests/house/test_launchers.py",
+    "sbatch job.sh": "tests/house/test_launchers.py",
     "torchrun --nproc_per_node 4 benchmarks/": "not run: measures for minutes",
     "torchrun --standalone --nproc_per_node 4 benchmarks/": "not run: measures for minutes",
 }

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "steps_per_print": 1_000_000,
@@ -44,7 +44,7 @@ def losses_of(folder: Path, launcher: str, **fault: str) -> tuple[dict[int, floa
         command = [str(script), checkpoints, "--num_gpus", "2", "--master_port", "29677", "--", *ours]
     environment = {
         **os.environ, **fault, "SAVE_INTERVAL": "2", "PAUSE_S": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
-        "SCRIPT": str(ROOT / "tests" / "restart_script.py"),
+        "SCRIPT": str(ROOT / "tests" / "support" / "restart_script.py"),
     }  # fmt: skip
     with (folder / "said").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)

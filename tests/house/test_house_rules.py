@@ -23,7 +23,7 @@ from ds_hybridep.config_codecs import (
     Settings,
 )
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 DS_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 TEXT_SUFFIXES = {"", ".py", ".md", ".json", ".toml", ".yaml", ".yml", ".cpp", ".cu", ".h", ".txt", ".sh"}
 # Lines of Python that a reader can hold in the head.

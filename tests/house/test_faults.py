@@ -13,7 +13,7 @@ from ds_hybridep.lab.unprivileged import why_no_user_namespace
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 REASON = why_not_permitted(with_delay=False) if os.geteuid() == 0 else why_no_user_namespace()
 
 

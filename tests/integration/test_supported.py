@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.integration import supported
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 NEWER = ("0.19.9", "0.20.0", "1.0.0+cu130")
 
 

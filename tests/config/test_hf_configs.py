@@ -16,7 +16,7 @@ from ds_hybridep.commands.main import main
 from ds_hybridep.config import parse_config
 from ds_hybridep.plan.partition import Partition
 
-FOLDER = Path(__file__).resolve().parents[1] / "ds_configs"
+FOLDER = Path(__file__).resolve().parents[2] / "ds_configs"
 MODELS = {"qwen3_30b_a3b_2x8.json": "Qwen3-30B-A3B", "mixtral_8x7b_2x8.json": "Mixtral-8x7B"}
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from scripts import free_port
 
-TESTS = Path(__file__).resolve().parent
-PAGE = TESTS.parent / "docs" / "launchers.md"
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parents[1] / "docs" / "launchers.md"
 LIMIT_S = 500  # a run is 10 s of work, and a busy machine takes its time
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -41,7 +41,7 @@ def blocks_of(section: str) -> list[str]:
     text = PAGE.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
     blocks = [block.split("\n", 1)[1].strip() for block in text.split("```")[1::2]]
     changes = {
-        "node1": "127.0.0.1", "29500": str(free_port()), "train.py": str(TESTS / "launcher_script.py"),
+        "node1": "127.0.0.1", "29500": str(free_port()), "train.py": str(HERE / "launcher_script.py"),
         "num_processes 16": "num_processes 2", "per_node 8": "per_node 1", "per-node=8": "per-node=1",
     }  # fmt: skip
     for there, here in changes.items():
@@ -118,7 +118,7 @@ def test_accelerate_on_two_nodes_trains_as_deepspeed_does(tmp_path: Path, expect
 def test_the_block_reaches_accelerates_accelerator(tmp_path: Path, expected: list[float]) -> None:
     command = (
         "accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json --num_machines 1 --num_processes 2 "
-        f"--main_process_port {free_port()} {TESTS / 'accelerator_script.py'}"
+        f"--main_process_port {free_port()} {HERE / 'accelerator_script.py'}"
     )
     assert losses_in(run_together(tmp_path, [command])) == expected
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
     pytest.mark.dist,
@@ -30,7 +30,7 @@ def finetune(folder: Path, *options: str, with_block: bool, zero_stage: int = 1)
     script = [str(ROOT / "examples" / "finetune_hf.py"), "--tiny", "--tiny-steps", "30", "--steps", "20"]
     if not with_block:
         del config["hybridep"]
-        script = ["--no_local_rank", str(ROOT / "tests" / "plain_autoep.py"), *script]
+        script = ["--no_local_rank", str(ROOT / "tests" / "support" / "plain_autoep.py"), *script]
     config["zero_optimization"] = {"stage": zero_stage, "stage3_param_persistence_threshold": 1000}
     folder.mkdir()
     (folder / "ds_config.json").write_text(json.dumps(config))
@@ -133,7 +133,7 @@ def test_trls_trainer_learns_the_same_as_without_expert_parallelism(tmp_path: Pa
             "zero_optimization": {"stage": 1},
         }
         (folder / "ds_config.json").write_text(json.dumps(config | settings))
-        said = launch(folder, 2, str(ROOT / "tests" / "sft_script.py"))
+        said = launch(folder, 2, str(ROOT / "tests" / "support" / "sft_script.py"))
         losses.append(json.loads(re.findall(r"^losses (.+)$", said, re.MULTILINE)[0]))
         assert (folder / "tuned" / "trainer_state.json").exists()
         model = import_module("transformers").AutoModelForCausalLM.from_pretrained(folder / "tuned", dtype="auto")
