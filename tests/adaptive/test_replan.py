@@ -13,9 +13,20 @@ from deepspeed import comm as dist
 from marks import slow
 from parity import FP32_TOLERANCE, Case, levels_of, merged
 from process_pool import ProcessPool
-from test_engine import Engine, _batch, block_of, engine_of, error_of, evaluate, moe_layers, train
-from test_lossy import block_with, replicas_of, runtime_of
 from toy_model import ToyConfig
+from training import (
+    Engine,
+    batch_of,
+    block_of,
+    block_with,
+    engine_of,
+    error_of,
+    evaluate,
+    moe_layers,
+    replicas_of,
+    runtime_of,
+    train,
+)
 
 import ds_hybridep
 from ds_hybridep.adaptive import meter
@@ -258,7 +269,7 @@ def movement_of_nothing(engine: Engine, case: Case) -> float:
     """How far parameters move in an optimizer step over losses of zero."""
     before = [p.detach().clone() for p in engine.module.parameters()]
     for _ in range(case.accumulation):
-        engine.backward(engine(*_batch(case, 99)) * 0.0)
+        engine.backward(engine(*batch_of(case, 99)) * 0.0)
         engine.step()
     return sum(float((p - b).norm()) for p, b in zip(engine.module.parameters(), before, strict=True))
 
@@ -275,7 +286,7 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
         engine.save_checkpoint(folder, tag="plain")
         ds_hybridep.replan(engine, block_of(case, **block_with(case, [("identity", COARSE)])))
         train(engine, case, 1, 2)
-        engine.backward(engine(*_batch(case, 3)))
+        engine.backward(engine(*batch_of(case, 3)))
         engine.step()
         kept = runtime_of(engine).undelivered_norm
         engine.load_checkpoint(folder, tag="plain")
@@ -304,10 +315,10 @@ def carry_over_two_backwards(case: Case) -> list[float]:
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1,))))
         found = [carried_norm(engine)]
         for _ in range(2):
-            engine.backward(engine(*_batch(case, 9)) * 0.0)
+            engine.backward(engine(*batch_of(case, 9)) * 0.0)
             found.append(expert_gradient_norm(engine.module))
         engine.zero_grad()
-        engine.backward(engine(*_batch(case, 9)) * 0.0)
+        engine.backward(engine(*batch_of(case, 9)) * 0.0)
         found.append(expert_gradient_norm(engine.module))
         engine.step()
         return [*found, carried_norm(engine)]
@@ -317,7 +328,7 @@ def replan_before_the_step(case: Case) -> tuple[float, float, float]:
     """What is carried when the plan changes after the backward, after that step, and after the next."""
     with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
         train(engine, case, 0, 3)
-        engine.backward(engine(*_batch(case, 3)))
+        engine.backward(engine(*batch_of(case, 3)))
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1,))))
         found = [carried_norm(engine)]
         engine.step()

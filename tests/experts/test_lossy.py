@@ -15,19 +15,31 @@ from deepspeed import comm as dist
 from marks import slow
 from parity import Case, levels_of, merged
 from process_pool import ProcessPool
-from test_engine import Engine, _batch, engine_of, error_of, moe_layers, train
 from toy_model import ToyConfig
+from training import (
+    COARSE,
+    LOW_RANK,
+    Codecs,
+    Engine,
+    batch_of,
+    block_with,
+    engine_of,
+    error_of,
+    migration_of,
+    moe_layers,
+    replicas_of,
+    residuals_of,
+    runtime_of,
+    train,
+)
 
 import ds_hybridep
 from ds_hybridep.codecs import make_codec
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
-LOW_RANK = {"type": "low_rank", "rank": 2}
-COARSE = {"type": "int2", "block": 256}
 RANK_1_AND_REST = {"type": "low_rank", "rank": 1, "rest": "int2"}
 STEPS = 6
-Codecs = list[tuple[Any, Any]]  # (weights, gradients) of each level
 
 
 def world4(*domain_sizes: int, **options: Any) -> Case:
@@ -35,29 +47,6 @@ def world4(*domain_sizes: int, **options: Any) -> Case:
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------
-
-
-def block_with(case: Case, codecs: Codecs, **settings: Any) -> dict[str, Any]:
-    """The case's block with these codecs, every step verified."""
-    levels = [
-        {**level, "weight_codec": weights, "gradient_codec": gradients}
-        for level, (weights, gradients) in zip(
-            case.ds_config(with_block=True)["hybridep"]["levels"], codecs, strict=True
-        )
-    ]
-    return merged({"levels": levels, "advanced": {"verify_interval": 1}}, settings)
-
-
-def runtime_of(engine: Engine) -> Any:
-    return engine.__dict__["_hybridep_attachment"].runtime
-
-
-def migration_of(engine: Engine) -> Any:
-    return runtime_of(engine).migration
-
-
-def replicas_of(engine: Engine) -> list[Any]:
-    return [layer.replicas for layer in migration_of(engine).layers]
 
 
 def train_lossy(case: Case, codecs: Codecs, num_steps: int) -> dict[str, Any]:
@@ -93,14 +82,10 @@ def distance_of_mirrors(case: Case, codecs: Codecs) -> list[float]:
 
 def returned_gradients(engine: Engine, case: Case, step: int) -> list[torch.Tensor]:
     """What one boundary backward leaves on the owned experts."""
-    engine.backward(engine(*_batch(case, step)))
+    engine.backward(engine(*batch_of(case, step)))
     gradients = [p.grad.clone() for layer in moe_layers(engine.module) for p in layer.experts.parameters()]
     engine.zero_grad()
     return gradients
-
-
-def residuals_of(engine: Engine) -> list[torch.Tensor]:
-    return [p.residual.clone() for one in replicas_of(engine) for p in one.feedback.gradients.sent.values()]
 
 
 def skip_steps(case: Case, codecs: Codecs) -> dict[str, bool]:
@@ -110,7 +95,7 @@ def skip_steps(case: Case, codecs: Codecs) -> dict[str, bool]:
         before = residuals_of(engine)
         first = returned_gradients(engine, case, 7)  # dropped by zero_grad
         dropped = residuals_of(engine)
-        engine.backward(engine(*_batch(case, 7)))
+        engine.backward(engine(*batch_of(case, 7)))
         runtime_of(engine).before_step()
         runtime_of(engine).after_step(was_applied=False)
         skipped = residuals_of(engine)
@@ -130,7 +115,7 @@ def overflow_on_rank_1(case: Case, codecs: Codecs) -> dict[str, bool]:
     """A backward with inf on one rank: every owner it reaches sees it, no residual keeps it."""
     with engine_of(case, with_block=True, hybridep=block_with(case, codecs)) as engine:
         train(engine, case, 0, 2)
-        loss = engine(*_batch(case, 9))
+        loss = engine(*batch_of(case, 9))
         engine.backward(loss * float("inf") if dist.get_rank() == 1 else loss)
         gradients = [p.grad for layer in moe_layers(engine.module) for p in layer.experts.parameters()]
         found = {

@@ -9,9 +9,8 @@ import pytest
 import torch
 from parity import Case, levels_of
 from process_pool import ProcessPool
-from test_engine import _batch, engine_of, train
-from test_lossy import LOW_RANK, block_with, migration_of, replicas_of, runtime_of
 from toy_model import ToyConfig
+from training import LOW_RANK, batch_of, block_with, engine_of, migration_of, replicas_of, runtime_of, train
 
 import ds_hybridep
 
@@ -77,7 +76,7 @@ def train_with_a_skipped_step(case: Case, codecs: Any, state: str) -> tuple[list
         losses = train(engine, case, 0, 2)
         migration_of(engine).finish_shipments()
         before = kept_by(engine)
-        engine.backward(engine(*_batch(case, 7)))
+        engine.backward(engine(*batch_of(case, 7)))
         assert not all(map(torch.equal, before, kept_by(engine)))
         runtime_of(engine).before_step()
         runtime_of(engine).after_step(was_applied=False)
@@ -99,7 +98,7 @@ def fail_in_an_optimizer_step(case: Case, codecs: Any, state: str) -> bool:
     """After weights have changed; whether replicas are right after the next step."""
     with engine_of(case, with_block=True, hybridep=block_with(case, codecs, state=state)) as engine:
         train(engine, case, 0, 2)
-        engine.backward(engine(*_batch(case, 2)))
+        engine.backward(engine(*batch_of(case, 2)))
         step = engine.optimizer.step
 
         def fail(*args: Any, **kwargs: Any) -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from exporting import Job, engine_of, run, run_classic, save_in_all_ways, tokens_of, train
 from process_pool import ProcessPool
-from test_engine import world2
 from torch import Tensor
 from toy_model import build_model
+from training import world2
 
 from ds_hybridep.commands.main import main
 

@@ -159,3 +159,10 @@ def test_no_file_class_or_function_of_the_package_is_too_long():
                 if num_lines > (MAX_CLASS if isinstance(node, ast.ClassDef) else MAX_FUNCTION):
                     too_long[f"{name}: {node.name}"] = num_lines
     assert too_long == {}
+
+
+def test_no_test_file_imports_another():
+    """What several tests share is in tests/support, so that each file can be changed alone."""
+    paths = sorted((REPOSITORY / "tests").rglob("*.py"))
+    imports = re.compile(r"^\s*(?:from|import) (?:\w+\.)*test_\w+", re.MULTILINE)
+    assert {path.name: found for path in paths if (found := imports.findall(path.read_text()))} == {}

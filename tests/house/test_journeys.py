@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from parity import Case, levels_of
 from process_pool import ProcessPool
-from test_engine import _batch, engine_of, train
 from toy_model import ToyConfig
+from training import batch_of, engine_of, train
 
 import ds_hybridep
 
@@ -81,7 +81,7 @@ def follow_a_token() -> set[tuple[str, str]]:
     with recording() as recorder, engine_of(ONE_RANK_EACH, with_block=True) as engine:
         train(engine, ONE_RANK_EACH, 0, 2)
         recorder.is_on = True
-        loss = engine(*_batch(ONE_RANK_EACH, 2))
+        loss = engine(*batch_of(ONE_RANK_EACH, 2))
         engine.backward(loss)
         recorder.is_on = False
         engine.step()
@@ -92,7 +92,7 @@ def follow_an_expert() -> set[tuple[str, str]]:
     """Functions entered from one warm optimizer step to the next, both included."""
     with recording() as recorder, engine_of(ALL_RANKS, with_block=True) as engine:
         train(engine, ALL_RANKS, 0, 2)
-        engine.backward(engine(*_batch(ALL_RANKS, 2)))
+        engine.backward(engine(*batch_of(ALL_RANKS, 2)))
         recorder.is_on = True
         engine.step()
         train(engine, ALL_RANKS, 3, 1)

@@ -10,22 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from scripts import RESTART_CONFIG
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "steps_per_print": 1_000_000,
-    "zero_optimization": {"stage": 1},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    "bf16": {"enabled": True},
-    "hybridep": {
-        "levels": [{"name": "dc", "size": 2, "domain_size": 2, "bandwidth_gbps": 1, "codecs": "recommended"}],
-        "timeout_s": 20,
-        "advanced": {"kernels": "reference"},
-    },
-}
 ARGUMENTS = ["--steps", "6", "--layers", "1", "--hidden", "32", "--experts", "4", "--seq-len", "16"]
 ARGUMENTS += ["--log-interval", "1", "--eval-interval", "0"]
 
@@ -34,7 +23,7 @@ def losses_of(folder: Path, launcher: str, **fault: str) -> tuple[dict[int, floa
     """Losses by step of the last attempt, and what was said."""
     folder.mkdir()
     config = folder / "ds_config.json"
-    config.write_text(json.dumps(CONFIG))
+    config.write_text(json.dumps(RESTART_CONFIG))
     result = folder / "result.json"
     ours = [*ARGUMENTS, "--json-file", str(result), "--deepspeed_config", str(config)]
     script, checkpoints = ROOT / "examples" / "restart" / f"with_{launcher}.sh", str(folder / "checkpoints")

@@ -11,14 +11,15 @@ import deepspeed
 import parity
 import pytest
 import torch
+from autoep_cases import SHAPE, case4
+from checkpoints import resume_across, resume_in_a_fresh_engine
 from deepspeed import comm as dist
 from hf_models import FAMILIES
 from marks import slow
 from parity import FP32_TOLERANCE, Case, assert_parity, levels_of, loss_of, model_of, use_expert_groups_of
 from process_pool import ProcessPool
-from test_checkpoint import resume_across, resume_in_a_fresh_engine
 from torch import Tensor
-from toy_model import ToyConfig, batch
+from toy_model import batch
 
 import ds_hybridep
 
@@ -28,14 +29,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"),
 ]
 
-SHAPE = ToyConfig(hidden=32, ffn=16, sequence=8, num_experts=8, k=2)
 BY_TOKEN = replace(SHAPE, routing="by_token")
 PLANS4 = [(a, b) for a in (1, 2) for b in (1, 2)]
-
-
-def case4(family: str, *domain_sizes: int, **options: Any) -> Case:
-    options.setdefault("toy", SHAPE)
-    return Case(levels=levels_of((2, 2), domain_sizes), family=family, **options)
 
 
 # -- parity -----------------------------------------------------------------------------------------------------

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from autoep_cases import case4, engine_of
 from marks import slow
 from parity import Case, model_of
 from process_pool import ProcessPool
-from test_autoep import case4
-from test_autoep_zero3 import engine_of
-from test_checkpoint import train
+from training import train
 
 import ds_hybridep
 from ds_hybridep.errors import ConfigError

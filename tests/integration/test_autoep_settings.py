@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from autoep_cases import SHAPE, case4, engine_of
 from parity import FP32_TOLERANCE, Case
 from process_pool import ProcessPool
-from test_autoep import SHAPE, case4
-from test_autoep_zero3 import engine_of
-from test_checkpoint import train
+from training import train
 
 import ds_hybridep
 

@@ -3,17 +3,14 @@
 
 import gc
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
-import deepspeed
 import pytest
-from parity import FP32_TOLERANCE, Case, loss_of, merged, model_of, use_expert_groups_of
+from autoep_cases import SHAPE, case4, engine_of
+from parity import FP32_TOLERANCE, Case, loss_of
 from process_pool import ProcessPool
-from test_autoep import SHAPE, case4
-from test_checkpoint import _batch, train
+from training import batch_of, train
 
 import ds_hybridep
 from ds_hybridep.errors import UnsupportedError
@@ -28,24 +25,6 @@ LOW_RANK = {"type": "low_rank", "rank": 4}
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def engine_of(case: Case, *, with_block: bool, block: dict[str, Any] | None = None, **zero: Any) -> Iterator[Any]:
-    """An engine; `block` and `zero` are added to those parts of ds_config."""
-    use_expert_groups_of(case)
-    model = model_of(case, seed=case.seed)
-    config = case.ds_config(with_block=with_block)
-    config["zero_optimization"] |= zero
-    if with_block:
-        config["hybridep"] = merged(config["hybridep"], {"advanced": {"verify_interval": 1}, **(block or {})})
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine, model
-        gc.collect()
 
 
 def train_over_plans(case: Case, plans: list[tuple[int, int]]) -> tuple[list[float], list[float]]:
@@ -71,7 +50,7 @@ def train_and_drop(case: Case, owner: Literal["engine", "optimizer"]) -> dict[bo
             losses[with_block] = []
             for step in range(3):
                 for micro_step in range(case.accumulation):
-                    loss = loss_of(engine, case, *_batch(case, step, micro_step))
+                    loss = loss_of(engine, case, *batch_of(case, step, micro_step))
                     losses[with_block].append(loss.item())
                     engine.backward(loss)
                     engine.step()
@@ -88,7 +67,7 @@ def sizes_of_experts(case: Case) -> tuple[set[int], set[int], float]:
         experts = [p for n, p in engine.module.named_parameters() if ".experts." in n]
         train(engine, case, 0, 3)
         after_step = {parameter.numel() for parameter in experts}
-        engine.backward(loss_of(engine, case, *_batch(case, 4, 0)))
+        engine.backward(loss_of(engine, case, *batch_of(case, 4, 0)))
         after_backward = {parameter.numel() for parameter in experts}
         return after_step, after_backward, ds_hybridep.stats(engine)["layers"][0]["codecs"]["weight_error"]
 

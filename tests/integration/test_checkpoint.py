@@ -4,112 +4,26 @@
 All files go through a folder that the ranks share.
 """
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
-from deepspeed import comm as dist
+from checkpoints import STEPS_AFTER, STEPS_BEFORE, engine_of, resume_across, resume_in_a_fresh_engine
 from marks import slow
-from parity import FP32_TOLERANCE, Case, levels_of, loss_of, model_of, use_expert_groups_of, whole_parameters
+from parity import FP32_TOLERANCE, Case, levels_of
 from process_pool import ProcessPool
-from toy_model import ToyConfig, batch
+from toy_model import ToyConfig
+from training import batch_of, evaluate, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
-
-STEPS_BEFORE, STEPS_AFTER = 2, 2
 
 
 PLANS = [(2, 1), (2, 2)]
 EACH_STAGE = [slow((2, 1), 0), ((2, 2), 1), slow((2, 1), 2), slow((2, 2), 0), slow((2, 1), 1), slow((2, 2), 2)]
 
-Engine = deepspeed.DeepSpeedEngine
-
 
 # -- in the workers ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def engine_of(case: Case, *, with_block: bool, seed: int = 1) -> Iterator[Engine]:
-    """A fresh engine whose weights are those of `seed`."""
-    use_expert_groups_of(case)
-    model = model_of(case, seed=seed)
-    config = case.ds_config(with_block=with_block)
-    if with_block:
-        config["hybridep"]["advanced"]["verify_interval"] = 1
-    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine, model
-        gc.collect()
-
-
-def train(engine: Engine, case: Case, first_step: int, num_steps: int) -> list[float]:
-    """Losses of the micro-steps of steps `first_step` and following."""
-    losses = []
-    for step in range(first_step, first_step + num_steps):
-        for micro_step in range(case.accumulation):
-            loss = loss_of(engine, case, *_batch(case, step, micro_step))
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
-    return losses
-
-
-def loss_without_training(engine: Engine, case: Case) -> float:
-    engine.eval()
-    with torch.no_grad():
-        loss = loss_of(engine, case, *_batch(case, 1000, 0)).item()
-    engine.train()
-    return loss
-
-
-def _batch(case: Case, step: int, micro_step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rank = dist.get_rank()
-    return batch(case.toy, seed=case.seed, step=step, micro_step=micro_step, rank=rank, num_sequences=3)
-
-
-def resume_in_a_fresh_engine(case: Case, folder: str) -> dict[str, Any]:
-    """Trains on from a checkpoint twice: in the engine that wrote it, and in one that started with other weights."""
-    with engine_of(case, with_block=True) as engine:
-        train(engine, case, 0, STEPS_BEFORE)
-        engine.save_checkpoint(folder)
-        straight_losses = train(engine, case, STEPS_BEFORE, STEPS_AFTER)
-        straight = whole_parameters(engine.module)
-    with engine_of(case, with_block=True, seed=2) as engine:
-        path, _ = engine.load_checkpoint(folder)
-        resumed_losses = train(engine, case, STEPS_BEFORE, STEPS_AFTER)
-        resumed = whole_parameters(engine.module)
-    return {
-        "is_loaded": path is not None,
-        "losses": (straight_losses, resumed_losses),
-        "different": [name for name, value in straight.items() if not torch.equal(value, resumed[name])],
-    }
-
-
-def resume_across(case: Case, folder: str) -> dict[tuple[bool, bool], list[float]]:
-    """Losses after loading, for every (written with the block, read with the block)."""
-    losses = {}
-    for writes_with_block in (False, True):
-        path = f"{folder}/{'hybrid' if writes_with_block else 'plain'}"
-        with engine_of(case, with_block=writes_with_block) as engine:
-            train(engine, case, 0, STEPS_BEFORE)
-            engine.save_checkpoint(path)
-        for reads_with_block in (False, True):
-            with engine_of(case, with_block=reads_with_block, seed=2) as engine:
-                engine.load_checkpoint(path)
-                evaluated = loss_without_training(engine, case)
-                losses[writes_with_block, reads_with_block] = [
-                    evaluated,
-                    *train(engine, case, STEPS_BEFORE, STEPS_AFTER),
-                ]
-    return losses
 
 
 def load_into_a_running_engine(case: Case, folder: str, options: dict[str, Any]) -> dict[bool, list[float]]:
@@ -123,7 +37,7 @@ def load_into_a_running_engine(case: Case, folder: str, options: dict[str, Any])
             # The last step's weights are still under way to the replicas when older ones are loaded.
             losses[with_block] += train(engine, case, STEPS_BEFORE, 1)
             engine.load_checkpoint(path, **options)
-            losses[with_block].append(loss_without_training(engine, case))
+            losses[with_block].append(evaluate(engine, case))
             losses[with_block] += train(engine, case, STEPS_BEFORE, STEPS_AFTER)
     return losses
 
@@ -145,7 +59,7 @@ def load_in_the_middle_of_an_accumulation(
         with engine_of(case, with_block=with_block) as engine:
             losses[with_block] = train(engine, case, 0, 1)
             engine.save_checkpoint(path)
-            engine.backward(engine(*_batch(case, 1, 0)))
+            engine.backward(engine(*batch_of(case, 1, 0)))
             engine.step()
             if zeroes_gradients:
                 engine.zero_grad()
@@ -162,7 +76,7 @@ def load_state_dict_by_hand(case: Case) -> dict[bool, list[float]]:
             start = {name: value.clone() for name, value in engine.module.state_dict().items()}
             losses[with_block] = train(engine, case, 0, STEPS_BEFORE)
             engine.module.load_state_dict(start)
-            losses[with_block].append(loss_without_training(engine, case))
+            losses[with_block].append(evaluate(engine, case))
             losses[with_block] += train(engine, case, STEPS_BEFORE, 1)
     return losses
 
@@ -175,7 +89,7 @@ def save_between_micro_steps(case: Case, folder: str) -> dict[bool, list[float]]
             losses[with_block] = []
             for step in range(3):
                 for micro_step in range(case.accumulation):
-                    loss = engine(*_batch(case, step, micro_step))
+                    loss = engine(*batch_of(case, step, micro_step))
                     losses[with_block].append(loss.item())
                     engine.backward(loss)
                     engine.step()

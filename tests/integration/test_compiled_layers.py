@@ -9,10 +9,9 @@ import pytest
 import torch
 from parity import Case
 from process_pool import ProcessPool
-from test_engine import close_to, world2
-from test_lifetime import initialize, losses_of, new_model
 from torch import nn
 from torch._dynamo.utils import counters
+from training import close_to, initialize, losses_of, new_model, world2
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

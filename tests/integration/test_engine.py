@@ -2,30 +2,39 @@
 """How hybridep joins an engine and leaves it, what it refuses, and how ranks that disagree find out."""
 
 import copy
-import gc
 import json
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 from marks import slow
-from parity import BF16_LOSS_TOLERANCE, FP32_TOLERANCE, Case, levels_of, merged, use_expert_groups_of
+from parity import BF16_LOSS_TOLERANCE, Case, levels_of
 from process_pool import ProcessPool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toy_model import ToyConfig, batch, build_model
+from toy_model import ToyConfig
+from training import (
+    THREAD_LIMIT_S,
+    Engine,
+    batch_of,
+    block_of,
+    close_to,
+    engine_of,
+    error_of,
+    evaluate,
+    hybridep_threads,
+    moe_layers,
+    train,
+    world2,
+    world4,
+)
 
 import ds_hybridep
-from ds_hybridep.errors import AgreementError, ConfigError, HybridEPError, VerificationError
+from ds_hybridep.errors import AgreementError, ConfigError, VerificationError
 from ds_hybridep.integration import prepare
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -33,70 +42,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 LAYERS = ("blocks.0.moe.deepspeed_moe", "blocks.1.moe.deepspeed_moe")
 COUNTERS = ("sent_bytes", "received_bytes", "sent_messages")
 START_UP_LIMIT_S = 3.0
-THREAD_LIMIT_S = 10.0
-
-Engine = deepspeed.DeepSpeedEngine
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def engine_of(
-    case: Case, *, with_block: bool, hybridep: dict[str, Any] | None = None, **config: Any
-) -> Iterator[Engine]:
-    """A fresh engine; `hybridep` and `config` add settings to the block and to ds_config."""
-    use_expert_groups_of(case)
-    torch.manual_seed(case.seed)
-    model = build_model(
-        case.toy,
-        rank=dist.get_rank(),
-        world_size=case.world_size,
-        data_before_expert=case.use_data_before_expert_parallel,
-        seed=case.seed,
-    )
-    ds_config = {**case.ds_config(with_block=with_block), **config}
-    if hybridep is not None:
-        ds_config["hybridep"] = merged(ds_config.get("hybridep", {}), hybridep)
-    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine, model
-        gc.collect()
-
-
-def train(engine: Engine, case: Case, first_step: int, num_steps: int) -> list[float]:
-    losses = []
-    for step in range(first_step, first_step + num_steps):
-        for micro_step in range(case.accumulation):
-            loss = engine(*_batch(case, step, micro_step))
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
-    return losses
-
-
-def evaluate(model: nn.Module, case: Case) -> float:
-    model.eval()
-    with torch.no_grad():
-        loss = model(*_batch(case, 1000, 0)).item()
-    model.train()
-    return loss
-
-
-def _batch(case: Case, step: int, micro_step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    rank = dist.get_rank()
-    return batch(case.toy, seed=case.seed, step=step, micro_step=micro_step, rank=rank, num_sequences=3)
-
-
-def block_of(case: Case, **settings: Any) -> dict[str, Any]:
-    return merged(case.ds_config(with_block=True)["hybridep"], settings)
-
-
-def moe_layers(model: nn.Module) -> list[MOELayer]:
-    return [module for module in model.modules() if isinstance(module, MOELayer)]
 
 
 def traces_of_hybridep(engine: Engine) -> dict[str, Any]:
@@ -115,19 +63,6 @@ def traces_of_hybridep(engine: Engine) -> dict[str, Any]:
         "optimizer": "zero_grad" in engine.optimizer.__dict__,
         "threads": hybridep_threads(),
     }
-
-
-def hybridep_threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("hybridep"))
-
-
-def error_of(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    """Type and message of the error that `function` raises; empty where it raises none."""
-    try:
-        function(*args, **kwargs)
-    except HybridEPError as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def attach_and_detach(case: Case) -> dict[str, Any]:
@@ -158,11 +93,11 @@ def detach_between_micro_steps(case: Case) -> tuple[tuple[str, str], list[float]
     error = ("", "")
     for with_block in (False, True):
         with engine_of(case, with_block=with_block) as engine:
-            engine.backward(engine(*_batch(case, 0, 0)))
+            engine.backward(engine(*batch_of(case, 0, 0)))
             engine.step()
             if with_block:
                 error = error_of(ds_hybridep.detach, engine)
-            engine.backward(engine(*_batch(case, 0, 1)))
+            engine.backward(engine(*batch_of(case, 0, 1)))
             engine.step()
             losses.append(train(engine, case, 1, 2))
     return error, losses[0], losses[1]
@@ -174,7 +109,7 @@ def stats_after_two_steps(case: Case) -> dict[str, Any]:
         train(engine, case, 0, 2)
         engine.eval()
         with torch.no_grad():
-            engine(*_batch(case, 2))  # waits for the weights of the last step, so that all counters stand still
+            engine(*batch_of(case, 2))  # waits for the weights of the last step, so that all counters stand still
         trained = json.loads(json.dumps(ds_hybridep.stats(engine)))
         dist.barrier()  # none ends before all have looked
         return {"fresh": fresh, "trained": trained}
@@ -275,7 +210,7 @@ def step_with_more_arguments(case: Case) -> list[Any]:
 
         engine._take_model_step = take_model_step
         ds_hybridep.attach(engine, block_of(case))
-        engine.backward(engine(*_batch(case, 0)))
+        engine.backward(engine(*batch_of(case, 0)))
         engine._take_model_step(None, block_eigenvalue={"a block": 0.5})
         return found
 
@@ -335,7 +270,7 @@ def destroy_after_a_failed_transfer(case: Case) -> tuple[str, str]:
     """On rank 0, whose backward waits for one that rank 1 never runs: the errors of backward and of destroy."""
     own_limit = mock.patch.object(prepare, "longest_wait_s", float)  # else it would be torch's
     with own_limit, engine_of(case, with_block=True, hybridep={"timeout_s": 2}) as engine:
-        loss = engine(*_batch(case, 0))
+        loss = engine(*batch_of(case, 0))
         if dist.get_rank() == 1:
             return "", ""
         kind, _ = error_of(engine.backward, loss)
@@ -403,8 +338,8 @@ def train_self_checkpointing_experts(case: Case, kind: str) -> tuple[str, str]:
             for index, expert in enumerate(experts):
                 experts[index] = SelfCheckpointing(expert, kind)
         ds_hybridep.attach(engine, block_of(case))
-        first = error_of(lambda: engine.backward(engine(*_batch(case, 0))))
-        assert first == error_of(lambda: engine.backward(engine(*_batch(case, 0))))  # also when tried again
+        first = error_of(lambda: engine.backward(engine(*batch_of(case, 0))))
+        assert first == error_of(lambda: engine.backward(engine(*batch_of(case, 0))))  # also when tried again
         return first
 
 
@@ -415,9 +350,9 @@ def thaw_after_attach(case: Case) -> tuple[str, str]:
         for expert in experts:
             expert.up.weight.requires_grad_(False)
         ds_hybridep.attach(engine, block_of(case))
-        engine.backward(engine(*_batch(case, 0)))
+        engine.backward(engine(*batch_of(case, 0)))
         experts[0].up.weight.requires_grad_(True)
-        return error_of(lambda: engine(*_batch(case, 1)))
+        return error_of(lambda: engine(*batch_of(case, 1)))
 
 
 def losses_beside_groups_of_some_ranks(case: Case) -> list[float]:
@@ -450,19 +385,6 @@ def plain_losses(case: Case) -> list[float]:
 
 
 # -- the tests --------------------------------------------------------------------------------------------------
-
-
-def world2(**options: Any) -> Case:
-    options.setdefault("toy", ToyConfig(ep_size=2))
-    return Case(levels=levels_of((2,), (2,)), kernels="reference", **options)
-
-
-def world4(*domain_sizes: int, **options: Any) -> Case:
-    return Case(levels=levels_of((2, 2), domain_sizes), kernels="reference", **options)
-
-
-def close_to(losses: list[float]) -> Any:
-    return pytest.approx(losses, rel=FP32_TOLERANCE, abs=0.0)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from autoep_cases import case4
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.moe.ep_experts import GroupedExperts
 from marks import slow
 from parity import FP32_TOLERANCE, Case, loss_of, model_of, use_expert_groups_of
 from process_pool import ProcessPool
-from test_autoep import case4
 from torch import Tensor, nn
 from toy_model import batch
 

@@ -10,8 +10,7 @@ import pytest
 from deepspeed import comm as dist
 from parity import Case, levels_of
 from process_pool import ProcessPool
-from test_engine import block_of, close_to, engine_of, error_of, train, world2
-from test_lossy import COARSE, block_with, residuals_of
+from training import COARSE, block_of, block_with, close_to, engine_of, error_of, residuals_of, train, world2
 
 import ds_hybridep
 from ds_hybridep.adaptive import planner

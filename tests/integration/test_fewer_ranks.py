@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from autoep_cases import SHAPE, case4
 from parity import FP32_TOLERANCE, Case, levels_of, snapshot
 from process_pool import ProcessPool
-from test_autoep import SHAPE, case4
-from test_autoep_universal import convert, engine_of, read, write
-from test_checkpoint import train
 from torch import Tensor
 from toy_model import ToyConfig
+from training import train
+from universal import convert, engine_of, read, write
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300)]
 

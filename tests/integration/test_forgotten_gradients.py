@@ -11,9 +11,21 @@ import torch
 from marks import slow
 from parity import Case
 from process_pool import ProcessPool
-from test_engine import Engine, _batch, close_to, engine_of, error_of, evaluate, moe_layers, train, world2
-from test_lossy import COARSE, block_with, residuals_of
 from torch import nn
+from training import (
+    COARSE,
+    Engine,
+    batch_of,
+    block_with,
+    close_to,
+    engine_of,
+    error_of,
+    evaluate,
+    moe_layers,
+    residuals_of,
+    train,
+    world2,
+)
 
 import ds_hybridep
 from ds_hybridep.errors import VerificationError
@@ -47,7 +59,7 @@ def forget_between_micro_steps(case: Case, way: str) -> dict[bool, tuple[list[fl
             losses = []
             for step in range(3):
                 for micro_step in range(case.accumulation):
-                    loss = engine(*_batch(case, step, micro_step))
+                    loss = engine(*batch_of(case, step, micro_step))
                     losses.append(loss.item())
                     engine.backward(loss)
                     engine.step()
@@ -64,7 +76,7 @@ def drop_after_a_step(case: Case) -> dict[str, bool]:
     with engine_of(case, with_block=True, **settings) as engine:
         train(engine, case, 0, 2)
         before = residuals_of(engine)
-        engine.backward(engine(*_batch(case, 7)))
+        engine.backward(engine(*batch_of(case, 7)))
         returned = residuals_of(engine)
         engine.zero_grad()
         after = residuals_of(engine)
@@ -85,7 +97,7 @@ def fail_in_a_backward(case: Case) -> dict[str, Any]:
                 # After the last layer has started its return, and before the node that would wait for it.
                 first = moe_layers(engine.module)[0]
                 handle = first.register_forward_hook(_make_fail)
-                loss = engine(*_batch(case, 7))
+                loss = engine(*batch_of(case, 7))
                 handle.remove()
                 with pytest.raises(ZeroDivisionError):
                     engine.backward(loss)

@@ -10,17 +10,27 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import pytest
-import torch
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils.debug import debug_clear_module_and_param_names
 from marks import slow
-from parity import Case, loss_of, model_of, use_expert_groups_of
+from parity import Case
 from process_pool import ProcessPool
 from scripts import run_two_ranks
-from test_engine import THREAD_LIMIT_S, Engine, _batch, block_of, engine_of, error_of, hybridep_threads, train, world2
 from torch import nn
+from training import (
+    THREAD_LIMIT_S,
+    Engine,
+    block_of,
+    engine_of,
+    error_of,
+    hybridep_threads,
+    initialize,
+    losses_of,
+    new_model,
+    train,
+    world2,
+)
 
 import ds_hybridep
 from ds_hybridep.integration.patches import TABLE, find
@@ -34,29 +44,6 @@ BAD_SCHEDULER = {"scheduler": {"type": "NoSuchScheduler", "params": {}}}
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------
-
-
-def initialize(case: Case, model: nn.Module, *, with_block: bool, **config: Any) -> Engine:
-    ds_config = {**case.ds_config(with_block=with_block), **config}
-    if ds_config.get("expert_parallel", ...) is None:
-        del ds_config["expert_parallel"]
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)[0]
-
-
-def new_model(case: Case) -> nn.Module:
-    use_expert_groups_of(case)
-    torch.manual_seed(case.seed)
-    return model_of(case, seed=case.seed)
-
-
-def losses_of(engine: Engine, case: Case, num_steps: int = 3) -> list[float]:
-    losses = []
-    for step in range(num_steps):
-        loss = loss_of(engine, case, *_batch(case, step))
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return losses
 
 
 def what_lives(refs: dict[str, weakref.ref[Any]]) -> list[str]:

@@ -10,10 +10,10 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 from parity import Case
 from process_pool import ProcessPool
-from test_engine import block_of, engine_of, moe_layers, train, world4
 from torch.utils import checkpoint as torch_checkpointing
 from torch.utils.checkpoint import checkpoint
 from toy_model import ToyConfig
+from training import block_of, engine_of, moe_layers, train, world4
 
 import ds_hybridep
 from ds_hybridep.errors import UnsupportedError

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from scripts import LIMIT_S, SCRIPT, free_port, run_two_ranks
-from test_engine import world2
+from training import world2
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

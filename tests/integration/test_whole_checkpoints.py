@@ -12,7 +12,7 @@ import pytest
 from deepspeed import comm as dist
 from parity import Case
 from process_pool import ProcessPool
-from test_engine import close_to, engine_of, error_of, train, world2
+from training import close_to, engine_of, error_of, train, world2
 
 from ds_hybridep.integration import whole_checkpoints as whole
 

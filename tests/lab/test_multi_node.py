@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_restart import CONFIG as RESTART_CONFIG
+from scripts import RESTART_CONFIG
 
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology

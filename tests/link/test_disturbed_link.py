@@ -16,9 +16,9 @@ import pytest
 import torch
 from parity import Case, levels_of
 from process_pool import ProcessPool
-from test_engine import engine_of, train
 from torch import distributed as dist
 from toy_model import ToyConfig
+from training import engine_of, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 

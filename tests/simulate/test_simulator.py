@@ -6,7 +6,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_stream_model import TOY, cases, cluster_of, layout_of, toy
+from plan_cases import TOY, cases, cluster_of, layout_of, toy
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, Link

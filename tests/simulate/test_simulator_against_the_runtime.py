@@ -4,10 +4,10 @@
 from dataclasses import replace
 
 import pytest
+from counted_bytes import ACCUMULATION, TOKENS, TOY, counted_in_one_step, workload_of
 from marks import slow
 from parity import Case
 from process_pool import ProcessPool
-from test_bytes_against_the_runtime import ACCUMULATION, TOKENS, TOY, counted_in_one_step, workload_of
 
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.layout import Layout, LevelCodecs, Rates

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import deepspeed
 import torch
+import training
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from parity import Case, loss_of, model_of, snapshot, use_expert_groups_of
@@ -207,10 +208,7 @@ def trainer_of(engine: Any, folder: Path) -> Any:
 
 def run_classic(case: Case, folder: str) -> dict[str, torch.Tensor]:
     """Train a model with deepspeed.moe.layer.MoE, save a checkpoint, and return its masters by global name."""
-    from test_engine import engine_of as classic_engine
-    from test_engine import train as train_classic
-
-    with classic_engine(case, with_block=True) as engine:
-        train_classic(engine, case, 0, 2)
+    with training.engine_of(case, with_block=True) as engine:
+        training.train(engine, case, 0, 2)
         engine.save_checkpoint(folder)
         return snapshot(case, engine.module)

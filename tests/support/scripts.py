@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs user_script.py on two ranks, and reads what they write."""
+"""Runs user_script.py on two ranks, and reads what they write; the ds_config of jobs that start again."""
 
 import json
 import os
@@ -12,6 +12,18 @@ from typing import Any
 
 SCRIPT = Path(__file__).with_name("user_script.py")
 LIMIT_S = 240
+RESTART_CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "steps_per_print": 1_000_000,
+    "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "bf16": {"enabled": True},
+    "hybridep": {
+        "levels": [{"name": "dc", "size": 2, "domain_size": 2, "bandwidth_gbps": 1, "codecs": "recommended"}],
+        "timeout_s": 20,
+        "advanced": {"kernels": "reference"},
+    },
+}
 
 
 def free_port() -> int:

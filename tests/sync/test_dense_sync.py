@@ -14,8 +14,8 @@ from deepspeed.moe.utils import is_moe_param
 from marks import slow
 from parity import BF16_LOSS_TOLERANCE, Case, assert_parity, levels_of, use_expert_groups_of
 from process_pool import ProcessPool
-from test_engine import block_of, engine_of, error_of, train
 from toy_model import ToyConfig, build_model
+from training import block_of, engine_of, error_of, train
 
 import ds_hybridep
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from encoded import digest, over_slow_level, residuals, world4
 from marks import slow
-from parity import Case, levels_of
+from parity import Case
 from process_pool import ProcessPool
-from test_engine import _batch, engine_of, train
 from toy_model import ToyConfig
+from training import batch_of, engine_of, train
 
 import ds_hybridep
 
@@ -19,24 +20,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 STEPS = 4
 COPIES = ToyConfig(ep_size=2)  # two groups hold each expert
 BF16 = {"dtype": "bf16", "toy": ToyConfig(routing="by_token")}
-
-
-def world4(*domain_sizes: int, **options: Any) -> Case:
-    return Case(levels=levels_of((2, 2), domain_sizes), dense_sync="hierarchical", **options)
-
-
-def over_slow_level(case: Case, **codecs: Any) -> dict[str, Any]:
-    """Settings of the block with these codecs over the first level."""
-    first, *others = case.ds_config(with_block=True)["hybridep"]["levels"]
-    return {"levels": [{**first, **codecs}, *others], "advanced": {"verify_interval": 1}}
-
-
-def digest(engine: Any) -> str:
-    """Of all parameters, bit by bit."""
-    found = hashlib.sha256()
-    for parameter in engine.module.parameters():
-        found.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def dense_digest(engine: Any) -> str:
@@ -156,17 +139,6 @@ def test_resume_is_bit_equal_and_deepspeed_reads_it(pool4: ProcessPool, stage: i
         assert plain_losses == pytest.approx(one["straight"][2:], rel=0.02)
 
 
-def residuals(engine: Any) -> dict[str, float]:
-    """Sum over this rank's residuals of each dense parameter, waiting ones included."""
-    from ds_hybridep.sync.memory import undelivered
-
-    total: dict[str, float] = {}
-    sync = engine.__dict__["_hybridep_attachment"].runtime.syncs["dense parameters"]
-    for one in undelivered(sync.memory.capture()):
-        total[one.name] = total.get(one.name, 0.0) + float(one.values.double().sum())
-    return total
-
-
 def change_plan(case: Case) -> list[dict[str, float]]:
     """Residuals before a change of codecs, right after it, and after an exact step."""
     with engine_of(case, with_block=True, hybridep=over_slow_level(case, gradient_codec="int4")) as engine:
@@ -223,13 +195,13 @@ def skip_a_step(case: Case) -> dict[str, Any]:
         runtime = engine.__dict__["_hybridep_attachment"].runtime
         train(engine, case, 0, 2)
         before = residuals(engine)
-        engine.backward(engine(*_batch(case, 7)))
+        engine.backward(engine(*batch_of(case, 7)))
         first = [p.grad.clone() for p in engine.module.parameters() if p.grad is not None]
         runtime.before_step()
         runtime.after_step(was_applied=False)
         skipped = residuals(engine)
         engine.zero_grad()
-        engine.backward(engine(*_batch(case, 7)))
+        engine.backward(engine(*batch_of(case, 7)))
         again = [p.grad.clone() for p in engine.module.parameters() if p.grad is not None]
         engine.zero_grad()
         return {

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
+from encoded import over_slow_level, residuals, world4
 from parity import Case
 from process_pool import ProcessPool
-from test_encoded_sync import over_slow_level, residuals, world4
-from test_engine import _batch, engine_of, train
 from torch import nn
+from training import batch_of, engine_of, train
 
 import ds_hybridep
 from ds_hybridep.experts.codec_checkpoint import OwnedExperts, undelivered, write
@@ -122,7 +122,7 @@ def save_before_the_step(case: Case, folder: str) -> dict[str, bool]:
         train(engine, case, 0, 2)
         ds_hybridep.replan(engine, over_slow_level(case, gradient_codec="int8"))  # what int4 left out now waits
         before = residuals(engine)
-        engine.backward(engine(*_batch(case, 2)))
+        engine.backward(engine(*batch_of(case, 2)))
         engine.save_checkpoint(folder, tag="between")
         engine.step()
     with engine_of(case, with_block=True, hybridep=over_slow_level(case, gradient_codec="int8")) as engine:

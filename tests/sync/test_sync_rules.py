@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from encoded import digest, over_slow_level, residuals, world4
 from marks import slow
 from process_pool import ProcessPool
-from test_encoded_sync import digest, over_slow_level, residuals, world4
-from test_engine import _batch, engine_of, error_of, train
+from training import batch_of, engine_of, error_of, train
 
 import ds_hybridep
 from ds_hybridep.sync.memory import undelivered
@@ -28,7 +28,7 @@ def leave_out(case: Any, with_block: bool, unused_in: int | None) -> dict[str, t
         for step in range(3):
             for micro_step in range(2):
                 dense.forward = torch.zeros_like if micro_step == unused_in else forward
-                loss = engine(*_batch(case, step, micro_step))
+                loss = engine(*batch_of(case, step, micro_step))
                 engine.backward(loss)
                 engine.step()
                 if with_block and micro_step:
@@ -49,11 +49,11 @@ def test_a_parameter_that_one_micro_step_leaves_out(pool4: ProcessPool, unused_i
 
 def leave_in_the_middle(case: Any) -> list[tuple[str, str]]:
     with engine_of(case, with_block=True) as engine:
-        engine.backward(engine(*_batch(case, 0, 0)))
+        engine.backward(engine(*batch_of(case, 0, 0)))
         engine.step()
         block = case.ds_config(with_block=True)["hybridep"]
         found = [error_of(ds_hybridep.replan, engine, block), error_of(ds_hybridep.detach, engine)]
-        engine.backward(engine(*_batch(case, 0, 1)))
+        engine.backward(engine(*batch_of(case, 0, 1)))
         engine.step()
         ds_hybridep.detach(engine)
         return found
