@@ -44,16 +44,31 @@ class Owned:
     def make_zeros(self) -> None:
         """Make averaged gradients of zeros, as after a backward without gradients: packets of others will fill them."""
         optimizer = self._optimizer
-        if self._kind in (_of_zero_12, _of_zero_3):
-            optimizer.set_gradient_accumulation_boundary(True)
-            if self._kind is _of_zero_12 and not optimizer.partition_gradients:
-                for parameters in optimizer.bit16_groups:
-                    for parameter in parameters:
-                        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            optimizer.independent_gradient_partition_epilogue()
+        if self._kind is _of_zero_12:
+            for index, parameters in enumerate(optimizer.params_in_partition):
+                optimizer.averaged_gradients[index] = _zeros_of_zero_12(optimizer, index, parameters)
+        elif self._kind is _of_zero_3:
+            for index, parameters in enumerate(optimizer.fp16_groups):
+                optimizer.averaged_gradients[index] = [
+                    torch.zeros_like(parameter.ds_tensor, dtype=optimizer.gradient_accumulation_dtype)
+                    for parameter in parameters
+                ]
         elif self._kind is _of_zero_0:
             for parameter in self._engine.module.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+
+
+def _zeros_of_zero_12(optimizer: Any, index: int, parameters: list[Any]) -> Any:
+    if optimizer._use_compact_grad_partition_buffer(index):
+        return optimizer._build_compact_grad_partition_buffer(index)
+    dtype = optimizer.gradient_accumulation_dtype
+    optimizer.all_grad_tensors[index] = [torch.zeros_like(parameter, dtype=dtype) for parameter in parameters]
+    made = optimizer.get_flat_partition(
+        parameters, optimizer.first_offset[index], optimizer.partition_size[index], dtype=dtype,
+        device=parameters[0].device if parameters else optimizer.device, param_group_idx=index, return_tensor_list=True,
+    )  # fmt: skip
+    optimizer.all_grad_tensors[index] = None
+    return made
 
 
 def _kind_of(engine: Any) -> Callable[[Owned], tuple[list[OwnedSlice], Callable[[], None]]]:

@@ -95,6 +95,8 @@ class Meeting:
         self._settings, self._names = said["settings"], names
         if said["epoch"] >= self.epoch and not self.is_running:  # this meeting point was restarted, or out of reach
             self.epoch, self.members = said["epoch"], said["members"]
+        elif said["epoch"] != self.epoch and name in self.members:
+            self.members.remove(name)  # another process, which has the state of a start
         site = Site(name, instance, float(said["wait_s"]), send)
         if known is not None and known.instance == instance:
             site.call = known.call
@@ -172,6 +174,7 @@ class Meeting:
                 if has_all:
                     return  # it calls again at the next step
                 there.remove(name)
+                del calls[name]
                 self._remove(self.sites[name], f"was left out at step {newest}: it is at another step")
         there = self._reachable(there, calls, newest)
         ready = [name for name in self._names if name in calls and calls[name]["is_ready"] and name not in there]
@@ -190,6 +193,7 @@ class Meeting:
         if votes[worst] == 0 or 2 * (len(there) - 1) < len(self.members):
             return there
         self._answer(worst, {"op": "left out", "step": step})
+        del calls[worst]
         self._remove(self.sites[worst], f"was left out at step {step}: the others do not reach it")
         return [name for name in there if name != worst]
 
