@@ -328,10 +328,11 @@ class SiteSync:
         observed = self._crossing
         idle_since = time.monotonic()
         while target is None or self._engine.global_steps < target:
-            has_come = self._inside.all(all(handle.is_done() for _, handle in waiting))
+            # A receive fails once the members have left these connections for those of the next epoch.
+            has_come = self._inside.all(all(one.is_done() and one.failure() is None for _, one in waiting))
             if has_come:
-                for _, handle in waiting:
-                    handle.wait()
+                for _, one in waiting:
+                    one.wait()  # fills its place
                 self._replay([place for place, _ in waiting])
                 waiting, idle_since = observed.observe(num_bytes), time.monotonic()
                 continue
