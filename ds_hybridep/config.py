@@ -283,7 +283,9 @@ class HybridEPConfig(Settings):
 
     def canonical(self) -> dict[str, Any]:
         """What all ranks must agree on, as JSON values; `report_file` and files and ports of hosts may differ."""
-        return self.model_dump(mode="json", exclude={"report_file": True, "link": True, "sites": {"name", "secret_file"}})
+        return self.model_dump(
+            mode="json", exclude={"report_file": True, "link": True, "sites": {"name", "secret_file"}}
+        )
 
     # Messages of these checks begin with the key.
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank owns of a DeepSpeed engine: averaged gradients before the optimizer step, and the whole training state.
 
-    ZeRO 1, 2    `averaged_gradients`: slices of this rank's partition
-    ZeRO 3       the same, cut for each parameter
-    BF16         BF16_Optimizer sums whole gradients on all ranks: this rank's partition of them, shared afterwards
-    ZeRO 0       an even share of all gradients, shared afterwards
+ZeRO 1, 2    `averaged_gradients`: slices of this rank's partition
+ZeRO 3       the same, cut for each parameter
+BF16         BF16_Optimizer sums whole gradients on all ranks: this rank's partition of them, shared afterwards
+ZeRO 0       an even share of all gradients, shared afterwards
 """
 
 import io
@@ -20,7 +20,7 @@ from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.sites.packets import OwnedSlice
 from ds_hybridep.sync.flat import Span, cut, whole
 from ds_hybridep.transport.inside import share
-from ds_hybridep.transport.job import group_ranks
+from ds_hybridep.transport.job import group_ranks, own_rank
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -34,7 +34,7 @@ class Owned:
         self._kind = _kind_of(engine)
         if any(getattr(p, "use_muon", False) for p in engine.module.parameters()):
             raise UnsupportedError(
-                "hybridep.sites: Muon orthogonalizes gradients before sites can average them; choose another optimizer"
+                "hybridep.sites: Muon changes gradients before sites can average them; choose another optimizer"
             )
 
     def slices(self) -> tuple[list[OwnedSlice], Callable[[], None]]:
@@ -63,9 +63,10 @@ def _zeros_of_zero_12(optimizer: Any, index: int, parameters: list[Any]) -> Any:
         return optimizer._build_compact_grad_partition_buffer(index)
     dtype = optimizer.gradient_accumulation_dtype
     optimizer.all_grad_tensors[index] = [torch.zeros_like(parameter, dtype=dtype) for parameter in parameters]
+    device = parameters[0].device if parameters else optimizer.device
     made = optimizer.get_flat_partition(
-        parameters, optimizer.first_offset[index], optimizer.partition_size[index], dtype=dtype,
-        device=parameters[0].device if parameters else optimizer.device, param_group_idx=index, return_tensor_list=True,
+        parameters, optimizer.first_offset[index], optimizer.partition_size[index], dtype=dtype, device=device,
+        param_group_idx=index, return_tensor_list=True,
     )  # fmt: skip
     optimizer.all_grad_tensors[index] = None
     return made
@@ -87,7 +88,7 @@ def _nothing() -> None:
 def _of_zero_12(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
     optimizer, slices = owned._optimizer, []
     for index, parameters in enumerate(optimizer.params_in_partition):
-        partition = group_ranks(optimizer.real_dp_process_group[index]).index(torch.distributed.get_rank())
+        partition = group_ranks(optimizer.real_dp_process_group[index]).index(own_rank())
         tensors = [t for t in optimizer.averaged_gradients[index] or () if not getattr(t, "_zero_padding", False)]
         spans, values = [], []
         for parameter, tensor in zip(parameters, tensors, strict=False):  # padding follows, marked or not
@@ -124,7 +125,7 @@ def _of_bf16(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
     )  # fmt: skip
     for (flat, own, group), parameters in zip(flats, optimizer.bf16_groups, strict=True):
         spans = [whole(owned._names[id(parameter)], parameter.shape) for parameter in parameters]
-        one = _piece(flat, own, spans, group_ranks(group).index(torch.distributed.get_rank()))
+        one = _piece(flat, own, spans, group_ranks(group).index(own_rank()))
         if one is not None:
             slices.append(OwnedSlice(*one, is_moe_param(parameters[0])))
 
@@ -135,7 +136,9 @@ def _of_bf16(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
     return slices, finish
 
 
-def _piece(flat: Tensor, own: Tensor, spans: list[Span], rank: int) -> tuple[tuple[Span, ...], tuple[Tensor, ...]] | None:
+def _piece(
+    flat: Tensor, own: Tensor, spans: list[Span], rank: int
+) -> tuple[tuple[Span, ...], tuple[Tensor, ...]] | None:
     """Return the spans and values of part number `rank` of a flat buffer, without padding."""
     total, begin = sum(span.num_elements for span in spans), rank * own.numel()
     end = min(begin + own.numel(), total)
@@ -149,7 +152,7 @@ def _of_zero_0(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
     slices, shared = [], []
     for group, is_expert, parameters in _by_group(owned._engine):
         ranks = group_ranks(group)
-        rank, spans = ranks.index(torch.distributed.get_rank()), []
+        rank, spans = ranks.index(own_rank()), []
         for parameter in parameters:
             spans.append(whole(owned._names[id(parameter)], parameter.shape))
             if parameter.grad is None:
@@ -203,7 +206,7 @@ def weights(engine: Any) -> dict[str, Tensor]:
     """Return all parameters and buffers that this rank holds, by name; under ZeRO 3 its partitions."""
     named = dict(engine.module.named_parameters())
     held = {name: getattr(parameter, "ds_tensor", parameter).data for name, parameter in named.items()}
-    return {**held, **{f"buffer {name}": buffer.data for name, buffer in engine.module.named_buffers()}}
+    return {**held, **{f"buffer {name}": buffer.detach() for name, buffer in engine.module.named_buffers()}}
 
 
 def capture(engine: Any) -> bytes:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine of a site: its gradients are averaged with those of the other sites before each optimizer step.
 
-    start          rank 0 connects to the meeting point; if the other sites are training, this one catches up
-    before a step  `exchange`; after a change, all ranks first take part in a new epoch
-    after it       what codecs left out is kept, or restored if the step was skipped
+start          rank 0 connects to the meeting point; if the other sites are training, this one catches up
+before a step  `exchange`; after a change, all ranks first take part in a new epoch
+after it       what codecs left out is kept, or restored if the step was skipped
 """
 
 import hashlib
@@ -60,7 +60,9 @@ def join_sites(engine: Any, runtime: Any) -> "SiteSync":
     if sites.codecs is not None:
         recommended = recommended_codecs(runtime.sample.element_size())
         kernels = config.advanced.kernels
-        dense, experts = (make_codec(one, kernels=kernels) for one in (recommended.dense_gradient, recommended.gradient))
+        dense, experts = (
+            make_codec(one, kernels=kernels) for one in (recommended.dense_gradient, recommended.gradient)
+        )
     home = Home(runtime.sample.device, config.state == "host")
     context = None if link.tls is None else link.tls.contexts()[0]
 
@@ -141,7 +143,7 @@ class SiteSync:
         slices, finish = self._owned.slices()
         while True:
             if self._needs_quorum:
-                self._form()
+                self._form(is_complete=False)
             if len(self.members) < len(self.names):
                 self._stay_in_touch()
             if not self._others:
@@ -149,8 +151,7 @@ class SiteSync:
             packet = self._packets.encode(slices, self._loss_scale())
             received, is_complete = self._swap(packet)
             is_agreed, self._needs_quorum = self._agree(is_complete)
-            if is_agreed or self._call(is_complete=is_complete)["op"] == "commit":
-                self._needs_quorum = self._needs_quorum or not is_agreed
+            if is_agreed or not self._form(is_complete=is_complete):
                 self._packets.average(slices, received, self._loss_scale())
                 finish()
                 return
@@ -201,7 +202,8 @@ class SiteSync:
         """Agree with all sites whether the step may be applied, and whether a quorum comes before the next one."""
         said = (False, True)
         if self._inside.rank == 0:
-            assert self._crossing is not None and self._member is not None
+            assert self._crossing is not None
+            assert self._member is not None
             try:
                 said = self._crossing.agree(is_complete, self._member.wants_change)
             except CommunicationError:
@@ -267,19 +269,24 @@ class SiteSync:
             f"{self._engine.global_steps} on{observers}", ranks=[0], level=30,
         )  # fmt: skip
 
-    def _form(self) -> None:
-        """Take part in a new epoch; a site whose step or weights differ gets the state of the first that is newest."""
-        answer = self._call()
-        while answer["op"] != "epoch":
-            answer = self._call()
-        self._needs_quorum = False
+    def _form(self, *, is_complete: bool) -> bool:
+        """Take part in a new epoch; a site whose step or weights differ gets the state of the first that is newest.
+
+        is_complete: this site has all packets of the step under way.
+        Returns False if another site has applied that step, so this one must, too, before the next epoch.
+        """
+        answer = self._call(is_complete=is_complete)
+        self._needs_quorum = answer["op"] == "commit"
+        if self._needs_quorum:
+            return False
         calls = answer["calls"]
         newest = max(calls[name]["step"] for name in self.members if not calls[name]["is_ready"])
         lead = next(n for n in self.members if calls[n]["step"] == newest and not calls[n]["is_ready"])
         differ = [
             name
             for name in self.members
-            if not calls[name]["is_ready"] and (calls[name]["step"], calls[name]["digest"]) != (newest, calls[lead]["digest"])
+            if not calls[name]["is_ready"]
+            and (calls[name]["step"], calls[name]["digest"]) != (newest, calls[lead]["digest"])
         ]
         assert self._crossing is not None
         if self.site == lead and (differ or answer["observers"]):
@@ -295,12 +302,13 @@ class SiteSync:
                 f"hybridep: site '{self.site}' had other weights or was at another step than site '{lead}'; it took "
                 f"over that site's state at step {newest}", ranks=[0], level=30,
             )  # fmt: skip
+        return True
 
     def _digest(self) -> str:
         """Return a hash of this rank's weights and step."""
         digest = hashlib.blake2b(str(self._engine.global_steps).encode(), digest_size=8)
         for tensor in owned.weights(self._engine).values():
-            digest.update(tensor.detach().reshape(-1).view(dtype=torch.uint8).cpu().numpy())
+            digest.update(memoryview(tensor.detach().reshape(-1).view(dtype=torch.uint8).cpu().numpy()))
         return digest.hexdigest()
 
     # -- catching up ------------------------------------------------------------------------------------------------
@@ -309,8 +317,6 @@ class SiteSync:
         """Get the state of a site that is training, replay the packets of its steps since, and become a member."""
         began = time.monotonic()
         answer = self._call()
-        while answer["op"] != "epoch":
-            answer = self._call()
         if self.site in self.members:  # all others are gone: this site begins anew
             self._needs_quorum = False
             return
@@ -365,5 +371,3 @@ class SiteSync:
         micro_steps = self._engine.micro_steps
         self._engine._take_model_step({})
         self._engine.micro_steps = micro_steps + self._engine.gradient_accumulation_steps()
-
-

@@ -66,7 +66,9 @@ class SiteSampler(torch.utils.data.Sampler[int]):
         self._size, self._shuffle, self._seed = len(dataset), shuffle, seed
         self._share, self._num_shares = site.index * world_size + rank, site.number * world_size
         if self._size < self._num_shares:
-            raise ConfigError(f"SiteSampler: {self._size} samples are fewer than {self._num_shares} ranks of all sites")
+            raise ConfigError(
+                f"SiteSampler: {self._size} samples are fewer than {self._num_shares} ranks of all sites"
+            )
         self.epoch, self._skip = divmod(start, len(self))
 
     def __len__(self) -> int:

@@ -201,15 +201,16 @@ class Meeting:
         self.epoch += 1
         calls = {name: self.sites[name].call for name in (*members, *observers)}
         self.members, self.observers = members, observers
+        said = {name: call for name, call in calls.items() if call is not None}
         message = {
             "op": "epoch", "epoch": self.epoch, "members": members, "observers": observers,
-            "calls": {name: call for name, call in calls.items() if call is not None},
+            "calls": said,
         }  # fmt: skip
         for name in calls:
             self._answer(name, message)
         also = f", and {', '.join(observers)} catching up" if observers else ""
-        steps = max(int(call["step"]) for call in message["calls"].values())
-        self._log(f"epoch {self.epoch} from step {steps} on: {', '.join(members)}{also}")
+        step = max(int(call["step"]) for call in said.values())
+        self._log(f"epoch {self.epoch} from step {step} on: {', '.join(members)}{also}")
 
     def _answer(self, name: str, message: dict[str, Any]) -> None:
         site = self.sites[name]

@@ -63,7 +63,7 @@ class Member:
             if time.monotonic() > deadline:
                 raise SiteError(
                     f"site '{name}' did not reach the meeting point {address[0]}:{address[1]} in {wait_s:g} s: "
-                    f"{self.trouble}; is 'ds_hybridep meet' running there, and does the firewall let this port through?"
+                    f"{self.trouble}; is 'ds_hybridep meet' running there, and does a firewall stop this port?"
                 )
             time.sleep(RETRY_S)
         self._thread = threading.Thread(target=self._run, name="hybridep-meeting-point", daemon=True)
@@ -83,7 +83,9 @@ class Member:
         with self._changed:
             self._changed.wait_for(lambda: self._answer is not None or self._is_closed, wait_s)
             if self._answer is None and self._is_closed:
-                raise SiteError(f"site '{self.name}': {self.trouble or 'its connection to the meeting point was closed'}")
+                raise SiteError(
+                    f"site '{self.name}': {self.trouble or 'its connection to the meeting point was closed'}"
+                )
             answer, self._answer = self._answer, None
             if answer is not None:
                 self._call = None

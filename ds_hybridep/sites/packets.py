@@ -44,9 +44,7 @@ class Packets:
         dtype: of the parameters: residuals of 16-bit ones are stored in 16 bits and a part.
     """
 
-    def __init__(
-        self, name: str, dense: Codec | None, experts: Codec | None, dtype: torch.dtype, home: Home
-    ) -> None:
+    def __init__(self, name: str, dense: Codec | None, experts: Codec | None, dtype: torch.dtype, home: Home) -> None:
         self.changes = StepChanges()
         self._dtype, self._home = dtype, home
         self._memories = {
@@ -107,7 +105,9 @@ class Packets:
         if (layout := self._layout(one)) is None:
             total += packet.clone().view(one.tensors[0].dtype)  # a view of bytes needs its own, aligned memory
             return
-        for part, encoded, values in zip(layout.parts, layout.packets(packet), split(total, layout.parts), strict=True):
+        for part, encoded, values in zip(
+            layout.parts, layout.packets(packet), split(total, layout.parts), strict=True
+        ):
             matrices = values.view(part.num_experts, part.rows, part.cols)
             if scale == 1.0:
                 layout.codec.decode_add(encoded, matrices)

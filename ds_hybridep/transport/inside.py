@@ -46,4 +46,4 @@ class Inside:
 def share(flat: Tensor, own: Tensor, group: Any) -> None:
     """Fill `flat` with the parts of all ranks of a group, in group-rank order; all parts are as long as `own`."""
     with waiting():
-        dist.all_gather_into_tensor(flat, own.clone(), group=group)
+        dist.all_gather(list(flat.split(own.numel())), own.clone(), group=group)

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1]
-SCRIPT = Path(__file__).with_name("site_script.py")
+SUPPORT = Path(__file__).resolve().parent
+SCRIPT = SUPPORT / "site_script.py"
 LIMIT_S = 150.0
 
 
@@ -60,15 +60,14 @@ class Job:
             environment = {
                 **os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank),
-                "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]),
+                "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
             }  # fmt: skip
             environment.pop("HYBRIDEP_SITE", None)
             if site is not None:
                 environment["HYBRIDEP_SITE"] = site
-            log = (folder / f"{name}-{rank}.log").open("w")
-            self.processes.append(
-                subprocess.Popen([sys.executable, str(SCRIPT), json.dumps(options)], env=environment, stdout=log, stderr=log)
-            )
+            command = [sys.executable, str(SCRIPT), json.dumps(options)]
+            with (folder / f"{name}-{rank}.log").open("w") as log:
+                self.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
 
     def wait(self, limit_s: float = LIMIT_S) -> list[int]:
         """Return the exit statuses of all ranks."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from toy_model import ToyConfig, batch, build_model
 
 DEFAULTS = {
@@ -45,12 +46,8 @@ if options["grad_accum_dtype"]:
     ds_config["data_types"] = {"grad_accum_dtype": options["grad_accum_dtype"]}
 if options["block"]:
     ds_config["hybridep"] = options["block"]
-if options["zero"] == 0 or True:
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-    parameters = split_params_into_different_moe_groups_for_optimizer(
-        {"params": list(model.parameters()), "name": "all"}
-    )
+named = {"params": list(model.parameters()), "name": "all"}
+parameters = split_params_into_different_moe_groups_for_optimizer(named)
 engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
 losses: dict[int, float] = {}
 started_at = engine.global_steps
