@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank owns of a DeepSpeed engine: averaged gradients before the optimizer step, and the whole training state.
+"""What one rank owns of a DeepSpeed engine: its averaged gradients, and its training state.
 
 ZeRO 1, 2    `averaged_gradients`: slices of this rank's partition
 ZeRO 3       the same, cut for each parameter
@@ -42,7 +42,7 @@ class Owned:
         return self._kind(self)
 
     def make_zeros(self) -> None:
-        """Make averaged gradients of zeros, as after a backward without gradients: packets of others will fill them."""
+        """Make averaged gradients of zeros, as after a backward without gradients."""
         optimizer = self._optimizer
         if self._kind is _of_zero_12:
             for index, parameters in enumerate(optimizer.params_in_partition):
@@ -205,7 +205,7 @@ def _masters(engine: Any) -> list[Tensor]:
 def weights(engine: Any) -> dict[str, Tensor]:
     """Return all parameters and buffers that this rank holds, by name; under ZeRO 3 its partitions."""
     named = dict(engine.module.named_parameters())
-    held = {name: getattr(parameter, "ds_tensor", parameter).data for name, parameter in named.items()}
+    held = {name: getattr(parameter, "ds_tensor", parameter).detach() for name, parameter in named.items()}
     return {**held, **{f"buffer {name}": buffer.detach() for name, buffer in engine.module.named_buffers()}}
 
 

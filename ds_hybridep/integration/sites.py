@@ -308,7 +308,7 @@ class SiteSync:
         """Return a hash of this rank's weights and step."""
         digest = hashlib.blake2b(str(self._engine.global_steps).encode(), digest_size=8)
         for tensor in owned.weights(self._engine).values():
-            digest.update(memoryview(tensor.detach().reshape(-1).view(dtype=torch.uint8).cpu().numpy()))
+            digest.update(tensor.detach().reshape(-1).view(dtype=torch.uint8).cpu().numpy().tobytes())
         return digest.hexdigest()
 
     # -- catching up ------------------------------------------------------------------------------------------------
