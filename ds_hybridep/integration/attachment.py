@@ -261,6 +261,16 @@ class Attachment:
             checkpoints.write_json(Path(self.runtime.config.report_file), report)
 
 
+def the_one_of_a_site() -> Attachment:
+    """Return the attachment of an engine that trains together with other sites; ConfigError if there is none."""
+    for attachment in _attached:
+        if attachment.sites is not None:
+            return attachment
+    raise ConfigError(
+        "no engine of this process trains together with other sites; give ds_hybridep.site the ds_config or the engine"
+    )
+
+
 def refuse_owned(layers: Mapping[str, nn.Module]) -> None:
     """Raise ConfigError if another engine has one of the layers."""
     owned = {id(layer) for attachment in _attached for layer in attachment.layers.values()}

@@ -204,7 +204,7 @@ def _masters(engine: Any) -> list[Tensor]:
 
 def weights(engine: Any) -> dict[str, Tensor]:
     """Return all parameters and buffers that this rank holds, by name; under ZeRO 3 its partitions."""
-    named = dict(engine.module.named_parameters())
+    named: dict[str, Any] = dict(engine.module.named_parameters())
     held = {name: getattr(parameter, "ds_tensor", parameter).detach() for name, parameter in named.items()}
     return {**held, **{f"buffer {name}": buffer.detach() for name, buffer in engine.module.named_buffers()}}
 
