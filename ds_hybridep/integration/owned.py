@@ -41,6 +41,10 @@ class Owned:
         """Return what this rank owns, and the function to call after it was changed on all ranks of the site."""
         return self._kind(self)
 
+    def masters(self) -> tuple[list[OwnedSlice], Callable[[], None]]:
+        """Return the optimizer's weights that this rank owns, and the function that hands changed ones on."""
+        return _masters_of(self)
+
     def make_zeros(self) -> None:
         """Make averaged gradients of zeros, as after a backward without gradients."""
         optimizer = self._optimizer
@@ -187,6 +191,40 @@ def _by_group(engine: Any) -> Iterator[tuple[Any, bool, list[Any]]]:
         yield group, bool(name), parameters
 
 
+def _masters_of(owned: Owned) -> tuple[list[OwnedSlice], Callable[[], None]]:
+    """Return what `Owned.masters` promises."""
+    optimizer, slices = owned._optimizer, []
+    if owned._kind is _of_zero_12:
+        for index, parameters in enumerate(optimizer.params_in_partition):
+            partition = group_ranks(optimizer.real_dp_process_group[index]).index(own_rank())
+            flat, spans, values = optimizer.single_partition_of_fp32_groups[index].detach(), [], []
+            for parameter in parameters:
+                param_id = optimizer.get_param_id(parameter)
+                start = int(optimizer.grad_start_offset[index][partition][param_id])
+                at = int(optimizer.grad_partition_insertion_offset[index][partition][param_id])
+                count = min(parameter.numel() - start, len(flat) - at)
+                spans.append(Span(owned._names[id(parameter)], tuple(parameter.shape), start, count))
+                values.append(flat[at : at + count])
+            if spans:
+                slices.append(OwnedSlice(tuple(spans), tuple(values), is_moe_param(parameters[0])))
+        return slices, optimizer.update_lp_params
+    if owned._kind is _of_bf16:
+        for index, parameters in enumerate(optimizer.bf16_groups):
+            spans = [whole(owned._names[id(parameter)], parameter.shape) for parameter in parameters]
+            own = optimizer.fp32_groups_flat_partition[index].detach()
+            rank = group_ranks(optimizer.real_dp_process_group[index]).index(own_rank())
+            total, begin = sum(span.num_elements for span in spans), rank * own.numel()
+            if (end := min(begin + own.numel(), total)) > begin:
+                pieces = cut(spans, [begin, end, total])[1] if begin else cut(spans, [end, total])[0]
+                values = own[: end - begin].split([span.num_elements for span in pieces])
+                slices.append(OwnedSlice(pieces, tuple(values), is_moe_param(parameters[0])))
+        return slices, optimizer.update_lp_params
+    raise UnsupportedError(
+        "hybridep.sites.every above 1 needs ZeRO stage 1 or 2, where each rank owns a part of the weights; set "
+        "zero_optimization.stage, or every to 1"
+    )
+
+
 # -- the whole state ------------------------------------------------------------------------------------------------
 
 
@@ -209,8 +247,8 @@ def weights(engine: Any) -> dict[str, Tensor]:
     return {**held, **{f"buffer {name}": buffer.detach() for name, buffer in engine.module.named_buffers()}}
 
 
-def capture(engine: Any) -> bytes:
-    """Return this rank's training state: weights, optimizer, loss scale, schedule and counters."""
+def capture(engine: Any, more: Any = None) -> bytes:
+    """Return this rank's training state: weights, optimizer, loss scale, schedule, counters, and `more`."""
     base, scaler = engine.basic_optimizer, getattr(engine.optimizer, "loss_scaler", None)
     state = {
         "weights": weights(engine),
@@ -219,6 +257,7 @@ def capture(engine: Any) -> bytes:
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups],
         "scaler": {k: v for k, v in vars(scaler).items() if isinstance(v, int | float)} if scaler is not None else {},
         "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+        "more": more,
         "counters": {name: getattr(engine, name) for name in COUNTERS},
     }
     stream = io.BytesIO()
@@ -226,8 +265,8 @@ def capture(engine: Any) -> bytes:
     return stream.getvalue()
 
 
-def restore(engine: Any, state: bytes) -> None:
-    """Load what `capture` returned on another site, in place."""
+def restore(engine: Any, state: bytes) -> Any:
+    """Load what `capture` returned on another site, in place, and return `more`."""
     device = next(engine.module.parameters()).device
     saved = torch.load(io.BytesIO(state), weights_only=True, map_location=device)
     for name, tensor in weights(engine).items():
@@ -249,3 +288,4 @@ def restore(engine: Any, state: bytes) -> None:
         engine.lr_scheduler.load_state_dict(saved["scheduler"])
     for name, value in saved["counters"].items():
         setattr(engine, name, value)
+    return saved["more"]

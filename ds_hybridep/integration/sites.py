@@ -7,6 +7,7 @@ after it       what codecs left out is kept, or restored if the step was skipped
 """
 
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -22,8 +23,9 @@ from ds_hybridep.errors import CommunicationError, ConfigError, SiteError
 from ds_hybridep.integration import owned
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.sites.exchange import Counters, Crossing
+from ds_hybridep.sites.local_steps import LocalSteps
 from ds_hybridep.sites.member import Member
-from ds_hybridep.sites.packets import Packets
+from ds_hybridep.sites.packets import OwnedSlice, Packets
 from ds_hybridep.sites.protocol import read_secret
 from ds_hybridep.sync.home import Home
 from ds_hybridep.transport.inside import Inside
@@ -77,7 +79,7 @@ def join_sites(engine: Any, runtime: Any) -> "SiteSync":
     return SiteSync(
         engine, site, list(sites.names), inside, join, new_crossing,
         Packets(f"{site} {inside.rank}", dense, experts, runtime.sample.dtype, home),
-        partial(loss_scale_of, engine), runtime.refresh, config.advanced.verify_interval,
+        partial(loss_scale_of, engine), runtime.refresh, config.advanced.verify_interval, sites.every, home,
     )  # fmt: skip
 
 
@@ -105,12 +107,13 @@ class SiteSync:
         loss_scale: returns the factor of gradients.
         refresh: called after weights were loaded.
         verify_interval: steps between comparisons of weights.
+        every: 1 averages gradients at each step; more: local steps, see `sites.local_steps`.
     """
 
     def __init__(
         self, engine: Any, site: str, names: list[str], inside: Inside, join: Callable[[], Member],
         new_crossing: Callable[[Counters], Crossing], packets: Packets, loss_scale: Callable[[], float],
-        refresh: Callable[[], None], verify_interval: int,
+        refresh: Callable[[], None], verify_interval: int, every: int, home: Home,
     ) -> None:  # fmt: skip
         self._engine, self.site, self.names, self._inside = engine, site, names, inside
         self._new_crossing, self._packets = new_crossing, packets
@@ -119,6 +122,12 @@ class SiteSync:
         self.members: list[str] = []
         self.num_repairs = 0  # times that this site's weights were replaced
         self._owned = owned.Owned(engine)
+        self._local: LocalSteps | None = None
+        self._reached = 0  # the step of the packet that was replayed last
+        self._is_at_exchange = True  # what was captured for a site that comes back is as before an exchange
+        if every > 1:
+            masters, self._publish = self._owned.masters()
+            self._local = LocalSteps(masters, every, home)
         self._crossing: Crossing | None = None
         self._needs_quorum, self._is_replaying = True, False
         self._member: Member | None = None
@@ -138,33 +147,49 @@ class SiteSync:
 
     def exchange(self) -> None:
         """Set this rank's averaged gradients to the mean over all sites that are present."""
-        if self._is_replaying:
-            return
-        slices, finish = self._owned.slices()
+        if not self._is_replaying and self._local is None:
+            slices, finish = self._owned.slices()
+            if self._average(slices, self._loss_scale()):
+                finish()
+
+    def _average(self, slices: list[OwnedSlice], scale: float) -> bool:
+        """Set `slices` to the mean over all sites that are present; False if that is this site alone."""
         while True:
             if self._needs_quorum:
                 self._form(is_complete=False)
             if len(self.members) < len(self.names):
                 self._stay_in_touch()
             if not self._others:
-                return
-            packet = self._packets.encode(slices, self._loss_scale())
+                return False
+            packet = self._packets.encode(slices, scale)
             received, is_complete = self._swap(packet)
             is_agreed, self._needs_quorum = self._agree(is_complete)
             if is_agreed or not self._form(is_complete=is_complete):
-                self._packets.average(slices, received, self._loss_scale())
-                finish()
-                return
+                self._packets.average(slices, received, scale)
+                return True
             self._packets.changes.undo()
             self.counters.num_repeated += 1
 
     def after_step(self, *, was_applied: bool) -> None:
         """Keep what codecs left out, or restore it if the step was skipped."""
         changes = self._packets.changes
-        if was_applied:
+        if self._local is not None:
+            fragment = None if self._is_replaying else self._local.due(self._engine.global_steps)
+            if fragment is not None:
+                deltas = self._local.deltas(fragment)
+                self._average(deltas, 1.0)
+                self._outer_step(fragment, deltas)
+            changes.keep()
+        elif was_applied:
             changes.keep()
         else:
             changes.undo()
+
+    def _outer_step(self, fragment: int, mean: list[OwnedSlice]) -> None:
+        assert self._local is not None
+        self._local.apply(fragment, mean)
+        self._publish()
+        self._refresh()
 
     def close(self) -> None:
         """Leave the other sites."""
@@ -290,13 +315,11 @@ class SiteSync:
         ]
         assert self._crossing is not None
         if self.site == lead and (differ or answer["observers"]):
-            state = owned.capture(self._engine)
+            state = owned.capture(self._engine, None if self._local is None else self._local.state_dict())
             for name in (*differ, *answer["observers"]):
                 self._crossing.send_state(name, state)
         if self.site in differ:
-            state = self._crossing.receive_state(lead)
-            owned.restore(self._engine, state)
-            self._refresh()
+            self._restore(self._crossing.receive_state(lead))
             self.num_repairs += 1
             log_dist(
                 f"hybridep: site '{self.site}' had other weights or was at another step than site '{lead}'; it took "
@@ -304,10 +327,18 @@ class SiteSync:
             )  # fmt: skip
         return True
 
+    def _restore(self, state: bytes) -> None:
+        """Load the state of another site."""
+        more = owned.restore(self._engine, state)
+        if self._local is not None:
+            self._local.load_state_dict(more)
+        self._refresh()
+
     def _digest(self) -> str:
         """Return a hash of this rank's weights and step."""
         digest = hashlib.blake2b(str(self._engine.global_steps).encode(), digest_size=8)
-        for tensor in owned.weights(self._engine).values():
+        tensors = owned.weights(self._engine).values() if self._local is None else self._local.common()
+        for tensor in tensors:
             digest.update(tensor.detach().reshape(-1).view(dtype=torch.uint8).cpu().numpy().tobytes())
         return digest.hexdigest()
 
@@ -323,23 +354,21 @@ class SiteSync:
         assert self._crossing is not None
         calls = answer["calls"]
         lead = max(self.members, key=lambda name: calls[name]["step"])
-        owned.restore(self._engine, self._crossing.receive_state(lead))
-        self._refresh()
-        self._owned.make_zeros()
-        slices, _ = self._owned.slices()
-        num_bytes = sum(self._packets.num_bytes(one) for one in slices)
+        self._restore(self._crossing.receive_state(lead))
+        num_bytes = self._next_bytes()
         self._is_replaying, first = True, self._engine.global_steps
         has_called, target = False, None
         waiting = self._crossing.observe(num_bytes)
         observed = self._crossing
         idle_since = time.monotonic()
-        while target is None or self._engine.global_steps < target:
+        while target is None or self._next_step() < target:
             # A receive fails once the members have left these connections for those of the next epoch.
             has_come = self._inside.all(all(one.is_done() and one.failure() is None for _, one in waiting))
             if has_come:
                 for _, one in waiting:
                     one.wait()  # fills its place
                 self._replay([place for place, _ in waiting])
+                num_bytes = self._next_bytes()
                 waiting, idle_since = observed.observe(num_bytes), time.monotonic()
                 continue
             if not has_called:
@@ -356,14 +385,58 @@ class SiteSync:
             time.sleep(PAUSE_S)
         observed.close()
         self._is_replaying = self._needs_quorum = False
+        if self._local is not None:
+            self._reach(target)
         log_dist(
             f"hybridep: site '{self.site}' caught up to step {self._engine.global_steps} "
             f"({self._engine.global_steps - first} steps replayed) in {time.monotonic() - began:.1f} s",
             ranks=[0], level=30,
         )  # fmt: skip
 
+    def _next_bytes(self) -> int:
+        """Return the bytes of the next packet of a member."""
+        if self._local is not None:
+            slices = self._local.deltas(self._next_fragment()[1])
+        else:
+            self._owned.make_zeros()
+            slices, _ = self._owned.slices()
+        return sum(self._packets.num_bytes(one) for one in slices)
+
+    def _next_step(self) -> int:
+        """Return the step of the next packet."""
+        return self._engine.global_steps if self._local is None else self._next_fragment()[0]
+
+    def _next_fragment(self) -> tuple[int, int]:
+        """Return the next step after which a fragment is exchanged, and that fragment."""
+        assert self._local is not None
+        steps = itertools.count(self._engine.global_steps if self._is_at_exchange else self._reached + 1)
+        return next((step, fragment) for step in steps if (fragment := self._local.due(step)) is not None)
+
+    def _reach(self, step: int) -> None:
+        """Begin local steps from the common weights, at the exchange that the other sites have come to."""
+        assert self._local is not None
+        engine = self._engine
+        for _ in range(step - engine.global_steps):
+            engine.global_steps += 1
+            engine.global_samples += engine.train_batch_size()
+            engine.micro_steps += engine.gradient_accumulation_steps()
+            if engine.lr_scheduler is not None:
+                engine.lr_scheduler.step()
+        self._local.reset()
+        self._publish()
+        self._refresh()
+        self._is_at_exchange = False
+        self.after_step(was_applied=True)
+
     def _replay(self, packets: list[Tensor]) -> None:
         """Apply a step of the other sites, from the packets of all their members."""
+        if self._local is not None:
+            step, fragment = self._next_fragment()
+            deltas = self._local.deltas(fragment)
+            self._packets.average(deltas, packets)
+            self._outer_step(fragment, deltas)
+            self._reached, self._is_at_exchange = step, False
+            return
         self._owned.make_zeros()
         slices, finish = self._owned.slices()
         self._packets.average(slices, packets, self._loss_scale())

@@ -70,6 +70,14 @@ while engine.global_steps < options["steps"]:
 digest = hashlib.sha256()
 for parameter in model.parameters():
     digest.update(parameter.detach().float().numpy().tobytes())
-record = {"losses": losses, "weights": digest.hexdigest(), "started_at": started_at, "skipped": engine.skipped_steps}
+attachment = vars(engine).get("_hybridep_attachment")
+common = attachment.sites._digest() if attachment is not None and attachment.sites is not None else ""
+record = {
+    "common": common,
+    "losses": losses,
+    "weights": digest.hexdigest(),
+    "started_at": started_at,
+    "skipped": engine.skipped_steps,
+}
 Path(f"{options['out']}-{rank}.json").write_text(json.dumps(record))
 engine.destroy()
