@@ -23,7 +23,7 @@ from torch import Tensor
 
 import ds_hybridep
 from ds_hybridep.adaptive.planner import JobPlanner
-from ds_hybridep.integration import api
+from ds_hybridep.integration.attachment import attachment_of
 from ds_hybridep.integration.runtime import HybridRuntime
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -254,12 +254,12 @@ def run_block(run: Run, driver: Driver, corpus: Tensor, args: argparse.Namespace
 
 
 def runtime_of(run: Run) -> HybridRuntime:
-    return api._attachment_of(run.engine).runtime
+    return attachment_of(run.engine).runtime
 
 
 def planner_of(run: Run) -> JobPlanner | None:
     """What plans the run while it trains; None where the plan is given."""
-    return None if run.plan.domain_sizes is None else api._attachment_of(run.engine).planner
+    return None if run.plan.domain_sizes is None else attachment_of(run.engine).planner
 
 
 def settle(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int) -> None:

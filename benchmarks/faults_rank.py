@@ -21,7 +21,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm
 
-from ds_hybridep.integration import api
+from ds_hybridep.integration import attachment
 
 # Else DeepSpeed compiles an all-reduce over shared memory on the first use, for a minute.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -126,20 +126,15 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextmanager
 def failing_attach(orders: Orders, rank: int) -> Iterator[None]:
-    prepare = api.prepare_runtime
+    make = attachment.HybridRuntime
 
-    def prepare_badly(*args: Any, **kwargs: Any) -> Any:
-        build = prepare(*args, **kwargs)
-
-        def fail() -> Any:
-            build().close()
-            Path(orders.folder, "broken").write_text(str(time.time()))
-            raise MemoryError("no room for replicas")
-
-        return fail
+    def fail(*args: Any) -> Any:
+        make(*args).close()
+        Path(orders.folder, "broken").write_text(str(time.time()))
+        raise MemoryError("no room for replicas")
 
     if orders.fault == "memory" and rank == orders.victim:
-        with mock.patch.object(api, "prepare_runtime", prepare_badly):
+        with mock.patch.object(attachment, "HybridRuntime", fail):
             yield
     else:
         yield

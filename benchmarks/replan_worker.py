@@ -20,7 +20,7 @@ from deepspeed import comm as dist
 from e2e_worker import AUTO_CODECS, AUTO_LEVEL, Driver, Plan, Run, add_model_arguments, build, train
 
 import ds_hybridep
-from ds_hybridep.integration import api
+from ds_hybridep.integration.attachment import attachment_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_lm
@@ -142,9 +142,9 @@ def main() -> None:
                 trial.step()
         record = {"name": name, "step_s": trial.seconds[args.warm_up :], "losses": trial.losses}
         if name == "planned":
-            planner = api._attachment_of(trial.run.engine).planner
+            planner = attachment_of(trial.run.engine).planner
             record["history"] = planner.history
-            record["planning"] = planner.record(api._attachment_of(trial.run.engine).runtime)
+            record["planning"] = planner.record(attachment_of(trial.run.engine).runtime)
         records.append(record)
         trial.run.engine.destroy()
     driver.ask(

@@ -16,10 +16,10 @@ import torch
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.utils.debug import debug_clear_module_and_param_names
 from marks import slow
-from parity import Case, loss_of, model_of, use_expert_groups_of
+from parity import Case, model_of, use_expert_groups_of
 from process_pool import ProcessPool
 from scripts import run_two_ranks
-from test_engine import THREAD_LIMIT_S, Engine, _batch, block_of, engine_of, error_of, hybridep_threads, train, world2
+from test_engine import THREAD_LIMIT_S, Engine, block_of, engine_of, error_of, hybridep_threads, train, world2
 from torch import nn
 
 import ds_hybridep
@@ -49,16 +49,6 @@ def new_model(case: Case) -> nn.Module:
     return model_of(case, seed=case.seed)
 
 
-def losses_of(engine: Engine, case: Case, num_steps: int = 3) -> list[float]:
-    losses = []
-    for step in range(num_steps):
-        loss = loss_of(engine, case, *_batch(case, step))
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return losses
-
-
 def what_lives(refs: dict[str, weakref.ref[Any]]) -> list[str]:
     """Names of what is still alive."""
     collect()
@@ -79,7 +69,7 @@ def parts_of(engine: Engine) -> dict[str, weakref.ref[Any]]:
 def lives_on(case: Case, *, with_block: bool, destroys: bool) -> list[str]:
     """What is left of an engine that has trained, after its last reference has gone."""
     engine = initialize(case, new_model(case), with_block=with_block)
-    losses_of(engine, case, 2)
+    train(engine, case, 0, 2)
     refs = parts_of(engine)
     if destroys:
         engine.destroy()
@@ -92,7 +82,7 @@ def drop_several(case: Case) -> tuple[list[list[float]], list[int]]:
     losses, num_threads = [], []
     for _ in range(4):
         engine = initialize(case, new_model(case), with_block=True)
-        losses.append(losses_of(engine, case))
+        losses.append(train(engine, case, 0, 3))
         deadline = time.monotonic() + THREAD_LIMIT_S
         while num_threads and len(hybridep_threads()) > 2 * num_threads[0] and time.monotonic() < deadline:
             time.sleep(0.01)  # threads that were told to end need some time for it
@@ -116,7 +106,7 @@ def fail_and_retry(case: Case, *, with_block: bool) -> dict[str, Any]:
     collect()
     found["dead engines"] = len([one for one in engines() if id(one) not in known])
     engine = initialize(case, new_model(case), with_block=with_block)
-    found["losses"] = losses_of(engine, case)
+    found["losses"] = train(engine, case, 0, 3)
     engine.destroy()
     return found
 
@@ -151,17 +141,14 @@ def retry_on_the_same_model(case: Case, *, with_block: bool) -> list[float]:
     model._forward_hooks.clear()
     engine = initialize(case, model, with_block=with_block, expert_parallel=None)  # its layers are AutoEP's by now
     try:
-        return losses_of(engine, case)
+        return train(engine, case, 0, 3)
     finally:
         engine.destroy()
 
 
 def losses_without_a_failure(case: Case, *, with_block: bool = True) -> list[float]:
-    engine = initialize(case, new_model(case), with_block=with_block)
-    try:
-        return losses_of(engine, case)
-    finally:
-        engine.destroy()
+    with engine_of(case, with_block=with_block) as engine:
+        return train(engine, case, 0, 3)
 
 
 def attach_twice(case: Case) -> dict[str, Any]:
@@ -188,11 +175,6 @@ def attach_that_fails(case: Case) -> dict[str, Any]:
         left = left_on(engine.module), [name for name in vars(engine) if "hybridep" in name]
         ds_hybridep.attach(engine, block_of(case))
         return {"error": error, "left": left, "losses": train(engine, case, 0, 3)}
-
-
-def losses_of_an_attached_engine(case: Case) -> list[float]:
-    with engine_of(case, with_block=True) as engine:
-        return train(engine, case, 0, 3)
 
 
 # -- the tests --------------------------------------------------------------------------------------------------
@@ -243,7 +225,7 @@ def test_an_autoep_model_whose_start_failed_trains_as_if_it_had_not(pool2: Proce
 
 def test_a_second_engine_with_the_same_layers_is_refused_and_the_first_goes_on(pool2: ProcessPool) -> None:
     case = world2()
-    losses = pool2.run(losses_of_an_attached_engine, case=case)
+    losses = pool2.run(losses_without_a_failure, case=case)
     for found, expected in zip(pool2.run(attach_twice, case=case), losses, strict=True):
         kind, message = found["error"]
         assert kind == "ConfigError"
@@ -255,7 +237,7 @@ def test_a_second_engine_with_the_same_layers_is_refused_and_the_first_goes_on(p
 
 def test_attaching_that_fails_at_its_end_leaves_nothing(pool2: ProcessPool) -> None:
     case = world2(dtype="bf16")
-    losses = pool2.run(losses_of_an_attached_engine, case=case)
+    losses = pool2.run(losses_without_a_failure, case=case)
     for found, expected in zip(pool2.run(attach_that_fails, case=case), losses, strict=True):
         kind, message = found["error"]
         assert kind == "UnsupportedError"
