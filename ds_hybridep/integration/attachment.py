@@ -173,9 +173,9 @@ class Attachment(EngineStep):
             hook = _refill_after_load(runtime.migration, modules)
             for module in modules:
                 handle = module.register_load_state_dict_post_hook(hook)
-                patches.keep(MODULE, "load_state_dict_post_hook", handle.remove)
+                patches.note(MODULE, "load_state_dict_post_hook", handle.remove)
             notice = self.engine.module.register_forward_pre_hook(torch.compiler.disable(noticing(self)))
-            patches.keep(MODULE, "forward_pre_hook", notice.remove)
+            patches.note(MODULE, "forward_pre_hook", notice.remove)
         self.dense = None
         if runtime.syncs:
             self.dense = DenseSync(self.engine, runtime.syncs, patches, self.facts.is_boundary)

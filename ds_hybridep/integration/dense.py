@@ -112,7 +112,7 @@ class DenseSync:
                 partial(self._agree, sync),
             )
             self._stand_ins[original], self._syncs[group] = group, sync
-            patches.keep("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", group.unregister)
+            patches.note("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", group.unregister)
             sync.memory.is_mean = not engine.postscale_gradients()
             sync.memory.sums_for = f"all ranks, {engine.communication_data_type}"
         patches.wrap(ENGINE, "allreduce_bucket", engine, self._allreduce_bucket)

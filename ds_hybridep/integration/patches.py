@@ -140,7 +140,7 @@ class Patches:
 
             return call
 
-        self.keep(owner, attribute, _replace(instance, attribute, make))
+        self.note(owner, attribute, _replace(instance, attribute, make))
 
     def put(self, owner: str, attribute: str, instance: Any, value: Any) -> None:
         """Give an attribute of one instance another value."""
@@ -151,7 +151,7 @@ class Patches:
             if vars(instance).get(attribute) is value:
                 _restore(instance, attribute, before)
 
-        self.keep(owner, attribute, undo)
+        self.note(owner, attribute, undo)
 
     def share(self, owner: str, attribute: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace a method of a class by `make(original)` until the last attachment is undone.
@@ -172,9 +172,9 @@ class Patches:
                 del _shared[key]
                 undo()
 
-        self.keep(owner, attribute, give_up)
+        self.note(owner, attribute, give_up)
 
-    def keep(self, owner: str, attribute: str, undo: Callable[[], None]) -> None:
+    def note(self, owner: str, attribute: str, undo: Callable[[], None]) -> None:
         """Note a change that was already made, and the function that undoes it."""
         assert (owner, attribute) in _ROWS, f"{owner}.{attribute} has no row in the table"
         self._undo.append(undo)

@@ -285,7 +285,7 @@ class EngineStep:
                 if (step := known()) is not None and step.runtime.commit() and step.dense is not None:
                     step.dense.commit()
 
-            self.patches.keep(OPTIMIZER, "step_pre_hook", base.register_step_pre_hook(commit).remove)
+            self.patches.note(OPTIMIZER, "step_pre_hook", base.register_step_pre_hook(commit).remove)
         if self.dense is not None:
             self.dense.watch(optimizer)
 

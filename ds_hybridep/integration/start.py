@@ -121,7 +121,7 @@ def _bind_engine(attachment: Attachment) -> None:
     if planner is not None:
         for layer, meter in zip(layers.values(), planner.watches, strict=True):
             hook = torch.compiler.disable(meter.__call__)
-            patches.keep(MODULE, "forward_pre_hook", layer.register_forward_pre_hook(hook).remove)
+            patches.note(MODULE, "forward_pre_hook", layer.register_forward_pre_hook(hook).remove)
     for method, replacement in (
         ("save_checkpoint", partial(checkpoints.save, attachment)),
         ("load_checkpoint", partial(checkpoints.load, attachment)),
