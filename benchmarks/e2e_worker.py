@@ -278,9 +278,7 @@ def settle(run: Run, corpus: Tensor, args: argparse.Namespace, rows: int) -> Non
 def finish_transfers(run: Run) -> None:
     """Wait for weights under way, on all ranks."""
     if run.plan.domain_sizes is not None:
-        migration = runtime_of(run).migration
-        if migration is not None:
-            migration.finish()
+        runtime_of(run).migration.finish()
     dist.barrier()
 
 

@@ -89,7 +89,7 @@ def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> Non
             )
         if [level.size for level in checked.levels] != [level.size for level in attachment.runtime.config.levels]:
             raise ConfigError("replan takes the same levels as before, slowest first; only their settings may differ")
-        checked = supported.resolve(engine, checked, attachment.runtime.sample)
+        checked = supported.resolve(engine, checked, attachment.layers)
         supported.refuse_engine(engine, checked, attachment.layers)
     attachment.switch(checked, "by hand")
 

@@ -101,7 +101,9 @@ def prepare_runtime(config: HybridEPConfig, facts: Facts) -> Callable[[], Hybrid
 
 
 class Attachment(EngineStep):
-    """One engine and its runtime; all ranks must make it.  Raises AgreementError if a rank could not.
+    """One engine and its runtime; all ranks must make it.
+
+    Raises AgreementError if a rank could not.  Then the planner is closed, and nothing is left.
 
     engine: the attachment does not keep it alive.
     """
@@ -122,14 +124,15 @@ class Attachment(EngineStep):
             _left_open.pop()()
         while _still_watching:
             watch.stop(_still_watching.pop())
-        build = prepare_runtime(config, facts)
-        # Before memory is allocated: if that gets a rank killed, the others notice at once.
-        watch.start(config.cluster(), LinkSettings.of(config), self._watched)
-        try:
+        with ExitStack() as made:
+            if planner is not None:
+                made.callback(planner.close)
+            build = prepare_runtime(config, facts)
+            # Before memory is allocated: if that gets a rank killed, the others notice at once.
+            watch.start(config.cluster(), LinkSettings.of(config), self._watched)
+            made.callback(watch.stop, self._watched)
             self.runtime = build()
-        except BaseException:
-            watch.stop(self._watched)
-            raise
+            made.pop_all()
         engine.__dict__["_hybridep_attachment"] = self
         _attached.add(self)
 

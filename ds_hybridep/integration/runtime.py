@@ -58,10 +58,9 @@ class HybridRuntime:
         # This makes channels, in the same order on all ranks, and before memory is allocated.
         encoding = replace(encoding_of(config), master_of=facts.master_of, loss_scale=facts.loss_scale)
         of_dense = replace(encoding_of(config, is_dense=True), loss_scale=facts.loss_scale)
+        device = facts.specs[0].sample.device
         self.syncs = {
-            name: GroupSync(
-                transport, ranks, name, of_dense if name == DENSE else encoding, self._changes, self.sample.device
-            )
+            name: GroupSync(transport, ranks, name, of_dense if name == DENSE else encoding, self._changes, device)
             for name, ranks in sync_groups.items()
         }
         ours = [layer for layer in planned if layer.exchange is not None]
@@ -209,11 +208,6 @@ class HybridRuntime:
         self.clear_gradients(drops_returned=True)
 
     # -- what others ask --------------------------------------------------------------------------------------------
-
-    @property
-    def sample(self) -> nn.Parameter:
-        """A parameter to read dtype and device from."""
-        return self._planned[0].spec.sample
 
     @property
     def token_exchange(self) -> Literal["direct", "hierarchical", "deepspeed"]:

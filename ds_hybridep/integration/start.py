@@ -54,7 +54,7 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
             return
         layers = find_layers(engine.module)
         _refuse_owned(layers)
-        checked = supported.resolve(engine, checked, next(next(iter(layers.values())).experts.parameters()))
+        checked = supported.resolve(engine, checked, layers)
         supported.refuse_engine(engine, checked, layers)
         facts = facts_of(engine, layers)
         supported.refuse_devices(facts.specs)
@@ -64,12 +64,7 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
         planner = JobPlanner(checked, facts.specs, workload, micro_steps=lambda: weak.gradient_accumulation_steps())
         log_dist(planner.describe(), ranks=[0])
         checked = planner.start_config
-    try:
-        attachment = Attachment(engine, checked, facts, layers, planner)
-    except Exception:
-        if planner is not None:
-            planner.close()
-        raise
+    attachment = Attachment(engine, checked, facts, layers, planner)
     try:
         _bind_engine(attachment)
         attachment.bind_plan()

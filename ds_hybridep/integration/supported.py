@@ -10,7 +10,7 @@ import deepspeed
 import torch
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
-from torch import Tensor, nn
+from torch import nn
 
 from ds_hybridep.config import AUTO, HybridEPConfig
 from ds_hybridep.config_codecs import IDENTITY, PATCH
@@ -87,12 +87,12 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
-def resolve(engine: Any, config: HybridEPConfig, sample: Tensor) -> HybridEPConfig:
+def resolve(engine: Any, config: HybridEPConfig, layers: Mapping[str, Any]) -> HybridEPConfig:
     """Complete the settings with what depends on the engine: recommended codecs, and who sums dense gradients.
 
-    sample: a parameter of an expert.
     Raises UnsupportedError if the settings ask for patches and parameters do not have 16 bits.
     """
+    sample = next(next(iter(layers.values())).experts.parameters())
     config = config.with_dtype(sample.element_size())
     levels = []
     for index, level in enumerate(config.levels):
