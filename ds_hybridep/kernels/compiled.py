@@ -12,7 +12,7 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor
 
-from ds_hybridep.kernels.codecs import CompiledCodecs, Lane
+from ds_hybridep.kernels.codecs import CompiledCodecs, Lane, call
 from ds_hybridep.plan.row_format import RowFormat, record_bytes
 
 # As `enum class Type` and `enum class RowFormat` in csrc/include/hybridep_rows.h.
@@ -68,15 +68,8 @@ class CompiledKernels:
         num_chunks = extension.plan_chunks(num_tokens, top_k, torch.get_num_threads())
         chunk_rows = torch.empty(num_chunks, num_destinations, dtype=torch.int64)
         rows_per_destination = torch.empty(num_destinations, dtype=torch.int64)
-        routes = (
-            topk_idx.data_ptr(),
-            expert_to_destination.data_ptr(),
-            *sizes,
-            num_destinations,
-            num_chunks,
-            chunk_rows.data_ptr(),
-        )
-        num_rows = extension.plan_count(*routes, rows_per_destination.data_ptr())
+        routes = (topk_idx, expert_to_destination, *sizes, num_destinations, num_chunks, chunk_rows)
+        num_rows = call(extension.plan_count, *routes, rows_per_destination)
         plan = RoutePlan(
             rows_per_destination=rows_per_destination,
             row_to_token=torch.empty(num_rows, dtype=torch.int64),
@@ -84,57 +77,35 @@ class CompiledKernels:
             slot_to_row=torch.empty(num_tokens, top_k, dtype=torch.int64),
             first_slot_to_row=torch.empty(num_tokens, top_k, dtype=torch.int64),
         )
-        extension.plan_fill(
-            *routes,
-            plan.row_to_token.data_ptr(),
-            plan.row_topk_idx.data_ptr(),
-            plan.slot_to_row.data_ptr(),
-            plan.first_slot_to_row.data_ptr(),
-        )
+        filled = (plan.row_to_token, plan.row_topk_idx, plan.slot_to_row, plan.first_slot_to_row)
+        call(extension.plan_fill, *routes, *filled)
         return plan
 
     def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
         num_tokens, num_rows, hidden = dispatch_sizes(x, row_to_token)
         device = self._device_of(x=x, row_to_token=row_to_token)
         out = torch.empty((num_rows, hidden), dtype=x.dtype, device=device)
+        row_bytes = hidden * x.element_size()
         with self._lane(device) as lane:
-            self._rows.dispatch_rows(
-                x.data_ptr(),
-                row_to_token.data_ptr(),
-                num_tokens,
-                num_rows,
-                hidden * x.element_size(),
-                lane,
-                out.data_ptr(),
-            )
+            call(self._rows.dispatch_rows, x, row_to_token, num_tokens, num_rows, row_bytes, lane, out)
         return out
 
     def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
         sizes = quantise_sizes(x, row_to_token, row_format)
-        x_type = _type_code("x", x.dtype)
+        x_type, code = _type_code("x", x.dtype), FORMAT_CODES[row_format]
         device = self._device_of(x=x, row_to_token=row_to_token)
         records = torch.empty((len(row_to_token), record_bytes(x.shape[1])), dtype=torch.uint8, device=device)
         with self._lane(device) as lane:
-            self._rows.quantise_rows(
-                x.data_ptr(),
-                x_type,
-                row_to_token.data_ptr(),
-                *sizes,
-                FORMAT_CODES[row_format],
-                lane,
-                records.data_ptr(),
-            )
+            call(self._rows.quantise_rows, x, x_type, row_to_token, *sizes, code, lane, records)
         return records
 
     def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
         num_rows = dequantise_sizes(records, hidden, row_format, dtype)
-        out_type = _type_code("dtype", dtype)
+        out_type, code = _type_code("dtype", dtype), FORMAT_CODES[row_format]
         device = self._device_of(records=records)
         out = torch.empty((num_rows, hidden), dtype=dtype, device=device)
         with self._lane(device) as lane:
-            self._rows.dequantise_rows(
-                records.data_ptr(), num_rows, hidden, FORMAT_CODES[row_format], lane, out.data_ptr(), out_type
-            )
+            call(self._rows.dequantise_rows, records, num_rows, hidden, code, lane, out, out_type)
         return out
 
     def combine_rows(
@@ -146,41 +117,19 @@ class CompiledKernels:
         device = self._device_of(rows=rows, slot_to_row=slot_to_row, weights=weights)
         out = torch.empty((len(slot_to_row), rows.shape[1]), dtype=out_dtype or rows.dtype, device=device)
         with self._lane(device) as lane:
-            self._rows.combine_rows(
-                rows.data_ptr(),
-                rows_type,
-                slot_to_row.data_ptr(),
-                0 if weights is None else weights.data_ptr(),
-                *sizes,
-                lane,
-                out.data_ptr(),
-                out_type,
-            )
+            call(self._rows.combine_rows, rows, rows_type, slot_to_row, weights, *sizes, lane, out, out_type)
         return out
 
     def combine_rows_backward(
         self, grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         sizes = backward_sizes(grad, rows, slot_to_row, weights)
-        grad_type = _type_code("grad", grad.dtype)
-        rows_type = _type_code("rows", rows.dtype)
+        given = (grad, _type_code("grad", grad.dtype), rows, _type_code("rows", rows.dtype), slot_to_row, weights)
         device = self._device_of(grad=grad, rows=rows, slot_to_row=slot_to_row, weights=weights)
         scratch = torch.empty(2 * len(rows) + slot_to_row.numel(), dtype=torch.int64, device=device)
         grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
         with self._lane(device) as lane:
-            self._rows.combine_rows_backward(
-                grad.data_ptr(),
-                grad_type,
-                rows.data_ptr(),
-                rows_type,
-                slot_to_row.data_ptr(),
-                weights.data_ptr(),
-                *sizes,
-                lane,
-                scratch.data_ptr(),
-                grad_rows.data_ptr(),
-                grad_weights.data_ptr(),
-            )
+            call(self._rows.combine_rows_backward, *given, *sizes, lane, scratch, grad_rows, grad_weights)
         return grad_rows, grad_weights
 
     def bit_sums(self, tensor: Tensor) -> Tensor:
@@ -188,7 +137,7 @@ class CompiledKernels:
         word_bytes = min(tensor.element_size(), 2)
         sums = torch.empty(2, dtype=torch.int64, device=device)
         with self._lane(device) as lane:
-            self._extension.bit_sums(tensor.data_ptr(), tensor.nbytes // word_bytes, word_bytes, lane, sums.data_ptr())
+            call(self._extension.bit_sums, tensor, tensor.nbytes // word_bytes, word_bytes, lane, sums)
         return sums
 
     def _device_of(self, **tensors: Tensor | None) -> torch.device:

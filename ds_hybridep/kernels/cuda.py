@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_hybridep.kernels.codecs import CompiledCodecs, Lane
+from ds_hybridep.kernels.codecs import CompiledCodecs, Lane, call
 from ds_hybridep.kernels.compiled import CompiledKernels, RoutePlan, plan_sizes
 
 ROW_OPERATIONS = ("dispatch_rows", "quantise_rows", "dequantise_rows", "combine_rows", "combine_rows_backward")
@@ -58,24 +58,19 @@ class CudaKernels(CompiledKernels):
         row_topk_idx = torch.empty(room, top_k, dtype=torch.int32, device=device)
         slot_to_row = torch.empty(num_tokens, top_k, dtype=torch.int64, device=device)
         first_slot_to_row = torch.empty(num_tokens, top_k, dtype=torch.int64, device=device)
+        given = (topk_idx, expert_to_destination, *sizes, num_destinations)
+        filled = (row_to_token, row_topk_idx, slot_to_row, first_slot_to_row)
         with self._lane(device) as lane:
-            self._extension.plan_routes(
-                topk_idx.data_ptr(),
-                expert_to_destination.data_ptr(),
-                *sizes,
-                num_destinations,
-                lane,
-                scratch.data_ptr(),
-                counts.data_ptr(),
-                row_to_token.data_ptr(),
-                row_topk_idx.data_ptr(),
-                slot_to_row.data_ptr(),
-                first_slot_to_row.data_ptr(),
-            )
+            call(self._extension.plan_routes, *given, lane, scratch, counts, *filled)
         # Device-to-host sync: R is the size of tensors that follow.
         *splits, wrong_expert, wrong_destination = counts.tolist()
-        self._require_id("expert_to_destination", wrong_destination, num_destinations, "destinations")
-        self._require_id("topk_idx", wrong_expert, num_experts, "experts")
+        for name, mark, limit, of_what in (
+            ("expert_to_destination", wrong_destination, num_destinations, "destinations"),
+            ("topk_idx", wrong_expert, num_experts, "experts"),
+        ):
+            if mark != self._extension.NONE_WRONG:  # the device has marked an id
+                found = mark & 0xFFFFFFFF
+                raise ValueError(f"{name}: holds {found}, but there are {limit} {of_what}: wanted ids below {limit}")
         num_rows = sum(splits)
         return RoutePlan(
             rows_per_destination=counts[:num_destinations],
@@ -84,9 +79,3 @@ class CudaKernels(CompiledKernels):
             slot_to_row=slot_to_row,
             first_slot_to_row=first_slot_to_row,
         )
-
-    def _require_id(self, name: str, mark: int, limit: int, of_what: str) -> None:
-        """Raise ValueError if the device has marked an id of `limit` or more."""
-        if mark != self._extension.NONE_WRONG:
-            found = mark & 0xFFFFFFFF
-            raise ValueError(f"{name}: holds {found}, but there are {limit} {of_what}: wanted ids below {limit}")
