@@ -5,16 +5,12 @@ Callers check shapes: payloads are [n, bytes] uint8 with dense rows; other tenso
 method says otherwise.  ValueError if the tensors of a call are on more than one device, or not on that of the kernels.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from enum import IntEnum
-from typing import Any
 
 import torch
 from torch import Tensor
 
-# Says where a call of the extension runs: gives its argument `lane`, a number of threads or a CUDA stream.
-Lane = Callable[[torch.device], AbstractContextManager[int]]
+from ds_hybridep.kernels.compiled import CompiledKernels, call
 
 # In the order of `enum class Damage` in csrc/include/hybridep_patch.h.
 PATCH_DAMAGES = (
@@ -43,15 +39,13 @@ class Source(IntEnum):
 
 
 class CompiledCodecs:
-    """Kernels of the module `extension` for tensors on `device_type`.
+    """Kernels of the same extension as `kernels`, for the same devices.
 
     Results depend neither on the number of threads nor on n.
     """
 
-    def __init__(self, extension: Any, lane: Lane, device_type: str) -> None:
-        self._extension = extension
-        self._lane = lane
-        self._device_type = device_type
+    def __init__(self, kernels: CompiledKernels) -> None:
+        self._extension, self._lane, self._device_type = kernels.extension, kernels.lane, kernels.device_type
 
     def prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return what is encoded, like a [n, ...], and [n] bool: the tensors with inf or nan, which become zeros."""
@@ -196,11 +190,6 @@ class CompiledCodecs:
             wanted = f"{self._device_type}; use load_codec_kernels for that device"
             raise ValueError(f"{first}: on device {tensor.device}, wanted {wanted}")
         return tensor.device
-
-
-def call(function: Any, *arguments: object) -> Any:
-    """Call a function of the extension, which takes addresses of tensors, and 0 for none."""
-    return function(*(0 if one is None else one.data_ptr() if isinstance(one, Tensor) else one for one in arguments))
 
 
 def _bytes(number: int, device: torch.device) -> Tensor:

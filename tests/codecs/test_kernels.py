@@ -7,7 +7,7 @@
 import pytest
 import torch
 from codec_cases import SHAPES, SPECS, assert_same_bits, normal, tensors
-from cuda_emulation import load_emulated
+from cuda_emulation import load_emulated_codecs
 from hypothesis import given, settings
 from on_device import on_cuda
 
@@ -31,7 +31,7 @@ def compiled_codecs(request):
     if request.param == "cuda":
         chosen = on_cuda(build.load_codec_kernels("compiled", "cuda"))
     else:
-        chosen = load_emulated().codecs if request.param == "emulated" else build.load_codec_kernels("compiled")
+        chosen = load_emulated_codecs() if request.param == "emulated" else build.load_codec_kernels("compiled")
 
     def load(mode, device="cpu"):
         return chosen if mode == "compiled" else build.load_codec_kernels(mode, device)

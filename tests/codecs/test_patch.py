@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from cuda_emulation import load_emulated
+from cuda_emulation import load_emulated_codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from on_device import on_cuda
@@ -33,7 +33,7 @@ def patch(request):
     if request.param == "cuda":
         chosen = on_cuda(build.load_codec_kernels("compiled", "cuda"))
     else:
-        chosen = load_emulated().codecs
+        chosen = load_emulated_codecs()
 
     def load(mode, device="cpu"):
         return chosen if mode == "compiled" else build.load_codec_kernels(mode, device)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cuda_emulation import largest_grid, load_emulated
+from cuda_emulation import largest_grid, load_emulated, load_emulated_codecs
 from kernel_refs import PLAN_FIELDS, large_routes, payload
 
 from ds_hybridep.codecs import make_codec
@@ -108,7 +108,7 @@ def test_threads_launch_a_kernel_with_different_sizes_of_shared_memory():
 
 
 def test_the_settings_take_the_ranks_that_the_kernels_take():
-    codecs = load_emulated().codecs
+    codecs = load_emulated_codecs()
     codecs.orthonormalise(torch.empty(0, LARGEST_RANK, 300))
     make_codec({"type": "low_rank", "rank": LARGEST_RANK})
     with pytest.raises(RuntimeError, match=f"rank: got {LARGEST_RANK + 1}, wanted at most {LARGEST_RANK} on CUDA"):

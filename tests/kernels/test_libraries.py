@@ -115,7 +115,7 @@ def test_a_module_built_ahead_of_time_is_taken_whatever_architectures_are_listed
     if listed is not None:
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
     assert HybridEPBuilder("cuda").load() is module
-    assert load_kernels("compiled", "cuda")._extension is module
+    assert load_kernels("compiled", "cuda").extension is module
     assert fake_compiler() == []
 
 
