@@ -160,7 +160,13 @@ class CompiledKernels:
 
 def call(function: Any, *arguments: object) -> Any:
     """Call a function of the extension, which takes addresses of tensors, and 0 for none."""
-    return function(*(0 if one is None else one.data_ptr() if isinstance(one, Tensor) else one for one in arguments))
+    addresses = []
+    for one in arguments:
+        is_number = type(one) is int
+        addresses.append(
+            one if is_number else 0 if one is None else one.data_ptr() if isinstance(one, Tensor) else one
+        )
+    return function(*addresses)
 
 
 def _type_code(name: str, dtype: torch.dtype) -> int:
@@ -195,13 +201,16 @@ def sizes_of(operation: str, *dims: str, **tensors: Tensor | None) -> list[int]:
         tensor = tensors[name]
         if tensor is None:
             continue
-        shape, known = tensor.shape, dict(zip(letters, tensor.shape, strict=False)) | sizes
-        if len(shape) != len(letters) or [known[letter] for letter in letters] != list(shape):
+        shape = tensor.shape
+        is_right = len(shape) == len(letters)
+        for letter, size in zip(letters, shape if is_right else (), strict=False):
+            is_right &= sizes.setdefault(letter, size) == size
+        if not is_right:
             given = ", ".join(f"{letter} = {sizes[letter]}" for letter in letters if letter in sizes)
             wanted = f"[{', '.join(letters)}]" + (f" with {given}" if given else "")
             raise ValueError(f"{name}: got shape {tuple(shape)}, wanted {wanted}")
-        sizes = known
-        _require_dtype(name, tensor.dtype, dtype)
+        if dtype is not tensor.dtype:
+            _require_dtype(name, tensor.dtype, dtype)
     return [sizes[letter] for letter in dims]
 
 
