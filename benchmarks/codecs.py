@@ -1,69 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What codecs cost in model quality, in bytes and in time: two sites trained in one process.
+"""What codecs cost in loss, in bytes and in time: two sites trained in one process, single codecs, and patches.
 
-    python benchmarks/codecs.py train --seeds 0 1 2 --out benchmarks/results/codecs.jsonl
-    python benchmarks/codecs.py time
-    python benchmarks/codecs.py track
-    python benchmarks/codecs.py report benchmarks/results/codecs.jsonl --plot codecs.svg
+    python -m benchmarks codecs --seeds 0 1 2 --out benchmarks/results/codecs.jsonl
+    python -m benchmarks codecs time --out rates.jsonl
+    python -m benchmarks codecs patch
 
-A byte-level Mixture-of-Experts model in fp32 under AdamW.  Half of the rows of each batch stand for a remote site:
-their experts run with the mirror's weights, and the gradients of those come back through the gradient codec with error
-feedback.  Two phases: from scratch on the sources of Python's standard library, and from the exact run's result on
-other text, the C++ headers that come with torch.  Runs of one seed share initial weights and batches, so the loss of a
-codec is compared with the exact run of its own seed.  The evaluation is of the owner's weights.
-
-Any difference, however small, grows into another run of the same quality, so a single gap says little: the gap of int8
-shows how far two equally good runs part, and every gap comes with an upper 95% bound over the seeds.
+loss   site 0 owns every parameter, site 1 computes with mirrors of them, each on half of the rows of a batch.
+       Gradients of site 1 come back through the gradient codec with error feedback, new weights go out through the
+       weight codec.  Two phases: from scratch on the sources of Python's standard library, and from the exact run's
+       result on other text.  Loss is of the owner's weights, against the exact run of the same seed.  Any difference,
+       however small, grows into another run of the same quality, so gaps have an upper 95% bound over the seeds.
+time   milliseconds of one step of each codec, the least of several; `ds_hybridep plan --codec-rates` reads the file
+patch  bits and speed of patches of bf16 weights by learning rate, beside the entropy of what changed: of a small
+       transformer under AdamW with fp32 masters.  Seconds are those that one thread spends on the processor
 """
 
 import argparse
-import json
+import copy
 import math
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-import bench
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hybridep.codecs import Codec, CodecState, make_codec
-from ds_hybridep.version import __version__
-
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY / "examples"))
-
-from train_lm import AUX_LOSS_WEIGHT, VALID_EVERY, VOCABULARY, Attention, batch_at, read_corpus  # noqa: E402
+from benchmarks import patches
+from benchmarks.common import REPOSITORY, Record, Records, read_records, table, upper_95
+from benchmarks.losses import read_headers
+from benchmarks.training import VOCABULARY, train_lm
+from ds_hybridep.codecs import make_codec
 
 Spec = str | dict[str, Any] | None
-LAYERS, HIDDEN, FFN, EXPERTS, TOP_K = 2, 64, 256, 8, 2
-ROWS, SEQ_LEN, EVAL_BATCHES = 8, 128, 48
-PHASES = {"scratch": {"steps": 300, "lr": 2e-3, "warm_up": 20}, "tune": {"steps": 150, "lr": 3e-4, "warm_up": 10}}
+EXPERTS, TOP_K, ROWS, SEQ_LEN, EVAL_BATCHES = 8, 2, 8, 128, 48
+LEARNING_RATES = {"scratch": (2e-3, 20), "tune": (3e-4, 10)}  # the largest, and after how many steps
 FINAL_LR = 0.1  # of the largest, reached by a cosine
-
-# Student's t, one-sided 95%, by degrees of freedom.
-T_95 = dict(
-    enumerate(
-        (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
-        + (1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
-        start=1,
-    )
-)
+CACHE = REPOSITORY / ".cache" / "codecs"  # states to tune from
 
 
-def low_rank(rank: int, factors: str) -> dict[str, Any]:
-    return {"type": "low_rank", "rank": rank, "factors": factors, "iterations": 2, "fallback": "int2"}
+def low_rank(size: dict[str, Any], factors: str = "int4", **more: Any) -> dict[str, Any]:
+    return {"type": "low_rank", "factors": factors, "iterations": 2, **size, **more}
 
 
-def balanced(rank: int, factors: str = "log4") -> dict[str, Any]:
+def balanced(size: dict[str, Any]) -> dict[str, Any]:
     """For gradients: errors count relative to the size of their row and column, as they do under Adam."""
-    return {**low_rank(rank, factors), "weighting": "rms", "fallback": "int4"}
+    return low_rank(size, "log4", weighting="rms")
 
 
 def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:
@@ -71,89 +55,98 @@ def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:
     return {**codec, "rest": {"type": "int2", "block": 64}}
 
 
-# name -> (weight codec, gradient codec); None: exact
-CASES: dict[str, tuple[Spec, Spec]] = {
-    "exact": (None, None),
-    "exact, one step old": (None, None),
-    "low rank 7, int4": (low_rank(7, "int4"),) * 2,
-    "low rank 3, int4": (low_rank(3, "int4"),) * 2,
-    "low rank 7, int4 / balanced 7": (low_rank(7, "int4"), balanced(7)),
-    "low rank 7, int2 / balanced 12": (low_rank(7, "int2"), balanced(12)),
-    "low rank 7, int2 / balanced 11, int4": (low_rank(7, "int2"), balanced(11, "int4")),
-    "low rank 3, int4 / balanced 3": (low_rank(3, "int4"), balanced(3)),
-    "low rank 24, int4 / balanced 24": (low_rank(24, "int4"), balanced(24)),
-    "low rank 16 + int2 / balanced 16 + int2": (and_the_rest(low_rank(16, "int4")), and_the_rest(balanced(16))),
-    "low rank 8 + int2 / balanced 8 + int2": (and_the_rest(low_rank(8, "int4")), and_the_rest(balanced(8))),
-    "low rank 7, int4 / exact": (low_rank(7, "int4"), None),
-    "exact / low rank 7, int4": (None, low_rank(7, "int4")),
-    "exact / balanced 7": (None, balanced(7)),
-    "int4 / exact": ("int4", None),
-    "exact / int4": (None, "int4"),
-    "int8": ("int8", "int8"),
-    "paper, exact gradients": ("shared_residual", None),
-    "int4": ("int4", "int4"),
-}
+RANK_3, RANK_7, RANK_8, RANK_16 = ({"rank": rank} for rank in (3, 7, 8, 16))
+# name -> codecs of expert weights, expert gradients, dense weights, dense gradients; None: exact
+CASES: dict[str, tuple[Spec, Spec, Spec, Spec]] = {
+    "exact": (None, None, None, None),
+    "int8": ("int8", "int8", None, None),
+    "int4": ("int4", "int4", None, None),
+    "int4 / exact": ("int4", None, None, None),
+    "exact / int4": (None, "int4", None, None),
+    "low rank 7, int4": (low_rank(RANK_7), low_rank(RANK_7), None, None),
+    "low rank 7, int4 / exact": (low_rank(RANK_7), None, None, None),
+    "exact / balanced 7": (None, balanced(RANK_7), None, None),
+    "low rank 3, int4 / balanced 3": (low_rank(RANK_3), balanced(RANK_3), None, None),
+    "low rank 7, int4 / balanced 7": (low_rank(RANK_7), balanced(RANK_7), None, None),
+    "low rank 8 + int2 / balanced 8 + int2": (
+        and_the_rest(low_rank(RANK_8)), and_the_rest(balanced(RANK_8)), None, None,
+    ),
+    "low rank 16 + int2 / balanced 16 + int2": (
+        and_the_rest(low_rank(RANK_16)), and_the_rest(balanced(RANK_16)), None, None,
+    ),
+}  # fmt: skip
 
 
-STALE = {"exact, one step old"}  # cases whose replicas are what was shipped a step before
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", nargs="?", choices=("loss", "time", "patch"), default="loss")
+    parser.add_argument("--kernels", choices=("compiled", "reference"), default="compiled")
+    parser.add_argument("--samples", type=int, default=7, help="of each time")
+    add_loss_arguments(parser, CASES, {"layers": 2, "hidden": 64, "steps": 300})
+    parser.add_argument("--shape", nargs=3, type=int, default=[2, 256, 64], metavar=("N", "ROWS", "COLS"))
+    parser.add_argument("--weights", type=int, default=2**22, help="of a patch")
 
 
-# --------------------------------------------------------------------------------------------------------------- model
+def add_loss_arguments(parser: argparse.ArgumentParser, cases: dict[str, Any], sizes: dict[str, int]) -> None:
+    parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases), metavar="NAME")
+    parser.add_argument("--phases", nargs="+", choices=LEARNING_RATES, default=list(LEARNING_RATES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
 
 
-class TwoSiteMoE(nn.Module):
-    """Top-k experts, [T, D] -> [T, D]; the second half of the tokens uses `mirrors` where there are any."""
+def run(args: argparse.Namespace, records: Records) -> None:
+    torch.set_num_threads(1)
+    if args.what == "loss":
+        run_cases(args, records, CASES)
+    else:
+        (time_codecs if args.what == "time" else patches.measure)(args, records)
 
-    def __init__(self) -> None:
+
+# ---- loss ----
+
+
+class Experts(nn.Module):
+    """Top-k experts, [T, D] -> [T, D], and the load-balancing loss."""
+
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        one = [nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)]
+        self.gate = nn.Linear(hidden, EXPERTS, bias=False)
+        one = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
         def copies(tensor: Tensor) -> nn.Parameter:
-            # Experts differ a little from the start; equal ones would make an unfair gift to the shared codec.
             stack = tensor.detach().reshape(-1, tensor.shape[-1]).expand(EXPERTS, -1, -1).clone()
             return nn.Parameter(stack + 0.1 * stack.std() * torch.randn_like(stack))
 
-        self.experts = nn.ParameterList(
-            [copies(one[0].weight), copies(one[0].bias), copies(one[1].weight), copies(one[1].bias)]
-        )
-        self.mirrors: list[Tensor] | None = None
+        self.experts = nn.ParameterList(copies(tensor) for layer in one for tensor in (layer.weight, layer.bias))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = x.shape[0]
         probability = self.gate(x).softmax(dim=-1)
         weight, expert = probability.topk(TOP_K, dim=-1)  # [T, K]
-        weight = weight / weight.sum(dim=-1, keepdim=True)
         share = F.one_hot(expert, EXPERTS).float().mean(dim=(0, 1))
         aux_loss = EXPERTS * (share * probability.mean(dim=0)).sum()
-
-        # Experts of the remote site stand behind those of the owner's.
-        is_remote = torch.arange(tokens) >= tokens // 2
-        place = (expert + EXPERTS * is_remote[:, None]).flatten()  # [T * K]
-        order = place.argsort(stable=True)
-        rows = x[order // TOP_K].split(place.bincount(minlength=2 * EXPERTS).tolist())
-        remote = self.mirrors if self.mirrors is not None else list(self.experts)
+        order = expert.flatten().argsort(stable=True)
+        rows = x[order // TOP_K].split(expert.flatten().bincount(minlength=EXPERTS).tolist())
         outputs = []
         for idx, expert_rows in enumerate(rows):
-            w1, b1, w2, b2 = (tensor[idx % EXPERTS] for tensor in (self.experts if idx < EXPERTS else remote))
+            w1, b1, w2, b2 = (tensor[idx] for tensor in self.experts)
             outputs.append(F.gelu(expert_rows @ w1.T + b1) @ w2.T + b2)
-        slots = torch.cat(outputs)[order.argsort()].view(tokens, TOP_K, HIDDEN)
+        slots = torch.cat(outputs)[order.argsort()].view(len(x), TOP_K, -1)
+        weight = weight / weight.sum(dim=-1, keepdim=True)
         return (slots * weight.unsqueeze(-1)).sum(dim=1), aux_loss
 
 
 class Model(nn.Module):
     """(inputs, targets) -> (cross entropy in nats per byte, load-balancing loss)."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(VOCABULARY, HIDDEN)
-        self.positions = nn.Embedding(SEQ_LEN, HIDDEN)
-        self.attention_norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(LAYERS))
-        self.attentions = nn.ModuleList(Attention(HIDDEN) for _ in range(LAYERS))
-        self.moe_norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(LAYERS))
-        self.moes = nn.ModuleList(TwoSiteMoE() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.bytes, self.positions = nn.Embedding(VOCABULARY, hidden), nn.Embedding(SEQ_LEN, hidden)
+        self.attention_norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers))
+        self.attentions = nn.ModuleList(train_lm.Attention(hidden) for _ in range(layers))
+        self.moe_norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers))
+        self.moes = nn.ModuleList(Experts(hidden) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, VOCABULARY, bias=False)
         for embedding in (self.bytes, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
 
@@ -170,237 +163,187 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), torch.stack(aux_losses).mean()
 
 
-# ------------------------------------------------------------------------------------------------------------ the link
+class Direction:
+    """One tensor's way through a codec, and the bytes that took; fp32 without one."""
+
+    def __init__(self, spec: Spec, shape: Sequence[int]) -> None:
+        self.codec = None if spec is None else make_codec(spec)
+        self.state = None if self.codec is None else self.codec.new_state(*shape)
+        self.num_bytes = 0
+
+    def sent(self, values: Tensor, packets: Tensor | None) -> None:
+        self.num_bytes += 4 * values.numel() if packets is None else packets.numel()
 
 
-class SharedResidual:
-    """The paper's codec, to compare with: an expert is the mean of all experts and the largest 2% of the difference.
-
-    The mean is replicated and synchronised each step; the difference is assigned, with no mirror and no feedback.
-    """
-
-    fraction = 0.02
-
-    def replicate(self, weights: Tensor, replica: Tensor) -> int:
-        """Set `replica` to what arrives of weights [n, rows, cols]; returns the bytes sent, the mean included."""
-        shared = weights.mean(dim=0, keepdim=True)
-        residual = (weights - shared).flatten(1)
-        num_kept = max(1, int(self.fraction * residual.shape[1]))
-        index = residual.abs().topk(num_kept, dim=1).indices
-        kept_residual = torch.zeros_like(residual).scatter_(1, index, residual.gather(1, index))
-        replica.copy_(shared + kept_residual.view_as(weights))
-        return shared.numel() * 4 + index.numel() * (4 + 4)
-
-
-@dataclass
 class Link:
-    """One expert tensor [n, rows, cols] on its way there and back."""
+    """One parameter on its way from site 0 to site 1, and its gradient back."""
 
-    parameter: nn.Parameter
-    weight_codec: Codec | SharedResidual | None
-    gradient_codec: Codec | None
-    is_stale: bool = False
-    mirror: Tensor = field(init=False)
-    replica: Tensor = field(init=False)  # what the remote site computes with: the mirror, or as it was a step before
-    weight_state: CodecState | None = None
-    gradient_state: CodecState | None = None
-    weight_bytes: int = 0
-    gradient_bytes: int = 0
-    residual: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        shape = self.parameter.shape
-        self.mirror = self.parameter.detach().clone()
-        self.replica = (self.mirror.clone() if self.is_stale else self.mirror).requires_grad_()
-        self.residual = torch.zeros(shape)
-        if isinstance(self.weight_codec, Codec):
-            self.weight_state = self.weight_codec.new_state(*shape)
-        if self.gradient_codec is not None:
-            self.gradient_state = self.gradient_codec.new_state(*shape)
+    def __init__(self, owned: nn.Parameter, mirror: nn.Parameter, weight_spec: Spec, gradient_spec: Spec) -> None:
+        self.owned, self.mirror = owned, mirror
+        self.shape = (1,) * (3 - owned.dim()) + tuple(owned.shape)
+        self.weights, self.gradients = Direction(weight_spec, self.shape), Direction(gradient_spec, self.shape)
+        self.residual = torch.zeros(self.shape)
 
     @torch.no_grad()
     def send_weights(self) -> None:
-        weights, mirror = self.parameter.detach(), self.mirror.detach()
-        if self.is_stale:
-            self.replica.copy_(mirror)
-        if self.weight_codec is None:
-            mirror.copy_(weights)
-            self.weight_bytes += weights.numel() * 4
-        elif isinstance(self.weight_codec, SharedResidual):
-            self.weight_bytes += self.weight_codec.replicate(weights, mirror)
+        values, mirror = (tensor.detach().view(self.shape) for tensor in (self.owned, self.mirror))
+        packets = None
+        if self.weights.codec is None:
+            mirror.copy_(values)
         else:
-            self.weight_bytes += self.weight_codec.encode_update(weights, mirror, self.weight_state).numel()
+            packets = self.weights.codec.encode_update(values, mirror, self.weights.state)
+        self.weights.sent(values, packets)
 
     @torch.no_grad()
     def return_gradient(self) -> None:
-        gradient, self.replica.grad = self.replica.grad, None
-        if self.gradient_codec is None:
-            self.gradient_bytes += gradient.numel() * 4
-        else:
-            packets = self.gradient_codec.encode_with_residual(gradient, self.residual, self.gradient_state)
-            gradient = self.gradient_codec.decode(packets, torch.empty_like(gradient))
-            self.gradient_bytes += packets.numel()
-        self.parameter.grad += gradient
+        gradient, packets = self.mirror.grad.view(self.shape), None
+        if (codec := self.gradients.codec) is not None:
+            packets = codec.encode_with_residual(gradient, self.residual, self.gradients.state)
+            gradient = codec.decode(packets, torch.empty_like(gradient))
+        self.gradients.sent(gradient, packets)
+        self.owned.grad = (self.owned.grad + gradient.view(self.owned.shape)) / 2
 
 
-# ------------------------------------------------------------------------------------------------------------ training
-
-
-def learning_rate(phase: str, step: int) -> float:
-    steps, largest, warm_up = (PHASES[phase][key] for key in ("steps", "lr", "warm_up"))
+def learning_rate(phase: str, step: int, steps: int) -> float:
+    largest, warm_up = LEARNING_RATES[phase]
     if step < warm_up:
         return largest * (step + 1) / warm_up
     cosine = 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
     return largest * (FINAL_LR + (1 - FINAL_LR) * cosine)
 
 
-@torch.no_grad()
-def evaluate(model: Model, valid: Tensor) -> float:
-    """Mean loss over the same windows at every call, with the owner's weights on both sites."""
-    mirrors = [moe.mirrors for moe in model.moes]
-    for moe in model.moes:
-        moe.mirrors = None
-    losses = [model(*batch_at(valid, (7, idx), rows=ROWS, seq_len=SEQ_LEN))[0].item() for idx in range(EVAL_BATCHES)]
-    for moe, mirror in zip(model.moes, mirrors, strict=True):
-        moe.mirrors = mirror
-    return statistics.fmean(losses)
+def codecs_of(name: str, specs: tuple[Spec, Spec, Spec, Spec], only: tuple[str, ...]) -> tuple[Spec, Spec]:
+    """Codecs of a parameter's weights and gradients."""
+    if ".experts." in name:
+        return specs[:2]
+    return specs[2:] if name.startswith(only) else (None, None)
 
 
 def train(
-    case: str,
-    phase: str,
-    seed: int,
-    corpus: tuple[Tensor, Tensor],
-    start: dict[str, Tensor] | None,
-    *,
-    link: Callable[..., Link] = Link,
-) -> Any:
-    """One run: its record, and the state it ends with.  `link` makes what carries one expert tensor."""
-    torch.manual_seed(seed)
-    model = Model()
-    if start is not None:
-        model.load_state_dict(start)
-    weight_spec, gradient_spec = CASES[case]
-    links = []
-    for moe in model.moes:
-        for parameter in moe.experts:
-            weight_codec, gradient_codec = (_codec(spec) for spec in (weight_spec, gradient_spec))
-            links.append(link(parameter, weight_codec, gradient_codec, case in STALE))
-        moe.mirrors = [each.replica for each in links[-4:]]
+    model: Model, phase: str, seed: int, steps: int, text: Tensor, codecs: Callable[[str], tuple[Spec, Spec]]
+) -> dict[str, float]:
+    """Train `model` as the owner; fp32 bytes over bytes sent, of weights and of gradients."""
+    remote = copy.deepcopy(model)
+    pairs = zip(model.named_parameters(), remote.parameters(), strict=True)
+    links = [Link(owned, mirror, *codecs(name)) for (name, owned), mirror in pairs]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.01)
-
-    steps = int(PHASES[phase]["steps"])
-    compute_s = codec_s = 0.0
-    lag = []
     for step in range(steps):
-        begin_s = time.process_time()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(phase, step)
-        loss, aux_loss = model(*batch_at(corpus[0], (seed, step), rows=ROWS, seq_len=SEQ_LEN))
-        optimizer.zero_grad(set_to_none=False)
-        (loss + AUX_LOSS_WEIGHT * aux_loss).backward()
-        backward_s = time.process_time()
-        for each in links:
-            each.return_gradient()
-        optimizer_s = time.process_time()
+            group["lr"] = learning_rate(phase, step, steps)
+        halves = train_lm.batch_at(text, (seed, step), rows=ROWS, seq_len=SEQ_LEN)
+        for site, inputs, targets in zip((model, remote), *(half.chunk(2) for half in halves), strict=True):
+            site.zero_grad(set_to_none=False)
+            loss, aux_loss = site(inputs, targets)
+            (loss + train_lm.AUX_LOSS_WEIGHT * aux_loss).backward()
+        for link in links:
+            link.return_gradient()
         optimizer.step()
-        send_s = time.process_time()
-        for each in links:
-            each.send_weights()
-        end_s = time.process_time()
-        compute_s += backward_s - begin_s + send_s - optimizer_s
-        codec_s += optimizer_s - backward_s + end_s - send_s
-        if step % 50 == 49:
-            with torch.no_grad():
-                lag.append(float((links[0].parameter - links[0].mirror).norm() / links[0].parameter.norm()))
-    raw_bytes = 4 * steps * sum(each.parameter.numel() for each in links)
-    record = {
-        "case": "codecs",
-        "params": {"name": case, "phase": phase, "seed": seed, "weights": weight_spec, "gradients": gradient_spec},
-        "loss": evaluate(model, corpus[1]),
-        "weight_ratio": raw_bytes / sum(each.weight_bytes for each in links),
-        "gradient_ratio": raw_bytes / sum(each.gradient_bytes for each in links),
-        "compute_cpu_s_per_step": compute_s / steps,
-        "codec_cpu_s_per_step": codec_s / steps,
-        "mirror_lag": lag,
-        "setup": {"steps": steps, "layers": LAYERS, "hidden": HIDDEN, "ffn": FFN, "experts": EXPERTS, "top_k": TOP_K},
-        "versions": {"ds_hybridep": __version__, "torch": torch.__version__},
-        "device": "cpu",
-        "threads": torch.get_num_threads(),
-        "commit": _commit(),
+        for link in links:
+            link.send_weights()
+    raw_bytes = 4 * steps * sum(link.owned.numel() for link in links)
+    return {
+        "weight_ratio": raw_bytes / sum(link.weights.num_bytes for link in links),
+        "gradient_ratio": raw_bytes / sum(link.gradients.num_bytes for link in links),
     }
-    return record, model.state_dict()
 
 
-def _codec(spec: Spec) -> Codec | SharedResidual | None:
-    if spec is None or spec == "shared_residual":
-        return None if spec is None else SharedResidual()
-    return make_codec(spec)
+@torch.no_grad()
+def evaluate(model: Model, text: Tensor) -> float:
+    """Mean loss over the same windows at every call."""
+    places = [(7, at) for at in range(EVAL_BATCHES)]
+    batches = (train_lm.batch_at(text, place, rows=ROWS, seq_len=SEQ_LEN) for place in places)
+    return statistics.fmean(model(*batch)[0].item() for batch in batches)
 
 
-def _commit() -> str:
-    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
-    return run.stdout.strip()
+def run_cases(
+    args: argparse.Namespace,
+    records: Records,
+    cases: dict[str, tuple[Spec, Spec, Spec, Spec]],
+    only: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> None:
+    """Measure each case, phase and seed that the file of records does not hold yet.
 
-
-def run_cases(args: argparse.Namespace) -> None:
-    """Append a record for each case, phase and seed that `args.out` does not hold yet."""
-    done = set()
-    if args.out.exists():
-        done = {key_of(record) for record in map(json.loads, args.out.read_text().splitlines())}
-    for setting in PHASES.values():
-        setting["steps"] *= args.times_longer
-    corpora = {"scratch": read_corpus(), "tune": bench.read_headers(VALID_EVERY)}
-    args.cache.mkdir(parents=True, exist_ok=True)
+    only: in these cases other dense parameters than those whose names begin so stay exact.
+    """
+    corpora = {"scratch": train_lm.read_corpus(), "tune": read_headers(train_lm.VALID_EVERY)}
+    done = {key_of(record) for record in read_records([records.out] if records.out else [])}
+    CACHE.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
-        start_path = args.cache / f"exact-{seed}.pt"
+        start = CACHE / f"exact-{args.layers}-{args.hidden}-{args.steps}-{seed}.pt"
         for case in dict.fromkeys(["exact", *args.cases]):
             for phase in args.phases:
-                if (case, phase, seed) in done and not (case == "exact" and not start_path.exists()):
+                steps = args.steps if phase == "scratch" else args.steps // 2
+                params = {"name": case, "phase": phase, "seed": seed, "hidden": args.hidden, "steps": steps}
+                is_start = case == "exact" and phase == "scratch" and not start.exists()
+                if tuple(params.values()) in done and not is_start:
                     continue
-                start = torch.load(start_path) if phase == "tune" else None
-                record, end = train(case, phase, seed, corpora[phase], start)
-                if case == "exact" and phase == "scratch":
-                    torch.save(end, start_path)
-                if (case, phase, seed) in done:
-                    continue
-                with args.out.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-                print(
-                    f"{phase:8} seed {seed} {case:28} loss {record['loss']:.4f}  "
-                    f"{record['weight_ratio']:.1f}x / {record['gradient_ratio']:.1f}x  "
-                    f"{record['compute_cpu_s_per_step']:.3f} + {record['codec_cpu_s_per_step']:.3f} CPU s",
-                    flush=True,
-                )
+                torch.manual_seed(seed)
+                model = Model(args.hidden, args.layers)
+                if phase == "tune" and start.exists():
+                    model.load_state_dict(torch.load(start))
+                train_text, valid_text = corpora[phase]
+                ratios = train(
+                    model, phase, seed, steps, train_text,
+                    lambda name, case=case: codecs_of(name, cases[case], only.get(case, ("",))),
+                )  # fmt: skip
+                if is_start:
+                    torch.save(model.state_dict(), start)
+                with torch.no_grad():
+                    batches = (
+                        train_lm.batch_at(valid_text, (7, at), rows=ROWS, seq_len=SEQ_LEN)
+                        for at in range(EVAL_BATCHES)
+                    )
+                    loss = statistics.fmean(model(*batch)[0].item() for batch in batches)
+                records.add(params, codecs=cases[case], loss=loss, layers=args.layers, **ratios)
+                print(f"{phase}, seed {seed}, {case}: loss {loss:.4f}", flush=True)
 
 
-# --------------------------------------------------------------------------------------------------- time and tracking
+def key_of(record: Record) -> tuple[Any, ...]:
+    return tuple(record["params"].get(name) for name in ("name", "phase", "seed", "hidden", "steps"))
 
-# What `time` and `track` compare.  The ratios depend on the shape.
-SINGLE_CODECS: dict[str, dict[str, Any]] = {
+
+def loss_report(records: list[Record]) -> str:
+    """Gaps to the exact run of the same seed, relative, by width and phase."""
+    losses = {key_of(record): record["loss"] for record in records}
+    groups: dict[tuple[int, str, int], dict[str, list[Record]]] = {}
+    for record in records:
+        name, phase, _, hidden, steps = key_of(record)
+        if name != "exact":
+            groups.setdefault((hidden, phase, steps), {}).setdefault(name, []).append(record)
+    lines = []
+    for (hidden, phase, steps), by_name in sorted(groups.items()):
+        rows = []
+        for name, found in by_name.items():
+            gaps = [one["loss"] / losses[("exact", *key_of(one)[1:])] - 1 for one in found]
+            ratios = [found[0]["weight_ratio"], found[0]["gradient_ratio"]]
+            upper = upper_95(gaps)
+            cells = [name, *(f"{ratio:.1f}x" for ratio in ratios), f"{statistics.fmean(gaps):+.2%}"]
+            rows.append((min(ratios), [*cells, "" if math.isinf(upper) else f"{upper:+.2%}", len(gaps)]))
+        header = ("weights / gradients", "ratio weights", "ratio gradients", "gap, mean", "gap, upper 95%", "seeds")
+        title = f"### {hidden} x {4 * hidden}, {phase}, {steps} steps"
+        lines.append(f"{title}\n\n{table(header, [row for _, row in sorted(rows, key=lambda pair: pair[0])])}")
+    return "\n\n".join(lines)
+
+
+# ---- time ----
+
+TIMED: dict[str, dict[str, Any]] = {  # the ratios depend on the shape
     "int8": {"type": "int8"},
     "int4": {"type": "int4"},
     "int2": {"type": "int2"},
-    "low rank 3, int8": low_rank(3, "int8"),
-    "low rank 7, int4": low_rank(7, "int4"),
-    "low rank 7, int4, one iteration": {**low_rank(7, "int4"), "iterations": 1},
-    "low rank 7, int4, refreshed every 8 steps": {**low_rank(7, "int4"), "refresh_interval": 8},
-    "low rank 13, int2": low_rank(13, "int2"),
-    "low rank 3, int4": low_rank(3, "int4"),
-    "low rank 7, int2": low_rank(7, "int2"),
-    "balanced 7": balanced(7),
-    "balanced 12": balanced(12),
-    "low rank 8 + int2": and_the_rest(low_rank(8, "int4")),
-    "balanced 16 + int2": and_the_rest(balanced(16)),
+    "low rank 7": low_rank(RANK_7),
+    "balanced 7": balanced(RANK_7),
+    "low rank, ratio 50": low_rank({"ratio": 50}),
+    "balanced, ratio 50": balanced({"ratio": 50}),
+    "balanced, ratio 50 + int2": and_the_rest(balanced({"ratio": 50})),
 }
 
 
-def time_codecs(args: argparse.Namespace) -> None:
-    """Milliseconds of one step of each codec, encoding with the mirror's update and decoding, least of several."""
+def time_codecs(args: argparse.Namespace, records: Records) -> None:
+    """Encoding with the mirror's update, and decoding, of random weights."""
     shape = tuple(args.shape)
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(shape, generator=generator)
-    for name, spec in SINGLE_CODECS.items():
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for name, spec in TIMED.items():
         codec = make_codec(spec, kernels=args.kernels)
         mirror, state = torch.zeros(shape), codec.new_state(*shape)
         packets = codec.encode_update(weights, mirror, state)
@@ -412,249 +355,31 @@ def time_codecs(args: argparse.Namespace) -> None:
             codec.decode_add(packets, mirror)
             decode_s.append(time.perf_counter() - encoded_s)
             encode_s.append(encoded_s - begin_s)
-        record = {
-            "case": "codec_time",
-            "params": {"name": name, "codec": spec, "shape": shape, "kernels": args.kernels},
-            "ratio": codec.ratio(*shape[1:]),
-            "encode_update_ms": 1e3 * min(encode_s),
-            "decode_add_ms": 1e3 * min(decode_s),
-            "versions": {"ds_hybridep": __version__, "torch": torch.__version__},
-            "threads": torch.get_num_threads(),
-            "commit": _commit(),
-        }
-        print(json.dumps(record), flush=True)
+        records.add(
+            {"name": name, "codec": spec, "shape": shape, "kernels": args.kernels}, case="codec_time",
+            ratio=codec.ratio(*shape[1:]), encode_update_ms=1e3 * min(encode_s), decode_add_ms=1e3 * min(decode_s),
+        )  # fmt: skip
 
 
-@dataclass
-class Recorder(Link):
-    """An exact link that remembers weights after each step, and the gradients of both sites."""
-
-    weights: list[Tensor] = field(default_factory=list)
-    own_gradients: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-
-    def send_weights(self) -> None:
-        super().send_weights()
-        self.weights.append(self.parameter.detach().clone())
-
-    def return_gradient(self) -> None:
-        assert self.parameter.grad is not None
-        assert self.replica.grad is not None
-        self.own_gradients.append(self.parameter.grad.clone())
-        self.gradients.append(self.replica.grad.clone())
-        super().return_gradient()
-
-
-def track(args: argparse.Namespace) -> None:
-    """How closely each codec follows the weights and gradients of one exact run, without feedback into training."""
-    torch.manual_seed(args.seed)
-    links: list[Link] = []
-
-    def link(parameter: nn.Parameter, weight_codec: Any, gradient_codec: Any) -> Link:
-        # The first matrix of the last layer; all would need gigabytes.
-        kind = Recorder if len(links) == 4 * (LAYERS - 1) else Link
-        links.append(kind(parameter, weight_codec, gradient_codec))
-        return links[-1]
-
-    train("exact", "scratch", args.seed, read_corpus(), None, link=link)
-    recorder = links[4 * (LAYERS - 1)]
-    assert isinstance(recorder, Recorder)
-    print("| codec | ratio | weights: steps behind | gradients: momentum error | Adam's update: error |")
-    print("|---" * 5 + "|")
-    for name, spec in SINGLE_CODECS.items():
-        codec = make_codec(spec)
-        ratio = codec.ratio(*recorder.parameter.shape[1:])
-        lag = follow_weights(codec, recorder.weights)
-        error, update_error = follow_gradients(codec, recorder.gradients, recorder.own_gradients)
-        print(f"| {name} | {ratio:.1f}x | {lag:.2f} | {error:.2f} | {update_error:.3f} |", flush=True)
-
-
-def follow_weights(codec: Codec, weights: Sequence[Tensor]) -> float:
-    """Mean distance from the mirror to the weights, in lengths of the last step."""
-    mirror, state = weights[0].clone(), codec.new_state(*weights[0].shape)
-    lag = []
-    for before, after in zip(weights, weights[1:], strict=False):
-        codec.encode_update(after, mirror, state)
-        lag.append(float((after - mirror).norm() / (after - before).norm()))
-    return statistics.fmean(lag)
-
-
-def follow_gradients(codec: Codec, gradients: Sequence[Tensor], own: Sequence[Tensor]) -> tuple[float, float]:
-    """Mean relative errors of a momentum of 0.9 over what arrives, and of Adam's update from that and the owner's."""
-    shape = gradients[0].shape
-    residual, value, state = torch.zeros(shape), torch.empty(shape), codec.new_state(*shape)
-    wanted, actual = Adam(shape), Adam(shape)
-    wanted_sum, actual_sum = Adam(shape), Adam(shape)
-    errors, update_errors = [], []
-    for step, (gradient, owned) in enumerate(zip(gradients, own, strict=True)):
-        codec.decode(codec.encode_with_residual(gradient.contiguous(), residual, state), value)
-        wanted.take(gradient)
-        actual.take(value)
-        errors.append(float((wanted.mean - actual.mean).norm() / wanted.mean.norm()))
-        wanted_sum.take(owned + gradient)
-        actual_sum.take(owned + value)
-        if step >= 20:  # before that the means know little
-            exact = wanted_sum.update()
-            update_errors.append(float((exact - actual_sum.update()).norm() / exact.norm()))
-    return statistics.fmean(errors), statistics.fmean(update_errors)
-
-
-class Adam:
-    """Running means of a gradient and of its square, as AdamW with the betas of `train` has them."""
-
-    def __init__(self, shape: Sequence[int]) -> None:
-        self.mean, self.square = torch.zeros(shape), torch.zeros(shape)
-
-    def take(self, gradient: Tensor) -> None:
-        self.mean.lerp_(gradient, 0.1)
-        self.square.lerp_(gradient.square(), 0.05)
-
-    def update(self) -> Tensor:
-        return self.mean / (self.square.sqrt() + 1e-8)
-
-
-# -------------------------------------------------------------------------------------------------------------- report
-
-
-def key_of(record: dict[str, Any]) -> tuple[str, str, int]:
-    params = record["params"]
-    return params["name"], params["phase"], params["seed"]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One case of one phase over its seeds; gaps are of the loss to the exact run of the same seed, relative."""
-
-    name: str
-    phase: str
-    weight_ratio: float
-    gradient_ratio: float
-    gaps: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.gaps)
-
-    @property
-    def upper(self) -> float:
-        """Upper 95% bound of the mean gap, from Student's t."""
-        count = len(self.gaps)
-        if count < 2:
-            return math.inf
-        return self.mean + T_95[count - 1] * statistics.stdev(self.gaps) / math.sqrt(count)
-
-
-def rows_of(records: Sequence[dict[str, Any]]) -> list[Row]:
-    by_key = {key_of(record): record for record in records}
-    names = list(dict.fromkeys((name, phase) for name, phase, _ in by_key))
-    rows = []
-    for name, phase in names:
-        if name == "exact":
+def report(records: list[Record], args: argparse.Namespace) -> str:
+    of_case: dict[str, list[Record]] = {}
+    for record in records:
+        of_case.setdefault(record["case"], []).append(record)
+    tables = []
+    for case, found in of_case.items():
+        if case not in COLUMNS:
+            tables.append(loss_report(found))
             continue
-        seeds = sorted(seed for case, case_phase, seed in by_key if (case, case_phase) == (name, phase))
-        ours = [by_key[name, phase, seed] for seed in seeds]
-        exact = [by_key["exact", phase, seed] for seed in seeds]
-        rows.append(
-            Row(
-                name=name,
-                phase=phase,
-                weight_ratio=ours[0]["weight_ratio"],
-                gradient_ratio=ours[0]["gradient_ratio"],
-                gaps=tuple(one["loss"] / other["loss"] - 1 for one, other in zip(ours, exact, strict=True)),
-            )
-        )
-    return rows
+        columns = COLUMNS[case]
+        rows = [[one["params"]["name"], *(format(one[key], form) for key, form in columns.items())] for one in found]
+        tables.append(table(["", *(key.replace("_", " ") for key in columns)], rows))
+    return "\n\n".join(tables)
 
 
-def table(rows: Sequence[Row]) -> str:
-    lines = [
-        "| weights / gradients | ratio weights | ratio gradients | gap, mean | gap, upper 95% | seeds |",
-        "|---" * 6 + "|",
-    ]
-    for row in sorted(rows, key=lambda row: min(row.weight_ratio, row.gradient_ratio)):
-        upper = "" if math.isinf(row.upper) else f"{row.upper:+.2%}"
-        lines.append(
-            f"| {row.name} | {row.weight_ratio:.1f}x | {row.gradient_ratio:.1f}x | {row.mean:+.2%} | {upper} | "
-            f"{len(row.gaps)} |"
-        )
-    return "\n".join(lines)
-
-
-DIRECTIONS: dict[str, Callable[[Row], bool]] = {
-    "weights": lambda row: row.gradient_ratio == 1 < row.weight_ratio,
-    "gradients": lambda row: row.weight_ratio == 1 < row.gradient_ratio,
-    "both": lambda row: min(row.weight_ratio, row.gradient_ratio) > 1,
-}
-
-
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Gap against ratio, one panel for each phase and what is encoded; bars reach to the upper bound."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(len(PHASES), len(DIRECTIONS), figsize=(16, 9), sharex=True, sharey="row")
-    for phase, line in zip(PHASES, panels, strict=True):
-        for (what, belongs), panel in zip(DIRECTIONS.items(), line, strict=True):
-            for row in (row for row in rows if row.phase == phase and belongs(row)):
-                encoded = [ratio for ratio in (row.weight_ratio, row.gradient_ratio) if ratio > 1]
-                ratio = len(encoded) / sum(1 / one for one in encoded)
-                bar = 0.0 if math.isinf(row.upper) else 100 * (row.upper - row.mean)
-                name = row.name.removesuffix(", exact gradients").removesuffix(" / exact").removeprefix("exact / ")
-                label = f"{name}, {100 * row.mean:+.2f}%"
-                panel.errorbar(ratio, 100 * row.mean, yerr=[[0], [bar]], marker="o", capsize=3, label=label)
-            panel.axhline(0, color="black", linewidth=0.6)
-            panel.set(xscale="log", title=f"{phase}: {what} encoded")
-            panel.set_yscale("symlog", linthresh=0.2)
-            panel.set_yticks([0, 0.1, 0.2, 0.5, 1, 2, 3], ["0", "0.1", "0.2", "0.5", "1", "2", "3"])
-            panel.set_ylim(-0.08, 100)  # the legend stands above all points
-            panel.grid(which="both", alpha=0.3)
-            panel.legend(fontsize=7, loc="upper left")
-        line[0].set(ylabel="evaluation loss against the exact run, %")
-    for panel in panels[-1]:
-        panel.set(xlabel="fp32 bytes / bytes sent")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
-    pyplot.close(figure)
-
-
-def report(args: argparse.Namespace) -> None:
-    records = [json.loads(line) for path in args.records for line in path.read_text().splitlines()]
-    rows = rows_of(records)
-    for phase in PHASES:
-        print(f"### {phase}\n\n{table([row for row in rows if row.phase == phase])}\n")
-    if args.plot is not None:
-        plot(rows, args.plot)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    training = commands.add_parser("train", help="run cases that have no record yet")
-    training.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
-    training.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
-    training.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    training.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results" / "codecs.jsonl")
-    training.add_argument("--cache", type=Path, default=REPOSITORY / ".cache" / "codecs", help="states to tune from")
-    training.add_argument("--times-longer", type=int, default=1, help="more steps in both phases")
-    training.set_defaults(run=run_cases)
-    timing = commands.add_parser("time", help="milliseconds of each codec")
-    timing.add_argument("--shape", nargs=3, type=int, default=[2, 256, 64], metavar=("N", "ROWS", "COLS"))
-    timing.add_argument("--samples", type=int, default=30)
-    timing.add_argument("--kernels", choices=("compiled", "reference"), default="compiled")
-    timing.set_defaults(run=time_codecs)
-    tracking = commands.add_parser("track", help="how closely codecs follow one exact run")
-    tracking.add_argument("--seed", type=int, default=0)
-    tracking.set_defaults(run=track)
-    reporting = commands.add_parser("report", help="tables, and a plot")
-    reporting.add_argument("records", type=Path, nargs="+")
-    reporting.add_argument("--plot", type=Path, help="PNG file")
-    reporting.set_defaults(run=report)
-    args = parser.parse_args()
-    args.run(args)
-
-
-if __name__ == "__main__":
-    main()
+COLUMNS = {
+    "codec_time": {"ratio": ".1f", "encode_update_ms": ".3f", "decode_add_ms": ".3f"},
+    "patch": {
+        "changed": ".1%", "entropy_bits": ".3f", "bits": ".3f", "ratio": ".0f", "encode_gb_per_s": ".2f",
+        "decode_gb_per_s": ".2f",
+    },
+}  # fmt: skip

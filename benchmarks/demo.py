@@ -25,14 +25,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from benchmarks.common import REPOSITORY, Records
 from ds_hybridep.commands.page import Run, write_page
-from ds_hybridep.errors import LabError
 from ds_hybridep.lab.launcher import RankProcesses
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_rate
-from ds_hybridep.lab.unprivileged import become_root
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 DATACENTRES = Topology(2, 2)
 WARM_UP_STEPS = 5  # not in the median step time of `train_lm.py`, nor in the bytes
 POLL_S = 0.05
@@ -64,25 +62,20 @@ WAYS = (
 )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each run (default 40)")
     parser.add_argument("--wan", default="50mbit", metavar="RATE", help="of the slow link (default 50mbit)")
-    parser.add_argument(
-        "--out", type=Path, default=REPOSITORY / "runs" / "demo", help="folder for logs and the report"
-    )
-    args = parser.parse_args()
+    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "demo", help="for logs and the report")
+
+
+def run(args: argparse.Namespace, records: Records) -> int:
     if args.steps <= WARM_UP_STEPS:
-        parser.error(f"--steps: got {args.steps}, wanted more than {WARM_UP_STEPS}, which warm up")
+        raise SystemExit(f"--steps: got {args.steps}, wanted more than {WARM_UP_STEPS}, which warm up")
     links = LinkSpec(wan_bits_per_s=parse_rate(args.wan, "--wan"))
     console = Console(highlight=False)
-    try:
-        become_root()
-        reason = why_not_permitted(with_delay=False)
-    except LabError as error:
-        reason = str(error)
+    reason = why_not_permitted(with_delay=False)
     environment = demo_environment()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
     build_ops(environment, console)
     if reason is None:
         console.print(f"4 ranks in 2 datacentres, joined by {args.wan}; {args.steps} steps each")
@@ -91,17 +84,17 @@ def main() -> int:
     runs = []
     for way in WAYS:
         with EmulatedNetwork(DATACENTRES, links) if reason is None else nullcontext() as network:
-            run = train(way, args, network, environment, console)
-        if run is None:
+            one = train(way, args, network, environment, console)
+        if one is None:
             return 1
-        runs.append(run)
-    record = json.loads((args.out / "run.json").read_text())
+        runs.append(one)
+    record = json.loads((args.folder / "run.json").read_text())
     if reason is not None:
         runs = with_counted_bytes(runs, record)
     console.print(table_of(runs, is_timed=reason is None))
     if reason is not None:
         console.print("MB: counted by ds_hybridep; for EP over both datacentres those of its tokens alone.")
-    page = args.out / "report.html"
+    page = args.folder / "report.html"
     write_page(page, record, runs if reason is None else ())
     console.print(f"report: {page}")
     return 0
@@ -146,11 +139,11 @@ def train(
 ) -> Run | None:
     """How it went; None where it failed, with the end of its output shown."""
     name = f"{WAYS.index(way) + 1}"
-    config, result_path = args.out / f"{name}.json", args.out / f"{name}_result.json"
+    config, result_path = args.folder / f"{name}.json", args.folder / f"{name}_result.json"
     ds_config = json.loads((REPOSITORY / "ds_configs" / way.config).read_text())
     if "hybridep" in ds_config:
         ds_config["hybridep"]["levels"][0]["codecs"] = "recommended"
-        ds_config["hybridep"].update(report_file=str(args.out / "run.json"), report_interval=args.steps)
+        ds_config["hybridep"].update(report_file=str(args.folder / "run.json"), report_interval=args.steps)
     config.write_text(json.dumps(ds_config, indent=2))
     result_path.unlink(missing_ok=True)
     command = [sys.executable, str(REPOSITORY / "examples" / "train_lm.py"), "--deepspeed_config", str(config)]
@@ -158,7 +151,7 @@ def train(
     command += ["--json-file", str(result_path)]
     columns = TextColumn("{task.description:38}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps")
     uplink_bytes: dict[int, int] = {}  # by steps done
-    logs = args.out / name
+    logs = args.folder / name
     with (
         Progress(*columns, TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), console=console) as progress,
         RankProcesses(network, command, num_ranks=4, log_dir=logs, environment=environment) as ranks,
@@ -230,7 +223,3 @@ def table_of(runs: list[Run], *, is_timed: bool) -> Table:
             run.title, f"{run.step_s:.2f} s", speed_up, megabytes, f"{run.loss:.4f}", f"{run.valid_loss:.4f}"
         )
     return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory and time of `ds_hybridep export` for a model of 48 layers, and what a kill leaves.
 
-    python benchmarks/export.py FOLDER --out benchmarks/results/export.jsonl
+    python -m benchmarks export --folder FOLDER --out benchmarks/results/export.jsonl
 
 Writes two checkpoints as DeepSpeed lays them out, without training: of the whole model under ZeRO 1 (fp32 masters on
 four ranks, experts over all of them, without Adam's moments, which an export does not read), and of adapters of
 attention and experts under ZeRO 0.  Then runs the command in a process of its own for each: the whole model, adapters
 merged into it, adapters alone.  At last it kills an export in the middle with SIGKILL and tries to load what is left.
-Prints one JSON line for each; `peak_bytes` is the largest resident set of the process.
+`peak_bytes` is the largest resident set of the process.
 """
 
 import argparse
-import json
 import math
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common import Record, Records, table
 from ds_hybridep.export.base import Skeleton, without_weights
 
 RANKS = 4
@@ -203,31 +203,22 @@ def high_water_bytes(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
 
-def measure(args: argparse.Namespace, name: str, checkpoint: Path, *options: str) -> dict[str, Any]:
+def measure(args: argparse.Namespace, checkpoint: Path, *options: str) -> Record:
     """Run the command once and remove what it wrote."""
-    target = args.folder / "out"
+    target, peak_bytes = args.folder / "out", 0
     begin = time.perf_counter()
     process = subprocess.Popen(command(args, checkpoint, target, *options))
-    peak_bytes = 0
     while process.poll() is None:
         peak_bytes = max(peak_bytes, high_water_bytes(process.pid))
         time.sleep(0.01)
     seconds = time.perf_counter() - begin
-    assert process.returncode == 0, f"{name} failed"
-    record = {
-        "case": name,
-        "layers": args.layers,
-        "experts": args.experts,
-        "checkpoint_bytes": size_of(checkpoint),
-        "written_bytes": size_of(target),
-        "peak_bytes": peak_bytes,
-        "seconds": round(seconds, 1),
-    }
+    assert process.returncode == 0, f"{options} failed"
+    sizes = {"checkpoint_bytes": size_of(checkpoint), "written_bytes": size_of(target), "peak_bytes": peak_bytes}
     shutil.rmtree(target)
-    return record
+    return {**sizes, "seconds": round(seconds, 1)}
 
 
-def kill_in_the_middle(args: argparse.Namespace, checkpoint: Path) -> dict[str, Any]:
+def kill_in_the_middle(args: argparse.Namespace, checkpoint: Path) -> Record:
     """Kill an export when half of its bytes are there, and try to load what is left."""
     import transformers
 
@@ -247,7 +238,7 @@ def kill_in_the_middle(args: argparse.Namespace, checkpoint: Path) -> dict[str, 
             continue
         loaded.append(folder.name)
     shutil.rmtree(partial, ignore_errors=True)
-    return {"case": "killed", "target_exists": target.exists(), "left_bytes": left, "loaded": loaded}
+    return {"target_exists": target.exists(), "left_bytes": left, "loaded": loaded}
 
 
 def allocated(folder: Path) -> int:
@@ -255,40 +246,39 @@ def allocated(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in paths)
 
 
-def records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from transformers import Qwen3MoeForCausalLM
-
-    config = model_config(args)
-    config.save_pretrained(args.folder / "base")
-    skeleton = Skeleton(without_weights(Qwen3MoeForCausalLM, config))
-    whole, adapters = args.folder / "whole", args.folder / "adapters"
-    write_zero1(args, skeleton, whole)
-    yield measure(args, "whole, ZeRO 1", whole)
-    yield kill_in_the_middle(args, whole)
-    shutil.rmtree(whole)
-    write_adapters(args, skeleton, adapters)
-    yield measure(args, "merged", adapters, "--merged")
-    yield measure(args, "adapters", adapters)
-    yield measure(args, "per expert", adapters, "--per-expert")
-    shutil.rmtree(adapters)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="for checkpoints and exports; needs three times the model in fp32")
-    parser.add_argument("--out", type=Path, help="file to append records to")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, help="for checkpoints; needs three times the model in fp32")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ffn", type=int, default=512)
     parser.add_argument("--experts", type=int, default=28)
     parser.add_argument("--kill-at-bytes", type=int, default=2 * 10**9)
-    args = parser.parse_args()
-    for record in records(args):
-        print(json.dumps(record), flush=True)
-        if args.out is not None:
-            with args.out.open("a") as file:
-                file.write(json.dumps(record) + "\n")
 
 
-if __name__ == "__main__":
-    main()
+def run(args: argparse.Namespace, records: Records) -> None:
+    from transformers import Qwen3MoeForCausalLM
+
+    with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
+        args.folder = Path(scratch)
+        config = model_config(args)
+        config.save_pretrained(args.folder / "base")
+        skeleton = Skeleton(without_weights(Qwen3MoeForCausalLM, config))
+        whole, adapters = args.folder / "whole", args.folder / "adapters"
+        sizes = {"layers": args.layers, "experts": args.experts}
+        write_zero1(args, skeleton, whole)
+        records.add({"export": "whole, ZeRO 1", **sizes}, **measure(args, whole))
+        records.add({"export": "killed", **sizes}, **kill_in_the_middle(args, whole))
+        shutil.rmtree(whole)
+        write_adapters(args, skeleton, adapters)
+        for options in (("--merged",), (), ("--per-expert",)):
+            found = measure(args, adapters, *options)
+            records.add({"export": " ".join(["adapters", *options]), **sizes}, **found)
+
+
+def report(records: list[Record], args: argparse.Namespace) -> str:
+    rows = []
+    for record in records:
+        sizes = [f"{record.get(name, 0) / 1e9:.2f}" for name in ("checkpoint_bytes", "written_bytes", "peak_bytes")]
+        said = f"left {record['left_bytes'] / 1e9:.2f} GB, {len(record['loaded'])} load" if "loaded" in record else ""
+        rows.append([record["params"]["export"], *sizes, said or record["seconds"]])
+    return table(("export", "checkpoint, GB", "written, GB", "largest resident set, GB", "seconds"), rows)

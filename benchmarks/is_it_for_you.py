@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A page that says for well-known models and links what the planner would do, and what beats it.
 
-    python benchmarks/is_it_for_you.py docs/is-it-for-you.md
+    python -m benchmarks is-it-for-you
 
 Nothing is measured: every number is the planner's.  It takes about a minute.
 """
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_hybridep.commands.question import add_arguments, read_question
+from benchmarks.common import REPOSITORY, Records, table
+from ds_hybridep.commands import question
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.planner import Plan, make_plan
 
@@ -43,7 +44,7 @@ of 8, 16, 32 ..., that any plan fits.
 
 {table}
 
-Made by `python benchmarks/is_it_for_you.py docs/is-it-for-you.md`.
+Made by `python -m benchmarks is-it-for-you`.
 """
 
 
@@ -59,10 +60,10 @@ class Setting:
     def plan(self, gbps: int) -> Plan:
         """Raises PlanError where nothing fits."""
         parser = argparse.ArgumentParser()
-        add_arguments(parser)
+        question.add_arguments(parser)
         arguments = ["--model", self.model, "--dcs", f"2x{self.gpus}", "--wan", f"{gbps}gbps"]
         arguments += ["--zero-stage", str(self.zero_stage), *TRAININGS[self.training], *COMMON]
-        return make_plan(read_question(parser.parse_args(arguments)))
+        return make_plan(question.read_question(parser.parse_args(arguments)))
 
 
 def smallest(model: str, training: str) -> Setting:
@@ -100,18 +101,13 @@ def rows() -> Iterator[tuple[str, ...]]:
             )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", type=Path)
-    args = parser.parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--page", type=Path, default=REPOSITORY / "docs" / "is-it-for-you.md")
+
+
+def run(args: argparse.Namespace, records: Records) -> None:
     header = (
         "model", "training", "GPUs", "Gbit/s", "plan", "s/step", "over DeepSpeed", "what beats it, times as fast",
         "GB/GPU",
     )  # fmt: skip
-    lines = [header, ("---",) * len(header), *rows()]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    args.page.write_text(PAGE.format(table=table))
-
-
-if __name__ == "__main__":
-    main()
+    args.page.write_text(PAGE.format(table=table(header, rows())))

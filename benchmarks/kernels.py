@@ -1,37 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of each CUDA kernel beside what the memory allows, and beside DeepSpeed, AutoEP and plain torch.
 
-    python benchmarks/kernels.py [--out benchmarks/results/kernels.jsonl] [--tokens 4096] [--top-k 8] [--experts 128]
-                                 [--hidden 7168] [--dtype bfloat16] [--sms 8] [--only plan rows records codecs]
+    python -m benchmarks kernels --out kernels.jsonl [--tokens 4096] [--top-k 8] [--experts 128] [--hidden 7168]
 
-One JSON line per case and variant, then a table.  `min_bytes` counts each input and each output of the operation once;
-`of_copy` is the rate at which they moved, relative to a large device-to-device copy measured in the same run (bytes
-read plus written).  Inputs rotate, so that none is in the L2 cache when its turn comes.  Times are medians over calls
-between CUDA events; the queue is filled while the device sleeps, so the host's time is not in them.
+`min_bytes` counts each input and each output of the operation once; `of_copy` is the rate at which they moved,
+relative to a large device-to-device copy measured in the same run (bytes read plus written).  Inputs rotate, so that
+none is in the L2 cache when its turn comes.  Times are medians over calls between CUDA events; the queue is filled
+while the device sleeps, so the host's time is not in them.
 
 Where there is no GPU, or no CUDA kernels, the record says "not run" and why.
 """
 
 import argparse
 import itertools
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
-
-if not __package__ and str(Path(__file__).resolve().parent.parent) not in sys.path:
-    sys.path.append(str(Path(__file__).resolve().parent.parent))  # run from a checkout
-
-from bench import versions
 from deepspeed.moe import ep_kernels
 from deepspeed.moe.sharded_moe import _sparse_decode, _sparse_encode
+from torch import Tensor
 
+from benchmarks.common import Record, Records, table
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import KernelBuildError
 from ds_hybridep.kernels import RoutePlan, load_kernels
@@ -291,34 +283,38 @@ def codec_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
 CASES = {"plan": plan_cases, "rows": row_cases, "records": record_cases, "codecs": codec_cases}
 
 
-def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One record per case and variant."""
-    kernels = load_kernels("compiled", "cuda")
-    device = torch.cuda.get_device_name()
-    copy = copy_bytes_per_s()
-    yield {"case": "copy", "variant": "torch", "device": device, "gb_per_s": round(copy / 1e9, 1)}
-    for case in itertools.chain.from_iterable(CASES[name](options, kernels) for name in options.only):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--sms", type=int, default=8, help="multiprocessors for the persistent variants")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+
+
+def run(args: argparse.Namespace, records: Records) -> None:
+    if reason := why_not():
+        records.add({}, status="not run", reason=reason)
+        return
+    records.device = torch.cuda.get_device_name()
+    kernels, copy = load_kernels("compiled", "cuda"), copy_bytes_per_s()
+    records.add({"kernel": "copy", "variant": "torch"}, gb_per_s=round(copy / 1e9, 1), cuda=torch.version.cuda)
+    for case in itertools.chain.from_iterable(CASES[name](args, kernels) for name in args.only):
         for variant, call in case.variants.items():
+            about = {"kernel": case.name, "variant": variant, **case.params}
             try:
                 times = times_us(call, case.turns)
             except torch.cuda.OutOfMemoryError as error:
-                yield {"case": case.name, "variant": variant, "status": "not run", "reason": str(error)}
+                records.add(about, status="not run", reason=str(error))
                 continue
-            median_us = statistics.median(times)
-            deciles = statistics.quantiles(times, n=10)
-            yield {
-                "case": case.name,
-                "variant": variant,
-                "device": device,
-                "params": case.params,
-                "median_us": round(median_us, 2),
-                "p10_us": round(deciles[0], 2),
-                "p90_us": round(deciles[8], 2),
-                "min_bytes": case.min_bytes,
-                "floor_us": round(case.min_bytes / copy * 1e6, 2),
-                "gb_per_s": round(case.min_bytes / median_us / 1e3, 1),
-                "of_copy": round(case.min_bytes / (median_us * 1e-6) / copy, 3),
-            }
+            deciles, median_us = statistics.quantiles(times, n=10), statistics.median(times)
+            records.add(
+                about, median_us=round(median_us, 2), p10_us=round(deciles[0], 2), p90_us=round(deciles[8], 2),
+                min_bytes=case.min_bytes, floor_us=round(case.min_bytes / copy * 1e6, 2),
+                gb_per_s=round(case.min_bytes / median_us / 1e3, 1),
+                of_copy=round(case.min_bytes / (median_us * 1e-6) / copy, 3),
+            )  # fmt: skip
 
 
 def why_not() -> str | None:
@@ -332,38 +328,13 @@ def why_not() -> str | None:
     return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="time of each CUDA kernel")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--sms", type=int, default=8, help="multiprocessors for the persistent variants")
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--out", type=Path, help="JSON lines; printed in any case")
-    options = parser.parse_args()
-
-    reason = why_not()
-    measured = measure(options) if reason is None else [{"case": "kernels", "status": "not run", "reason": reason}]
-    records = []
-    for record in measured:
-        records.append({**record, "versions": {**versions(), "cuda": torch.version.cuda}})
-        print(json.dumps(records[-1]), flush=True)
-    if options.out is not None:
-        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
-    print_table([record for record in records if "median_us" in record])
-
-
-def print_table(records: list[dict[str, Any]]) -> None:
-    """Case, variant, time, and rates."""
-    if not records:
-        return
-    print(f"\n{'case':<27}{'variant':<27}{'us':>9}{'floor':>9}{'GB/s':>8}{'of copy':>9}")
+def report(records: list[Record], args: argparse.Namespace) -> str:
+    rows = []
     for record in records:
-        times = f"{record['median_us']:9.1f}{record['floor_us']:9.1f}{record['gb_per_s']:8.0f}"
-        print(f"{record['case']:<27}{record['variant']:<27}{times}{record['of_copy']:9.1%}")
-
-
-if __name__ == "__main__":
-    main()
+        names = [record["params"].get("kernel", "all"), record["params"].get("variant", "")]
+        if "median_us" in record:
+            numbers = [f"{record['median_us']:.1f}", f"{record['floor_us']:.1f}", f"{record['gb_per_s']:.0f}"]
+            rows.append([*names, *numbers, f"{record['of_copy']:.1%}"])
+        elif "reason" in record:
+            rows.append([*names, f"not run: {record['reason']}", "", "", ""])
+    return table(("kernel", "variant", "us", "floor", "GB/s", "of copy"), rows)
