@@ -224,11 +224,7 @@ def report(records: Sequence[Record], args: argparse.Namespace) -> str:
             lines.append(f"Planned jobs against the fastest plan by hand:\n\n{regret}\n")
         lines.append(f"MB per step over the DC uplinks, one direction, all ranks:\n\n{byte_table(group)}\n")
         if args.plots is not None and sum(rate != "none" for rate in by_rate(group)) >= LEAST_RATES:
-            kind = "".join(f"{one.replace(' ', '-')}-" for one in (compute, model, adapters) if one not in PLAIN)
-            path = args.plots / f"e2e-{kind}{dcs}-t{tokens}-a{accumulation}.svg"
+            path = args.plots / f"e2e-{dcs}-t{tokens}-a{accumulation}.svg"
             plot(group, path)
             lines.append(f"![{title}]({args.plots.name}/{path.name})\n")
     return "\n".join(lines)
-
-
-PLAIN = ("real", "bytes", "")

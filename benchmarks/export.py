@@ -45,18 +45,10 @@ def model_config(args: argparse.Namespace) -> Any:
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
-        vocab_size=32000,
-        hidden_size=args.hidden,
-        moe_intermediate_size=args.ffn,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64,
-        num_key_value_heads=args.hidden // 64,
-        head_dim=64,
-        num_experts=args.experts,
-        num_experts_per_tok=4,
-        architectures=["Qwen3MoeForCausalLM"],
-        dtype="bfloat16",
-    )
+        vocab_size=32000, hidden_size=args.hidden, moe_intermediate_size=args.ffn, num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64, num_key_value_heads=args.hidden // 64, head_dim=64,
+        num_experts=args.experts, num_experts_per_tok=4, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16",
+    )  # fmt: skip
 
 
 def values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -85,17 +77,22 @@ def training_shapes(skeleton: Skeleton) -> tuple[dict[str, tuple[int, ...]], dic
 
 
 def layer_records(args: argparse.Namespace, ep_size: int, prefix: str = "") -> list[dict[str, Any]]:
-    count = args.experts // ep_size
+    sizes = {"num_experts": args.experts, "num_local_experts": args.experts // ep_size, "ep_size": ep_size}
     return [
-        {
-            "moe_layer_id": layer,
-            "module_path": f"{prefix}model.layers.{layer}.mlp",
-            "num_experts": args.experts,
-            "num_local_experts": count,
-            "ep_size": ep_size,
-        }
+        {"moe_layer_id": layer, "module_path": f"{prefix}model.layers.{layer}.mlp", **sizes}
         for layer in range(args.layers)
     ]
+
+
+def addresses(shapes: dict[str, tuple[int, ...]], begin: int, end: int) -> dict[str, Address]:
+    """Where parameters lie in the part from `begin` to `end` of all of them in a row."""
+    found, offset = {}, 0
+    for name, shape in shapes.items():
+        first, last = max(offset, begin), min(offset + math.prod(shape), end)
+        if first < last:
+            found[name] = Address(first - begin, last - first)
+        offset += math.prod(shape)
+    return found
 
 
 def write_zero1(args: argparse.Namespace, skeleton: Skeleton, folder: Path) -> None:
@@ -103,82 +100,58 @@ def write_zero1(args: argparse.Namespace, skeleton: Skeleton, folder: Path) -> N
     folder.mkdir(parents=True)
     dense, experts = training_shapes(skeleton)
     local = {name: (shape[0] // RANKS, *shape[1:]) for name, shape in experts.items()}
-    share = -(-sum(map(math.prod, dense.values())) // RANKS)
+    num_dense, num_local = (sum(map(math.prod, shapes.values())) for shapes in (dense, local))
+    share = -(-num_dense // RANKS)
     for rank in range(RANKS):
-        mapping, offset = {}, 0
-        for name, shape in dense.items():
-            first, last = max(offset, rank * share), min(offset + math.prod(shape), (rank + 1) * share)
-            if first < last:
-                mapping[name] = Address(first - rank * share, last - first)
-            offset += math.prod(shape)
-        own = sum(address.numel for address in mapping.values())
-        expert_mapping, start = {}, 0
-        for name, shape in local.items():
-            expert_mapping[name] = Address(start, math.prod(shape))
-            start += math.prod(shape)
+        mappings = [addresses(dense, rank * share, (rank + 1) * share), addresses(local, 0, num_local)]
+        own = sum(address.numel for address in mappings[0].values())
+        masters = [values(own, torch.float32, rank), values(num_local, torch.float32, RANKS + rank)]
         state = {
-            "single_partition_of_fp32_groups": [
-                values(own, torch.float32, rank),
-                values(start, torch.float32, RANKS + rank),
-            ],
-            "partition_count": [RANKS, 1],
-            "param_slice_mappings": [mapping, expert_mapping],
-            "base_optimizer_state": {"state": {0: {"step": torch.tensor(2.0)}}},
-        }
+            "single_partition_of_fp32_groups": masters, "partition_count": [RANKS, 1],
+            "param_slice_mappings": mappings, "base_optimizer_state": {"state": {0: {"step": torch.tensor(2.0)}}},
+        }  # fmt: skip
         torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     module = {name: values(math.prod(shape), torch.bfloat16, 99).view(shape) for name, shape in dense.items()}
     model_state = {
-        "module": module,
-        "param_shapes": [dense, local],
-        "dp_world_size": RANKS,
-        "ds_config": {"zero_optimization": {"stage": 1}},
-        "ds_autoep_layers": layer_records(args, RANKS),
-        "global_steps": 2,
-    }
+        "module": module, "param_shapes": [dense, local], "dp_world_size": RANKS, "global_steps": 2,
+        "ds_config": {"zero_optimization": {"stage": 1}}, "ds_autoep_layers": layer_records(args, RANKS),
+    }  # fmt: skip
     torch.save(model_state, folder / "mp_rank_00_model_states.pt")
 
 
 def write_adapters(args: argparse.Namespace, skeleton: Skeleton, folder: Path) -> None:
     """A frozen model in bf16, a file for each expert, and factors of attention and experts."""
-    folder.mkdir(parents=True)
-    dense, experts = training_shapes(skeleton)
-    module, factors = {}, {}
-    for name, shape in dense.items():
-        weight = values(math.prod(shape), torch.bfloat16, 1).view(shape)
-        if not name.endswith("q_proj.weight"):
-            module[PREFIX + name] = weight
-            continue
-        path = PREFIX + name.removesuffix(".weight")
-        module[f"{path}.base_layer.weight"] = weight
-        module[f"{path}.lora_A.default.weight"] = torch.randn(LORA_RANK, shape[1])
-        module[f"{path}.lora_B.default.weight"] = torch.randn(shape[0], LORA_RANK)
-    for record in layer_records(args, 1, PREFIX):
-        path = record["module_path"]
-        weights = {one: experts[f"{path.removeprefix(PREFIX)}.experts.{one}"] for one in ("w1", "w2", "w3")}
-        for expert in range(args.experts):
-            tensors = {
-                f"{path}.experts.{one}.{expert}": values(math.prod(shape[1:]), torch.bfloat16, expert).view(shape[1:])
-                for one, shape in weights.items()
-            }
-            torch.save(tensors, folder / f"layer_{record['moe_layer_id']}_expert_{expert}_mp_rank_00_model_states.pt")
-        (_, ffn, hidden) = weights["w1"]
-        sizes = {"gate_up_proj": (2 * ffn, hidden), "down_proj": (hidden, ffn)}
-        of_layer = {}
-        for parameter, (rows, columns) in sizes.items():
-            of_layer[f"{parameter}_lora_A"] = torch.randn(args.experts, LORA_RANK, columns)
-            of_layer[f"{parameter}_lora_B"] = torch.randn(args.experts, rows, LORA_RANK)
-        factors[path] = {"experts": list(range(args.experts)), "factors": of_layer, "step": 2}
-    torch.save(factors, folder / "hybridep_expert_adapters_00000.pt")
     import peft
 
+    folder.mkdir(parents=True)
+    dense, experts = training_shapes(skeleton)
+    module, factors, layers = {}, {}, layer_records(args, 1, PREFIX)
+    for name, shape in dense.items():
+        weight, path = values(math.prod(shape), torch.bfloat16, 1).view(shape), PREFIX + name.removesuffix(".weight")
+        if name.endswith("q_proj.weight"):
+            module[f"{path}.base_layer.weight"] = weight
+            module[f"{path}.lora_A.default.weight"] = torch.randn(LORA_RANK, shape[1])
+            module[f"{path}.lora_B.default.weight"] = torch.randn(shape[0], LORA_RANK)
+        else:
+            module[PREFIX + name] = weight
+    for layer in layers:
+        path, index = layer["module_path"], layer["moe_layer_id"]
+        shapes = {one: experts[f"{path.removeprefix(PREFIX)}.experts.{one}"][1:] for one in ("w1", "w2", "w3")}
+        for expert in range(args.experts):
+            tensors = {
+                f"{path}.experts.{one}.{expert}": values(math.prod(shape), torch.bfloat16, expert).view(shape)
+                for one, shape in shapes.items()
+            }
+            torch.save(tensors, folder / f"layer_{index}_expert_{expert}_mp_rank_00_model_states.pt")
+        of_layer = {}
+        for name, rows, cols in (("gate_up_proj", 2 * args.ffn, args.hidden), ("down_proj", args.hidden, args.ffn)):
+            of_layer[f"{name}_lora_A"] = torch.randn(args.experts, LORA_RANK, cols)
+            of_layer[f"{name}_lora_B"] = torch.randn(args.experts, rows, LORA_RANK)
+        factors[path] = {"experts": list(range(args.experts)), "factors": of_layer, "step": 2}
+    torch.save(factors, folder / "hybridep_expert_adapters_00000.pt")
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     peft.LoraConfig(r=LORA_RANK, target_modules=["q_proj"], target_parameters=targets).save_pretrained(str(folder))
-    state = {
-        "module": module,
-        "dp_world_size": 1,
-        "ds_autoep_layers": layer_records(args, 1, PREFIX),
-        "global_steps": 2,
-    }
+    state = {"module": module, "dp_world_size": 1, "ds_autoep_layers": layers, "global_steps": 2}
     torch.save(state, folder / "mp_rank_00_model_states.pt")
 
 

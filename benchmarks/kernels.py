@@ -13,6 +13,7 @@ Where there is no GPU, or no CUDA kernels, the record says "not run" and why.
 
 import argparse
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,15 +43,15 @@ CODECS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """An operation: its variants by name, each a call with one of `turns` sets of inputs."""
 
     name: str
+    params: dict[str, Any]
     variants: dict[str, Callable[[int], object]]
     turns: int
     min_bytes: int
-    params: dict[str, Any]
 
 
 def num_turns(num_bytes: int) -> int:
@@ -90,23 +91,6 @@ def deepspeed_slots(plan: RoutePlan, capacity: int) -> Tensor:
     return (destination * capacity + row - first_row[destination])[plan.slot_to_row].t().contiguous()
 
 
-def plan_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
-    """Route planning alone, with the wait for the split sizes."""
-    routes = [make_routes(options, seed) for seed in range(4)]
-    reference = load_kernels("reference")
-    num_slots = options.tokens * options.top_k
-    yield Case(
-        name="plan",
-        variants={
-            "ours": lambda turn: kernels.plan_routes(*routes[turn]),
-            "torch": lambda turn: reference.plan_routes(*routes[turn]),
-        },
-        turns=4,
-        min_bytes=num_slots * (4 + 8 + 8) + num_slots * (8 + 4 * options.top_k),
-        params=row_params(options),
-    )
-
-
 def make_routes(options: argparse.Namespace, seed: int) -> tuple[Tensor, Tensor, int]:
     """Arguments of plan_routes: even routing, each expert its own destination."""
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -119,14 +103,24 @@ def row_params(options: argparse.Namespace) -> dict[str, Any]:
     return {"T": options.tokens, "K": options.top_k, "E": options.experts, "D": options.hidden, "dtype": options.dtype}
 
 
+def plan_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
+    """Route planning alone, with the wait for the split sizes."""
+    routes = [make_routes(options, seed) for seed in range(4)]
+    reference, num_slots = load_kernels("reference"), options.tokens * options.top_k
+    variants = {
+        name: lambda turn, one=one: one.plan_routes(*routes[turn])
+        for name, one in (("ours", kernels), ("torch", reference))
+    }
+    yield Case("plan", row_params(options), variants, 4, num_slots * (4 + 8 + 8) + num_slots * (8 + 4 * options.top_k))
+
+
 def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     """Dispatch, combine and its backward."""
-    dtype, hidden = getattr(torch, options.dtype), options.hidden
+    dtype, hidden, params = getattr(torch, options.dtype), options.hidden, row_params(options)
     plan = kernels.plan_routes(*make_routes(options, 0))
     num_rows, num_slots = len(plan.row_to_token), options.tokens * options.top_k
     row_bytes = hidden * dtype.itemsize
-    few = load_kernels("compiled", "cuda", options.sms)
-    on_few = f"{options.sms} SMs"
+    few, on_few = load_kernels("compiled", "cuda", options.sms), f"ours, {options.sms} SMs"
     turns = num_turns(options.tokens * row_bytes)
     x = [torch.randn(options.tokens, hidden, device="cuda").to(dtype) for _ in range(turns)]
     weights = torch.rand(options.tokens, options.top_k, device="cuda")
@@ -135,36 +129,19 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     rows = kernels.dispatch_rows(x[0], plan.row_to_token)
     assert torch.equal(rows, x[0][plan.row_to_token]), "dispatched rows differ from those of torch"
     assert torch.equal(rows, few.dispatch_rows(x[0], plan.row_to_token))
-    slot_of_row = torch.empty(num_rows, dtype=torch.int64, device="cuda")
-    is_row = plan.first_slot_to_row.flatten() >= 0
-    slot_of_row[plan.first_slot_to_row.flatten()[is_row]] = is_row.nonzero().flatten()
-    yield Case(
-        name="dispatch",
-        variants={
-            "ours": lambda turn: kernels.dispatch_rows(x[turn], plan.row_to_token),
-            f"ours, {on_few}": lambda turn: few.dispatch_rows(x[turn], plan.row_to_token),
-            "torch index_select": lambda turn: x[turn].index_select(0, plan.row_to_token),
-            "deepspeed _sparse_encode": lambda turn: _sparse_encode(x[turn], slots, options.experts, capacity),
-            "autoep gather_rows": lambda turn: ep_kernels.gather_rows(x[turn], plan.row_to_token),
-        },
-        turns=turns,
-        min_bytes=(options.tokens + num_rows) * row_bytes + num_slots * 8,
-        params=row_params(options),
-    )
-    if num_rows == num_slots:
-        expanded = x[0].repeat_interleave(options.top_k, dim=0)
-        yield Case(
-            name="dispatch of repeated rows",
-            variants={"autoep permute_rows": lambda turn: ep_kernels.permute_rows(expanded, slot_of_row)},
-            turns=1,
-            min_bytes=2 * num_rows * row_bytes + num_rows * 8,
-            params=row_params(options),
-        )
+    variants: dict[str, Callable[[int], object]] = {
+        "ours": lambda turn: kernels.dispatch_rows(x[turn], plan.row_to_token),
+        on_few: lambda turn: few.dispatch_rows(x[turn], plan.row_to_token),
+        "torch index_select": lambda turn: x[turn].index_select(0, plan.row_to_token),
+        "deepspeed _sparse_encode": lambda turn: _sparse_encode(x[turn], slots, options.experts, capacity),
+        "autoep gather_rows": lambda turn: ep_kernels.gather_rows(x[turn], plan.row_to_token),
+    }
+    yield Case("dispatch", params, variants, len(x), (options.tokens + num_rows) * row_bytes + num_slots * 8)
 
-    turns = num_turns(num_rows * row_bytes)
-    many = [rows.clone() for _ in range(turns)]
+    many = [rows.clone() for _ in range(num_turns(num_rows * row_bytes))]
     encoded = torch.zeros(options.experts * capacity, hidden, dtype=dtype, device="cuda")
-    encoded[slots.t()[plan.slot_to_row >= 0]] = rows[plan.slot_to_row[plan.slot_to_row >= 0]]
+    is_row = plan.slot_to_row >= 0
+    encoded[slots.t()[is_row]] = rows[plan.slot_to_row[is_row]]
     gates = weights.t().contiguous()
     wanted = _sparse_decode(encoded, slots, gates, options.tokens)
     for one in (kernels, few):
@@ -175,109 +152,74 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
         picked = many[turn].index_select(0, plan.slot_to_row.flatten()).view(options.tokens, options.top_k, hidden)
         return (picked * weights.unsqueeze(-1)).sum(1).to(dtype)
 
-    def by_autoep(turn: int) -> Tensor:
-        picked = ep_kernels.unpermute_rows(many[turn], slot_of_row, num_rows)
-        return (picked.view(options.tokens, options.top_k, hidden) * weights.unsqueeze(-1)).sum(1).to(dtype)
-
     combine_bytes = (options.tokens + num_rows) * row_bytes + num_slots * (8 + 4)
-    yield Case(
-        name="combine",
-        variants={
-            "ours": lambda turn: kernels.combine_rows(many[turn], plan.slot_to_row, weights),
-            f"ours, {on_few}": lambda turn: few.combine_rows(many[turn], plan.slot_to_row, weights),
-            "torch": by_torch,
-            "deepspeed _sparse_decode": lambda turn: _sparse_decode(encoded, slots, gates, options.tokens),
-            **({"autoep unpermute_rows": by_autoep} if num_rows == num_slots else {}),
-        },
-        turns=turns,
-        min_bytes=combine_bytes,
-        params=row_params(options),
-    )
+    variants = {
+        "ours": lambda turn: kernels.combine_rows(many[turn], plan.slot_to_row, weights),
+        on_few: lambda turn: few.combine_rows(many[turn], plan.slot_to_row, weights),
+        "torch": by_torch,
+        "deepspeed _sparse_decode": lambda turn: _sparse_decode(encoded, slots, gates, options.tokens),
+    }
+    yield Case("combine", params, variants, len(many), combine_bytes)
 
     grad = torch.randn(options.tokens, hidden, device="cuda").to(dtype)
     leaf, leaf_gates = encoded.requires_grad_(), gates.requires_grad_()
     decoded = _sparse_decode(leaf, slots, leaf_gates, options.tokens)
-    yield Case(
-        name="combine backward",
-        variants={
-            "ours": lambda turn: kernels.combine_rows_backward(grad, many[turn], plan.slot_to_row, weights),
-            "deepspeed": lambda turn: torch.autograd.grad(decoded, (leaf, leaf_gates), grad, retain_graph=True),
-        },
-        turns=turns,
-        min_bytes=combine_bytes + num_rows * row_bytes + num_slots * 4,
-        params=row_params(options),
-    )
+    variants = {
+        "ours": lambda turn: kernels.combine_rows_backward(grad, many[turn], plan.slot_to_row, weights),
+        "deepspeed": lambda turn: torch.autograd.grad(decoded, (leaf, leaf_gates), grad, retain_graph=True),
+    }
+    yield Case("combine backward", params, variants, len(many), combine_bytes + num_rows * row_bytes + num_slots * 4)
 
 
 def record_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     """Dispatch to rows of one byte an element, and back to whole ones."""
-    dtype, hidden = getattr(torch, options.dtype), options.hidden
-    reference = load_kernels("reference")
-    row_to_token = kernels.plan_routes(*make_routes(options, 0)).row_to_token
-    num_rows, row_bytes = len(row_to_token), hidden * dtype.itemsize
+    dtype, hidden, params = getattr(torch, options.dtype), options.hidden, row_params(options)
+    both = {"ours": kernels, "torch": load_kernels("reference")}
+    places = kernels.plan_routes(*make_routes(options, 0)).row_to_token
+    row_bytes = hidden * dtype.itemsize
     turns = num_turns(options.tokens * row_bytes)
     x = [torch.randn(options.tokens, hidden, device="cuda").to(dtype) for _ in range(turns)]
-    for row_format in get_args(RowFormat):
-        records = kernels.quantise_rows(x[0], row_to_token, row_format)
-        rows = kernels.dequantise_rows(records, hidden, row_format, dtype)
-        assert torch.equal(records, reference.quantise_rows(x[0], row_to_token, row_format)), "records differ"
-        assert torch.equal(rows, reference.dequantise_rows(records, hidden, row_format, dtype)), "rows differ"
-        del rows
-        many = [records.clone() for _ in range(num_turns(records.numel()))]
-        yield Case(
-            name=f"dispatch to {row_format}",
-            variants={
-                name: lambda turn, one=one, row_format=row_format: one.quantise_rows(x[turn], row_to_token, row_format)
-                for name, one in (("ours", kernels), ("torch", reference))
-            },
-            turns=turns,
-            min_bytes=options.tokens * row_bytes + num_rows * (record_bytes(hidden) + 8),
-            params=row_params(options),
-        )
-        yield Case(
-            name=f"rows from {row_format}",
-            variants={
-                name: lambda turn, one=one, row_format=row_format, many=many: one.dequantise_rows(
-                    many[turn], hidden, row_format, dtype
-                )
-                for name, one in (("ours", kernels), ("torch", reference))
-            },
-            turns=len(many),
-            min_bytes=num_rows * (record_bytes(hidden) + row_bytes),
-            params=row_params(options),
-        )
+    for kind in get_args(RowFormat):
+        made = {name: one.quantise_rows(x[0], places, kind) for name, one in both.items()}
+        read = {name: one.dequantise_rows(made["ours"], hidden, kind, dtype) for name, one in both.items()}
+        assert torch.equal(made["ours"], made["torch"]), "records differ"
+        assert torch.equal(read["ours"], read["torch"]), "rows differ"
+        many = [made["ours"].clone() for _ in range(num_turns(made["ours"].numel()))]
+        del made, read
+        variants: dict[str, Callable[[int], object]] = {
+            name: lambda turn, one=one, kind=kind: one.quantise_rows(x[turn], places, kind)
+            for name, one in both.items()
+        }
+        num_bytes = options.tokens * row_bytes + len(places) * (record_bytes(hidden) + 8)
+        yield Case(f"dispatch to {kind}", params, variants, len(x), num_bytes)
+        variants = {
+            name: lambda turn, one=one, kind=kind, many=many: one.dequantise_rows(many[turn], hidden, kind, dtype)
+            for name, one in both.items()
+        }
+        yield Case(f"rows from {kind}", params, variants, len(many), len(places) * (record_bytes(hidden) + row_bytes))
 
 
 def codec_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     """Encoding with the mirror's update, and decoding onto a replica, of 16 experts of 2048 x 1536."""
-    n, rows, cols = shape = (16, 2048, 1536)
-    num_elements = n * rows * cols
-    turns = num_turns(num_elements * 8)
-    weights = [torch.randn(shape, device="cuda") for _ in range(turns)]
+    shape = (16, 2048, 1536)
+    num_elements, params = math.prod(shape), dict(zip(("n", "rows", "cols"), shape, strict=True))
+    weights = [torch.randn(shape, device="cuda") for _ in range(num_turns(num_elements * 8))]
     mirrors = [weight + 0.01 * torch.randn_like(weight) for weight in weights]
     for name, spec in CODECS.items():
-        compiled, by_torch = make_codec(spec, kernels="compiled"), make_codec(spec, kernels="reference")
-        states = {id(codec): codec.new_state(*shape, device="cuda") for codec in (compiled, by_torch)}
-        by_torch.encode(weights[0], states[id(by_torch)])  # the fresh start of low rank comes once in many steps
-        packets = compiled.encode(weights[0], states[id(compiled)])
-
-        def encode(codec: Any, turn: int, states: dict[int, Any] = states) -> object:
-            return codec.encode_update(weights[turn], mirrors[turn], states[id(codec)])
-
-        def decode(codec: Any, turn: int, packets: Tensor = packets) -> object:
-            return codec.decode_add(packets, mirrors[turn])
-
-        for case, call, num_bytes in (("encode", encode, 12), ("decode", decode, 8)):
-            yield Case(
-                name=f"{case} {name}",
-                variants={
-                    "ours": lambda turn, call=call, codec=compiled: call(codec, turn),
-                    "torch": lambda turn, call=call, codec=by_torch: call(codec, turn),
-                },
-                turns=turns,
-                min_bytes=num_elements * num_bytes + packets.numel(),
-                params={"n": n, "rows": rows, "cols": cols},
-            )
+        both = {"ours": make_codec(spec, kernels="compiled"), "torch": make_codec(spec, kernels="reference")}
+        states = {one: codec.new_state(*shape, device="cuda") for one, codec in both.items()}
+        # The fresh start of low rank comes once in many steps.
+        packets = {one: codec.encode(weights[0], states[one]) for one, codec in both.items()}["ours"]
+        variants: dict[str, Callable[[int], object]] = {
+            one: lambda turn, codec=codec, state=states[one]: codec.encode_update(weights[turn], mirrors[turn], state)
+            for one, codec in both.items()
+        }
+        yield Case(f"encode {name}", params, variants, len(weights), num_elements * 12 + packets.numel())
+        variants = {
+            one: lambda turn, codec=codec, packets=packets: codec.decode_add(packets, mirrors[turn])
+            for one, codec in both.items()
+        }
+        yield Case(f"decode {name}", params, variants, len(weights), num_elements * 8 + packets.numel())
 
 
 CASES = {"plan": plan_cases, "rows": row_cases, "records": record_cases, "codecs": codec_cases}

@@ -4,15 +4,12 @@
     python -m benchmarks link goodput --congestion-control cubic bbr --out benchmarks/results/link-goodput.jsonl
     python -m benchmarks link messages
     python -m benchmarks link loopback --out benchmarks/results/link-loopback.jsonl
-    python -m benchmarks link codecs
 
 goodput   how much of a long link one or several connections fill, with BBR or CUBIC, with and without loss: two ranks
           on emulated hosts send each other one message
 messages  GB/s in one direction and in both, and a round trip of 64 bytes, beside gloo, on this machine
 loopback  step time of MoE layers alone, DeepSpeed's and ours, on four ranks; DeepSpeed runs twice, so that the noise
           of the machine can be read off
-codecs    the share of a step in which ranks encode and decode, and step time over that of the exact plan, for a whole
-          model on four ranks
 """
 
 import argparse
@@ -30,7 +27,7 @@ from torch import Tensor, nn
 
 import ds_hybridep
 from benchmarks.common import Record, Records, interleaved, ratio, run_job, table
-from benchmarks.training import SIZES, Job, byte_model, engine_of, moe_of, train_lm, train_step
+from benchmarks.training import SIZES, Job, engine_of, moe_of
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate
 from ds_hybridep.link import URGENT, Link, Options
 
@@ -39,43 +36,26 @@ __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 RATE, DELAY = "1000mbit", "50ms"
 LIMIT_S = 300.0
 NUM_TRIPS = 500
-LOW_RANK = {"type": "low_rank", "iterations": 2}
-LOW_RANK_7 = {**LOW_RANK, "rank": 7, "factors": "int4", "fallback": "int2"}
-REST = {"rest": {"type": "int2", "block": 64}}
-# Plans over two levels of two: domain sizes, settings of the block, settings of its slow level; None: DeepSpeed.
-PLANS: dict[str, dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]] | None]] = {
-    "loopback": {
-        "deepspeed": None,
-        "deepspeed again": None,
-        "[1,1] direct": ((1, 1), {"token_exchange": "direct"}, {}),
-        "[1,1] hierarchical": ((1, 1), {"token_exchange": "hierarchical"}, {}),
-        "[2,1]": ((2, 1), {"token_exchange": "direct"}, {}),
-        "[2,2]": ((2, 2), {"token_exchange": "direct"}, {}),
-    },
-    "codecs": {
-        "exact": ((2, 1), {}, {}),
-        "exact again": ((2, 1), {}, {}),
-        "int8": ((2, 1), {}, {"weight_codec": "int8", "gradient_codec": "int8"}),
-        "int4": ((2, 1), {}, {"weight_codec": "int4", "gradient_codec": "int4"}),
-        "low rank 7": ((2, 1), {}, {"weight_codec": LOW_RANK_7, "gradient_codec": LOW_RANK_7}),
-        "low rank 16 + int2": ((2, 1), {}, {
-            "weight_codec": {**LOW_RANK, "rank": 16, "factors": "int4", **REST},
-            "gradient_codec": {**LOW_RANK, "rank": 16, "factors": "log4", "weighting": "rms", **REST},
-        }),
-        "recommended": ((2, 1), {}, {"codecs": "recommended"}),
-    },
-}  # fmt: skip
+# Plans over two levels of two: domain sizes, and how tokens go; None: DeepSpeed.
+PLANS: dict[str, tuple[tuple[int, int], str] | None] = {
+    "deepspeed": None,
+    "deepspeed again": None,
+    "[1,1] direct": ((1, 1), "direct"),
+    "[1,1] hierarchical": ((1, 1), "hierarchical"),
+    "[2,1]": ((2, 1), "direct"),
+    "[2,2]": ((2, 2), "direct"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", choices=("goodput", "messages", "loopback", "codecs"), default="messages")
+    parser.add_argument("what", nargs="?", choices=("goodput", "messages", "loopback"), default="messages")
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 4], help="numbers to compare")
     parser.add_argument("--megabytes", type=int, default=32, help="of one message")
     parser.add_argument("--rounds", type=int, default=6)
     goodput = parser.add_argument_group("goodput")
     goodput.add_argument("--losses", nargs="+", default=["0%", "0.1%", "1%"], help="share of frames that are lost")
     goodput.add_argument("--congestion-control", nargs="+", default=["cubic"])
-    steps = parser.add_argument_group("loopback, codecs")
+    steps = parser.add_argument_group("loopback")
     for name, default in (("hidden", 256), ("tokens", 1024), ("layers", 2), ("steps", 10)):
         steps.add_argument(f"--{name}", type=int, default=default)
     steps.add_argument("--kernels", default="auto")
@@ -94,7 +74,7 @@ def run(args: argparse.Namespace, records: Records) -> None:
 
 
 def rank(args: argparse.Namespace, job: Job) -> None:
-    {"goodput": goodput, "messages": messages}.get(args.what, steps)(args, job)
+    {"goodput": goodput, "messages": messages, "loopback": loopback}[args.what](args, job)
     job.end()
 
 
@@ -225,58 +205,41 @@ class Layers(nn.Module):
         return x.square().mean() + 0.01 * total_aux
 
 
-def steps(args: argparse.Namespace, job: Job) -> None:
+def loopback(args: argparse.Namespace, job: Job) -> None:
     """Plans in interleaved blocks; seconds from the earliest start to the latest end over ranks."""
-    engines = {name: engine_for(args, name) for name in PLANS[args.what]}
-    corpus, _ = train_lm.read_corpus()
+    engines = {name: engine_for(args, plan) for name, plan in PLANS.items()}
     x = torch.randn(args.tokens, args.hidden, generator=torch.Generator().manual_seed(job.rank))
 
     def train(engine: Any, num_steps: int) -> float:
         dist.barrier()
         start = time.perf_counter()
-        for step in range(num_steps):
-            if args.what == "loopback":
-                engine.backward(engine(x))
-                engine.step()
-            else:
-                train_step(engine, corpus, step, rows=args.tokens // SIZES["seq_len"], seq_len=SIZES["seq_len"])
+        for _ in range(num_steps):
+            engine.backward(engine(x))
+            engine.step()
         dist.barrier()
         return (time.perf_counter() - start) / num_steps
 
     step_s: dict[str, list[float]] = defaultdict(list)
-    codec_s: dict[str, list[float]] = defaultdict(list)
     for engine in engines.values():
         train(engine, 3)
     for order in interleaved(list(engines), args.rounds):
         for name in order:
-            before = seconds_in_codecs(engines[name])
             step_s[name].append(train(engines[name], args.steps))
-            spent = torch.tensor([(seconds_in_codecs(engines[name]) - before) / args.steps])
-            dist.all_reduce(spent)
-            codec_s[name].append(spent.item() / dist.get_world_size())
-    for name in engines:
+    for name, seconds in step_s.items():
         params = {one: getattr(args, one) for one in ("what", "hidden", "tokens", "layers", "steps", "kernels")}
-        job.record({**params, "plan": name}, step_s=step_s[name], codec_s=codec_s[name])
+        job.record({**params, "plan": name}, step_s=seconds)
 
 
-def engine_for(args: argparse.Namespace, name: str) -> Any:
+def engine_for(args: argparse.Namespace, plan: tuple[tuple[int, int], str] | None) -> Any:
     torch.manual_seed(0)
-    is_alone = args.what == "loopback"
-    model = Layers(args) if is_alone else byte_model(hidden=args.hidden, layers=args.layers, ep_size=4)
-    engine = engine_of(model, stage=0 if is_alone else 1, rate=1e-4)
-    if (plan := PLANS[args.what][name]) is not None:
-        (dc, gpu), settings, slow = plan
-        levels = [{"name": "dc", "size": 2, "domain_size": dc, **slow}, {"name": "gpu", "size": 2, "domain_size": gpu}]
+    engine = engine_of(Layers(args), stage=0, rate=1e-4)
+    if plan is not None:
+        (dc, gpu), tokens = plan
+        levels = [{"name": "dc", "size": 2, "domain_size": dc}, {"name": "gpu", "size": 2, "domain_size": gpu}]
         advanced = {"verify_interval": 0, "kernels": args.kernels}
-        ds_hybridep.attach(engine, {"levels": levels, "report_interval": 0, "advanced": advanced, **settings})
+        block = {"levels": levels, "token_exchange": tokens, "report_interval": 0, "advanced": advanced}
+        ds_hybridep.attach(engine, block)
     return engine
-
-
-def seconds_in_codecs(engine: Any) -> float:
-    if "_hybridep_attachment" not in engine.__dict__:
-        return 0.0
-    codecs = [layer["codecs"] for layer in ds_hybridep.stats(engine)["layers"]]
-    return sum(one.get("encode_s", 0.0) + one.get("decode_s", 0.0) for one in codecs)
 
 
 # ---- reports ----
@@ -286,8 +249,8 @@ def report(records: list[Record], args: argparse.Namespace) -> str:
     of_kind: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         of_kind[record["params"]["what"]].append(record)
-    tables = {"goodput": goodput_table, "messages": messages_table}
-    return "\n\n".join(tables.get(what, steps_table)(found) for what, found in of_kind.items())
+    tables = {"goodput": goodput_table, "messages": messages_table, "loopback": loopback_table}
+    return "\n\n".join(tables[what](found) for what, found in of_kind.items())
 
 
 def goodput_table(records: list[Record]) -> str:
@@ -320,19 +283,18 @@ def messages_table(records: list[Record]) -> str:
     return "Medians and quartiles:\n\n" + table(["way", "GB/s one way", "GB/s both ways", "round trip, us"], rows)
 
 
-def steps_table(records: list[Record]) -> str:
-    """Step time over the first plan's, and the share of it in codecs, with 95% intervals."""
+def loopback_table(records: list[Record]) -> str:
+    """Step time over DeepSpeed's, with 95% intervals."""
     cases: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     for record in records:
         cases[tuple(record["params"][name] for name in ("tokens", "hidden"))].append(record)
     lines = []
     for (tokens, hidden), found in cases.items():
-        first = found[0]
-        rows = []
-        for one in found:
-            share = f"{ratio(one['codec_s'], one['step_s'])}" if sum(one.get("codec_s", [])) else ""
-            median_ms = f"{1e3 * statistics.median(one['step_s']):.1f}"
-            rows.append([one["params"]["plan"], median_ms, str(ratio(one["step_s"], first["step_s"])), share])
-        header = ("plan", "ms/step", f"over {first['params']['plan']}", "share in codecs")
+        rows = [
+            [one["params"]["plan"], f"{1e3 * statistics.median(one['step_s']):.1f}",
+             str(ratio(one["step_s"], found[0]["step_s"]))]
+            for one in found
+        ]  # fmt: skip
+        header = ("plan", "ms/step", f"over {found[0]['params']['plan']}")
         lines.append(f"{tokens} tokens, hidden {hidden}:\n\n{table(header, rows)}")
     return "\n\n".join(lines)

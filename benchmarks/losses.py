@@ -5,7 +5,8 @@
 
 Two phases: from scratch on the sources of Python's standard library, and from the exact run's result on other text,
 the C++ headers that come with torch, at a lower learning rate.  Runs of one seed share initial weights and batches.
-The loss is that of held-out text, the mean over the same batches for all runs.
+The loss is that of held-out text, the mean over the same batches for all runs.  Any difference, however small, grows
+into another run of the same quality, so gaps have an upper 95% bound over the seeds.
 
 The model is that of examples/train_lm.py on two datacentres of two ranks (no network is emulated: only what arrives
 matters).  Layouts: "domain", one expert domain over both datacentres; "copies", the EP group inside the datacentre, so
@@ -14,13 +15,17 @@ that each expert has two copies.
 
 import argparse
 import json
+import math
 import statistics
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import ds_hybridep
 from benchmarks.common import Record, Records, run_job, table, upper_95
 from benchmarks.training import SIZES, Job, byte_model, engine_of, loss_on, train_lm, train_step
 
@@ -29,14 +34,21 @@ __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 LAYOUTS = {"domain": (4, (2, 1)), "copies": (2, (1, 1))}  # EP size, domain sizes
 PHASES = {"scratch": (1e-3, 300), "tune": (1e-4, 150)}  # learning rate, steps
 EVALUATED = 40  # batches
+SEQ_LEN = SIZES["seq_len"]
+RATIOS = ("weight_ratio", "gradient_ratio")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_training_arguments(parser)
+    parser.add_argument("--codecs", nargs="+", default=["recommended"], help="or settings of a level as JSON")
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, dtype: str = "bf16") -> None:
+    """What `compare` reads."""
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--phases", nargs="+", choices=tuple(PHASES), default=list(PHASES))
     parser.add_argument("--layout", choices=tuple(LAYOUTS), default="domain")
-    parser.add_argument("--codecs", nargs="+", default=["recommended"], help="or settings of a level as JSON")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default=dtype)
     parser.add_argument("--zero-stage", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=SIZES["hidden"])
     parser.add_argument("--layers", type=int, default=2)
@@ -48,6 +60,11 @@ def run(args: argparse.Namespace, records: Records) -> None:
     run_job("2x2", None, records, limit_s=1e6)
 
 
+def rank(args: argparse.Namespace, job: Job) -> None:
+    short = {"recommended": {"codecs": "recommended"}}
+    compare(args, job, {name: short[name] if name in short else json.loads(name) for name in args.codecs})
+
+
 def read_headers(valid_every: int) -> tuple[Tensor, Tensor]:
     """The C++ headers that come with torch as (train, valid), uint8 tensors; one file in `valid_every` is of valid."""
     files = sorted((Path(torch.__file__).parent / "include" / "ATen").rglob("*.h"))
@@ -57,7 +74,7 @@ def read_headers(valid_every: int) -> tuple[Tensor, Tensor]:
     return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(valid, dtype=torch.uint8)
 
 
-def engine_for(args: argparse.Namespace, seed: int, phase: str, codecs: dict[str, Any]) -> Any:
+def engine_for(args: argparse.Namespace, seed: int, phase: str, codecs: Mapping[str, Any]) -> Any:
     ep_size, domain_sizes = LAYOUTS[args.layout]
     torch.manual_seed(seed)
     model = byte_model(hidden=args.hidden, layers=args.layers, ep_size=ep_size)
@@ -80,43 +97,55 @@ def start_from(engine: Any, weights: dict[str, Tensor]) -> None:
         engine.optimizer.refresh_fp32_params()
 
 
-def rank(args: argparse.Namespace, job: Job) -> None:
+def compare(args: argparse.Namespace, job: Job, cases: Mapping[str, Mapping[str, Any]]) -> None:
+    """Train exactly and with the slow level's settings of each case; a record for each seed and phase."""
     corpora = {"scratch": train_lm.read_corpus(), "tune": read_headers(train_lm.VALID_EVERY)}
-    seq_len = SIZES["seq_len"]
     for seed in args.seeds:
         begin: dict[str, Tensor] = {}
         for phase in args.phases:
-            train_text, valid_text = corpora[phase]
-            steps, losses = args.steps or PHASES[phase][1], {}
-            for name in ("exact", *args.codecs):
-                short = {"exact": {}, "recommended": {"codecs": "recommended"}}
-                engine = engine_for(args, seed, phase, short[name] if name in short else json.loads(name))
+            steps = args.steps or PHASES[phase][1]
+            found: dict[str, dict[str, Any]] = {"losses": {}, "codecs": {}}
+            for name, codecs in {"exact": {}, **cases}.items():
+                engine = engine_for(args, seed, phase, codecs)
                 if phase == "tune" and begin:
                     start_from(engine, begin)
+                start_s = time.perf_counter()
                 for step in range(steps):
-                    train_step(engine, train_text, step, rows=args.rows, seq_len=seq_len, seed=seed)
-                losses[name] = loss_on(engine, valid_text, EVALUATED, seq_len=seq_len)
+                    train_step(engine, corpora[phase][0], step, rows=args.rows, seq_len=SEQ_LEN, seed=seed)
+                found["codecs"][name] = in_codecs(engine, time.perf_counter() - start_s)
+                found["losses"][name] = loss_on(engine, corpora[phase][1], EVALUATED, seq_len=SEQ_LEN)
                 if phase == "scratch" and name == "exact":
                     begin = {key: value.clone() for key, value in engine.module.state_dict().items()}
                 engine.destroy()
-            params = {name: getattr(args, name) for name in ("layout", "dtype", "hidden", "zero_stage")}
-            job.record({**params, "seed": seed, "phase": phase, "steps": steps}, losses=losses)
-            gaps = ", ".join(f"{name} {loss / losses['exact'] - 1:+.3%}" for name, loss in losses.items())
-            job.say(f"seed {seed}, {phase}: exact {losses['exact']:.4f}, {gaps}")
+            params = {name: getattr(args, name) for name in ("layout", "dtype", "hidden", "zero_stage", "layers")}
+            job.record({**params, "seed": seed, "phase": phase, "steps": steps}, **found)
+            job.say(f"seed {seed}, {phase}: done")
     job.end()
+
+
+def in_codecs(engine: Any, seconds: float) -> dict[str, float]:
+    """Ratios of the first layer's experts, and the share of `seconds` that this rank has spent in codecs."""
+    layers = [layer["codecs"] for layer in ds_hybridep.stats(engine)["layers"]]
+    spent = sum(one.get("encode_s", 0.0) + one.get("decode_s", 0.0) for one in layers)
+    return {"share": spent / seconds, **{key: layers[0][key] for key in RATIOS if key in layers[0]}}
 
 
 def report(records: list[Record], args: argparse.Namespace) -> str:
     """Mean gap to the exact runs, and its one-sided upper 95% bound over the seeds."""
     gaps: dict[tuple[Any, ...], list[float]] = {}
+    codecs: dict[tuple[Any, ...], dict[str, float]] = {}
     for record in records:
-        about = record["params"]
+        about = tuple(record["params"].get(name, "") for name in ("layout", "dtype", "hidden", "phase", "steps"))
         for name, loss in record["losses"].items():
             if name != "exact":
-                key = (about["layout"], about["dtype"], about["hidden"], about["phase"], name)
-                gaps.setdefault(key, []).append(loss / record["losses"]["exact"] - 1)
-    rows = [
-        [*key, len(found), f"{statistics.fmean(found):+.3%}", f"{upper_95(found):+.3%}"] for key, found in gaps.items()
-    ]
-    header = ("layout", "dtype", "hidden", "phase", "codecs", "seeds", "mean gap", "upper 95% bound")
-    return table(header, rows)
+                gaps.setdefault((*about, name), []).append(loss / record["losses"]["exact"] - 1)
+                codecs.setdefault((*about, name), record.get("codecs", {}).get(name, {}))
+    rows = []
+    for key, found in gaps.items():
+        ratios = [f"{codecs[key][name]:.1f}x" if name in codecs[key] else "" for name in RATIOS]
+        share = f"{codecs[key]['share']:.1%}" if "share" in codecs[key] else ""
+        upper = upper_95(found)
+        bound = "" if math.isinf(upper) else f"{upper:+.3%}"
+        rows.append([*key, *ratios, share, len(found), f"{statistics.fmean(found):+.3%}", bound])
+    header = ("layout", "dtype", "hidden", "phase", "steps", "codecs", "weights", "gradients", "share of a step")
+    return table((*header, "seeds", "mean gap", "upper 95% bound"), rows)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether expert weights and gradients travel while other layers compute: a trace and a table of one step.
+"""How much of the travelling of expert weights and gradients is hidden behind computation: a trace of one step.
 
     python -m benchmarks overlap --trace step.json
     python -m benchmarks overlap --trace step.json --compute sleep --codec low_rank
 
-Rank 0 writes the Chrome/Perfetto trace of one optimizer step and the forward and backward after it, then prints for
-each layer when its weights and its gradients travelled, and during which layers' computation.  Then how much of the
-travelling was hidden, and how much could have been: each message leaves when it did, or when the link has carried
-those before it, takes its bytes at that rate, and computation goes on as soon as it is there.  While a rank waits for
-one that computes longer, it does not wait for the link.
+Rank 0 writes the Chrome/Perfetto trace of one optimizer step and the forward and backward after it.  What could be
+hidden: each message leaves when it did, or when the link has carried those before it, takes its bytes at that rate,
+and computation goes on as soon as it is there.  While a rank waits for one that computes longer, it does not wait for
+the link.
 """
 
 import argparse
@@ -69,13 +68,9 @@ def rank(args: argparse.Namespace, job: Job) -> None:
         args.trace.write_text((job.folder / "rank0.json").read_text())
     # Ranks 0 and 2 exchange experts.
     events = [json.loads((job.folder / f"rank{one}.json").read_text())["traceEvents"] for one in (0, 2)]
-    names = {event["args"]["layer"] for event in events[0] if event.get("cat") == TRANSFER_CATEGORY}
-    layers = [name for name, _ in engine.module.named_modules() if name in names]
     wan_bytes_per_us = parse_rate(args.wan, "--wan") / 8e6
     params = {name: getattr(args, name) for name in ("wan", "rows", "codec", "compute", "layers", "hidden")}
-    job.record(
-        params, layers=layers_of(events[0], layers), hidden=[hidden(events, kind, wan_bytes_per_us) for kind in KINDS]
-    )
+    job.record(params, hidden=[hidden(events, kind, wan_bytes_per_us) for kind in KINDS])
     job.end()
 
 
@@ -85,43 +80,10 @@ def intervals(events: Events, name: str) -> list[Interval]:
     return sorted((float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in found)
 
 
-def computes(events: Events, kind: str, layer: str) -> list[Interval]:
-    """Forwards of a layer's experts; or its backward, from the first to the last exchange of tokens."""
-    if kind == "expert_weights":
-        return intervals(events, f"hybridep::experts::{layer}")
-    first = intervals(events, f"hybridep::dispatch of output gradients::{layer}")
-    last = intervals(events, f"hybridep::return of input gradients::{layer}")
-    return [(first[0][0], last[-1][1])] if first and last else []
-
-
-def shared_us(one: Interval, others: Sequence[Interval]) -> float:
-    """What `one` shares with any of `others` (which do not overlap each other)."""
-    return sum(max(0.0, min(one[1], end) - max(one[0], start)) for start, end in others)
-
-
 def transfers_of(events: Events, kind: str) -> list[dict[str, Any]]:
     """Transfers of a kind by the time at which this rank was ready; ranks start them in one order."""
     found = [event for event in events if event.get("cat") == TRANSFER_CATEGORY and event["args"]["kind"] == kind]
     return sorted(found, key=lambda event: float(event["ts"]))
-
-
-def layers_of(events: Events, layers: Sequence[str]) -> list[Record]:
-    """For each transfer when it travelled, how long it was waited for, and which layers computed meanwhile."""
-    found = []
-    for kind, what in KINDS.items():
-        for event in transfers_of(events, kind):
-            layer = event["args"]["layer"]
-            travel = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-            waits = intervals(events, f"hybridep::wait::{what} of {layer}")
-            during = [
-                at for at, name in enumerate(layers)
-                if name != layer and shared_us(travel, computes(events, kind, name)) > 0
-            ]  # fmt: skip
-            found.append({
-                "layer": layers.index(layer), "kind": kind, "begin_us": travel[0], "end_us": travel[1],
-                "waited_us": sum(shared_us(travel, [wait]) for wait in waits), "during": during,
-            })  # fmt: skip
-    return found
 
 
 def hidden(events_of_ranks: Sequence[Events], kind: str, wan_bytes_per_us: float) -> Record:
@@ -168,19 +130,10 @@ def least_wait(starts: Sequence[float], link_us: Sequence[float], waits: Sequenc
 
 
 def report(records: list[Record], args: argparse.Namespace) -> str:
-    parts = []
-    for record in records:
-        start = min(one["begin_us"] for one in record["layers"])
-        rows = [
-            [one["layer"], one["kind"], *(f"{(one[end] - start) / 1e3:.1f}" for end in ("begin_us", "end_us")),
-             f"{one['waited_us'] / 1e3:.1f}", " ".join(map(str, one["during"])) or "none"]
-            for one in record["layers"]
-        ]  # fmt: skip
-        parts.append(table(("layer", "what", "from, ms", "to, ms", "waited for, ms", "during layers"), rows))
-        rows = [
-            [one["kind"], f"{one['link_us'] / 1e3:.1f}", f"{one['waited_us'] / 1e3:.1f}",
-             f"{1 - one['waited_us'] / one['link_us']:.0%}", f"{1 - one['least_us'] / one['link_us']:.0%}"]
-            for one in record["hidden"]
-        ]  # fmt: skip
-        parts.append(table(("what", "on the link, ms", "waited for, ms", "hidden", "could be hidden"), rows))
-    return "\n\n".join(parts)
+    rows = [
+        [one["kind"], f"{one['link_us'] / 1e3:.1f}", f"{one['waited_us'] / 1e3:.1f}",
+         f"{1 - one['waited_us'] / one['link_us']:.0%}", f"{1 - one['least_us'] / one['link_us']:.0%}"]
+        for record in records
+        for one in record["hidden"]
+    ]  # fmt: skip
+    return table(("what", "on the link, ms", "waited for, ms", "hidden", "could be hidden"), rows)

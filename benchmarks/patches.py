@@ -16,6 +16,7 @@ from ds_hybridep.codecs import Patch
 
 RATES = (1e-3, 1e-4, 3e-5, 1e-5, 1e-6)
 HIDDEN, LAYERS, ROWS, SEQ_LEN = 192, 3, 8, 128
+NUM_STEPS = 250  # of the training before the rates are tried
 STEPS_AFTER = 12  # at each rate, after those of the training
 
 
@@ -29,30 +30,27 @@ class Training:
         for _ in range(LAYERS):
             wide = nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
             parts += [nn.LayerNorm(HIDDEN), train_lm.Attention(HIDDEN), nn.LayerNorm(HIDDEN), wide]
-        embedding, head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
-        self.parts = nn.ModuleList([embedding, *parts, nn.LayerNorm(HIDDEN), head])
-        self.masters = [parameter.detach().clone() for parameter in self.parts.parameters()]
+        head = nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY))
+        self.model = nn.ModuleList([nn.Embedding(VOCABULARY, HIDDEN), *parts, head])
+        self.masters = [parameter.detach().clone() for parameter in self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.masters, lr=RATES[0])
         self.num_steps = 0
-
-    def loss(self) -> Tensor:
-        embedding, *middle, norm, head = self.parts
-        inputs, targets = train_lm.batch_at(self.corpus, (0, self.num_steps, 0, 0), rows=ROWS, seq_len=SEQ_LEN)
-        x = embedding(inputs)
-        for before, layer in zip(middle[::2], middle[1::2], strict=True):
-            x = x + layer(before(x))
-        return F.cross_entropy(head(norm(x)).flatten(0, 1), targets.flatten())
 
     def weights(self) -> Tensor:
         """All weights in bf16, [n]."""
         return torch.cat([master.detach().bfloat16().flatten() for master in self.masters])
 
     def step(self) -> None:
-        pairs = list(zip(self.parts.parameters(), self.masters, strict=True))
+        pairs = list(zip(self.model.parameters(), self.masters, strict=True))
         with torch.no_grad():
             for parameter, master in pairs:
                 parameter.copy_(master.bfloat16())
-        self.loss().backward()
+        inputs, targets = train_lm.batch_at(self.corpus, (0, self.num_steps, 0, 0), rows=ROWS, seq_len=SEQ_LEN)
+        embedding, *middle, head = self.model
+        x = embedding(inputs)
+        for norm, layer in zip(middle[::2], middle[1::2], strict=True):
+            x = x + layer(norm(x))
+        F.cross_entropy(head(x).flatten(0, 1), targets.flatten()).backward()
         for parameter, master in pairs:
             master.grad, parameter.grad = parameter.grad, None
         self.optimizer.step()
@@ -97,14 +95,14 @@ def least_seconds(call: Callable[[], object], prepare: Callable[[], object], sam
 
 
 def measure(args: argparse.Namespace, records: Records) -> None:
-    training = Training()
-    for _ in range(args.steps):
+    training, steps = Training(), args.steps or NUM_STEPS
+    for _ in range(steps):
         training.step()
     for rate in RATES:
         old, new = training.at_rate(rate)
         times = -(-args.weights // len(old))  # a small model's weights several times over
         old, new = (weights.repeat(times)[: args.weights] for weights in (old, new))
-        params = {"name": f"rate {rate:g}", "weights": args.weights, "steps": args.steps, "kernels": args.kernels}
+        params = {"name": f"rate {rate:g}", "weights": args.weights, "steps": steps, "kernels": args.kernels}
         records.add(params, case="patch", **measured(old, new, args))
 
 

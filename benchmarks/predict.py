@@ -40,7 +40,7 @@ FLAT, AGAIN, INSIDE = "deepspeed, flat EP", "deepspeed, flat EP again", "deepspe
 NO_LIMIT = "none"
 LOSSY = {"int8": 0.56, "low rank 7 int4": 0.25}  # decoding takes this share of the time of encoding
 OTHERS = ("auto", "recommended")  # are several plans, or have other codecs for gradients than for weights
-EVEN, COUNTED, RELATIVE, NAIVE = "even routing", "counted rows", "counted rows, over flat EP", "naive line"
+EVEN, COUNTED, NAIVE = "even routing", "counted rows", "naive line"
 WIRE_FACTOR = 1514 / 1448  # Ethernet frame over payload of one full TCP segment
 LOOPBACK_BYTES_PER_S = 1e12  # what is not shaped costs host time, and no time of its own
 VOCABULARY, SEQ_LEN, CAPACITY_FACTOR = 256, 128, 1.25  # of the model that e2e trains
@@ -304,15 +304,10 @@ def _rate_order(rate: str) -> float:
 
 
 def errors_of(point: Point, everything: Sequence[Point], fitted: Fitted, step_of: StepOf) -> dict[str, float | None]:
-    """Relative errors: rows as even routing has them, and as they were counted; of counted rows, and of what was
-    measured, the ratio to flat EP in the same place, measured within the same minutes; and the naive line."""
-    counted_s = step_of(point, fitted, row_scale_of(point))
+    """Relative errors: rows as even routing has them, and as they were counted; and the naive line."""
     found: dict[str, float | None] = {EVEN: step_of(point, fitted) / point.step_s - 1}
-    found |= {COUNTED: counted_s / point.step_s - 1, RELATIVE: None, NAIVE: None}
+    found |= {COUNTED: step_of(point, fitted, row_scale_of(point)) / point.step_s - 1, NAIVE: None}
     for one in everything:
-        is_here = _place(one.params) == _place(point.params)
-        if one.plan == FLAT and is_here and one is not point:
-            found[RELATIVE] = counted_s / step_of(one, fitted) * one.step_s / point.step_s - 1
         is_base = one.plan == point.plan and one.batch == point.batch and one.params["rate"] == NO_LIMIT
         if is_base and point.wan_bytes_per_s is not None:
             wan_s = point.wan_bytes / point.sizes[0] / point.wan_bytes_per_s
@@ -331,7 +326,7 @@ def report(records: list[Record], args: argparse.Namespace) -> str:
                 groups[point["file"], "limited link"].append(point)
         about = (record["params"]["by"].replace("_", " "), record["params"]["third"])
         for (file, group), points in groups.items():
-            for kind in (EVEN, COUNTED, RELATIVE, NAIVE):
+            for kind in (EVEN, COUNTED, NAIVE):
                 found = sorted(abs(error) for point in points if (error := point["errors"][kind]) is not None)
                 if found and (kind != NAIVE or len(found) == len(points)):
                     nine_of_ten = found[max(math.ceil(0.9 * len(found)) - 1, 0)]

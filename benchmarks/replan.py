@@ -22,18 +22,7 @@ from deepspeed import comm as dist
 
 import ds_hybridep
 from benchmarks.common import Record, Records, run_job
-from benchmarks.training import (
-    AUTO_CODECS,
-    AUTO_LEVEL,
-    Job,
-    Plan,
-    Run,
-    add_model_arguments,
-    build,
-    planner_of,
-    runtime_of,
-    train_lm,
-)
+from benchmarks.training import Job, Plan, Run, add_model_arguments, build, planner_of, runtime_of, train_lm
 from ds_hybridep.lab.topology import LinkSpec, parse_duration
 
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
@@ -50,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--delay", default="0ms", help="one way between DCs")
     parser.add_argument("--rows", type=int, default=2, help="sequences per rank and micro-step")
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--with-codecs", action="store_true", help="lossy codecs too")
     add_model_arguments(parser)
 
 
@@ -58,7 +46,7 @@ def run(args: argparse.Namespace, records: Records) -> None:
     run_job(args.dcs, LinkSpec(wan_delay_s=parse_duration(args.delay, "--delay")), records, limit_s=1800.0)
 
 
-def plans_by_hand(sizes: Sizes, *, with_codecs: bool) -> dict[str, Plan]:
+def plans_by_hand(sizes: Sizes) -> dict[str, Plan]:
     """What one would try."""
     dcs, gpus = sizes
     world = dcs * gpus
@@ -68,9 +56,6 @@ def plans_by_hand(sizes: Sizes, *, with_codecs: bool) -> dict[str, Plan]:
         Plan("[1,1]", world, (1, 1)),
         Plan(f"[{dcs},1]", world, (dcs, 1)),
     ]
-    for codec in AUTO_CODECS if with_codecs else ():
-        name = codec if isinstance(codec, str) else " ".join(str(value) for value in codec.values())
-        plans.append(Plan(f"[{dcs},1] {name}", world, (dcs, 1), {"weight_codec": codec, "gradient_codec": codec}))
     return {plan.name: plan for plan in plans}
 
 
@@ -115,12 +100,11 @@ def fastest_by_rate(
 def rank(args: argparse.Namespace, job: Job) -> None:
     sizes = tuple(int(size) for size in args.dcs.split("x"))
     corpus, _ = train_lm.read_corpus()
-    plans = plans_by_hand(sizes, with_codecs=args.with_codecs)
+    plans = plans_by_hand(sizes)
     job.ask("rate", rate="none")
     times = fastest_by_rate(plans, args, job, corpus, sizes)
     best = {rate: plans[min(found, key=found.__getitem__)] for rate, found in times.items()}
-    codecs, level = (AUTO_CODECS, AUTO_LEVEL) if args.with_codecs else ((), None)
-    auto = Plan("auto", sizes[0] * sizes[1], ("auto", "auto"), level, auto_codecs=codecs)
+    auto = Plan("auto", sizes[0] * sizes[1], ("auto", "auto"))
     plain = Plan("DeepSpeed", sizes[0] * sizes[1])
     runs = []
     for name, plan in (("by hand", best[args.rates[0]]), ("planned", auto), ("DeepSpeed", plain)):
@@ -137,8 +121,8 @@ def rank(args: argparse.Namespace, job: Job) -> None:
             record |= {"history": planner.history, "planning": planner.record(runtime_of(trial.run.engine))}
         runs.append(record)
         trial.run.engine.destroy()
-    params = {name: getattr(args, name) for name in ("dcs", "rates", "steps", "warm_up", "delay", "rows")}
-    params |= {"with_codecs": args.with_codecs, "accumulation": args.accumulation}
+    names = ("dcs", "rates", "steps", "warm_up", "delay", "rows", "accumulation")
+    params = {name: getattr(args, name) for name in names}
     job.record(params, times_by_hand=times, best={rate: plan.name for rate, plan in best.items()}, runs=runs)
     job.end()
 

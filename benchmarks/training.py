@@ -73,30 +73,19 @@ class Job:
 # ---- a model whose compute is sleep ----
 
 
-class _Dense(Function):
+class _Sleep(Function):
+    """The identity, which takes `seconds` forward and twice as long backward; weights get some gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: Tensor, seconds: float, *weights: Tensor) -> Tensor:
+        ctx.seconds, ctx.weights = seconds, weights
         time.sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return grad, None
-
-
-class _Expert(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, seconds_per_row: float, *weights: Tensor) -> Tensor:
-        ctx.seconds, ctx.weights = rows[..., 0].numel() * seconds_per_row, weights
-        time.sleep(ctx.seconds)
-        return rows * 0.5
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         time.sleep(2 * ctx.seconds)
-        return grad * 0.5, None, *(torch.full_like(weight, 1e-6) for weight in ctx.weights)
+        return grad, None, *(torch.full_like(weight, 1e-6) for weight in ctx.weights)
 
 
 class SleepingExpert(nn.Module):
@@ -108,7 +97,7 @@ class SleepingExpert(nn.Module):
         self.seconds_per_row = seconds_per_row
 
     def forward(self, rows: Tensor) -> Tensor:
-        return _Expert.apply(rows, self.seconds_per_row, *self.parameters())
+        return 0.5 * _Sleep.apply(rows, rows[..., 0].numel() * self.seconds_per_row, *self.parameters())
 
 
 class SleepModel(nn.Module):
@@ -131,7 +120,7 @@ class SleepModel(nn.Module):
         x = self.embedding(tokens)
         total_aux = x.new_zeros(())
         for layer in self.layers:
-            y, aux, _ = layer(_Dense.apply(x, self.dense_s * tokens.shape[0]))
+            y, aux, _ = layer(_Sleep.apply(x, self.dense_s * tokens.shape[0]))
             x, total_aux = x + y, total_aux + aux
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()), total_aux
 
