@@ -104,7 +104,7 @@ from pathlib import Path
 from benchmarks.__main__ import main
 for path in map(Path, sys.argv[1:]):
     name = json.loads(path.read_text().splitlines()[0])["command"].split()[3]
-    print("##", path.name)
+    print("@@", path.name)
     assert main([name, "--report", str(path)]) == 0
 """
 
@@ -116,5 +116,5 @@ def test_reports_read_the_results() -> None:
         timeout=250, env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    for part in run.stdout.split("## ")[1:]:
+    for part in run.stdout.split("@@ ")[1:]:
         assert part.count("\n") > 3, part
