@@ -43,7 +43,7 @@ SLOW = {
     "simulate benchmarks/results/e2e-exact-4x1.jsonl": "simulator",
     "scale --parts table": "HybridEP",
     "replan --rates 500mbit 50mbit --rows 1 --steps 4 --warm-up 8 --tries 1 --layers 1": "planned: losses differ",
-    "export --layers 2 --hidden 64 --ffn 64 --experts 4 --kill-at-bytes 1000": "adapters --merged",
+    "export --layers 2 --hidden 64 --experts 4": "adapters --merged",
     "is-it-for-you --page page.md": "",
 }
 ELSEWHERE = {"demo": "tests/house/test_demo.py", "faults": "tests/house/test_faults.py"}
