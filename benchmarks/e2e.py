@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="most steps of one block")
     parser.add_argument("--block-s", type=float, default=2.0, help="seconds of one block to aim at")
-    parser.add_argument("--plans", nargs="+", default=[], help="by name; by default all with exact tokens")
+    parser.add_argument("--plans", nargs="+", default=[], help="by name; by default all")
     parser.add_argument("--plots", type=Path, help="folder for plots of the report")
     parser.add_argument("--limits", action="store_true", help="report steps over those of phases without a limit")
     training.add_model_arguments(parser)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, records: Records) -> None:
 def rank(args: argparse.Namespace, job: Job) -> None:
     sizes = tuple(int(size) for size in args.dcs.split("x"))
     known = plans_of(sizes) if args.model == "bytes" else plans_of_hf(sizes)
-    plans = [plan for plan in known if (plan.name in args.plans if args.plans else plan.token_codec == "identity")]
+    plans = [plan for plan in known if not args.plans or plan.name in args.plans]
     job.ask("rate", rate="none")
     runs = {count: [build(args, plan, count, sizes) for plan in plans] for count in args.accumulations}
     corpus, _ = train_lm.read_corpus()

@@ -71,8 +71,8 @@ def rank(args: argparse.Namespace, job: Job) -> None:
                 if accumulation > 1 and plan.name in SLOW_PLANS:
                     continue
                 if args.congestion_control is not None and plan.domain_sizes is not None:
-                    codecs = {"codecs": plan.codecs} if plan.codecs else {}
-                    plan = replace(plan, codecs={**codecs, "congestion_control": args.congestion_control})
+                    control = {"congestion_control": args.congestion_control}
+                    plan = replace(plan, slow={**(plan.slow or {}), **control})
                 run = build(settings, plan, accumulation, (sizes.num_dcs, sizes.hosts_per_dc))
                 run.train(corpus, settings, 1, WARM_UP_STEPS)
                 before, seconds = waits_of(run), []

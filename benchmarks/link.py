@@ -34,7 +34,6 @@ from ds_hybridep.link import URGENT, Link, Options
 __all__ = ["Job", "add_arguments", "rank", "report", "run"]
 
 RATE, DELAY = "1000mbit", "50ms"
-LIMIT_S = 300.0
 NUM_TRIPS = 500
 # Plans over two levels of two: domain sizes, and how tokens go; None: DeepSpeed.
 PLANS: dict[str, tuple[tuple[int, int], str] | None] = {

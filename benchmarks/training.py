@@ -28,6 +28,7 @@ VOCABULARY = train_lm.VOCABULARY
 SIZES = {"hidden": 64, "layers": 4, "experts": 8, "top_k": 2, "seq_len": 128, "capacity_factor": 1.25}
 ADAPTER_RANK = 8
 ANSWER_LIMIT_S = 60.0
+RECOMMENDED = {"codecs": "recommended"}
 AUTO_LEVEL = {"weight_codec": "auto", "gradient_codec": "auto"}
 AUTO_CODECS = ({"type": "low_rank", "ratio": 50}, "int8")
 AUTO_MOST_STEPS = 100
@@ -246,10 +247,9 @@ class Plan:
     name: str
     ep_size: int
     domain_sizes: tuple[Any, ...] | None = None
-    codecs: Any = None  # between the DCs: "recommended", or settings of the level
+    slow: Mapping[str, Any] | None = None  # settings of the slow level
     dense_sync: str | None = None  # None: by level
     token_exchange: str = "auto"
-    token_codec: str = "identity"  # between the DCs; others run where --plans names them
     auto_codecs: tuple[Any, ...] = ()
     adapters: str = ""  # what has some, "attention" or "attention and experts"; else everything is trained
 
@@ -260,8 +260,7 @@ class Plan:
             {"name": name, "size": size, "domain_size": domain_size}
             for name, size, domain_size in zip(("dc", "gpu"), sizes, domain_sizes, strict=True)
         ]
-        codecs = {"codecs": self.codecs} if self.codecs == "recommended" else self.codecs or {}
-        levels[0].update(codecs, token_codec=self.token_codec)
+        levels[0].update(self.slow or {})
         return {
             "levels": levels, "token_exchange": self.token_exchange, "auto_codecs": list(self.auto_codecs),
             "advanced": {"verify_interval": 0, "prefetch_depth": prefetch_depth},
@@ -280,11 +279,10 @@ def plans_of(sizes: tuple[int, ...]) -> list[Plan]:
         Plan("hybridep [1,1], dense sums by DeepSpeed", world, (1, 1), dense_sync="deepspeed"),
         by_level,
         replace(by_level, name="hybridep, only sums by level", token_exchange="deepspeed"),
-        *(replace(by_level, name=f"{by_level.name}, tokens {one}", token_codec=one) for one in ("int8", "fp8")),
         *(Plan(f"hybridep [{size},1]", world, (size, 1)) for size in range(2, dcs + 1) if dcs % size == 0),
-        Plan(f"hybridep [{dcs},1] recommended", world, (dcs, 1), "recommended"),
+        Plan(f"hybridep [{dcs},1] recommended", world, (dcs, 1), RECOMMENDED),
         Plan("hybridep, EP inside the DC", gpus, (1, 1)),
-        Plan("hybridep, EP inside the DC, recommended", gpus, (1, 1), "recommended"),
+        Plan("hybridep, EP inside the DC, recommended", gpus, (1, 1), RECOMMENDED),
         Plan("hybridep auto", world, ("auto", "auto")),
         Plan("hybridep auto, codecs allowed", world, ("auto", "auto"), AUTO_LEVEL, auto_codecs=AUTO_CODECS),
         replace(flat, name=f"{flat.name} again"),
