@@ -175,9 +175,7 @@ def emulated(topology: Topology, links: LinkSpec | None) -> Iterator[EmulatedNet
         yield network
 
 
-def run_job(
-    dcs: str, links: LinkSpec | None, records: Records, *arguments: str, limit_s: float = 7200.0, is_live: bool = True
-) -> None:
+def run_job(dcs: str, links: LinkSpec | None, records: Records, *arguments: str, limit_s: float = 7200.0) -> None:
     """Run this program's `rank` on each host of `dcs`, such as "2x2"; over loopback without `links`.
 
     arguments: behind those that this program was given.
@@ -189,10 +187,10 @@ def run_job(
         requests = Requests(folder, network, records)
         paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         environment = {JOB_FOLDER: scratch, "PYTHONPATH": paths}
-        live = sys.stdout if is_live else None
         with RankProcesses(
-            network, line, num_ranks=topology.num_ranks, log_dir=folder / "logs", environment=environment, live=live
-        ) as ranks:
+            network, line, num_ranks=topology.num_ranks, log_dir=folder / "logs", environment=environment,
+            live=sys.stdout,
+        ) as ranks:  # fmt: skip
             while ranks.poll() and not ranks.failed_ranks() and time.monotonic() - ranks.start_s < limit_s:
                 requests.serve()
                 time.sleep(POLL_S)

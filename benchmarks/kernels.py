@@ -54,6 +54,10 @@ class Case:
     min_bytes: int
 
 
+def both(call: Callable[[Any, int], object], ours: Any, by_torch: Any) -> dict[str, Callable[[int], object]]:
+    return {"ours": lambda turn: call(ours, turn), "torch": lambda turn: call(by_torch, turn)}
+
+
 def num_turns(num_bytes: int) -> int:
     """Sets of inputs of `num_bytes` each that are more than the L2 cache holds."""
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
@@ -106,11 +110,8 @@ def row_params(options: argparse.Namespace) -> dict[str, Any]:
 def plan_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     """Route planning alone, with the wait for the split sizes."""
     routes = [make_routes(options, seed) for seed in range(4)]
-    reference, num_slots = load_kernels("reference"), options.tokens * options.top_k
-    variants = {
-        name: lambda turn, one=one: one.plan_routes(*routes[turn])
-        for name, one in (("ours", kernels), ("torch", reference))
-    }
+    num_slots = options.tokens * options.top_k
+    variants = both(lambda one, turn: one.plan_routes(*routes[turn]), kernels, load_kernels("reference"))
     yield Case("plan", row_params(options), variants, 4, num_slots * (4 + 8 + 8) + num_slots * (8 + 4 * options.top_k))
 
 
@@ -174,28 +175,25 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
 def record_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     """Dispatch to rows of one byte an element, and back to whole ones."""
     dtype, hidden, params = getattr(torch, options.dtype), options.hidden, row_params(options)
-    both = {"ours": kernels, "torch": load_kernels("reference")}
+    pair = {"ours": kernels, "torch": load_kernels("reference")}
     places = kernels.plan_routes(*make_routes(options, 0)).row_to_token
     row_bytes = hidden * dtype.itemsize
     turns = num_turns(options.tokens * row_bytes)
     x = [torch.randn(options.tokens, hidden, device="cuda").to(dtype) for _ in range(turns)]
     for kind in get_args(RowFormat):
-        made = {name: one.quantise_rows(x[0], places, kind) for name, one in both.items()}
-        read = {name: one.dequantise_rows(made["ours"], hidden, kind, dtype) for name, one in both.items()}
+        made = {name: one.quantise_rows(x[0], places, kind) for name, one in pair.items()}
+        read = {name: one.dequantise_rows(made["ours"], hidden, kind, dtype) for name, one in pair.items()}
         assert torch.equal(made["ours"], made["torch"]), "records differ"
         assert torch.equal(read["ours"], read["torch"]), "rows differ"
         many = [made["ours"].clone() for _ in range(num_turns(made["ours"].numel()))]
         del made, read
-        variants: dict[str, Callable[[int], object]] = {
-            name: lambda turn, one=one, kind=kind: one.quantise_rows(x[turn], places, kind)
-            for name, one in both.items()
-        }
+        variants = both(lambda one, turn, kind=kind: one.quantise_rows(x[turn], places, kind), *pair.values())
         num_bytes = options.tokens * row_bytes + len(places) * (record_bytes(hidden) + 8)
         yield Case(f"dispatch to {kind}", params, variants, len(x), num_bytes)
-        variants = {
-            name: lambda turn, one=one, kind=kind, many=many: one.dequantise_rows(many[turn], hidden, kind, dtype)
-            for name, one in both.items()
-        }
+        variants = both(
+            lambda one, turn, kind=kind, many=many: one.dequantise_rows(many[turn], hidden, kind, dtype),
+            *pair.values(),
+        )
         yield Case(f"rows from {kind}", params, variants, len(many), len(places) * (record_bytes(hidden) + row_bytes))
 
 
@@ -206,19 +204,15 @@ def codec_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     weights = [torch.randn(shape, device="cuda") for _ in range(num_turns(num_elements * 8))]
     mirrors = [weight + 0.01 * torch.randn_like(weight) for weight in weights]
     for name, spec in CODECS.items():
-        both = {"ours": make_codec(spec, kernels="compiled"), "torch": make_codec(spec, kernels="reference")}
-        states = {one: codec.new_state(*shape, device="cuda") for one, codec in both.items()}
+        pair = make_codec(spec, kernels="compiled"), make_codec(spec, kernels="reference")
+        states = {id(codec): codec.new_state(*shape, device="cuda") for codec in pair}
         # The fresh start of low rank comes once in many steps.
-        packets = {one: codec.encode(weights[0], states[one]) for one, codec in both.items()}["ours"]
-        variants: dict[str, Callable[[int], object]] = {
-            one: lambda turn, codec=codec, state=states[one]: codec.encode_update(weights[turn], mirrors[turn], state)
-            for one, codec in both.items()
-        }
+        packets, _ = (codec.encode(weights[0], states[id(codec)]) for codec in pair)
+        variants = both(
+            lambda one, turn, states=states: one.encode_update(weights[turn], mirrors[turn], states[id(one)]), *pair
+        )
         yield Case(f"encode {name}", params, variants, len(weights), num_elements * 12 + packets.numel())
-        variants = {
-            one: lambda turn, codec=codec, packets=packets: codec.decode_add(packets, mirrors[turn])
-            for one, codec in both.items()
-        }
+        variants = both(lambda one, turn, packets=packets: one.decode_add(packets, mirrors[turn]), *pair)
         yield Case(f"decode {name}", params, variants, len(weights), num_elements * 8 + packets.numel())
 
 
