@@ -58,19 +58,14 @@ class Training:
 
     def at_rate(self, rate: float) -> tuple[Tensor, Tensor]:
         """bf16 [n], before and after the last of some steps at `rate`; the training itself goes no further."""
-        masters, state = [master.clone() for master in self.masters], copy.deepcopy(self.optimizer.state_dict())
-        before, at = self.weights(), self.num_steps
-        for group in self.optimizer.param_groups:
+        twin = copy.deepcopy(self)
+        for group in twin.optimizer.param_groups:
             group["lr"] = rate
-        for _ in range(STEPS_AFTER):
-            before = self.weights()
-            self.step()
-        after = self.weights()
-        for master, saved in zip(self.masters, masters, strict=True):
-            master.data.copy_(saved)
-        self.optimizer.load_state_dict(state)
-        self.num_steps = at
-        return before, after
+        for _ in range(STEPS_AFTER - 1):
+            twin.step()
+        before = twin.weights()
+        twin.step()
+        return before, twin.weights()
 
 
 def entropy_of_change(old: Tensor, new: Tensor) -> float:
