@@ -57,12 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder is not None:
         program.rank(args, program.Job(Path(folder)))
         return 0
+    if not hasattr(program, "report"):
+        return int(program.run(args))
     if args.report:
         print(program.report(read_records(args.report), args))
         return 0
     records = Records(name, args.out)
     status = program.run(args, records) or 0
-    if records.rows and hasattr(program, "report"):
+    if records.rows:
         print(program.report(records.rows, args))
     return int(status)
 
@@ -73,8 +75,9 @@ def parse(name: str, program: Any, arguments: Sequence[str]) -> argparse.Namespa
         description=program.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
-    parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="print the tables of these records")
+    if hasattr(program, "report"):
+        parser.add_argument("--out", type=Path, help="JSON lines are appended here")
+        parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="print the tables of these records")
     program.add_arguments(parser)
     return parser.parse_args(arguments)
 

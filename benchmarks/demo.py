@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks.common import REPOSITORY, Records
+from benchmarks.common import REPOSITORY
 from ds_hybridep.commands.page import Run, write_page
 from ds_hybridep.lab.launcher import RankProcesses
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
@@ -65,17 +65,17 @@ WAYS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each run (default 40)")
     parser.add_argument("--wan", default="50mbit", metavar="RATE", help="of the slow link (default 50mbit)")
-    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "demo", help="for logs and the report")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "demo", help="for logs and the report")
 
 
-def run(args: argparse.Namespace, records: Records) -> int:
+def run(args: argparse.Namespace) -> int:
     if args.steps <= WARM_UP_STEPS:
         raise SystemExit(f"--steps: got {args.steps}, wanted more than {WARM_UP_STEPS}, which warm up")
     links = LinkSpec(wan_bits_per_s=parse_rate(args.wan, "--wan"))
     console = Console(highlight=False)
     reason = why_not_permitted(with_delay=False)
     environment = demo_environment()
-    args.folder.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     build_ops(environment, console)
     if reason is None:
         console.print(f"4 ranks in 2 datacentres, joined by {args.wan}; {args.steps} steps each")
@@ -88,13 +88,13 @@ def run(args: argparse.Namespace, records: Records) -> int:
         if one is None:
             return 1
         runs.append(one)
-    record = json.loads((args.folder / "run.json").read_text())
+    record = json.loads((args.out / "run.json").read_text())
     if reason is not None:
         runs = with_counted_bytes(runs, record)
     console.print(table_of(runs, is_timed=reason is None))
     if reason is not None:
         console.print("MB: counted by ds_hybridep; for EP over both datacentres those of its tokens alone.")
-    page = args.folder / "report.html"
+    page = args.out / "report.html"
     write_page(page, record, runs if reason is None else ())
     console.print(f"report: {page}")
     return 0
@@ -139,11 +139,11 @@ def train(
 ) -> Run | None:
     """How it went; None where it failed, with the end of its output shown."""
     name = f"{WAYS.index(way) + 1}"
-    config, result_path = args.folder / f"{name}.json", args.folder / f"{name}_result.json"
+    config, result_path = args.out / f"{name}.json", args.out / f"{name}_result.json"
     ds_config = json.loads((REPOSITORY / "ds_configs" / way.config).read_text())
     if "hybridep" in ds_config:
         ds_config["hybridep"]["levels"][0]["codecs"] = "recommended"
-        ds_config["hybridep"].update(report_file=str(args.folder / "run.json"), report_interval=args.steps)
+        ds_config["hybridep"].update(report_file=str(args.out / "run.json"), report_interval=args.steps)
     config.write_text(json.dumps(ds_config, indent=2))
     result_path.unlink(missing_ok=True)
     command = [sys.executable, str(REPOSITORY / "examples" / "train_lm.py"), "--deepspeed_config", str(config)]
@@ -151,7 +151,7 @@ def train(
     command += ["--json-file", str(result_path)]
     columns = TextColumn("{task.description:38}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps")
     uplink_bytes: dict[int, int] = {}  # by steps done
-    logs = args.folder / name
+    logs = args.out / name
     with (
         Progress(*columns, TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), console=console) as progress,
         RankProcesses(network, command, num_ranks=4, log_dir=logs, environment=environment) as ranks,

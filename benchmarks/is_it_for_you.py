@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import REPOSITORY, Records, table
+from benchmarks.common import REPOSITORY, table
 from ds_hybridep.commands import question
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.planner import Plan, make_plan
@@ -86,12 +86,13 @@ def rows() -> Iterator[tuple[str, ...]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--page", type=Path, default=REPOSITORY / "docs" / "is-it-for-you.md")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "is-it-for-you.md")
 
 
-def run(args: argparse.Namespace, records: Records) -> None:
+def run(args: argparse.Namespace) -> int:
     header = (
         "model", "training", "GPUs", "Gbit/s", "plan", "s/step", "over DeepSpeed", "what beats it, times as fast",
         "GB/GPU",
     )  # fmt: skip
-    args.page.write_text(PAGE.format(table=table(header, rows())))
+    args.out.write_text(PAGE.format(table=table(header, rows())))
+    return 0

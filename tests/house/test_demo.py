@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 def test_the_demo_compares_three_ways_and_writes_a_page(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "demo", "--steps", "7", "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", "demo", "--steps", "7", "--out", str(tmp_path)]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stdout + run.stderr
     for way in ("EP over both datacentres", "EP inside each datacentre", "ds_hybridep"):
