@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import torch
 import torch._dynamo
 import torch._inductor.compile_fx
@@ -26,7 +25,7 @@ import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401  imported 
 from deepspeed import comm as dist
 from torch import nn
 
-from benchmarks.training import VOCABULARY, autoep, byte_model, engine_of, qwen3_moe, train_step
+from benchmarks.training import VOCABULARY, autoep, byte_model, engine_of, join, qwen3_moe, train_step
 from ds_hybridep.integration import api
 from ds_hybridep.lab.launcher import MASTER_PORT, rank_environment
 from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork
@@ -151,10 +150,7 @@ def break_in(engine: Any, breaker: Breaker, phase: str) -> None:
 
 def train(orders: Orders) -> None:
     """What each rank runs."""
-    rank = int(os.environ["RANK"])
-    # Else DeepSpeed compiles an all-reduce over shared memory on the first use, for a minute.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
+    rank = join()
     with failing_attach(orders, rank):
         engine = build(orders)
     breaker = Breaker(orders)

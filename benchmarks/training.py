@@ -34,14 +34,21 @@ AUTO_CODECS = ({"type": "low_rank", "ratio": 50}, "int8")
 AUTO_MOST_STEPS = 100
 
 
+def join() -> int:
+    """Make the process group; returns this rank."""
+    # Else DeepSpeed compiles an all-reduce over shared memory, for a minute, that no rank with a host of its own uses.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    return int(dist.get_rank())
+
+
 class Job:
     """One rank's side of a job; only rank 0 asks the driver, and all ranks wait for the answer."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._count = folder, 0
         torch.set_num_threads(1)
-        deepspeed.init_distributed("gloo")
-        self.rank = dist.get_rank()
+        self.rank = join()
 
     def ask(self, command: str, **request: Any) -> dict[str, Any]:
         answer: dict[str, Any] = {}
