@@ -28,9 +28,9 @@ from rich.table import Table
 from ds_hybridep.commands.page import Run, write_page
 from ds_hybridep.errors import LabError
 from ds_hybridep.lab.launcher import RankProcesses
+from ds_hybridep.lab.namespaces import become_root
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_rate
-from ds_hybridep.lab.unprivileged import become_root
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DATACENTRES = Topology(2, 2)

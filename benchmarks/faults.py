@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_hybridep.lab.launcher import MASTER_PORT, rank_environment
+from ds_hybridep.lab.namespaces import become_root
 from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology
-from ds_hybridep.lab.unprivileged import become_root
 
 FAULTS = ("kill", "stop", "exception", "memory", "link", "dc", "kill rank 0")
 PHASES = ("forward", "backward", "step", "save", "load")

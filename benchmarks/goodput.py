@@ -6,7 +6,7 @@
     python benchmarks/goodput.py --report benchmarks/results/goodput.jsonl
 
 Two ranks in two datacentres send each other one message over channels with so many `connections`.  Needs root,
-iproute2 and a C compiler.
+iproute2 and a C++ compiler.
 """
 
 import argparse

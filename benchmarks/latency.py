@@ -5,7 +5,7 @@
     sudo python benchmarks/latency.py --quick
 
 Each delay and layer count is one job on emulated datacentres that trains all plans in turn.  A table shows the step at
-the shortest delay, and what each longer one adds.  Needs root, iproute2 and a C compiler.
+the shortest delay, and what each longer one adds.  Needs root, iproute2 and a C++ compiler.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace, delay: str, num_layers: int) -> list[dict[
 
     links = LinkSpec(
         wan_bits_per_s=parse_rate(RATE, "rate"), wan_delay_s=parse_duration(delay, "--delays"),
-        wan_loss=args.loss, wan_jitter_s=parse_duration(args.jitter, "--jitter"),
+        wan_loss=args.loss,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(Topology.parse(DCS), links) as network:
         records = Path(scratch) / "records.jsonl"
@@ -121,7 +121,6 @@ def measure(args: argparse.Namespace, delay: str, num_layers: int) -> list[dict[
             "dcs": DCS,
             "rate": RATE,
             "wan_loss": args.loss,
-            "jitter": args.jitter,
         }
         about["versions"] = bench.versions()
         return [{**about, **json.loads(line)} for line in records.read_text().splitlines()]
@@ -159,7 +158,6 @@ def main() -> int:
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--steps", type=int, default=7, help="that are timed")
     parser.add_argument("--loss", type=float, default=0.0, help="share of frames that the long link drops")
-    parser.add_argument("--jitter", default="0ms", help="most that it delays one frame longer")
     parser.add_argument("--quick", action="store_true", help="1 and 50 ms, and domains over both DCs alone")
     parser.add_argument("--job-limit-s", type=float, default=400.0)
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")

@@ -34,9 +34,9 @@ from typing import Any
 
 from faults import Ranks, first_error
 
+from ds_hybridep.lab.namespaces import become_root
 from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology
-from ds_hybridep.lab.unprivileged import become_root
 
 TOPOLOGY = Topology(2, 2)
 RATES = (5e6, 20e6, 100e6, 500e6)  # bits per second of an uplink

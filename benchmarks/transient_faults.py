@@ -19,9 +19,9 @@ from typing import Any
 
 from soak import TOPOLOGY, Run, Undisturbed
 
+from ds_hybridep.lab.namespaces import become_root
 from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec
-from ds_hybridep.lab.unprivileged import become_root
 
 RATE = 20e6  # bits per second of an uplink
 CASES = {"cut for 5 s": 5.0, "cut for 60 s": 60.0, "10x slower for 60 s": 60.0, "1% loss": 30.0}  # how long

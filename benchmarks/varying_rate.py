@@ -13,7 +13,9 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +23,28 @@ import bench
 
 from ds_hybridep.lab.launcher import run_ranks
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
-from ds_hybridep.lab.topology import LinkSpec, ScheduleEvent, Topology, format_rate, parse_duration, parse_rate
+from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CUT_S = 2.0
+Events = list[tuple[float, Callable[[EmulatedNetwork], None]]]
 
 
-def schedule_of(rates: list[float], period_s: float, limit_s: float) -> list[ScheduleEvent]:
+def schedule_of(rates: list[float], period_s: float, limit_s: float) -> Events:
     """The rates in turn until `limit_s`; the last period of a round begins with a cut of the first DC's uplink."""
-    events, time_s = [], period_s
+    events: Events = []
+    time_s = period_s
     while time_s < limit_s:
         index = round(time_s / period_s) % len(rates)
-        events.append(ScheduleEvent(time_s, "rate", rates[index]))
+        events.append((time_s, partial(EmulatedNetwork.set_wan_rate, bits_per_s=rates[index])))
         if index == len(rates) - 1:
-            events.append(ScheduleEvent(time_s + 1.0, "cut", dc=0))
-            events.append(ScheduleEvent(time_s + 1.0 + CUT_S, "restore", dc=0))
+            events.append((time_s + 1.0, partial(EmulatedNetwork.cut, dc=0)))
+            events.append((time_s + 1.0 + CUT_S, partial(EmulatedNetwork.restore, dc=0)))
         time_s += period_s
     return events
 
 
-def train(args: argparse.Namespace, rate: float, events: list[ScheduleEvent], scratch: Path) -> dict[str, Any]:
+def train(args: argparse.Namespace, rate: float, events: Events, scratch: Path) -> dict[str, Any]:
     """Losses of all steps and the seconds of one run."""
     scratch.mkdir()
     record = scratch / "record.json"
@@ -59,7 +63,7 @@ def train(args: argparse.Namespace, rate: float, events: list[ScheduleEvent], sc
             command,
             log_dir=scratch,
             timeout_s=parse_duration(args.timeout, "--timeout"),
-            schedule=events,
+            events=[(at_s, partial(change, network)) for at_s, change in events],
             environment=environment,
         )
     if not result.is_success:
@@ -89,9 +93,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor() as pool:
         started = {name: pool.submit(train, args, *plan, Path(scratch) / name) for name, plan in plans.items()}
         varying, constant = (started[name].result() for name in plans)
-    print(
-        f"{args.steps} steps at {', '.join(map(format_rate, rates))} in turn: {varying['seconds']:.0f} s", flush=True
-    )
+    print(f"{args.steps} steps at {', '.join(args.rates)} in turn: {varying['seconds']:.0f} s", flush=True)
     print(f"{args.steps} steps at {args.constant}: {constant['seconds']:.0f} s", flush=True)
     pairs = zip(varying["losses"], constant["losses"], strict=True)
     different = [step for (step, one), (_, other) in pairs if one != other]
