@@ -3,18 +3,23 @@
 
 import statistics
 import time
+from dataclasses import replace
 
 import torch
 
 from ds_hybridep.adaptive.probe import WIRE_FACTOR, LinkProbe
 from ds_hybridep.codecs import make_codec
-from ds_hybridep.config_codecs import CodecConfig
+from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY, PATCH, CodecConfig, describe_codec
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.slots import lay_out
 from ds_hybridep.kernels import Mode
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.codec_costs import PATCHED_BYTES, codec_cost, patch_cost
 from ds_hybridep.plan.layout import CodecCost, Rates
 from ds_hybridep.plan.packets import packets_of
+from ds_hybridep.plan.slots import part_of
+from ds_hybridep.plan.workload import Workload
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import Mirror, Replica
@@ -22,6 +27,7 @@ from ds_hybridep.transport.streams import streams_of
 
 EXPERT_ROWS = (16, 256)
 TIMINGS = 3
+PATCH_BYTES_PER_S = 1e9  # assumed speed of a CPU, to encode and to decode
 
 
 def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rates:
@@ -43,7 +49,32 @@ def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rate
     )
 
 
-def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernels: Mode) -> CodecCost:
+def codec_costs(
+    config: HybridEPConfig, spec: LayerSpec, workload: Workload, probe: LinkProbe
+) -> dict[CodecConfig, CodecCost]:
+    """The cost of every codec that may be used, except the exact default; all ranks must call."""
+    fixed = [codec for level in config.levels for codec in level.all_codecs]
+    costs: dict[CodecConfig, CodecCost] = {}
+    for codec in dict.fromkeys([*config.auto_codecs, *fixed]):
+        if codec == PATCH:
+            costs[codec] = assumed_patch(workload)
+        elif codec not in (IDENTITY, AUTO_CODEC) and expert_params(spec, trainable_only=True):
+            costs[codec] = measure_codec(codec, spec, probe, config.advanced.kernels)
+        elif codec not in (IDENTITY, AUTO_CODEC):
+            parts = map(part_of, workload.dense_tensors)
+            costs[codec] = codec_cost(codec.model_dump(), parts, spec.sample.element_size())
+    return costs
+
+
+def assumed_patch(workload: Workload) -> CodecCost:
+    """The assumed cost of patches.  Only 16-bit weights are patched; others are sent as they are."""
+    if workload.param_bytes != PATCHED_BYTES:
+        return CodecCost("patch", is_lossy=False)
+    estimate = patch_cost(workload.learning_rate)
+    return replace(estimate, encode_bytes_per_s=PATCH_BYTES_PER_S, decode_bytes_per_s=PATCH_BYTES_PER_S)
+
+
+def measure_codec(config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernels: Mode) -> CodecCost:
     """Sizes and speed of a codec on one layer's experts: the mean over all ranks, which must all call."""
     codec = make_codec(config, kernels=kernels)
     parts = tuple(
@@ -72,7 +103,7 @@ def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkPr
     means = _means(probe, statistics.median(encode_s[1:]), statistics.median(decode_s[1:]))
     travel_bytes = num_elements * spec.sample.element_size()
     return CodecCost(
-        name=name,
+        name=describe_codec(config),
         encode_bytes_per_s=travel_bytes / max(means[0], 1e-9),
         decode_bytes_per_s=travel_bytes / max(means[1], 1e-9),
         packets=packets_of(config.model_dump()),
