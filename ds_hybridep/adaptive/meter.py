@@ -28,7 +28,6 @@ from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.streams import streams_of
 
-PROBE_LIMIT_S = 2.0  # for measuring all links at start-up
 ROOM_SHARE = 0.9  # of the free memory; packets and other short-lived buffers need the rest
 
 
@@ -64,19 +63,6 @@ class LayerWatch:
         else:
             self.calls += 1
             self.tokens += inputs[0].numel() // inputs[0].shape[-1]
-
-
-def measured_links(cluster: Cluster, probe: LinkProbe) -> Cluster:
-    """The levels of a job; a link whose rate or latency is not given is measured.  All ranks must call."""
-    limit_s = PROBE_LIMIT_S / len(cluster.levels)
-    return Cluster(
-        tuple(
-            probe.measure(index, limit_s=limit_s)
-            if None in (level.link.bandwidth_bytes_per_s, level.link.latency_s)
-            else level
-            for index, level in enumerate(cluster.levels)
-        )
-    )
 
 
 class JobMeter:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_hybridep.adaptive.chooser import HORIZON, Chooser, Look
-from ds_hybridep.adaptive.meter import JobMeter, RunningPlan, measured_links
+from ds_hybridep.adaptive.meter import JobMeter, RunningPlan
 from ds_hybridep.adaptive.options import Job, Option, open_options, settings_of
-from ds_hybridep.adaptive.probe import LinkProbe
+from ds_hybridep.adaptive.probe import LinkProbe, probe_links
 from ds_hybridep.adaptive.pulse import TRIAL_STEPS, WARM_UP_STEPS, Pulse, StepWatch
 from ds_hybridep.adaptive.rates import codec_costs, expert_params, measure_experts
 from ds_hybridep.config import AUTO, HybridEPConfig
@@ -39,6 +39,8 @@ from ds_hybridep.transport.job_link import LinkSettings
 from ds_hybridep.version import __version__
 
 log = logging.getLogger(__name__)
+
+PROBE_LIMIT_S = 2.0  # for measuring all links at start-up
 
 
 class JobPlanner:
@@ -78,7 +80,7 @@ class JobPlanner:
             )
             made.callback(self._transport.close)
             self._probe = LinkProbe(self._transport, device)
-            cluster = measured_links(config.cluster(), self._probe)
+            cluster = probe_links(self._probe, limit_s=PROBE_LIMIT_S, only_unknown=True)
             job = Job(cluster, workload, measure_experts(spec, self._probe, cluster))
             param_bytes = spec.sample.element_size()
             options = open_options(

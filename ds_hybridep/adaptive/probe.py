@@ -12,6 +12,7 @@ A rate is that of one child's uplink in one direction.  It includes headers, as 
 bytes x 1514/1448, the frame over the payload of a full TCP segment.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -41,21 +42,19 @@ CHANGE = 0.2  # share by which a rate must differ from a known one to count as c
 CPU = torch.device("cpu")
 PROBE = Purpose("control", "probe of a link")
 
-Place = tuple[int, ...]  # of a child: coordinates down to its level
-
 
 class LinkProbe:
     """Times transfers of its own.  All ranks of the job must make the same calls, while no other transfer runs."""
 
     def __init__(self, transport: Transport, device: torch.device = CPU) -> None:
         self._transport, self.device = transport, device
-        self._cluster = transport.cluster
-        self._place = self._cluster.place_of(transport.rank)
+        self.cluster = transport.cluster
+        self._place = self.cluster.place_of(transport.rank)
         exact = (None,) * len(transport.cluster.levels)
         ranks = range(transport.world_size)
         self._group = GroupSync(transport, ranks, "probe", Encoding(exact, exact), StepChanges(), CPU)
         self._buffers: dict[str, Tensor] = {}
-        for level, size in enumerate(self._cluster.sizes):
+        for level, size in enumerate(self.cluster.sizes):
             if size > 1:  # connect now: nobody then waits for a connection to a rank that fails later
                 self._channel(level)
 
@@ -70,38 +69,40 @@ class LinkProbe:
         return rows
 
     def measure(self, level: int, *, limit_s: float) -> Level:
-        """One level with its link.  Bursts over a slow link may take longer than `limit_s`."""
-        until_s, about = time.perf_counter() + limit_s, self._cluster.levels[level]
-        if about.size == 1:
-            return about
+        """One level with its link, by long and short transfers in turn.  Over a slow link they may pass `limit_s`.
+
+        Other work on a machine can only make a transfer slower, so the fastest of several counts.
+        """
+        until_s, about = time.perf_counter() + limit_s, self.cluster.levels[level]
         latency_s = self.latency_s(level)
         num_bytes, rate = self._first_burst(level, LEAST_BYTES, latency_s, LONG_ENOUGH_S)
-        for _ in range(REPETITIONS - 1):
-            if any(left_s <= 0 for (left_s,) in self.table([until_s - time.perf_counter()])):
+        short_bytes, long_s, short_s = num_bytes // GROWTH, math.inf, math.inf
+        for repetition in range(REPETITIONS):
+            if repetition and any(left_s <= 0 for (left_s,) in self.table([until_s - time.perf_counter()])):
                 break
-            rate = max(rate, self.burst(level, num_bytes, latency_s))
+            short_s = min(short_s, self._transfer_s(level, short_bytes))
+            long_s = min(long_s, self._transfer_s(level, num_bytes))
+        if short_s < long_s:  # the difference, so that the fixed cost of a transfer does not count
+            rate = self._carried(level, num_bytes - short_bytes) / (long_s - short_s)
         return replace(about, link=replace(about.link, bandwidth_bytes_per_s=rate, latency_s=latency_s))
 
     def measure_again(self, level: int, known: float, latency_s: float) -> float:
         """Bytes per second, by short bursts; `known` if they differ from it by no more than CHANGE."""
         least_s = max(SHORT_S, LEAST_LATENCIES * latency_s)
         # The first one is shorter, because the link may have become much slower.
-        guess = int(known * least_s / ranks_below(self._cluster)[level] / GROWTH)
+        guess = int(known * least_s / ranks_below(self.cluster)[level] / GROWTH)
         num_bytes, rate = self._first_burst(level, max(guess, LEAST_BYTES), latency_s, least_s)
         if abs(rate / known - 1) > CHANGE:
             rate = max(rate, *(self.burst(level, num_bytes, latency_s) for _ in range(REPETITIONS - 1)))
         return rate if abs(rate / known - 1) > CHANGE else known
 
     def _first_burst(self, level: int, num_bytes: int, latency_s: float, least_s: float) -> tuple[int, float]:
-        """Bytes and rate of the first burst that takes long enough, beginning with `num_bytes`.
-
-        Other work on a machine can only make a burst slower, so the fastest of several of them counts.
-        """
+        """Bytes and rate of the first burst that takes long enough, beginning with `num_bytes`."""
         self.table([0.0])
         while True:
             num_bytes = min(num_bytes, MOST_BYTES)
             rate = self.burst(level, num_bytes, latency_s)
-            if num_bytes == MOST_BYTES or ranks_below(self._cluster)[level] * num_bytes / rate >= least_s / 2:
+            if num_bytes == MOST_BYTES or ranks_below(self.cluster)[level] * num_bytes / rate >= least_s / 2:
                 return num_bytes, rate
             num_bytes *= GROWTH
 
@@ -120,22 +121,19 @@ class LinkProbe:
 
         Call right after `table`, which all ranks leave together.  `latency_s` is subtracted: nothing arrives in it.
         """
-        carried = ranks_below(self._cluster)[level] * num_bytes * WIRE_FACTOR
+        seconds = self._transfer_s(level, num_bytes)
         # A transfer that took no longer than a ping was faster than the clock can tell.
-        return min(carried / max(s - latency_s, s / 10, 1e-9) for s in self._transfer_s(level, num_bytes).values())
+        return self._carried(level, num_bytes) / max(seconds - latency_s, seconds / 10, 1e-9)
 
-    def _transfer_s(self, level: int, num_bytes: int) -> dict[Place, float]:
-        """Send from every rank to the next child.  Returns each uplink's seconds: the most of a rank at either end."""
+    def _carried(self, level: int, num_bytes: int) -> float:
+        """Bytes over one uplink, headers included, when each rank sends `num_bytes`."""
+        return ranks_below(self.cluster)[level] * num_bytes * WIRE_FACTOR
+
+    def _transfer_s(self, level: int, num_bytes: int) -> float:
+        """Send from every rank to the next child.  Returns the most seconds that a rank took, on either end."""
         begin_s = time.perf_counter()
         self._pass_on(level, num_bytes)
-        own_s = time.perf_counter() - begin_s
-        seconds: dict[Place, float] = {}
-        for rank, (took_s,) in enumerate(self.table([own_s])):
-            *parent, at = self._cluster.place_of(rank)[: level + 1]
-            # A sender may finish before its receiver.
-            for uplink in ((*parent, at), (*parent, (at - 1) % self._cluster.sizes[level])):
-                seconds[uplink] = max(seconds.get(uplink, 0.0), took_s)
-        return seconds
+        return max(took_s for (took_s,) in self.table([time.perf_counter() - begin_s]))
 
     def _pass_on(self, level: int, num_bytes: int) -> None:
         """Send to the next child, receive from the one before, and wait until both are done on this rank."""
@@ -166,18 +164,22 @@ class LinkProbe:
         return self._buffers[way][:num_bytes]
 
     def _channel(self, level: int) -> tuple[Channel, tuple[int, ...]]:
-        place, size = self._place, self._cluster.sizes[level]
-        siblings = tuple(self._cluster.rank_at((*place[:level], at, *place[level + 1 :])) for at in range(size))
+        place, size = self._place, self.cluster.sizes[level]
+        siblings = tuple(self.cluster.rank_at((*place[:level], at, *place[level + 1 :])) for at in range(size))
         channel = self._transport.channel(f"probe_{level}", siblings)
         channel.prepare(self.device)  # needs all siblings, and later not all of them send in pairs
         return channel, siblings
 
 
-def probe_links(transport: Transport, *, limit_s: float) -> Cluster:
+def probe_links(probe: LinkProbe, *, limit_s: float, only_unknown: bool = False) -> Cluster:
     """The job's levels with their links.  All ranks must call this.
 
     limit_s: for all levels together; the first transfers over a slow link may take longer.
+    only_unknown: whether links whose rate and latency are known are left as they are.
     """
-    probe, sizes = LinkProbe(transport), transport.cluster.sizes
-    share_s = limit_s / max(sum(size > 1 for size in sizes), 1)
-    return Cluster(tuple(probe.measure(level, limit_s=share_s) for level in range(len(sizes))))
+    levels = list(probe.cluster.levels)
+    for index, level in enumerate(levels):
+        is_known = None not in (level.link.bandwidth_bytes_per_s, level.link.latency_s)
+        if level.size > 1 and not (only_unknown and is_known):
+            levels[index] = probe.measure(index, limit_s=limit_s / len(levels))
+    return Cluster(tuple(levels))

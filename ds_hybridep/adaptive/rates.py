@@ -3,9 +3,11 @@
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ds_hybridep.adaptive.probe import WIRE_FACTOR, LinkProbe
 from ds_hybridep.codecs import make_codec
@@ -87,20 +89,12 @@ def measure_codec(config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernel
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(p.num_experts, *p.shape, generator=generator).to(device) for p in parts]
     mirror, replica = Mirror(layout, Home(device)), Replica(layout, [torch.zeros_like(weight) for weight in weights])
+    messages: list[Tensor] = []
     probe.table([0.0])
-    encode_s, decode_s, streams = [], [], streams_of(device)
-    streams.synchronize()
-    for _ in range(TIMINGS + 1):
-        begin_s = time.perf_counter()
-        message = mirror.encode(weights)
-        streams.synchronize()
-        middle_s = time.perf_counter()
-        replica.apply([message])
-        streams.synchronize()
-        encode_s.append(middle_s - begin_s)
-        decode_s.append(time.perf_counter() - middle_s)
+    encode_s = _median_s(lambda: messages.append(mirror.encode(weights)), device)
+    decode_s = _median_s(lambda: replica.apply([messages.pop(0)]), device)
     num_elements = sum(weight.numel() for weight in weights)
-    means = _means(probe, statistics.median(encode_s[1:]), statistics.median(decode_s[1:]))
+    means = _means(probe, encode_s, decode_s)
     travel_bytes = num_elements * spec.sample.element_size()
     return CodecCost(
         name=describe_codec(config),
@@ -121,18 +115,27 @@ def _expert_s(spec: LayerSpec, rows: int) -> float:
     num_experts = spec.num_local if spec.is_grouped else 1  # in one call
     values = torch.randn(num_experts * rows, spec.hidden, generator=generator).to(sample)
     parameters = [parameter for parameter in expert.parameters() if parameter.requires_grad]
-    timings, streams = [], streams_of(sample.device)
+
+    def call() -> None:
+        x = values.clone().requires_grad_()
+        output = spec.call(expert, {}, x, [rows] * num_experts)
+        # autograd.grad, because DeepSpeed's hooks on gradients of parameters must not run.
+        torch.autograd.grad(output.sum(), [x, *parameters], allow_unused=True)
+
     with torch.random.fork_rng(devices=[sample.device] if sample.is_cuda else []), torch.enable_grad():
-        for _ in range(TIMINGS + 1):
-            streams.synchronize()
-            begin_s = time.perf_counter()
-            x = values.clone().requires_grad_()
-            output = spec.call(expert, {}, x, [rows] * num_experts)
-            # autograd.grad, because DeepSpeed's hooks on gradients of parameters must not run.
-            torch.autograd.grad(output.sum(), [x, *parameters], allow_unused=True)
-            streams.synchronize()
-            timings.append(time.perf_counter() - begin_s)
-    return statistics.median(timings[1:]) / num_experts
+        return _median_s(call, sample.device) / num_experts
+
+
+def _median_s(call: Callable[[], None], device: torch.device) -> float:
+    """Median seconds of some calls, without the first."""
+    timings, streams = [], streams_of(device)
+    for _ in range(TIMINGS + 1):
+        streams.synchronize()
+        begin_s = time.perf_counter()
+        call()
+        streams.synchronize()
+        timings.append(time.perf_counter() - begin_s)
+    return statistics.median(timings[1:])
 
 
 def expert_params(spec: LayerSpec, *, trainable_only: bool = False) -> int:

@@ -68,8 +68,9 @@ def run(args: argparse.Namespace) -> int:
                 f"--levels: {','.join(levels)} make {cluster.num_ranks} ranks, but the job has {transport.world_size}"
             )
         _say(transport.rank, f"measuring {', '.join(levels)}")
-        found = probe_links(transport, limit_s=LIMIT_S)
-        has_bbr = all(answer for (answer,) in LinkProbe(transport).table([is_permitted(BBR)]))
+        probe = LinkProbe(transport)
+        found = probe_links(probe, limit_s=LIMIT_S)
+        has_bbr = all(answer for (answer,) in probe.table([is_permitted(BBR)]))
         transport.close()
         # Measure long links again with other connections, which carry more where frames get lost.
         for other in (Link(congestion_control=BBR), Link(connections=MANY)):
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
                 kind = other.congestion_control or other.connections
                 _say(transport.rank, f"measuring long links again, with {kind} connections")
                 transport = Transport(tried, TIMEOUT_S, agree({"levels": levels}, TIMEOUT_S))
-                found = better_of(found, probe_links(transport, limit_s=LIMIT_S))
+                found = better_of(found, probe_links(LinkProbe(transport), limit_s=LIMIT_S))
                 transport.close()
         if transport.rank == 0:
             print(cluster_file(found), end="", flush=True)

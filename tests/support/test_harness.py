@@ -10,7 +10,6 @@ import parity
 import pytest
 import torch
 import toy_model
-from combinations import each_combination
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
 from marks import slow
@@ -212,31 +211,3 @@ def test_another_order_of_sums_is_inside_the_tolerance_and_a_wrong_gradient_is_n
     for factor in (0.5, 2.0) if case.dtype == "bf16" else (0.999, 1.001):
         results = pool4.run(parity.run_with_fault, case=case, gradient_factor=factor, where=3)
         assert parity.numeric_problems(case, results) != []
-
-
-# -- the grid ---------------------------------------------------------------------------------------------------
-
-
-def test_spans_of_consecutive_and_strided_groups() -> None:
-    assert parity.ep_spans((2, 2), ep_size=2, data_before_expert=False) == (1, 2)
-    assert parity.ep_spans((2, 2), ep_size=2, data_before_expert=True) == (2, 1)
-    assert parity.ep_spans((2, 2, 2), ep_size=4, data_before_expert=False) == (1, 2, 2)
-    assert parity.ep_spans((2, 2, 2), ep_size=4, data_before_expert=True) == (2, 2, 1)
-    with pytest.raises(ValueError, match="no sub-grid"):
-        parity.ep_spans((2, 3), ep_size=3, data_before_expert=True)
-    with pytest.raises(ValueError, match="no sub-grid"):
-        parity.ep_spans((2, 3), ep_size=2, data_before_expert=False)  # the first group is one, the second is not
-
-
-def test_few_settings_hold_any_three_values_of_a_grid() -> None:
-    axes = [(0, 1, 2), ("a", "b"), (None, True), (5, 6, 7)]
-    settings = each_combination(axes, of=3)
-    assert len(settings) < 36
-    for which in itertools.combinations(range(4), 3):
-        wanted = set(itertools.product(*(axes[i] for i in which)))
-        assert wanted == {tuple(setting[i] for i in which) for setting in settings}
-
-
-def test_domain_sizes_divide_the_span() -> None:
-    assert parity.domain_size_choices((2, 2), ep_size=2) == [(1, 1), (1, 2)]
-    assert parity.domain_size_choices((4, 1), ep_size=4) == [(1, 1), (2, 1), (4, 1)]
