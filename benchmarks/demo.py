@@ -28,7 +28,6 @@ from rich.table import Table
 from benchmarks.common import REPOSITORY
 from ds_hybridep.commands.page import Run, write_page
 from ds_hybridep.lab.launcher import RankProcesses
-from ds_hybridep.lab.namespaces import become_root
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_rate
 
