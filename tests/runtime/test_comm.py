@@ -21,10 +21,10 @@ from torch import distributed as dist
 from ds_hybridep.config import parse_config
 from ds_hybridep.errors import AgreementError, CommunicationError, ConfigError, UnsupportedError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.transport import sockets
 from ds_hybridep.transport.agreement import agree, announcing_failure
 from ds_hybridep.transport.channels import Purpose
-from ds_hybridep.transport.job import backends_of
+from ds_hybridep.transport.job import backends_of, why_not_permitted
+from ds_hybridep.transport.job import socket as job_socket
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -269,7 +269,7 @@ def connect_by_level(wanted: str | None) -> dict[int, set[str]]:
             lane.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
             for lane in peer.lanes
         }
-        for rank, peer in transport.link._link.peers.items()
+        for rank, peer in transport.link.peers.items()
     }
     dist.barrier()
     transport.close()
@@ -290,10 +290,10 @@ def test_a_congestion_control_that_the_system_lacks_is_an_error_with_its_key_pat
 ) -> None:
     level = {"name": "dc", "size": 2, "congestion_control": "bbr"}
     config = parse_config({"levels": [{"name": "gpu", "size": 1}, level]}, world_size=2)
-    monkeypatch.setattr(sockets.socket, "TCP_CONGESTION", -1)  # an option that no system has
+    monkeypatch.setattr(job_socket, "TCP_CONGESTION", -1)  # an option that no system has
     with pytest.raises(UnsupportedError, match=r'hybridep.levels\[1\].congestion_control is "bbr", but .*tcp_bbr'):
         backends_of(config, torch.device("cpu"))
-    assert not sockets.is_permitted("bbr")
+    assert why_not_permitted("bbr")
 
 
 # -- messages shorter than the room made for them ---------------------------------------------------------------
@@ -554,7 +554,7 @@ def attach_and_detach(cases: list[MoeCase]) -> list[dict[str, Any]]:
         output.sum().backward()
         runtime.finish()
         runtime.close()
-        runtime.transport.link._link._thread.join(LIMIT_S)
+        runtime.transport.link._thread.join(LIMIT_S)
         results.append({"output": output.detach().double().numpy(), "open_files": len(os.listdir("/proc/self/fd"))})
     return results
 
