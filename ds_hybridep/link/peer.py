@@ -116,13 +116,16 @@ class Peer:
             return self.end(self.verdict)
         if not self._beaten_at:
             self.tick(time.monotonic())
+        self._announce()
+        for lane in self._messages:
+            lane.resume()
+            lane.flush()
+
+    def _announce(self) -> None:
         while self._num_announced < len(self._outgoing.said) and self.lanes[0].sock is not None:
             said = self._outgoing.said[self._num_announced]
             self._num_announced += 1
             self.lanes[0].tell(Frame(Kind.FACT, len(said), sequence=self._num_announced), said)
-        for lane in self._messages:
-            lane.resume()
-            lane.flush()
 
     def attach(self, index: int, sock: socket.socket, received: int) -> None:
         """Give a lane a new connection, whose other side has got `received` frames."""
@@ -145,6 +148,8 @@ class Peer:
             self._num_facts = frame.sequence
             kind, _, text = payload.decode(errors="replace").partition("\0")
             if kind in (FAILED, LEFT):
+                self._announce()  # this rank may be about to leave, too
+                self.lanes[0].flush()
                 self.end(f"it has {kind}: {text}", kind)
             else:
                 self._on_change(Fact(self.rank, kind, text))

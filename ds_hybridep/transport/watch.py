@@ -98,7 +98,6 @@ class Watch:
         self._looked_at = time.monotonic()
         self._ends_at: float | None = None  # when this process is ended, if its wait does not end before
         self._cause = ""
-        self._knows_more = threading.Condition()
         self._link = open_link(cluster, agree({}, settings.timeout_s), settings)
         self._link.on_change, self._link.on_tick = self.on_change, self.on_tick
         for fact in self._link.facts():
@@ -106,7 +105,7 @@ class Watch:
         try:
             self._link.meet(peers_of(cluster, self.rank))
         except BaseException:
-            self._link.leave()
+            self.leave()
             raise
         atexit.register(self._at_exit)
 
@@ -130,9 +129,7 @@ class Watch:
         key = news.rank, news.kind, news.by if news.kind == LOST else -1
         if key in self._news or (news.rank == self.rank and news.kind != LOST):
             return
-        with self._knows_more:
-            self._news[key] = news
-            self._knows_more.notify_all()
+        self._news[key] = news
         if news.kind == LOST:
             self._lost_at = min(self._lost_at, time.monotonic())
         self._tell(news)
@@ -143,8 +140,12 @@ class Watch:
         text = news.text.encode(errors="replace")[:MAX_TEXT_BYTES].decode(errors="ignore")
         self._link.announce("news", json.dumps(news._replace(text=text), ensure_ascii=False))
 
-    def _kinds(self) -> set[str]:
-        return {kind for _, kind, _ in list(self._news)}
+    def _has(self, *kinds: str) -> bool:
+        return any(one.kind in kinds for one in list(self._news.values()))
+
+    def _is_told(self) -> bool:
+        """Return whether it is known that the job cannot go on, and why."""
+        return self._has(FAILED, VERDICT) or time.monotonic() - self._lost_at > AGREE_S
 
     # -- the judgement ----------------------------------------------------------------------------------------------
 
@@ -172,12 +173,9 @@ class Watch:
 
     def _cannot_go_on(self) -> bool:
         """Return whether what this rank waits for will not come."""
-        kinds = self._kinds()
-        if kinds & {FAILED, VERDICT} or time.monotonic() - self._lost_at > AGREE_S:
-            return True
         # A process may end without a word and in good order, and torch's record does not say for whom this one waits.
         misses_all = self._waits.longest_s() > self._limit_s or self._waits.longest_for_all_s() > WAIT_S
-        return misses_all and GONE in kinds
+        return self._is_told() or (misses_all and self._has(GONE))
 
     def _decide(self) -> bool:
         """Find the cause, tell the others, and write the message, once; without a cause return False."""
@@ -226,8 +224,9 @@ class Watch:
         if error is not None:
             self._announce_failure(error)
             if follows_from_others(error):
-                with self._knows_more:
-                    self._knows_more.wait_for(lambda: bool(self._kinds() - {LEFT}), WORD_S)
+                until = time.monotonic() + WORD_S
+                while not self._is_told() and not self._has(GONE) and time.monotonic() < until:
+                    time.sleep(LOOK_S / 20)
                 self._decide()
         self._waits.look()
         # The interpreter would wait for collectives under way without a limit.  One that has failed is no longer under

@@ -138,7 +138,10 @@ def test_a_connection_that_cannot_be_made_leaves_nothing_behind():
         try:
             before = len(os.listdir("/proc/self/fd"))
             for _ in range(3):
-                with pytest.raises(CommunicationError, match="connecting with rank 0 .* no connection after 0.5 s"):
+                with pytest.raises(
+                    CommunicationError,
+                    match="connecting with rank 0 .* (no connection after|nothing was heard of it for) 0.5 s",
+                ):
                     link.connect({0: silent.getsockname()})
             deadline = time.monotonic() + LIMIT_S
             while len(os.listdir("/proc/self/fd")) > before + len(link.door.attempts) + 1:

@@ -94,7 +94,8 @@ def count_ranks() -> int:
     return dist.get_world_size()
 
 
-def wait_for_a_dead_peer(is_background: bool) -> None:
+def wait_for_a_dead_peer(is_background: bool, pause_s: float) -> None:
+    """The peer dies while this rank waits for it or, after a pause, while it computes."""
     transport = open_transport(TWO_DCS, timeout_s=600)
     channel = transport.channel("rows", (0, 1), background=is_background)
     received = torch.empty(3)
@@ -102,40 +103,21 @@ def wait_for_a_dead_peer(is_background: bool) -> None:
         channel.start([(0, torch.ones(3))], [], ROWS).wait()
         os._exit(7)
     channel.start([], [(1, received)], ROWS).wait()
-    channel.start([], [(1, received)], ROWS).wait()
+    time.sleep(pause_s)
+    channel.start([(1, received)] if pause_s else [], [(1, received)], ROWS).wait()
 
 
-@pytest.mark.parametrize("is_background", [False, True], ids=["foreground", "background"])
-def test_a_dead_peer_is_an_error_at_once(own_pool2: ProcessPool, is_background: bool) -> None:
+@pytest.mark.parametrize(("is_background", "pause_s"), [(False, 0.0), (True, 0.0), (False, 0.5)])
+def test_a_dead_peer_is_an_error_at_once(own_pool2: ProcessPool, is_background: bool, pause_s: float) -> None:
     own_pool2.run(count_ranks)
     with pytest.raises(RemoteError) as caught:
-        own_pool2.run(wait_for_a_dead_peer, is_background=is_background)
+        own_pool2.run(wait_for_a_dead_peer, is_background=is_background, pause_s=pause_s)
     # The pool gives the survivor two seconds after the death; the limit of the wait itself is ten minutes.
     assert "died with exit code 7" in str(caught.value)
-    assert "CommunicationError: rank 0: dispatch of rows of blocks.3.moe over level 'dc' (12 bytes" in str(
+    size = 24 if pause_s else 12
+    assert (f"CommunicationError: rank 0: dispatch of rows of blocks.3.moe over level 'dc' ({size} bytes") in str(
         caught.value
     )
-
-
-def start_after_a_peer_died() -> None:
-    """The peer dies while this rank computes; what it starts next has nobody at the other end."""
-    transport = open_transport(TWO_DCS, timeout_s=60)
-    channel = transport.channel("rows", (0, 1))
-    received = torch.empty(3)
-    if dist.get_rank() == 1:
-        channel.start([(0, torch.ones(3))], [], ROWS).wait()
-        os._exit(7)
-    channel.start([], [(1, received)], ROWS).wait()
-    time.sleep(0.5)
-    channel.start([(1, received)], [(1, received)], ROWS).wait()
-
-
-def test_a_transfer_started_after_its_peer_died_is_an_error_of_this_package(own_pool2: ProcessPool) -> None:
-    with pytest.raises(RemoteError) as caught:
-        own_pool2.run(start_after_a_peer_died)
-    message = str(caught.value)
-    assert "died with exit code 7" in message
-    assert "CommunicationError: rank 0: dispatch of rows of blocks.3.moe over level 'dc' (" in message
 
 
 def run_layer_without_rank_1(case: MoeCase) -> list[tuple[str, str]]:

@@ -182,7 +182,6 @@ def can_go_on(*, waits_s: float, for_all_s: float = 0.0, told: str = "", told_s:
     watch.rank, watch._limit_s, watch._news, watch._lost_at = 0, 600.0, {}, inf
     watch._waits = SimpleNamespace(longest_s=lambda: waits_s, longest_for_all_s=lambda: for_all_s)
     watch._link = SimpleNamespace(announce=lambda kind, text: None)
-    watch._knows_more = threading.Condition()
     if told:
         watch.on_change(Fact(1, "news", json.dumps([3, told, "", 1])))
         watch._lost_at -= told_s
