@@ -241,7 +241,7 @@ class Lane:
             self._mail.arrived(frame, receive)
 
 
-class Pulse(Lane):
+class Lifeline(Lane):
     """A lane that carries nothing but a byte a second, by which a peer knows that this process lives.
 
     Where compiled kernels are loaded, their thread writes it, also while C code keeps the interpreter's lock.  Only
@@ -265,7 +265,7 @@ class Pulse(Lane):
         """Close the connection, if there is one."""
         if self._native is not None:
             module, number = self._native
-            module.stop_pulse(number)
+            module.stop_lifeline(number)
             self._native = None
         super().drop(cause)
 
@@ -279,7 +279,7 @@ class Pulse(Lane):
             if module is None:
                 self.sock.send(b"\0")
             else:
-                self._native = module, module.start_pulse(self.sock.fileno(), round(BEAT_S * 1000))
+                self._native = module, module.start_lifeline(self.sock.fileno(), round(BEAT_S * 1000))
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):

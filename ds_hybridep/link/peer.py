@@ -10,7 +10,7 @@ from enum import Enum
 from math import inf
 from typing import NamedTuple
 
-from ds_hybridep.link.lane import BEAT_S, Lane, Pulse
+from ds_hybridep.link.lane import BEAT_S, Lane, Lifeline
 from ds_hybridep.link.messages import BULK, URGENT, Mail
 from ds_hybridep.link.options import Options, tcp_info
 from ds_hybridep.link.wire import Frame, Kind
@@ -80,7 +80,7 @@ class Peer:
             Lane(index, priority, mail, selector, self._told, self._dropped)
             for index, priority in enumerate([URGENT] * options.connections + [BULK] * options.connections)
         ]
-        self.lanes = [*self._messages, Pulse(2 * options.connections, mail, selector, self._told, self._dropped)]
+        self.lanes = [*self._messages, Lifeline(2 * options.connections, mail, selector, self._told, self._dropped)]
         self.state, self.instance, self.last_trouble = State.SILENT, b"", "no connection was made"
         self.progress = 0  # `Outgoing.progress` of the peer
         self.has_left = False  # in good order

@@ -22,12 +22,12 @@
 
 namespace hybridep {
 
-class Pulse {
+class Lifeline {
    public:
     // The one of this process.  Never destroyed: its thread may run until the process has ended.
-    static Pulse& get() {
-        static Pulse* const pulse = new Pulse;
-        return *pulse;
+    static Lifeline& get() {
+        static Lifeline* const lifeline = new Lifeline;
+        return *lifeline;
     }
 
     // Write to `socket` from now on, by way of a copy of the descriptor.  Returns the copy, for `stop`.
@@ -36,7 +36,7 @@ class Pulse {
         period_ = std::chrono::milliseconds(period_ms);
         if (!is_running_) run();  // the thread waits for the lock
         const int copy = fcntl(socket, F_DUPFD_CLOEXEC, 0);
-        if (copy < 0) throw std::system_error(errno, std::generic_category(), "pulse");
+        if (copy < 0) throw std::system_error(errno, std::generic_category(), "lifeline");
         sockets_.push_back(copy);
         return copy;
     }
@@ -49,7 +49,7 @@ class Pulse {
     }
 
    private:
-    Pulse() { pthread_atfork(&before_fork, &in_parent, &in_child); }
+    Lifeline() { pthread_atfork(&before_fork, &in_parent, &in_child); }
 
     // The caller holds the lock.
     void run() {
@@ -80,12 +80,12 @@ class Pulse {
 
     // The child has no such thread, and the connections are the parent's.
     static void in_child() {
-        Pulse& pulse = get();
-        for (const int socket : pulse.sockets_) close(socket);
-        pulse.sockets_.clear();
-        pulse.is_running_ = false;
-        new (&pulse.changed_) std::condition_variable;  // the thread of the parent may wait for the old one
-        pulse.mutex_.unlock();
+        Lifeline& lifeline = get();
+        for (const int socket : lifeline.sockets_) close(socket);
+        lifeline.sockets_.clear();
+        lifeline.is_running_ = false;
+        new (&lifeline.changed_) std::condition_variable;  // the thread of the parent may wait for the old one
+        lifeline.mutex_.unlock();
     }
 
     std::mutex mutex_;
