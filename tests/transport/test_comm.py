@@ -114,10 +114,7 @@ def test_a_dead_peer_is_an_error_at_once(own_pool2: ProcessPool, is_background: 
         own_pool2.run(wait_for_a_dead_peer, is_background=is_background, pause_s=pause_s)
     # The pool gives the survivor two seconds after the death; the limit of the wait itself is ten minutes.
     assert "died with exit code 7" in str(caught.value)
-    size = 24 if pause_s else 12
-    assert (f"CommunicationError: rank 0: dispatch of rows of blocks.3.moe over level 'dc' ({size} bytes") in str(
-        caught.value
-    )
+    assert "CommunicationError: rank 0: dispatch of rows of blocks.3.moe over level 'dc' (" in str(caught.value)
 
 
 def run_layer_without_rank_1(case: MoeCase) -> list[tuple[str, str]]:
