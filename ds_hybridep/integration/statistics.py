@@ -60,7 +60,7 @@ class Statistics:
             "levels": levels,
             "exposed_s": {kind: traffic.exposed_s.get(kind, 0.0) for kind in EXPOSED_KINDS},
             "layers": layers,
-            "link": transport.link.statistics(),
+            "link": transport.link.report(),
         }
         return self._without_dense(record)
 
@@ -115,7 +115,7 @@ class Statistics:
             "exposed_s": dict(zip(EXPOSED_KINDS, (total["exposed_s"] / world_size).tolist(), strict=True)),
             "slowest": self._slowest(tables["exposed_s"].sum(1)),
             "layers": layers,
-            "link": self._transport.link.statistics(),
+            "link": self._transport.link.report(),
         }
         return self._without_dense(record)
 
