@@ -21,7 +21,7 @@ class Agreements:
 
     def __init__(self) -> None:
         self._noted: list[tuple[GroupSync, Tensor, bool]] | None = None
-        self._results: deque[tuple[GroupSync, bool, Tensor]] = deque()  # group, is_max, answer
+        self._results: deque[tuple[tuple[GroupSync, bool, int], Tensor]] = deque()  # question, answer
 
     @property
     def is_under_way(self) -> bool:
@@ -33,13 +33,11 @@ class Agreements:
         if self._noted is not None:
             self._noted.append((sync, tensor.detach().clone(), is_max))
             return
-        if self._results:
-            group, of_max, result = self._results.popleft()
-            if group is sync and of_max == is_max and result.numel() == tensor.numel():
-                tensor.copy_(result.view_as(tensor))
-                return
+        if self._results and self._results[0][0] == (sync, is_max, tensor.numel()):
+            _, result = self._results.popleft()
+        else:
             self._results.clear()  # these answer other questions; all ranks clear them here
-        (result,) = _exchange([(sync, tensor, is_max)])
+            (result,) = _exchange([(sync, tensor, is_max)])
         tensor.copy_(result.view_as(tensor))
 
     def prepare(self, *askers: Callable[[], Any]) -> None:
@@ -51,8 +49,8 @@ class Agreements:
             noted = self._noted
         finally:
             self._noted = None
-        results = _exchange(noted)
-        self._results = deque((one[0], one[2], result) for one, result in zip(noted, results, strict=True))
+        answers = zip(noted, _exchange(noted), strict=True)
+        self._results = deque(((sync, is_max, one.numel()), one) for (sync, _, is_max), one in answers)
 
     def forget(self) -> None:
         """Drop results that nobody has asked for: after an overflow, nobody needs norms."""
@@ -61,13 +59,12 @@ class Agreements:
 
 def _exchange(noted: list[tuple[GroupSync, Tensor, bool]]) -> list[Tensor]:
     """Return the results in the order of the questions.  Questions of one group travel together."""
-    results: list[Tensor | None] = [None] * len(noted)
+    results: dict[int, Tensor] = {}
     for group in dict.fromkeys(sync for sync, _, _ in noted):
         places = [at for at, (sync, _, _) in enumerate(noted) if sync is group]
         tensors = [noted[at][1].detach().reshape(-1).to("cpu", torch.float64) for at in places]
         sizes = [tensor.numel() for tensor in tensors]
         is_max = [torch.full((size,), noted[at][2]) for at, size in zip(places, sizes, strict=True)]
         found = group.reduce_numbers(torch.cat(tensors), torch.cat(is_max)).split(sizes)
-        for at, numbers in zip(places, found, strict=True):
-            results[at] = numbers
-    return [numbers for numbers in results if numbers is not None]
+        results |= zip(places, found, strict=True)
+    return [results[at] for at in range(len(noted))]

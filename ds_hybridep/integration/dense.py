@@ -112,10 +112,10 @@ class DenseSync:
                 partial(self._agree, sync),
             )
             self._stand_ins[original], self._syncs[group] = group, sync
-            patches.keep("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", group.unregister)
+            patches.note("torch.distributed.distributed_c10d:_World", "pg_map, pg_group_ranks", group.unregister)
             sync.memory.is_mean = not engine.postscale_gradients()
             sync.memory.sums_for = f"all ranks, {engine.communication_data_type}"
-        patches.wrap(ENGINE, "allreduce_bucket", engine, patches.while_on(self._allreduce_bucket))
+        patches.wrap(ENGINE, "allreduce_bucket", engine, self._allreduce_bucket)
 
     def watch(self, optimizer: Any) -> None:
         """Take over the process groups of an optimizer that partitions its state (ZeRO 1 and 2); ignore others."""
@@ -144,7 +144,7 @@ class DenseSync:
             ("scaled_global_norm", self._global_norm),
         ):
             if hasattr(optimizer, name):
-                self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, self._patches.while_on(replacement))
+                self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, replacement)
 
     def shared_parameters(self, name: str) -> list[Tensor]:
         """Return the flat parameters that the optimizer gathers over the group of this name."""

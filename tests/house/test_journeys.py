@@ -101,8 +101,9 @@ def follow_an_expert() -> set[tuple[str, str]]:
 
 
 def files_of(entered: set[tuple[str, str]]) -> set[str]:
-    # One notes since when a rank waits, for the watch; the other, what a skipped step undoes.
-    files = {file for file, _ in entered} - {"transport/waits.py", "sync/gradients.py"}
+    # One notes since when a rank waits, for the watch; one, what a skipped step undoes; one asks if we are attached.
+    plumbing = {"transport/waits.py", "sync/gradients.py", "integration/patches.py"}
+    files = {file for file, _ in entered} - plumbing
     return {"link" if file.startswith("link/") else file for file in files}  # used like a library
 
 

@@ -22,7 +22,6 @@ from ds_hybridep.integration.checkpoint_guard import install
 from ds_hybridep.integration.patches import TABLE, Patch, Patches, find, misfits
 from ds_hybridep.tokens.layer import HybridMoE, computing_layer
 
-WORLD = "torch.distributed.distributed_c10d:_World"
 LIMIT_S = 10.0
 
 
@@ -40,7 +39,7 @@ def state_of(row: Patch, engine: Any) -> list[Any]:
         return [dict(module._load_state_dict_post_hooks) for module in owners[patches.MODULE]]
     if row.owner == patches.OPTIMIZER:
         return [dict(engine.basic_optimizer._optimizer_step_pre_hooks)]
-    if row.owner == WORLD:
+    if row.owner == patches.WORLD:
         world = torch.distributed.distributed_c10d._world
         return [list(world.pg_map), list(world.pg_group_ranks)]
     instances = owners[row.owner] if row.until == "detach" else [find(row.owner)]
