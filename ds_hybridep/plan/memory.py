@@ -14,8 +14,8 @@ from ds_hybridep.plan.costs import (
     lossy_weight_values,
 )
 from ds_hybridep.plan.depth import leaving_depth
+from ds_hybridep.plan.held import dense_parameters, shared_experts
 from ds_hybridep.plan.layout import Layout
-from ds_hybridep.plan.sync_stages import before_step_bytes, dense_parameters, shared_experts, sync_residual_bytes
 from ds_hybridep.plan.workload import ADAM_BYTES, MASTER_BYTES, Workload
 
 # Memory beside the model's tensors: 1 GB for libraries, their buffers and what encoding takes for a moment, 2 GB for
@@ -69,7 +69,7 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
     all_owned = model.num_moe_layers * owned
     on_device, on_host = _replicas(layout, workload)
     held = [find(cluster, layout, workload) for find in (dense_parameters, shared_experts)]
-    synced = math.fsum(sync_residual_bytes(one, workload) for one in held)
+    synced = 2 * math.fsum(one.residual_bytes for one in held)  # residuals, and new ones until the step is applied
     is_on_host = layout.state == "host"
     expert_bytes = state_bytes(model.expert_params, workload.expert_travel_params, workload, world // group)
     return Memory(
@@ -80,7 +80,7 @@ def memory_of(cluster: Cluster, layout: Layout, workload: Workload) -> Memory:
         host_bytes=all_owned * on_host + (synced if is_on_host else 0.0),
         **working_bytes(
             activations_of(workload, num_experts_held=owned * layout.domain_size, is_padded=layout.is_padded),
-            math.fsum(before_step_bytes(one, workload) for one in held),
+            math.fsum(one.before_step_bytes for one in held),
         ),
     )
 

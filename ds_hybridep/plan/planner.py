@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.cluster import Cluster, divisors
-from ds_hybridep.plan.layout import IDENTITY, ExpertGroup, Layout, LevelCodecs
+from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs
 from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.rivals import Alternative, alternatives, lacking_note
@@ -122,7 +122,7 @@ def price_all(question: Question) -> Iterator[Candidate]:
         for domain_sizes in itertools.product(*map(divisors, spans)):
             allowed = (question.codecs_over(level, size) for level, size in enumerate(domain_sizes))
             for codecs in itertools.product(*allowed):
-                layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=question.with_tokens(codecs))
+                layout = Layout(spans=spans, domain_sizes=domain_sizes, codecs=codecs)
                 candidate = _price(question, group, layout)
                 yield candidate
                 if candidate.lacking_bytes and candidate.memory.copies_bytes:
@@ -195,8 +195,8 @@ def _largest_difference(slower: Candidate, faster: Candidate) -> tuple[float, st
 
 
 def codecs_label(codecs: LevelCodecs) -> str:
-    """Label of the codecs of one level, without the codec of token rows."""
-    return EXACT if replace(codecs, token=IDENTITY) == LevelCodecs() else codecs.label
+    """Label of the codecs of one level."""
+    return EXACT if codecs == LevelCodecs() else codecs.label
 
 
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:
@@ -208,7 +208,6 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
         "domain_sizes": list(layout.domain_sizes),
         "weight_codecs": [codecs.weight.name for codecs in layout.codecs],
         "gradient_codecs": [codecs.gradient.name for codecs in layout.codecs],
-        "token_codecs": [codecs.token.name for codecs in layout.codecs],
         "dense_weight_codecs": [codecs.dense_weight.name for codecs in layout.codecs],
         "dense_gradient_codecs": [codecs.dense_gradient.name for codecs in layout.codecs],
         "prefetch_depth": layout.prefetch_depth,

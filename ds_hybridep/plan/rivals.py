@@ -151,8 +151,7 @@ def break_even_tokens(question: Question, *, is_deduplicated: bool) -> float | N
         return None
     # With many tokens, the rounding of the capacity does not matter.
     many, rates = replace(question.workload, tokens_per_rank=1_000_000), Rates(flops_per_s=1.0)
-    codecs = question.with_tokens((question.codecs[0],) * len(spans))
-    plain = replace(without_domains(spans), codecs=codecs, exchange="hierarchical")
+    plain = replace(without_domains(spans), codecs=(question.codecs[0],) * len(spans), exchange="hierarchical")
     gathered = replace(plain, domain_sizes=(spans[0], *plain.domain_sizes[1:]))
     rows = predict(cluster, replace(plain, is_padded=not is_deduplicated), many, rates).uplink_bytes[0]
     experts = predict(cluster, gathered, many, rates).uplink_bytes[0]

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ds_hybridep.plan.cluster import Level, known_or_assumed_bandwidths
-from ds_hybridep.plan.layout import IDENTITY
 from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.planner import EXACT, Candidate, Plan, codecs_label
 from ds_hybridep.plan.question import Question
@@ -39,8 +38,6 @@ def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
         entry["domain_size"] = domain_size
         if codecs.name == RECOMMENDED:
             entry["codecs"] = RECOMMENDED
-        if codecs.token != IDENTITY:
-            entry["token_codec"] = codecs.token.name
         levels.append(entry)
     block: dict[str, Any] = {"levels": levels, "advanced": {"prefetch_depth": layout.prefetch_depth}}
     if layout.state == "host":
@@ -166,8 +163,6 @@ def _describe_question(question: Question) -> str:
         details.append("a fused loss")
     if workload.trainable_expert_params is not None:
         details.append(f"{workload.trainable_expert_params} trained parameters per expert")
-    tokens = zip(question.token_codecs, question.cluster.levels, strict=False)
-    details += [f"dispatched tokens {codec.name} over {level.name}" for codec, level in tokens if codec != IDENTITY]
     sizes = (
         f"{model.name}: {model.num_params / GIGA:.1f} B parameters; {model.num_moe_layers} MoE layers of "
         f"{model.num_experts} experts of {model.expert_params * workload.param_bytes / 1e6:.1f} MB, top-{model.top_k}"

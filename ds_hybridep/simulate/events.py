@@ -16,7 +16,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,18 +35,12 @@ class Operation:
     channel: operations of one channel follow each other at each actor.
     flows: all flows of the operation.
     after: index of an operation that must have arrived first; None: none.
-    pattern: name of the pattern, which says who talks to whom.
-    rank_bytes: [num_actors] bytes that each actor sends.
-    levels: levels that the operation crosses.
     """
 
     label: str
     channel: str
     flows: Flows
     after: int | None = None
-    pattern: str = ""
-    rank_bytes: Floats = field(default_factory=lambda: np.zeros(0))
-    levels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,6 @@ class Engine:
         changes: changes of links and actors during the run.
         busy_share: factor on the rate of a flow while one of its members computes.
         traced: actors whose spans are kept.
-        on_progress: called with the share of instructions that are done.
     """
 
     def __init__(
@@ -152,14 +145,12 @@ class Engine:
         changes: Sequence[Change] = (),
         busy_share: float = 1.0,
         traced: Sequence[int] = (),
-        on_progress: Callable[[float], None] | None = None,
     ) -> None:
         self._shares = LinkShares(capacities, busy_share)
         self._num_actors = num_actors
         self._program = program
         self._operations = operations
         self._busy_share = busy_share
-        self._on_progress = on_progress
         shared = {id(operation.flows): operation.flows for operation in operations}
         self._flows_of = {key: flows.flows_of(num_actors) for key, flows in shared.items()}
         self._progress: dict[int, _Progress] = {}
@@ -229,8 +220,6 @@ class Engine:
         self._seconds[instruction.term][actor] += seconds
         self._trace(actor, "compute", instruction.label, self._now_s - seconds)
         self._position[actor] += 1
-        if actor == 0 and self._on_progress is not None:
-            self._on_progress(self._position[0] / len(self._program))
         self._go_on(actor)
 
     def _set_computing(self, actor: int, is_computing: bool) -> None:

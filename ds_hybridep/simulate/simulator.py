@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Event simulation of one training step of a plan, from two ranks to thousands of datacentres.
 
-Every rank runs the plan's program; its messages share the links of the cluster. Ranks that are alike are simulated
-once (`classes`), which only saves time. The simulator and the stream model share inputs (layout, rates, codecs),
-places, tensor sizes and a few functions of `plan`. Each computes the rest itself, so that each checks the other.
+Every rank runs the plan's program (`plan.step`), which the stream model prices; its messages share the links of the
+cluster. Ranks that are alike are simulated once (`classes`), which only saves time.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from ds_hybridep.errors import PlanError
-from ds_hybridep.plan.cluster import Cluster, flatten, known_or_assumed_bandwidths, latencies_of
+from ds_hybridep.plan.cluster import Cluster, flatten, known_or_assumed_bandwidths
+from ds_hybridep.plan.program import Peers, peers_in
+from ds_hybridep.plan.step import step_program
 from ds_hybridep.simulate.classes import RankClasses, merge_ranks, nodes_at
 from ds_hybridep.simulate.events import Change, Engine, Span
 from ds_hybridep.simulate.flows import Floats, Ints
-from ds_hybridep.simulate.kinds import choose_stand_ins, with_stand_ins
+from ds_hybridep.simulate.kinds import LEAST_ERROR, rounded
 from ds_hybridep.simulate.scenario import Deviation, Scenario
-from ds_hybridep.simulate.schedule import Schedule, build_schedule
+from ds_hybridep.simulate.schedule import schedule_of
 from ds_hybridep.simulate.traffic import DOWN, UP, Ranks, Routing, TrafficMaker
 
 MAX_FULL_RANKS = 512  # beyond, a simulation rank by rank takes too much memory
 MAX_CLASSES = 64  # the number of flows grows with the square of this, and so does the time
-MAX_KINDS = 64  # of children of level 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,9 @@ class SimulatedStep:
     terms_s: seconds by cause on the rank that is done last; they add up to the step.
     sent_bytes: per level, kind -> payload bytes that all ranks together send over it, without headers.
     num_classes: number of classes of ranks; one rank of each class was simulated.
-    quantisation: largest share by which rates, speeds and loads of datacentres were too large or too small, because
-        datacentres were merged into fewer kinds; 0: the simulation is exact.
+    quantisation: largest share by which rates, speeds and loads were too large or too small, because they were rounded
+        so that fewer ranks differ; 0: the simulation is exact.
     spans: spans of traced ranks.
-    schedule: the program that ran.
-    class_of: [num_ranks] class of each rank.
     """
 
     step_s: float
@@ -48,8 +46,6 @@ class SimulatedStep:
     num_classes: int
     quantisation: float
     spans: Mapping[int, Sequence[Span]]
-    schedule: Schedule = field(repr=False)
-    class_of: Ints = field(repr=False)
 
     def uplink_bytes(self, cluster: Cluster) -> tuple[Mapping[str, float], ...]:
         """Bytes by kind over one child's uplink of each level, on average."""
@@ -64,7 +60,6 @@ def simulate(
     *,
     is_reduced: bool = True,
     traced_ranks: Sequence[int] = (),
-    on_progress: Callable[[float], None] | None = None,
 ) -> SimulatedStep:
     """Simulate one step of the scenario.
 
@@ -72,9 +67,8 @@ def simulate(
         scenario: cluster, plan, workload and conditions.
         is_reduced: simulate one of each class of ranks that are alike; jitter makes all of them different.
         traced_ranks: ranks whose spans are kept.
-        on_progress: called with the share of the step's instructions that are done.
 
-    Raises PlanError if too many ranks would be simulated one by one, or if too many ranks differ.
+    Raises PlanError if too many ranks would be simulated one by one.
     """
     cluster = scenario.cluster
     is_reduced = is_reduced and not scenario.jitter
@@ -84,16 +78,27 @@ def simulate(
             f"jitter, which makes all of them different"
         )
     ranks = Ranks.of(cluster, scenario.layout)
-    scenario, routing, classes, quantisation = _with_few_classes(scenario, ranks, is_reduced=is_reduced)
-    assumed = scenario.assumptions
-    maker = TrafficMaker(
+    program = step_program(
         cluster,
+        scenario.layout,
+        scenario.workload,
+        scenario.rates,
+        scenario.sync,
+        gathers_by_level=scenario.assumptions.gathers_by_level,
+    )
+    patterns = {peers: ranks.groups(peers) for peers in peers_in(program) if not peers.is_ring}
+    scenario, routing, classes, quantisation = _with_few_classes(scenario, ranks, patterns, is_reduced=is_reduced)
+    assumed, layout, workload = scenario.assumptions, scenario.layout, scenario.workload
+    maker = TrafficMaker(
+        ranks,
+        routing,
         classes,
-        latencies_of(cluster),
         crosses_inner_links=assumed.crosses_inner_links,
         is_fair_to_flows=assumed.is_fair_to_flows,
     )
-    schedule = build_schedule(scenario, ranks, routing, classes, maker)
+    # One peer in each domain sends its rows here.
+    rows = routing.pairs[classes.examples] * math.prod(layout.domain_counts) / workload.model.top_k
+    schedule = schedule_of(program, scenario, rows, maker)
     traced = {rank: int(classes.class_of[rank]) for rank in traced_ranks}
     engine = Engine(
         _capacities(scenario, classes, maker, 0.0),
@@ -104,7 +109,6 @@ def simulate(
         changes=_changes(scenario, classes, maker),
         busy_share=scenario.rates.overlap,
         traced=sorted(set(traced.values())),
-        on_progress=on_progress,
     )
     outcome = engine.run()
     last = int(np.argmax(outcome.end_s))
@@ -115,19 +119,14 @@ def simulate(
         num_classes=classes.num_classes,
         quantisation=quantisation,
         spans={rank: outcome.spans[number] for rank, number in traced.items()},
-        schedule=schedule,
-        class_of=classes.class_of,
     )
 
 
 def _with_few_classes(
-    scenario: Scenario, ranks: Ranks, *, is_reduced: bool
+    scenario: Scenario, ranks: Ranks, patterns: Mapping[Peers, Ints], *, is_reduced: bool
 ) -> tuple[Scenario, Routing, RankClasses, float]:
-    """Scenario, routing, classes, error; if too many classes differ, with fewer kinds of children of level 0."""
+    """Scenario, routing, classes, error; if too many ranks differ, with rounded rates, speeds and loads."""
     cluster = scenario.cluster
-    patterns = ranks.patterns(
-        with_sums=scenario.sync.algorithm == "hierarchical", gathers_by_level=scenario.assumptions.gathers_by_level
-    )
 
     def classes_of(scenario: Scenario, routing: Routing, max_classes: int | None) -> RankClasses | None:
         attributes: list[Floats] = [*routing.chances, routing.pairs]
@@ -139,17 +138,12 @@ def _with_few_classes(
     classes = classes_of(scenario, routing, max_classes)
     if classes is not None:
         return scenario, routing, classes, 0.0
-    num_kinds = MAX_KINDS
-    while num_kinds:
-        # Try kinds of single children first, then kinds of domains: it can matter which children share a domain.
-        for block in dict.fromkeys((1, scenario.layout.domain_sizes[0])):
-            stand_ins = choose_stand_ins(scenario, routing, max(num_kinds // block, 1), block=block)
-            changed = with_stand_ins(scenario, routing, stand_ins)
-            classes = classes_of(*changed, max_classes)
-            if classes is not None:
-                return *changed, classes, stand_ins.error
-        num_kinds //= 2
-    raise PlanError(f"the plan {scenario.layout.domain_sizes} makes more than {MAX_CLASSES} ranks of {cluster} differ")
+    error = LEAST_ERROR
+    while classes is None:
+        error *= 2
+        changed = rounded(scenario, routing, error)
+        classes = classes_of(*changed, max_classes)
+    return *changed, classes, error
 
 
 # ---- what is not as the levels say ----

@@ -261,16 +261,6 @@ def test_break_even_tokens(name, sizes, tokens):
     assert break_even_tokens(question, is_deduplicated=False) < tokens
 
 
-def test_break_even_tokens_are_more_where_rows_travel_smaller():
-    question = question_of("Qwen3-30B-A3B")
-    smaller = dataclasses.replace(question, token_codecs=(CodecCost("half", ratio=2.0), IDENTITY))
-    workload = question.workload
-    whole = 4 * workload.row_bytes + workload.dispatch_extra_bytes + workload.return_extra_bytes
-    more = break_even_tokens(smaller, is_deduplicated=True) / break_even_tokens(question, is_deduplicated=True)
-    assert more == pytest.approx(whole / (whole - workload.row_bytes / 2), rel=1e-4)
-    assert break_even_tokens(smaller, is_deduplicated=False) == break_even_tokens(question, is_deduplicated=False)
-
-
 def test_break_even_needs_a_group_over_the_slow_level():
     question = question_of("Qwen3-30B-A3B", groups=(ExpertGroup(8),))
     assert break_even_tokens(question, is_deduplicated=True) is None
