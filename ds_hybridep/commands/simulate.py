@@ -41,8 +41,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         action="append",
         default=[],
         metavar="PLACE:KEY=VALUE,...",
-        help="a place that is slower: '3:bandwidth=0.5' halves the uplink of DC 3, '3.1:compute=2,from=10' doubles "
-        "the seconds of its GPU 1 from second 10 on; may be repeated",
+        help="a place that is slower: '3:bandwidth=0.5' halves the uplink of DC 3, '3.1:compute=2' doubles "
+        "the seconds of its GPU 1; may be repeated",
     )
     conditions.add_argument("--zipf", type=float, metavar="S", help="expert n is chosen as often as 1 / n^S")
     conditions.add_argument(
@@ -93,8 +93,8 @@ def read_conditions(args: argparse.Namespace) -> comparison.Conditions:
 
 
 def read_deviation(text: str) -> Deviation:
-    """Parses a slower place, such as "3.1:bandwidth=0.5,compute=2,from=10".  Raises ConfigError for other text."""
-    names = {"bandwidth": "bandwidth_factor", "compute": "slowdown", "from": "from_s"}
+    """Parses a slower place, such as "3.1:bandwidth=0.5,compute=2".  Raises ConfigError for other text."""
+    names = {"bandwidth": "bandwidth_factor", "compute": "slowdown"}
     place, _, changes = text.partition(":")
     try:
         pairs = [part.split("=") for part in changes.split(",")]
@@ -102,8 +102,7 @@ def read_deviation(text: str) -> Deviation:
         coordinates = tuple(map(int, place.split(".")))
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"--slow: got '{text}', wanted a place and what is slower there, as in 3:bandwidth=0.5 or "
-            f"3.1:compute=2,from=10"
+            f"--slow: got '{text}', wanted a place and what is slower there, as in 3:bandwidth=0.5 or 3.1:compute=2"
         ) from error
     return Deviation(place=coordinates, **values)
 

@@ -12,14 +12,17 @@ it with flows that share links.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, get_args
 
+from ds_hybridep.plan.cluster import Cluster, latencies_of
+from ds_hybridep.plan.costs import ranks_below
 from ds_hybridep.plan.layout import Layout
 
 Kind = Literal["tokens", "expert_weights", "expert_gradients", "dense_sync", "expert_sync"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 # Of a rank's place at a level: its expert-parallel group, its domain in the group, its offset in the domain.
 PlacePart = Literal["group", "domain", "offset"]
 
@@ -70,6 +73,27 @@ class Stage:
     latencies_s: tuple[float, ...]
     chance: float = 0.0
     is_back: bool = False
+
+    @classmethod
+    def between(
+        cls,
+        peers: Peers,
+        cluster: Cluster,
+        layout: Layout,
+        fixed_bytes: Sequence[float],
+        row_bytes: Sequence[float] = (),
+        **rows: Any,
+    ) -> "Stage":
+        """The stage between these peers of a layout; rows: `chance` and `is_back`."""
+        sizes, below = cluster.sizes, ranks_below(cluster)
+        row_bytes = row_bytes or [0.0] * len(sizes)
+        uplink_bytes = [
+            below[level]
+            * peers.count(layout, sizes, level)
+            * (fixed_bytes[level] + row_bytes[level] * rows.get("chance", 0.0))
+            for level in range(len(sizes))
+        ]
+        return cls(peers, tuple(fixed_bytes), tuple(row_bytes), tuple(uplink_bytes), latencies_of(cluster), **rows)
 
     @cached_property
     def levels(self) -> tuple[int, ...]:

@@ -17,8 +17,6 @@ from ds_hybridep.plan.memory import Memory, memory_of
 from ds_hybridep.plan.stream_model import StepPrediction, predict
 from ds_hybridep.plan.workload import Workload
 
-DEFAULT_DEPTHS = (0, 1, 2, 4)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
@@ -34,7 +32,6 @@ class Question:
     sync: SyncModel = SyncModel()
     groups: tuple[ExpertGroup, ...] = ()  # groups to try; empty: `candidate_groups`
     codecs: tuple[LevelCodecs, ...] = (LevelCodecs(),)
-    depths: tuple[int, ...] = DEFAULT_DEPTHS
     memory_bytes: float | None = None  # of one GPU; None: not limited
     host_memory_bytes: float | None = None  # of the host, for each GPU; None: not limited
 

@@ -12,15 +12,12 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import get_args
 
 from ds_hybridep.plan.cluster import Cluster, known_or_assumed_bandwidths
 from ds_hybridep.plan.layout import Layout, Rates, SyncModel
-from ds_hybridep.plan.program import Kind, Message, Post, Program, Run, Stage, Wait
+from ds_hybridep.plan.program import KINDS, Kind, Message, Post, Program, Run, Stage, Wait
 from ds_hybridep.plan.step import step_program
 from ds_hybridep.plan.workload import Workload
-
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def _term(words: str) -> float:
@@ -101,6 +98,7 @@ def predict(
 
 
 _Key = tuple[Message, int]  # a message with its number
+_Route = list[tuple[int, float, float]]  # (level, bytes over its uplink, seconds from their departure to the arrival)
 
 
 @dataclass(slots=True)
@@ -121,8 +119,8 @@ class _Clock:
         self.totals: defaultdict[str | int | Message, float] = defaultdict(float)
         self._links = [_Link(bandwidth) for bandwidth in bandwidths]
         self._hides = hides
-        self._posted: dict[_Key, list[float]] = {}  # not waited for yet -> waits before, as in the message's route
-        self._routes: dict[Message, list[tuple[int, float, float]]] = {}
+        self._posted: dict[_Key, tuple[_Route, list[float]]] = {}  # not waited for yet: waits before, along the route
+        self._routes: dict[Message, _Route] = {}
 
     def run(self, program: Program, number: int = 0) -> None:
         """Run instructions; their messages have this number."""
@@ -153,13 +151,13 @@ class _Clock:
         self.totals[term] += seconds
 
     def _post(self, message: Message, number: int) -> None:
-        before = []
+        route, is_urgent, before = self._route_of(message), message.is_urgent, []
         self.totals[message] += 1
-        for level, num_bytes, _ in self._route_of(message):
+        for level, num_bytes, _ in route:
             before.append(self.totals[level])
-            self._links[level].post((message, number), num_bytes, self.now_s, is_urgent=message.is_urgent)
-        self._posted[message, number] = before
-        if not self._hides and not message.is_urgent:
+            self._links[level].post((message, number), num_bytes, self.now_s, is_urgent=is_urgent)
+        self._posted[message, number] = route, before
+        if not self._hides and not is_urgent:
             self._wait(message, number)
 
     def _wait(self, message: Message, number: int) -> None:
@@ -167,16 +165,13 @@ class _Clock:
         if posted is None:  # waited for already
             return
         arrival_s = self.now_s
-        for (level, _, after_s), before in zip(self._route_of(message), posted, strict=True):
+        for (level, _, after_s), before in zip(*posted, strict=True):
             self.totals[level] += self.totals[level] == before  # one wait may be for several messages
             arrival_s = max(arrival_s, self._links[level].left_s((message, number)) + after_s)
         self._spend(arrival_s - self.now_s, message.term)
 
-    def _route_of(self, message: Message) -> list[tuple[int, float, float]]:
-        """(level, bytes over its uplink, seconds from their departure to the arrival of the message).
-
-        A stage begins when the one before has arrived, so what the others take is added to each.
-        """
+    def _route_of(self, message: Message) -> _Route:
+        """A stage begins when the one before has arrived, so what the others take is added to each."""
         route = self._routes.get(message)
         if route is None:
             alone_s = [

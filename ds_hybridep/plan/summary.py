@@ -8,7 +8,7 @@ from ds_hybridep.plan.cluster import Level, known_or_assumed_bandwidths
 from ds_hybridep.plan.memory import Memory
 from ds_hybridep.plan.planner import EXACT, Candidate, Plan, codecs_label
 from ds_hybridep.plan.question import Question
-from ds_hybridep.plan.rivals import Alternative, break_even_tokens
+from ds_hybridep.plan.rivals import Alternative
 
 GIGA = 1e9
 BITS_PER_BYTE = 8
@@ -39,7 +39,7 @@ def ds_config_block(question: Question, plan: Plan) -> dict[str, Any]:
         if codecs.name == RECOMMENDED:
             entry["codecs"] = RECOMMENDED
         levels.append(entry)
-    block: dict[str, Any] = {"levels": levels, "advanced": {"prefetch_depth": layout.prefetch_depth}}
+    block: dict[str, Any] = {"levels": levels}
     if layout.state == "host":
         block["state"] = "host"
     if sum(count > 1 for count in layout.domain_counts) > 1:
@@ -122,7 +122,6 @@ def describe(question: Question, plan: Plan) -> str:
         f"Seconds of {plan.best.label}: {', '.join(shown)}",
         f"GB per GPU: {_describe_memory(plan.best.memory)}",
         "\n".join(verdict(question, plan)),
-        *_break_even(question),
     ]
     return "\n\n".join(sections)
 
@@ -201,16 +200,6 @@ def _alternative_row(way: Alternative) -> tuple[str, ...]:
     memory = "" if way.memory_bytes is None else f"{way.memory_bytes / GIGA:.1f}"
     crossing = "" if way.crossing_bytes is None else f"{way.crossing_bytes / GIGA:.4g}"
     return ("", way.name, step, crossing, memory, way.note)
-
-
-def _break_even(question: Question) -> list[str]:
-    ours, padded = (break_even_tokens(question, is_deduplicated=is_ours) for is_ours in (True, False))
-    if ours is None or padded is None:
-        return []
-    return [
-        f"In bytes over {question.cluster.levels[0].name}, moving experts beats moving tokens from {ours:.4g} tokens "
-        f"per GPU and micro-step on against a de-duplicated exchange, from {padded:.4g} on against padded all-to-alls."
-    ]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:

@@ -72,17 +72,6 @@ Instruction = Run | Post | Wait
 
 
 @dataclass(frozen=True)
-class Change:
-    """From `time_s` on, a link has another capacity, or runs that an actor starts take `slowdown` times as long."""
-
-    time_s: float
-    link: int | None = None
-    bytes_per_s: float = 0.0
-    actor: int | None = None
-    slowdown: float = 1.0
-
-
-@dataclass(frozen=True)
 class Span:
     """Something that an actor did, for traces: on "compute" or on a channel."""
 
@@ -128,8 +117,6 @@ class Engine:
         num_actors: number of actors that run the program.
         program: the instructions.
         operations: operations to which the instructions refer by index.
-        slowdowns: [num_actors] factors on the seconds of the program; None: 1.
-        changes: changes of links and actors during the run.
         busy_share: factor on the rate of a flow while one of its members computes.
         traced: actors whose spans are kept.
     """
@@ -141,8 +128,6 @@ class Engine:
         program: Sequence[Instruction],
         operations: Sequence[Operation],
         *,
-        slowdowns: Floats | None = None,
-        changes: Sequence[Change] = (),
         busy_share: float = 1.0,
         traced: Sequence[int] = (),
     ) -> None:
@@ -156,7 +141,6 @@ class Engine:
         self._progress: dict[int, _Progress] = {}
         self._queues: dict[tuple[int, str], deque[int]] = {}
         self._position = [0] * num_actors
-        self._slowdown = np.ones(num_actors) if slowdowns is None else slowdowns.copy()
         self._is_computing = np.zeros(num_actors, dtype=bool)
         self._waiting_since: dict[int, float] = {}
         terms = {part.term for part in program if not isinstance(part, Post)}
@@ -169,8 +153,6 @@ class Engine:
         self._active: list[_Progress] = []  # operations with bytes under way
         self._rates: list[Floats] = []  # rates of their flowing flows
         self._is_stale = False
-        for change in changes:
-            self._at(change.time_s, self._change, change)
 
     def run(self) -> Outcome:
         """Run the whole program.  Raises AssertionError if actors wait for operations that never arrive."""
@@ -201,7 +183,7 @@ class Engine:
         while self._position[actor] < len(self._program):
             instruction = self._program[self._position[actor]]
             if isinstance(instruction, Run):
-                seconds = float(instruction.seconds[actor] * self._slowdown[actor])
+                seconds = float(instruction.seconds[actor])
                 if seconds > 0.0:
                     self._set_computing(actor, instruction.is_computing)
                     self._at(self._now_s + seconds, self._end_run, actor, instruction, seconds)
@@ -344,13 +326,6 @@ class Engine:
     def _at(self, time_s: float, action: Callable[..., None], *arguments: Any) -> None:
         self._num_events += 1
         heapq.heappush(self._events, (time_s, self._num_events, action, arguments))
-
-    def _change(self, change: Change) -> None:
-        if change.link is not None:
-            self._shares.change(change.link, change.bytes_per_s)
-            self._is_stale = True
-        if change.actor is not None:
-            self._slowdown[change.actor] = change.slowdown
 
     def _trace(self, actor: int, stream: str, label: str, begin_s: float) -> None:
         if actor in self._spans:

@@ -35,19 +35,17 @@ class Deviation:
     place: coordinates from level 0 on: (3,) is the fourth DC, (3, 1) its second GPU.
     bandwidth_factor: factor on the bandwidth of that child's uplink.
     slowdown: factor on the seconds of computation and of host calls of all ranks below.
-    from_s: time at which it begins; computation that has begun before keeps its pace.
     """
 
     place: tuple[int, ...]
     bandwidth_factor: float = 1.0
     slowdown: float = 1.0
-    from_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.bandwidth_factor > 0 and self.slowdown > 0 and self.from_s >= 0):
+        if not (self.bandwidth_factor > 0 and self.slowdown > 0):
             raise PlanError(
-                f"the deviation at {self.place} has bandwidth_factor {self.bandwidth_factor}, slowdown "
-                f"{self.slowdown} and from_s {self.from_s}, but must have the first two > 0 and the last >= 0"
+                f"the deviation at {self.place} has bandwidth_factor {self.bandwidth_factor} and slowdown "
+                f"{self.slowdown}, but must have both > 0"
             )
 
 

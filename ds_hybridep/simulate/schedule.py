@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_hybridep.plan.program import Instruction, Message, Program, Repeat
+from ds_hybridep.plan.program import KINDS, Instruction, Kind, Message, Program, Repeat
 from ds_hybridep.plan.program import Post as PlannedPost
 from ds_hybridep.plan.program import Run as PlannedRun
 from ds_hybridep.plan.program import Wait as PlannedWait
@@ -23,20 +23,23 @@ class Schedule:
 
     program: list[events.Instruction]
     operations: list[Operation]
-    sent_bytes: tuple[dict[str, float], ...]
+    sent_bytes: tuple[dict[Kind, float], ...]
 
 
-def schedule_of(program: Program, scenario: Scenario, rows: Floats, maker: TrafficMaker) -> Schedule:
+def schedule_of(
+    program: Program, scenario: Scenario, rows: Floats, slowdowns: Floats, maker: TrafficMaker
+) -> Schedule:
     """Spell out a program.
 
     rows: [num_classes] rows that come to a rank of each class over those that even routing brings.
+    slowdowns: [num_classes] factors on seconds.
     """
-    schedule = Schedule([], [], tuple({} for _ in scenario.cluster.sizes))
+    schedule = Schedule([], [], tuple(dict.fromkeys(KINDS, 0.0) for _ in scenario.cluster.sizes))
     posted: dict[tuple[Message, int | None], range] = {}
     random = np.random.default_rng(scenario.seed)
     for one, number in _flat(program, None):
         if isinstance(one, PlannedRun):
-            seconds = one.seconds * (rows if one.grows_with_rows else np.ones_like(rows))
+            seconds = one.seconds * slowdowns * (rows if one.grows_with_rows else 1.0)
             if scenario.jitter:
                 seconds = seconds * np.exp(scenario.jitter * random.standard_normal(len(rows)))
             if one.seconds > 0.0:
@@ -72,6 +75,5 @@ def _post(schedule: Schedule, message: Message, number: int | None, maker: Traff
         schedule.operations.append(Operation(_label(message.label, number), channel, traffic.flows, after))
         schedule.program.append(Post(index))
         for level, num_bytes in enumerate(traffic.sent_bytes):
-            kinds = schedule.sent_bytes[level]
-            kinds[message.kind] = kinds.get(message.kind, 0.0) + num_bytes
+            schedule.sent_bytes[level][message.kind] += num_bytes
     return range(first, len(schedule.operations))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every rank sends to every other in one stage of a program's message, as flows between classes of ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from ds_hybridep.plan.program import Peers, PlacePart, Stage
 from ds_hybridep.plan.workload import MoEModel
 from ds_hybridep.simulate.classes import RankClasses, nodes_at
 from ds_hybridep.simulate.flows import Floats, Flows, Ints
+from ds_hybridep.simulate.scenario import Assumptions
 
 UP, DOWN = 0, 1
 EQUAL_DIGITS = 14  # of chances and pairs, so that equal ones stay equal when summed in another order
@@ -102,10 +103,6 @@ class Routing:
         of_domain: Floats = np.bincount(domain_of, of_owner).astype(np.float64)
         return cls(chances, np.round(of_domain[domain_of], EQUAL_DIGITS))
 
-    def mapped(self, change: Callable[[Floats], Floats]) -> "Routing":
-        """The same routing, with `change` applied to every array."""
-        return Routing(tuple(change(chance) for chance in self.chances), change(self.pairs))
-
 
 def _chances(cell_of: Ints, polynomials: Floats, everything: Floats) -> Floats:
     """[num_ranks] chance that a token needs an expert of the rank's cell."""
@@ -171,8 +168,7 @@ class TrafficMaker:
 
     Args:
         classes: classes of the ranks.
-        crosses_inner_links: a message to another child of level l also passes the uplinks of the levels below.
-        is_fair_to_flows: False: all flows of a rank in one stage and level have the weight of one flow together.
+        assumed: what machines differ in.
     """
 
     def __init__(
@@ -180,14 +176,11 @@ class TrafficMaker:
         ranks: Ranks,
         routing: Routing,
         classes: RankClasses,
-        *,
-        crosses_inner_links: bool = False,
-        is_fair_to_flows: bool = True,
+        assumed: Assumptions,
     ) -> None:
         self._ranks, self.cluster, self.classes = ranks, ranks.cluster, classes
         self._chances = tuple(chance[classes.examples] for chance in routing.chances)
-        self._crosses_inner_links = crosses_inner_links
-        self._is_fair_to_flows = is_fair_to_flows
+        self._assumed = assumed
         self._known: dict[Stage, Traffic] = {}
 
     @cached_property
@@ -224,7 +217,7 @@ class TrafficMaker:
         src, dst, at, size = src[kept], dst[kept], at[kept], size[kept]
         num_sent, num_received = peers[at, src, dst], peers[at, dst, src]
         sent = np.bincount(at, classes.sizes[src] * num_sent * size, len(self.cluster.sizes))
-        weights = np.ones(len(src)) if self._is_fair_to_flows else 1.0 / peers.sum(axis=2)[at, src]
+        weights = np.ones(len(src)) if self._assumed.is_fair_to_flows else 1.0 / peers.sum(axis=2)[at, src]
         flow, link, load = self._entries(src, dst, at, num_sent, num_received)
         number = np.arange(len(src), dtype=np.int64)
         is_own = src == dst
@@ -247,7 +240,7 @@ class TrafficMaker:
         classes, num_levels = self.classes, len(self.cluster.sizes)
         flow, link, load = [], [], []
         for level in range(num_levels):
-            crossing = np.flatnonzero(at <= level if self._crosses_inner_links else at == level)
+            crossing = np.flatnonzero(at <= level if self._assumed.crosses_inner_links else at == level)
             for ends, counts, direction in ((src, num_sent, UP), (dst, num_received, DOWN)):
                 child = classes.child_of[level][ends[crossing]]
                 flow.append(crossing)
@@ -265,7 +258,7 @@ class TrafficMaker:
             at[nodes[level][source] != nodes[level][target]] = level
         link, load = [], []
         for level in range(num_levels):
-            crossing = at <= level if self._crosses_inner_links else at == level
+            crossing = at <= level if self._assumed.crosses_inner_links else at == level
             for ends, direction in ((source, UP), (target, DOWN)):
                 child_class = self.classes.child_class_of[level]
                 counts = np.bincount(nodes[level][ends[crossing]], minlength=len(child_class))

@@ -29,7 +29,6 @@ def test_a_table_with_the_plan_its_rivals_and_a_block_to_paste(capsys):
     assert "DeepSpeed, EP over 8 inside each dc, data parallel across" in out
     assert "Use domain sizes [2, 1]" in out
     assert "Do not use it where you can have this: " in out
-    assert "from 9191 tokens per GPU and micro-step on against a de-duplicated exchange" in out
     assert '"bandwidth_gbps": 10.0' in out
 
 
@@ -47,7 +46,6 @@ def test_json_holds_plan_rivals_and_verdict(capsys):
     assert code == 0
     assert answer["plan"]["domain_sizes"] == [2, 1]
     assert sum(answer["plan"]["terms_s"].values()) == pytest.approx(answer["plan"]["step_s"])
-    assert answer["break_even_tokens"]["deduplicated"] == pytest.approx(9190.8, rel=1e-3)
     assert [way["provided"] for way in answer["alternatives"]] == [True, True, True, True, False, False]
 
 

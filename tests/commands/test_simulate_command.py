@@ -61,7 +61,6 @@ def test_conditions_make_steps_longer(simulate):
     assert seconds("--slow", "1.0:compute=100") > even
     assert seconds("--zipf", "1") > even
     assert seconds("--jitter", "0.5") > even
-    assert seconds("--slow", "1:bandwidth=0.5,from=1e6") == pytest.approx(even)
 
 
 def test_a_trace_has_a_process_for_each_rank_and_a_thread_for_each_stream(simulate, tmp_path):
@@ -85,8 +84,8 @@ def test_there_may_be_more_datacentres_than_can_be_emulated(tmp_path, capsys):
 
 
 def test_places_that_are_slower_are_read():
-    expected = Deviation(place=(3, 1), bandwidth_factor=0.5, slowdown=2.0, from_s=10.0)
-    assert read_deviation("3.1:bandwidth=0.5,compute=2,from=10") == expected
+    expected = Deviation(place=(3, 1), bandwidth_factor=0.5, slowdown=2.0)
+    assert read_deviation("3.1:bandwidth=0.5,compute=2") == expected
 
 
 @pytest.mark.parametrize("text", ["3", "3:", "x:bandwidth=1", "3:speed=2", "3:bandwidth=fast"])

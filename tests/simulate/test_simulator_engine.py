@@ -11,8 +11,9 @@ from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.layout import Layout, LevelCodecs
 from ds_hybridep.plan.program import Peers, Stage
 from ds_hybridep.simulate.classes import merge_ranks
-from ds_hybridep.simulate.events import Change, Engine, Operation, Post, Run, Wait
+from ds_hybridep.simulate.events import Engine, Operation, Post, Run, Wait
 from ds_hybridep.simulate.flows import Flows, fair_rates
+from ds_hybridep.simulate.scenario import Assumptions
 from ds_hybridep.simulate.traffic import Ranks, Routing, TrafficMaker
 
 properties = settings(max_examples=60)
@@ -131,17 +132,6 @@ def test_packets_flow_while_ranks_compute():
     assert run(program, [packet], num_actors=1, busy_share=0.0).end_s[0] == 4.0
 
 
-def test_a_link_that_slows_down_while_bytes_flow():
-    send = Operation("send", "tokens", flows_of(((0,), (0,), 100.0, 0.0)))
-    slower = Change(0.5, link=0, bytes_per_s=25.0)
-    assert run([Post(0), Wait(0, "tokens")], [send], num_actors=1, changes=[slower]).end_s[0] == 2.5
-
-
-def test_a_rank_that_slows_down_finishes_what_it_has_begun():
-    program = [Run("compute", "", seconds(1.0)), Run("compute", "", seconds(1.0))]
-    assert run(program, [], num_actors=1, changes=[Change(0.5, actor=0, slowdown=3.0)]).end_s[0] == 4.0
-
-
 def test_ranks_that_wait_for_each_other_for_ever_are_named():
     both = Operation("both", "tokens", flows_of(((0, 1), (0,), 1.0, 0.0)), after=1)
     never = Operation("never", "weights", flows_of(((0, 1), (0,), 1.0, 0.0)), after=0)
@@ -165,7 +155,7 @@ def made(cluster, peers, *, is_reduced):
     ranks = Ranks.of(cluster, layout)
     classes = merge_ranks(cluster, {peers: ranks.groups(peers)}, [], is_reduced=is_reduced)
     ones = np.ones(cluster.num_ranks)
-    return classes, TrafficMaker(ranks, Routing((ones,) * len(cluster.sizes), ones), classes)
+    return classes, TrafficMaker(ranks, Routing((ones,) * len(cluster.sizes), ones), classes, Assumptions())
 
 
 @pytest.mark.parametrize("is_reduced", [True, False])
