@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Emulated links do what they say: delay, loss, cut, counters, and nothing left behind.
-
-benchmarks/emulated_network.py measures rates and round trips.
-"""
+"""Emulated links do what they say: delay, loss, cut, counters, and nothing left behind."""
 
 import os
 import signal
