@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ds_hybridep.plan.cluster import Cluster, latencies_of
 from ds_hybridep.plan.costs import ranks_below
@@ -82,18 +82,19 @@ class Stage:
         layout: Layout,
         fixed_bytes: Sequence[float],
         row_bytes: Sequence[float] = (),
-        **rows: Any,
+        *,
+        chance: float = 0.0,
+        is_back: bool = False,
     ) -> "Stage":
-        """The stage between these peers of a layout; rows: `chance` and `is_back`."""
+        """The stage between these peers of a layout."""
         sizes, below = cluster.sizes, ranks_below(cluster)
-        row_bytes = row_bytes or [0.0] * len(sizes)
+        rows = row_bytes or [0.0] * len(sizes)
         uplink_bytes = [
-            below[level]
-            * peers.count(layout, sizes, level)
-            * (fixed_bytes[level] + row_bytes[level] * rows.get("chance", 0.0))
+            below[level] * peers.count(layout, sizes, level) * (fixed_bytes[level] + rows[level] * chance)
             for level in range(len(sizes))
         ]
-        return cls(peers, tuple(fixed_bytes), tuple(row_bytes), tuple(uplink_bytes), latencies_of(cluster), **rows)
+        of_levels = tuple(fixed_bytes), tuple(rows), tuple(uplink_bytes), latencies_of(cluster)
+        return cls(peers, *of_levels, chance=chance, is_back=is_back)
 
     @cached_property
     def levels(self) -> tuple[int, ...]:

@@ -25,9 +25,6 @@ class Assumptions:
     gathers_by_level: bool = True
 
 
-STREAM_MODEL_ASSUMPTIONS = Assumptions(is_fair_to_flows=False)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
     """A deviation from the levels, below one place of the tree.

@@ -15,12 +15,13 @@ from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.program import Peers
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.token_route import expected_rows
-from ds_hybridep.simulate.scenario import STREAM_MODEL_ASSUMPTIONS, Assumptions, Deviation, Scenario
+from ds_hybridep.simulate.scenario import Assumptions, Deviation, Scenario
 from ds_hybridep.simulate.simulator import simulate
 from ds_hybridep.simulate.traffic import Ranks, Routing
 
 properties = settings(max_examples=40)
 rates_of_toy = Rates(flops_per_s=1e9)
+AS_THE_STREAM_MODEL = Assumptions(is_fair_to_flows=False)
 
 
 def scenario_of(cluster, layout, workload, rates=rates_of_toy, **settings):
@@ -49,7 +50,7 @@ def test_steps_are_within_3_percent_of_the_stream_model_on_even_clusters(case, a
     cluster, layout, workload, rates = case
     sync = SyncModel(algorithm=algorithm)
     expected = predict(cluster, layout, workload, rates, sync)
-    scenario = scenario_of(cluster, layout, workload, rates, sync=sync, assumptions=STREAM_MODEL_ASSUMPTIONS)
+    scenario = scenario_of(cluster, layout, workload, rates, sync=sync, assumptions=AS_THE_STREAM_MODEL)
     found = simulate(scenario)
     assert found.step_s == pytest.approx(expected.step_s, rel=0.03)
     assert math.fsum(found.terms_s.values()) == pytest.approx(found.step_s)
@@ -303,7 +304,7 @@ def thousand_dcs(**settings):
 
 @pytest.mark.parametrize("domain_size", [1, 4])
 def test_a_thousand_datacentres_agree_with_the_stream_model(domain_size):
-    scenario = thousand_dcs(domain_size=domain_size, assumptions=STREAM_MODEL_ASSUMPTIONS)
+    scenario = thousand_dcs(domain_size=domain_size, assumptions=AS_THE_STREAM_MODEL)
     expected = predict(scenario.cluster, scenario.layout, scenario.workload, scenario.rates)
     found = simulate(scenario)
     assert (found.num_classes, found.quantisation) == (1, 0.0)
