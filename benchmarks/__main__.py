@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.common import JOB_FOLDER, Records, read_records
 from ds_hybridep.errors import LabError
-from ds_hybridep.lab.unprivileged import become_root
+from ds_hybridep.lab.namespaces import become_root
 
 PROGRAMS = {
     "demo": "the same training in three ways over an emulated slow link (`make demo`)",

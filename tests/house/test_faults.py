@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_hybridep.lab.namespaces import why_no_user_namespace
 from ds_hybridep.lab.network import why_not_permitted
-from ds_hybridep.lab.unprivileged import why_no_user_namespace
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
 
