@@ -47,7 +47,7 @@ def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkPr
     """Sizes and speed of a codec on one layer's experts: the mean over all ranks, which must all call."""
     codec = make_codec(config, kernels=kernels)
     parts = tuple(
-        PacketPart(piece.shape, spec.num_local, (((piece.name,), spec.num_local * piece.shape.numel()),))
+        PacketPart(piece.shape, spec.num_local, (((piece.name, 0), spec.num_local * piece.shape.numel()),))
         for block in lay_out(spec.experts[0], is_grouped=spec.is_grouped)
         if block.is_trainable
         for piece in block.slices
@@ -61,7 +61,7 @@ def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkPr
     streams.synchronize()
     for _ in range(TIMINGS + 1):
         begin_s = time.perf_counter()
-        message = mirror.encode(weights)
+        (message,) = mirror.encode(weights)
         streams.synchronize()
         middle_s = time.perf_counter()
         replica.apply([message])

@@ -112,7 +112,7 @@ class LayerExperts:
             self._wait(self.gradient_pipeline, handle.operation)
             handle.collected = self.replicas.take_returned()
             if self.gradients is Gradients.UNDONE and (feedback := self.replicas.feedback) is not None:
-                feedback.changes.undo_of(feedback.gradients.noted())
+                feedback.gradients.changes.undo_of(feedback.gradients.noted())
             self.returning, self.gradients = None, Gradients.EMPTY
         return handle.collected
 

@@ -74,6 +74,7 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
         specs=specs,
         sync_groups=partial(dense.groups_of, weak, specs),
         is_boundary=boundary_of(weak),
+        parameters=lambda: weak.module.named_parameters(),
         master_of=facts.master_of,
         loss_scale=partial(loss_scale_of, weak),
     )
@@ -142,8 +143,8 @@ def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> Non
     """Switch to other settings: domain sizes, codecs, token exchange, dense synchronisation; all ranks must call.
 
     Optimizer and parameters stay where they are.  Gradients that lossy codecs had kept back go to the experts' owners
-    and into the next dense sums; those that DeepSpeed synchronises from now on are dropped.  The levels must not
-    change.  If the job is planned ("auto"), planning goes on, but `config` itself must give all sizes and codecs.
+    and into the next gradients.  The levels must not change.  If the job is planned ("auto"), planning goes on, but
+    `config` itself must give all sizes and codecs.
 
     Call between two optimizer steps, with the content of a "hybridep" block.
 

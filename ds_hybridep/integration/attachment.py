@@ -214,8 +214,7 @@ class Attachment:
         undelivered = earlier.hand_over()
         self._plan_patches.undo()
         self.runtime, self.dense = runtime, None
-        if lost := runtime.follow(earlier, undelivered):
-            log_dist(f"hybridep: gradients of norm {lost:.3g} that codecs had kept back are dropped", ranks=[-1])
+        runtime.follow(earlier, undelivered)
         earlier.close()
         self._bind_runtime()
         self.ship_partitioned()

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the layers of a plan from the settings and the model's MoE layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ds_hybridep.codecs import make_codec, make_weight_codec
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.config_codecs import IDENTITY
-from ds_hybridep.experts.codec_checkpoint import OwnedExperts
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
 from ds_hybridep.experts.migration import LayerExperts, MigrationManager
+from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.slots import lay_out
 from ds_hybridep.kernels import Kernels
@@ -21,6 +21,7 @@ from ds_hybridep.sync.feedback import Encoding
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.stages import GatherStage, connect, gather_stages
 from ds_hybridep.sync.transfers import StagePipeline
+from ds_hybridep.sync.undelivered import Target, stacked
 from ds_hybridep.tokens.exchange import Exchange, build_exchanges
 from ds_hybridep.tokens.layer import HybridMoE, expert_to_slot
 from ds_hybridep.transport.channels import Transport
@@ -54,22 +55,17 @@ class PlannedLayer:
             ],
         }
 
-    def owned(self, rank: int, world_size: int) -> OwnedExperts:
+    def targets(self, rank: int, world_size: int) -> Iterator[Target]:
+        """Yield the parameters of this rank's experts, for what codecs have not delivered."""
         spec = self.spec
         first = spec.group_ranks.index(rank) * spec.num_local
-        blocks = lay_out(spec.experts[0], is_grouped=spec.is_grouped)
-        return OwnedExperts(
-            name=spec.name,
-            experts=range(first, first + spec.num_local),
-            shapes={
-                piece.name: (spec.num_local, *piece.shape)
-                for block in blocks
-                if block.is_trainable
-                for piece in block.slices
-            },
-            share=len(spec.group_ranks) / world_size,
-            device=spec.sample.device,
-        )
+        share = len(spec.group_ranks) / world_size
+        for at, module in enumerate(spec.experts):
+            for name, parameter in module.named_parameters():
+                num_elements = full_shape(parameter).numel()
+                start = first * num_elements // spec.num_local if spec.is_grouped else (first + at) * num_elements
+                if parameter.requires_grad:
+                    yield Target(stacked(spec.name, name), start, start + num_elements, parameter, share)
 
 
 class Builder:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks settings, layers and ranks together, and returns the function that makes the runtime of a plan."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,6 +26,7 @@ def prepare_runtime(
     is_boundary: Callable[[], bool],
     *,
     sync_groups: Callable[[HybridEPConfig], Mapping[str, tuple[int, ...]]] = lambda _: {},
+    parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]] = tuple,
     master_of: Callable[[nn.Parameter], Tensor | None] = no_master,
     loss_scale: Callable[[], float] = no_scale,
 ) -> Callable[[], HybridRuntime]:
@@ -37,6 +38,7 @@ def prepare_runtime(
         specs: describe the model's MoE layers, in the order in which they run.
         is_boundary: returns True if the running backward is the last before the optimizer step.
         sync_groups: returns, by name, the ranks that hold the same parameters, if settings synchronise these by level.
+        parameters: returns the model's, by name.
         master_of, loss_scale: as in `Encoding`.
 
     Raises:
@@ -66,7 +68,7 @@ def prepare_runtime(
     def build() -> HybridRuntime:
         transport = Transport(config.cluster(), longest_wait_s(config.timeout_s), generation, backends, link=link)
         try:
-            return HybridRuntime(config, transport, kernels, planned, encoding, is_boundary, synchronised)
+            return HybridRuntime(config, transport, kernels, planned, encoding, is_boundary, synchronised, parameters)
         except BaseException:
             transport.close()
             raise

@@ -114,6 +114,6 @@ def test_only_the_first_change_of_a_step_is_undone_and_none_after_an_applied_one
     assert undone == ["first"]
     assert encoder not in changes
     changes.note(encoder, lambda: undone.append("third"))
-    changes.keep()
+    changes.commit()
     changes.undo()
     assert undone == ["first"]
