@@ -58,7 +58,7 @@ test-slow: $(INSTALLED)
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "slow or (hypothesis and not gpu)" --timeout 7200
 
 test-versions:
-	$(PYTHON) tests/versions.py --torch "$(TORCH)"
+	$(PYTHON) tests/house/versions.py --torch "$(TORCH)"
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -13,8 +13,7 @@ import pytest
 TESTS_DIR = Path(__file__).resolve().parent
 REPO_DIR = TESTS_DIR.parent
 
-if str(TESTS_DIR) not in sys.path:  # whatever pytest's import mode is
-    sys.path.insert(0, str(TESTS_DIR))
+sys.path[:0] = [str(TESTS_DIR / "support"), str(TESTS_DIR)]  # helpers, and packages: cuda_emulation, stream_checker
 if importlib.util.find_spec("ds_hybridep") is None:  # run from a checkout without an install
     sys.path.insert(0, str(REPO_DIR))
 

@@ -9,7 +9,7 @@ import torch
 from codec_cases import SHAPES, SPECS, normal, tensors
 from cuda_emulation import load_emulated
 from hypothesis import given, settings
-from kernels.on_device import on_cuda
+from on_device import on_cuda
 
 from ds_hybridep.codecs import interface, make_codec, non_finite
 from ds_hybridep.codecs.low_rank import divide_by_gram, orthonormal

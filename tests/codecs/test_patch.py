@@ -8,7 +8,7 @@ import torch
 from cuda_emulation import load_emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.on_device import on_cuda
+from on_device import on_cuda
 
 from ds_hybridep.codecs import HEADER_BYTES, Patch
 from ds_hybridep.codecs import patch as patch_module

@@ -12,8 +12,8 @@ import pytest
 import torch
 from cuda_emulation import load_emulated
 from hypothesis import given
-from kernels.on_device import on_cuda
-from kernels.refs import assert_same_plan, combines, large_routes, payload, routes, token_rows
+from kernel_refs import assert_same_plan, combines, large_routes, payload, routes, token_rows
+from on_device import on_cuda
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hybridep.kernels import load_kernels

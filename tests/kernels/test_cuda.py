@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from cuda_emulation import largest_grid, load_emulated
-from kernels.refs import PLAN_FIELDS, large_routes, payload
+from kernel_refs import PLAN_FIELDS, large_routes, payload
 
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import ConfigError

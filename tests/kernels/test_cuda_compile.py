@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
+from cuda_compile import ARCHITECTURES, compile_all, disassemble, find_disassembler, find_nvcc, supported
 from ds_hybridep.op_builder import HybridEPBuilder
-from kernels.cuda_compile import ARCHITECTURES, compile_all, disassemble, find_disassembler, find_nvcc, supported
 
 NVCC = find_nvcc()
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from hypothesis import given
-from kernels.refs import (
+from kernel_refs import (
     E4M3,
     PLAN_FIELDS,
     combine_backward_by_loops,

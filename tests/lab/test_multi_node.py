@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_restart import CONFIG as RESTART_CONFIG
+from scripts import RESTART_CONFIG
 
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology
@@ -35,7 +35,7 @@ import runpy, sys
 import deepspeed
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled on the first use, for a minute
 sys.argv += "--layers 1 --hidden 32 --experts 4 --seq-len 16 --log-interval 1 --eval-interval 0 --steps 6".split()
-runpy.run_path("{ROOT}/tests/restart_script.py", run_name="__main__")
+runpy.run_path("{ROOT}/tests/support/restart_script.py", run_name="__main__")
 """
 CONFIG = {key: value for key, value in RESTART_CONFIG.items() if key != "hybridep"}
 

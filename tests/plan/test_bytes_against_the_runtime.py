@@ -3,47 +3,20 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from counted_bytes import ACCUMULATION, TOY, counted_in_one_step, workload_of
 from parity import Case
 from process_pool import ProcessPool
-from test_engine import engine_of, train
-from toy_model import ToyConfig
 
-import ds_hybridep
 from ds_hybridep.plan.cluster import Cluster, Level
 from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.plan.layout import ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.row_format import record_bytes, token_codec
 from ds_hybridep.plan.stream_model import predict
-from ds_hybridep.plan.workload import MoEModel, Workload
+from ds_hybridep.plan.workload import Workload
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
-
-TOY = ToyConfig(ep_size=4, checkpointing=None)
-TOKENS = 3 * TOY.sequence  # of `train`, which runs three sequences a micro-step
-ACCUMULATION = 2
-
-
-def counted_in_one_step(case: Case) -> dict[str, Any]:
-    """This rank's counters after one optimizer step."""
-    with engine_of(case, with_block=True) as engine:
-        train(engine, case, 0, 1)
-        ds_hybridep.refresh(engine)  # returns when nothing is under way any more
-        return ds_hybridep.stats(engine)
-
-
-def workload_of(case: Case) -> Workload:
-    toy = case.toy
-    model = MoEModel(
-        name="toy", hidden=toy.hidden, num_experts=toy.num_experts, top_k=toy.k, num_moe_layers=toy.num_layers,
-        expert_params=2 * toy.hidden * toy.ffn + toy.ffn + toy.hidden, dense_params=1, active_dense_params=1,
-    )  # fmt: skip
-    return Workload(
-        model=model, tokens_per_rank=TOKENS, micro_steps=case.accumulation, param_bytes=4,
-        capacity_factor=toy.capacity_factor, is_checkpointed=toy.checkpointing is not None,
-    )  # fmt: skip
 
 
 def uplink_totals(case: Case, layout: Layout, workload: Workload, kind: str) -> list[float]:

@@ -6,6 +6,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_cases import SETTINGS
 
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config import parse_codec
@@ -15,17 +16,6 @@ from ds_hybridep.plan.packets import packets_of
 from ds_hybridep.plan.slots import cut, even_bounds, parts_of, shares_of
 from ds_hybridep.sync import flat
 from ds_hybridep.sync.messages import MessageLayout
-
-SETTINGS = [
-    "identity",
-    {"type": "identity", "dtype": "bf16"},
-    *({"type": name, "block": block} for name in ("int8", "int4", "int2") for block in (8, 128, 1024)),
-    *({"type": "low_rank", "ratio": ratio} for ratio in (2, 50, 1000)),
-    {"type": "low_rank", "rank": 7, "fallback": "int2"},
-    *({"type": "low_rank", "rank": 3, "factors": name} for name in ("fp32", "bf16", "int8", "int2", "log4")),
-    {"type": "low_rank", "ratio": 50, "factors": "log4", "weighting": "rms", "rest": {"type": "int2", "block": 64}},
-    {"type": "low_rank", "ratio": 10, "fallback": {"type": "identity", "dtype": "fp16"}},
-]  # fmt: skip
 
 shapes = st.lists(
     st.one_of(

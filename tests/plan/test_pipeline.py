@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_stream_model import TOY, toy
+from plan_cases import TOY, toy
 
 from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.layout import Rates

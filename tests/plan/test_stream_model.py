@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
 import itertools
-import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_cases import TOY, cases, cluster_of, layout_of, toy
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.integration import estimate
 from ds_hybridep.plan import depth
-from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
+from ds_hybridep.plan.cluster import Cluster, Level, Link
 from ds_hybridep.plan.costs import COMPACT_BYTES, packet_bytes, row_counts
 from ds_hybridep.plan.layout import BY_DEEPSPEED, IDENTITY, CodecCost, ExpertGroup, Layout, LevelCodecs, Rates
 from ds_hybridep.plan.memory import memory_of
 from ds_hybridep.plan.model_sizes import model_from_mapping
 from ds_hybridep.plan.models import read_model_file
-from ds_hybridep.plan.packets import Blocks
 from ds_hybridep.plan.stream_model import predict
 from ds_hybridep.plan.sync_stages import Held, ring_bytes, sync_stages
 from ds_hybridep.plan.workload import MoEModel, Workload
@@ -25,67 +24,11 @@ from ds_hybridep.plan.workload import MoEModel, Workload
 # A slow machine is no failure, so there is no deadline per example.
 properties = settings(max_examples=150)
 
-TOY = MoEModel(
-    name="toy", hidden=64, num_experts=8, top_k=2, num_moe_layers=4, expert_params=33088,
-    dense_params=110720, active_dense_params=94336,
-)  # fmt: skip
 FAST = 1e15
-
-
-def cluster_of(*sizes, bandwidth=1e6, latency_s=0.0):
-    names = {1: ["gpu"], 2: ["dc", "gpu"], 3: ["dc", "node", "gpu"]}[len(sizes)]
-    links = [Link(bandwidth * 1e3**level, latency_s) for level in range(len(sizes))]
-    return Cluster(tuple(Level(name, size, link) for name, size, link in zip(names, sizes, links, strict=True)))
-
-
-def layout_of(spans, domain_sizes, **settings):
-    return Layout(spans=spans, domain_sizes=domain_sizes, codecs=(LevelCodecs(),) * len(spans), **settings)
-
-
-def toy(**settings):
-    return Workload(**{"model": TOY, "tokens_per_rank": 128, "param_bytes": 4, **settings})
 
 
 rates_of_toy = Rates(flops_per_s=1e9)
 FASTEST = cluster_of(2, 2, bandwidth=1e15)
-
-
-@st.composite
-def cases(draw):
-    """A cluster of 1 to 3 levels with any links, a layout on it, a workload and rates."""
-    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=3))
-    links = [Link(draw(st.floats(1e4, 1e10)), draw(st.sampled_from([0.0, 1e-4, 0.05]))) for _ in sizes]
-    cluster = Cluster(tuple(Level(f"l{i}", n, link) for i, (n, link) in enumerate(zip(sizes, links, strict=True))))
-    spans = tuple(draw(st.sampled_from(divisors(size))) for size in sizes)
-    is_padded = draw(st.booleans())
-    ours = tuple(draw(st.sampled_from(divisors(span))) for span in spans)
-    sized = CodecCost("int4", encode_bytes_per_s=2e9, packets=Blocks(4, 128))
-    codec = st.sampled_from([IDENTITY, CodecCost("small", 20.0, 1e9, 5e8), sized])
-    layout = Layout(
-        spans=spans,
-        domain_sizes=(1,) * len(spans) if is_padded else ours,
-        codecs=tuple(LevelCodecs(*(draw(codec) for _ in range(5))) for _ in spans),
-        prefetch_depth=draw(st.integers(0, 4)),
-        exchange=draw(st.sampled_from(["direct", "hierarchical"])),
-        is_padded=is_padded,
-    )
-    model = dataclasses.replace(TOY, num_experts=math.prod(spans) * draw(st.integers(2, 3)))
-    workload = Workload(
-        model=model,
-        tokens_per_rank=draw(st.integers(1, 5000)),
-        micro_steps=draw(st.integers(1, 5)),
-        param_bytes=draw(st.sampled_from([2, 4])),
-        zero_stage=draw(st.sampled_from([0, 1, 2])),
-        is_checkpointed=draw(st.booleans()),
-    )
-    rates = Rates(
-        flops_per_s=draw(st.floats(1e7, 1e12)),
-        exchange_s=draw(st.sampled_from([0.0, 1e-4, 1e-2])),
-        packet_s=1e-4,
-        expert_call_s=1e-5,
-        overlap=draw(st.sampled_from([0.0, 0.3, 1.0])),
-    )
-    return cluster, layout, workload, rates
 
 
 @properties

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from marks import slow
 from parity import Case, levels_of
+from plan_cases import SETTINGS
 from process_pool import ProcessPool
-from test_engine import engine_of, train
-from test_packets import SETTINGS
 from toy_model import ToyConfig
+from training import engine_of, train
 
 import ds_hybridep
 from ds_hybridep.config import parse_config

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What documents tell readers to type: each command runs here, or it is said where; examples of the block parse."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ds_hybridep.commands.main import main
+from ds_hybridep.config import parse_config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+PROGRAMS = re.compile(
+    r"(ds_hybridep|deepspeed|torchrun|accelerate|sbatch|srun|python|sudo|make|pip|git|ssh|ip|echo) |examples/"
+)
+HERE = ("ds_hybridep plan", "ds_hybridep simulate", "ds_hybridep report")
+ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
+    "make demo": "tests/house/test_demo.py",
+    "make test": ".ci/run",
+    "make check": ".ci/run",
+    "make fmt": "not run: rewrites the sources",
+    "pip install .": ".ci/run, tests/house/test_wheel.py",
+    "pip install 'ds_hybridep[hf]'": "not run: setup.py has the same names",
+    "git clone": "not run: names a place",
+    "ssh": "tests/lab/test_multi_node.py",
+    "ip -br address": "not run: a look at the machine",
+    "echo": "tests/lab/test_multi_node.py",
+    "deepspeed --hostfile": "tests/lab/test_multi_node.py",
+    "deepspeed --num_gpus 4 examples/finetune_hf.py": "tests/house/test_finetune_hf.py",
+    "ds_hybridep show": "tests/commands/test_page.py",
+    "ds_hybridep export": "tests/house/test_finetune_hf.py",
+    "ds_hybridep lab": "tests/lab/test_launcher.py",
+    "examples/restart/": "tests/house/test_restart.py",
+    "sudo python benchmarks/": "not run: measures for minutes",
+    "python benchmarks/": "not run: measures for minutes",
+    "deepspeed --num_gpus 8 train.py": "tests/house/test_launchers.py",
+    "torchrun --nnodes 2": "tests/house/test_launchers.py",
+    "accelerate launch": "tests/house/test_launchers.py",
+    "sbatch job.sh": "tests/house/test_launchers.py",
+    "torchrun --nproc_per_node 4 benchmarks/": "not run: measures for minutes",
+    "torchrun --standalone --nproc_per_node 4 benchmarks/": "not run: measures for minutes",
+}
+
+
+def commands_of(text: str) -> list[str]:
+    """Commands of fenced blocks, without comments and settings of the environment."""
+    found = []
+    for language, body in BLOCK.findall(text):
+        if language:
+            continue
+        for line in body.replace("\\\n", " ").splitlines():
+            line = re.sub(r"^(\w+=\S+ )+", "", line.split(" #")[0].strip())
+            found += [part.strip() for part in line.split("&&") if PROGRAMS.match(part.strip())]
+    return found
+
+
+COMMANDS = sorted({command for path in DOCUMENTS for command in commands_of(path.read_text())})
+
+
+def test_each_command_is_run_somewhere_or_it_is_said_why_not() -> None:
+    assert len(COMMANDS) > 20
+    for command in COMMANDS:
+        begins = [begin for begin in (*HERE, *ELSEWHERE) if command.startswith(begin)]
+        assert begins, f"{command}: run it in a test, and name the test here"
+    for place in ELSEWHERE.values():
+        for name in re.findall(r"tests/\S+\.py|\.ci/run", place):
+            assert (REPOSITORY / name).exists(), name
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith(HERE)])
+def test_commands_that_need_no_ranks_work(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    levels = [
+        {"name": "dc", "size": 2, "bandwidth_gbps": 10.0, "latency_ms": 10.0},
+        {"name": "gpu", "size": 8, "bandwidth_gbps": 3200.0, "latency_ms": 0.01},
+    ]
+    Path("cluster.yaml").write_text(json.dumps({"levels": levels}))
+    assert main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+BLOCKS = [
+    (path.name, body)
+    for path in DOCUMENTS
+    for language, body in BLOCK.findall(path.read_text())
+    if language == "json" and '"levels"' in body
+]
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in BLOCKS}))
+def test_examples_of_the_block_are_accepted(name: str) -> None:
+    for body in [body for other, body in BLOCKS if other == name]:
+        block = json.loads(f"{{{body}}}")["hybridep"]
+        world_size = 1
+        for level in block["levels"]:
+            world_size *= level["size"]
+        parse_config(block, world_size=world_size, base_dir=REPOSITORY)
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
+            if "://" not in target:
+                assert (path.parent / target).exists(), f"{path.name}: {target}"

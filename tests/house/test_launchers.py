@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes of docs/launchers.md, one rank for each node, all on this machine: one script, the same losses."""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from scripts import free_port
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parents[1] / "docs" / "launchers.md"
+LIMIT_S = 500  # a run is 10 s of work, and a busy machine takes its time
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    "hybridep": {"levels": [{"name": "dc", "size": 2, "domain_size": 2}]},
+}
+NODES = ("127.0.0.1", "127.0.0.2")  # of Slurm: names that are also addresses
+SLURM = [
+    shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") for name in ("munged", "slurmctld", "slurmd")
+]
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1200)]
+needs_accelerate = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="needs the extra hf: '.[hf]'"
+)
+
+
+def blocks_of(section: str) -> list[str]:
+    """What a section of the page shows, for one rank on each node."""
+    text = PAGE.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
+    blocks = [block.split("\n", 1)[1].strip() for block in text.split("```")[1::2]]
+    changes = {
+        "node1": "127.0.0.1", "29500": str(free_port()), "train.py": str(HERE / "launcher_script.py"),
+        "num_processes 16": "num_processes 2", "per_node 8": "per_node 1", "per-node=8": "per-node=1",
+    }  # fmt: skip
+    for there, here in changes.items():
+        blocks = [block.replace(there, here) for block in blocks]
+    return blocks
+
+
+def run_together(folder: Path, commands: Sequence[str], **environment: str) -> str:
+    """The output of commands that run at the same time, each as if on a node of its own."""
+    (folder / "ds_config.json").write_text(json.dumps(CONFIG))
+    scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    settings = {**os.environ, "PATH": scripts, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        settings.pop(name, None)
+    said = [folder / f"said_{place}" for place in range(len(commands))]
+    with ExitStack() as files:
+        processes = [
+            subprocess.Popen(
+                ["bash", "-c", f"exec {command}"], cwd=folder, env=settings,
+                stdout=files.enter_context(path.open("w")), stderr=subprocess.STDOUT, start_new_session=True,
+            )
+            for command, path in zip(commands, said, strict=True)
+        ]  # fmt: skip
+        try:
+            statuses = [process.wait(LIMIT_S) for process in processes]
+        finally:
+            # The whole group: `deepspeed` leaves its ranks behind.  Gently first: torchrun has others in other groups.
+            for signal_number in (signal.SIGTERM, signal.SIGKILL):
+                for process in processes:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal_number)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(60)
+    output = "\n".join(path.read_text() for path in said)
+    assert statuses == [0] * len(commands), output[-8000:]
+    return output
+
+
+def losses_in(output: str) -> list[float]:
+    """What rank 0 printed, which the block was active for."""
+    assert "hybridep: 1 MoE layers, domain sizes dc 2" in output
+    printed = [line for line in output.splitlines() if line.startswith("losses ")]
+    assert len(printed) == 1, output[-4000:]
+    losses = json.loads(printed[0].removeprefix("losses "))
+    assert len(losses) == 3
+    return losses
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses under `deepspeed`."""
+    command = blocks_of("deepspeed")[0].splitlines()[1]
+    assert "--num_gpus 8 " in command
+    command = command.replace("--num_gpus 8", f"--num_gpus 2 --master_port {free_port()}")
+    return losses_in(run_together(tmp_path_factory.mktemp("deepspeed"), [command]))
+
+
+def test_torchrun_on_two_nodes_trains_as_deepspeed_does(tmp_path: Path, expected: list[float]) -> None:
+    (first,) = blocks_of("torchrun")
+    second = first.replace("--node_rank 0", "--node_rank 1")
+    assert losses_in(run_together(tmp_path, [first, second])) == expected
+    assert "losses " in (tmp_path / "said_0").read_text()  # so rank 0 is there
+
+
+@needs_accelerate
+def test_accelerate_on_two_nodes_trains_as_deepspeed_does(tmp_path: Path, expected: list[float]) -> None:
+    (first,) = blocks_of("accelerate launch")
+    second = first.replace("--machine_rank 0", "--machine_rank 1")
+    assert losses_in(run_together(tmp_path, [first, second])) == expected
+    assert "losses " in (tmp_path / "said_0").read_text()  # so rank 0 is there
+
+
+@needs_accelerate
+def test_the_block_reaches_accelerates_accelerator(tmp_path: Path, expected: list[float]) -> None:
+    command = (
+        "accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json --num_machines 1 --num_processes 2 "
+        f"--main_process_port {free_port()} {HERE / 'accelerator_script.py'}"
+    )
+    assert losses_in(run_together(tmp_path, [command])) == expected
+
+
+# -- Slurm ------------------------------------------------------------------------------------------------------
+
+
+def why_no_slurm() -> str | None:
+    if None in (*SLURM, shutil.which("sbatch")):
+        return "Slurm not found: apt-get install slurm-wlm munge"
+    return None if os.geteuid() == 0 else "slurmd needs root"
+
+
+needs_slurm = pytest.mark.skipif((REASON := why_no_slurm()) is not None, reason=str(REASON))
+
+
+@contextmanager
+def daemon(folder: Path, *command: str | None) -> Iterator[None]:
+    """A program in the foreground of a process of its own, ended afterwards."""
+    name = f"{Path(str(command[0])).name}-{command[-1]}".replace("/", "_")[-40:]
+    with (folder / f"{name}.log").open("w") as log:
+        process = subprocess.Popen([str(part) for part in command], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A Slurm of two nodes with one CPU each, in a folder of its own; the environment that its commands need."""
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "state").mkdir()
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    settings = [
+        "ClusterName=test", "SlurmctldHost=localhost(127.0.0.1)", "SlurmUser=root", "AuthType=auth/munge",
+        f"AuthInfo=socket={folder}/socket", f"SlurmctldPort={free_port()}", f"StateSaveLocation={folder}/state",
+        f"SlurmctldPidFile={folder}/slurmctld.pid", f"SlurmdPidFile={folder}/%n.pid", f"SlurmdSpoolDir={folder}/%n",
+        "ProctrackType=proctrack/pgid", "TaskPlugin=task/none", "MpiDefault=none", "ReturnToService=2",
+        "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core",
+        *(f"NodeName={node} NodeAddr={node} Port={free_port()} CPUs=1" for node in NODES),
+        "PartitionName=all Nodes=ALL Default=YES",
+    ]  # fmt: skip
+    config = folder / "slurm.conf"
+    config.write_text("\n".join(settings) + "\n")
+    munged, slurmctld, slurmd = SLURM
+    files = [f"--{name}={folder}/{name}" for name in ("pid-file", "log-file", "seed-file")]
+    with ExitStack() as daemons:
+        # --force: the folder is not open to other users, who need not come in.
+        daemons.enter_context(
+            daemon(folder, munged, "--foreground", "--force", *files, f"--key-file={key}", f"--socket={folder}/socket")
+        )
+        wait_until((folder / "socket").exists, folder)
+        daemons.enter_context(daemon(folder, slurmctld, "-D", "-f", str(config)))
+        for node in NODES:
+            daemons.enter_context(daemon(folder, slurmd, "-D", "-f", str(config), "-N", node))
+        environment = {"SLURM_CONF": str(config)}
+
+        def said_by(*command: str) -> str:
+            settings = {**os.environ, **environment}
+            return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=60).stdout.strip()
+
+        def are_idle() -> bool:
+            return said_by("sinfo", "--noheader", "--format=%D %t") == f"{len(NODES)} idle"
+
+        wait_until(are_idle, folder)
+        try:
+            yield environment
+        finally:
+            said_by("scancel", "--me")  # what a test that failed has left
+            wait_until(are_idle, folder)
+
+
+def wait_until(condition: Callable[[], bool], folder: Path) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        said = "\n".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
+        assert time.monotonic() < end, f"Slurm was not idle within 60 s:\n{said}"
+        time.sleep(0.2)
+
+
+@needs_slurm
+def test_srun_on_two_nodes_trains_as_deepspeed_does(
+    tmp_path: Path, expected: list[float], slurm: dict[str, str]
+) -> None:
+    job, command = blocks_of("srun")
+    assert "#SBATCH --gpus-per-node=1\n" in job
+    (tmp_path / "job.sh").write_text(job.replace("#SBATCH --gpus-per-node=1\n", "") + "\n")
+    assert command == "sbatch job.sh"
+    run_together(tmp_path, [f"sbatch --wait --output=output.txt {command.split()[1]}"], **slurm)
+    assert losses_in((tmp_path / "output.txt").read_text()) == expected
+
+
+@needs_slurm
+def test_srun_takes_the_order_of_ranks_from_a_file(tmp_path: Path, slurm: dict[str, str]) -> None:
+    (tmp_path / "ranks").write_text("\n".join(reversed(NODES)) + "\n")
+    command = "srun --distribution=arbitrary bash -c 'echo $SLURM_PROCID is on $SLURMD_NODENAME'"
+    output = run_together(tmp_path, [command], SLURM_HOSTFILE="ranks", **slurm)
+    assert sorted(output.split("\n"))[-2:] == [f"0 is on {NODES[1]}", f"1 is on {NODES[0]}"]

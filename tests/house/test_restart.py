@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank is killed while it saves: the launcher starts all again, and losses are those of an undisturbed run."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from scripts import RESTART_CONFIG
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+ARGUMENTS = ["--steps", "6", "--layers", "1", "--hidden", "32", "--experts", "4", "--seq-len", "16"]
+ARGUMENTS += ["--log-interval", "1", "--eval-interval", "0"]
+
+
+def losses_of(folder: Path, launcher: str, **fault: str) -> tuple[dict[int, float], str]:
+    """Losses by step of the last attempt, and what was said."""
+    folder.mkdir()
+    config = folder / "ds_config.json"
+    config.write_text(json.dumps(RESTART_CONFIG))
+    result = folder / "result.json"
+    ours = [*ARGUMENTS, "--json-file", str(result), "--deepspeed_config", str(config)]
+    script, checkpoints = ROOT / "examples" / "restart" / f"with_{launcher}.sh", str(folder / "checkpoints")
+    if launcher == "torchrun":
+        command = [str(script), checkpoints, "2", *ours]
+    else:
+        command = [str(script), checkpoints, "--num_gpus", "2", "--master_port", "29677", "--", *ours]
+    environment = {
+        **os.environ, **fault, "SAVE_INTERVAL": "2", "PAUSE_S": "1", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+        "SCRIPT": str(ROOT / "tests" / "support" / "restart_script.py"),
+    }  # fmt: skip
+    with (folder / "said").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            status = process.wait(200)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            process.terminate()  # launchers then end their ranks, which are in sessions of their own
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(40)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    said = (folder / "said").read_text()
+    assert status == 0, said[-4000:]
+    return dict(json.loads(result.read_text())["losses"]), said
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_a_job_whose_rank_was_killed_while_saving_goes_on_with_the_same_losses(tmp_path: Path, launcher: str) -> None:
+    undisturbed, _ = losses_of(tmp_path / "undisturbed", launcher)
+    fault = {"FAULT_FILE": str(tmp_path / "fault"), "FAULT_RANK": "1", "FAULT_STEP": "4"}
+    resumed, said = losses_of(tmp_path / "resumed", launcher, **fault)
+    assert (tmp_path / "fault").exists()
+    # The launcher names the rank, and ends the other one before that can say a word.
+    assert re.search(r"exitcode: -9\) local_rank: 1|--local_rank=1.* return code = -9", said)
+    assert "global_step4 is incomplete (its saving was interrupted): skipped" in said
+    assert "goes on from step 2" in said
+    assert sorted(undisturbed) == [1, 2, 3, 4, 5, 6]
+    assert resumed == {step: loss for step, loss in undisturbed.items() if step > 2}

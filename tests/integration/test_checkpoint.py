@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints are DeepSpeed's own: written and read with the "hybridep" block or without it, they hold the same.
+
+All files go through a folder that the ranks share.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import STEPS_AFTER, STEPS_BEFORE, engine_of, resume_across, resume_in_a_fresh_engine
+from marks import slow
+from parity import FP32_TOLERANCE, Case, levels_of
+from process_pool import ProcessPool
+from toy_model import ToyConfig
+from training import batch_of, evaluate, train
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+
+
+PLANS = [(2, 1), (2, 2)]
+EACH_STAGE = [slow((2, 1), 0), ((2, 2), 1), slow((2, 1), 2), slow((2, 2), 0), slow((2, 1), 1), slow((2, 2), 2)]
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+def load_into_a_running_engine(case: Case, folder: str, options: dict[str, Any]) -> dict[bool, list[float]]:
+    """By `with_block`: losses of training, going back to an earlier checkpoint, and training on."""
+    losses = {}
+    for with_block in (False, True):
+        path = f"{folder}/{with_block}"
+        with engine_of(case, with_block=with_block) as engine:
+            losses[with_block] = train(engine, case, 0, STEPS_BEFORE)
+            engine.save_checkpoint(path)
+            # The last step's weights are still under way to the replicas when older ones are loaded.
+            losses[with_block] += train(engine, case, STEPS_BEFORE, 1)
+            engine.load_checkpoint(path, **options)
+            losses[with_block].append(evaluate(engine, case))
+            losses[with_block] += train(engine, case, STEPS_BEFORE, STEPS_AFTER)
+    return losses
+
+
+def copy_by_name(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+    """A custom_load_fn that goes round Module.load_state_dict."""
+    with torch.no_grad():
+        for name, parameter in dst.named_parameters():
+            parameter.copy_(src[name])
+
+
+def load_in_the_middle_of_an_accumulation(
+    case: Case, folder: str, *, zeroes_gradients: bool
+) -> dict[bool, list[float]]:
+    """By `with_block`: losses when an earlier checkpoint is loaded after the first of the micro-steps."""
+    losses = {}
+    for with_block in (False, True):
+        path = f"{folder}/{with_block}"
+        with engine_of(case, with_block=with_block) as engine:
+            losses[with_block] = train(engine, case, 0, 1)
+            engine.save_checkpoint(path)
+            engine.backward(engine(*batch_of(case, 1, 0)))
+            engine.step()
+            if zeroes_gradients:
+                engine.zero_grad()
+            engine.load_checkpoint(path)
+            losses[with_block] += train(engine, case, 1, STEPS_AFTER)
+    return losses
+
+
+def load_state_dict_by_hand(case: Case) -> dict[bool, list[float]]:
+    """By `with_block`: losses before and after every rank loads the weights of the start into the module."""
+    losses = {}
+    for with_block in (False, True):
+        with engine_of(case, with_block=with_block) as engine:
+            start = {name: value.clone() for name, value in engine.module.state_dict().items()}
+            losses[with_block] = train(engine, case, 0, STEPS_BEFORE)
+            engine.module.load_state_dict(start)
+            losses[with_block].append(evaluate(engine, case))
+            losses[with_block] += train(engine, case, STEPS_BEFORE, 1)
+    return losses
+
+
+def save_between_micro_steps(case: Case, folder: str) -> dict[bool, list[float]]:
+    """By `with_block`: losses of a training that saves after every micro-step and goes on."""
+    losses = {}
+    for with_block in (False, True):
+        with engine_of(case, with_block=with_block) as engine:
+            losses[with_block] = []
+            for step in range(3):
+                for micro_step in range(case.accumulation):
+                    loss = engine(*batch_of(case, step, micro_step))
+                    losses[with_block].append(loss.item())
+                    engine.backward(loss)
+                    engine.step()
+                    engine.save_checkpoint(f"{folder}/{with_block}", tag="latest_one")
+    return losses
+
+
+def write_both(case: Case, folder: str) -> None:
+    for with_block in (False, True):
+        with engine_of(case, with_block=with_block) as engine:
+            train(engine, case, 0, 1)
+            engine.save_checkpoint(f"{folder}/{'hybrid' if with_block else 'plain'}", tag="step1")
+
+
+# -- the tests --------------------------------------------------------------------------------------------------
+
+
+def world4(domain_sizes: tuple[int, int], zero_stage: int, **options: Any) -> Case:
+    toy = options.pop("toy", ToyConfig())
+    levels = levels_of((2, 2), domain_sizes)
+    return Case(levels=levels, toy=toy, zero_stage=zero_stage, kernels="reference", **options)
+
+
+def assert_close(plain: list[float], hybrid: list[float]) -> None:
+    assert hybrid == pytest.approx(plain, rel=FP32_TOLERANCE, abs=0.0)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("domain_sizes", "zero_stage"), EACH_STAGE, ids=str)
+def test_resume_is_bit_equal(
+    pool4: ProcessPool, tmp_path: Path, domain_sizes: tuple[int, int], zero_stage: int
+) -> None:
+    case = world4(domain_sizes, zero_stage, accumulation=2)
+    for rank, result in enumerate(pool4.run(resume_in_a_fresh_engine, case=case, folder=str(tmp_path))):
+        assert result["is_loaded"], rank
+        straight, resumed = result["losses"]
+        assert resumed == straight, rank
+        assert result["different"] == [], rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [1, slow(2)])
+def test_resume_is_bit_equal_in_bf16(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
+    case = world4((2, 1), zero_stage, dtype="bf16", toy=ToyConfig(routing="by_token"))
+    for rank, result in enumerate(pool4.run(resume_in_a_fresh_engine, case=case, folder=str(tmp_path))):
+        assert result["losses"][0] == result["losses"][1], rank
+        assert result["different"] == [], rank
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("zero_stage", [slow(0), 1, slow(2)])
+def test_checkpoints_are_read_with_and_without_the_block(pool4: ProcessPool, tmp_path: Path, zero_stage: int) -> None:
+    case = world4((2, 1) if zero_stage != 1 else (2, 2), zero_stage)
+    for losses in pool4.run(resume_across, case=case, folder=str(tmp_path)):
+        for writes_with_block, reads_with_block in ((False, True), (True, False), (True, True)):
+            assert_close(losses[False, False], losses[writes_with_block, reads_with_block])
+
+
+@pytest.mark.core
+def test_files_are_those_of_deepspeed(pool4: ProcessPool, tmp_path: Path) -> None:
+    case = world4((2, 2), zero_stage=1)
+    pool4.run(write_both, case=case, folder=str(tmp_path))
+    plain, hybrid = (
+        sorted(str(path.relative_to(tmp_path / kind)) for path in (tmp_path / kind).rglob("*"))
+        for kind in ("plain", "hybrid")
+    )
+    assert hybrid == plain
+    of_experts = sorted(Path(path).name for path in hybrid if "expert_" in Path(path).name and "layer_" in path)
+    toy = case.toy
+    assert of_experts == sorted(
+        f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+        for layer in range(toy.num_layers)
+        for expert in range(toy.num_experts)
+    )
+    # No class of this package, so that a process without it can load them.
+    files = [tmp_path / "hybrid" / path for path in hybrid]
+    assert not [file for file in files if file.is_file() and b"ds_hybridep" in file.read_bytes()]
+    # Same keys in every file of weights: neither replicas nor anything else of ours.
+    for path in hybrid:
+        if path.endswith("model_states.pt"):
+            keys = [
+                _tensor_names(torch.load(tmp_path / kind / path, weights_only=False)) for kind in ("plain", "hybrid")
+            ]
+            assert keys[0] == keys[1], path
+
+
+def _tensor_names(content: Any, prefix: str = "") -> list[str]:
+    """Paths and shapes of all tensors in nested dicts."""
+    if isinstance(content, torch.Tensor):
+        return [f"{prefix} {tuple(content.shape)}"]
+    if isinstance(content, dict):
+        return sorted(name for key, value in content.items() for name in _tensor_names(value, f"{prefix}/{key}"))
+    return []
+
+
+@pytest.mark.parametrize(("domain_sizes", "zero_stage"), EACH_STAGE, ids=str)
+def test_load_into_a_running_engine_leaves_no_stale_replica(
+    pool4: ProcessPool, tmp_path: Path, domain_sizes: tuple[int, int], zero_stage: int
+) -> None:
+    case = world4(domain_sizes, zero_stage)
+    for losses in pool4.run(load_into_a_running_engine, case=case, folder=str(tmp_path), options={}):
+        assert_close(losses[False], losses[True])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"load_module_only": True}, {"custom_load_fn": copy_by_name}], ids=" ".join)
+def test_other_ways_of_loading_leave_no_stale_replica(
+    pool4: ProcessPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    case = world4((2, 1), zero_stage=1)
+    for losses in pool4.run(load_into_a_running_engine, case=case, folder=str(tmp_path), options=options):
+        assert_close(losses[False], losses[True])
+
+
+@pytest.mark.parametrize(
+    ("zeroes_gradients", "zero_stage"),
+    [(True, 2), slow(False, 0), slow(True, 0), slow(True, 1), slow(False, 1), slow(False, 2)],
+)
+def test_load_in_the_middle_of_an_accumulation(
+    pool4: ProcessPool, tmp_path: Path, zero_stage: int, zeroes_gradients: bool
+) -> None:
+    case = world4((2, 1), zero_stage, accumulation=3)
+    results = pool4.run(
+        load_in_the_middle_of_an_accumulation, case=case, folder=str(tmp_path), zeroes_gradients=zeroes_gradients
+    )
+    for losses in results:
+        assert_close(losses[False], losses[True])
+
+
+def test_save_between_micro_steps(pool4: ProcessPool, tmp_path: Path) -> None:
+    case = world4((2, 1), zero_stage=2, accumulation=2)
+    for losses in pool4.run(save_between_micro_steps, case=case, folder=str(tmp_path)):
+        assert_close(losses[False], losses[True])
+
+
+@pytest.mark.parametrize("domain_sizes", [slow(PLANS[0]), PLANS[1]], ids=str)
+def test_load_state_dict_leaves_no_stale_replica(pool4: ProcessPool, domain_sizes: tuple[int, int]) -> None:
+    for losses in pool4.run(load_state_dict_by_hand, case=world4(domain_sizes, zero_stage=0)):
+        assert_close(losses[False], losses[True])

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that the user has compiled with torch.compile before deepspeed.initialize: they train as uncompiled ones."""
+
+import importlib.util
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from parity import Case
+from process_pool import ProcessPool
+from torch import nn
+from torch._dynamo.utils import counters
+from training import close_to, initialize, losses_of, new_model, world2
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: '.[hf]'"
+)
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+def compile_layers(model: Any, what: str, backend: str) -> nn.Module:
+    """The model with some parts compiled, as a user's script does it."""
+    if what == "model":
+        model.compile(backend=backend)
+    elif what == "wrapped model":
+        return torch.compile(model, backend=backend)
+    elif what == "decoder layers":
+        for layer in model.model.layers:
+            layer.compile(backend=backend)
+    for index, block in enumerate(getattr(model, "blocks", ())):
+        if what == "MoE layers":
+            block.moe.compile(backend=backend)
+        elif what == "experts":
+            for expert in block.moe.deepspeed_moe.experts.deepspeed_experts:
+                expert.compile(backend=backend)
+        elif what == "wrapped blocks":
+            model.blocks[index] = torch.compile(block, backend=backend)
+    return model
+
+
+def train_compiled(case: Case, what: str, backend: str) -> tuple[list[float], list[float], int]:
+    """Losses of a plain model that is not compiled, and of one with the block that is; frames that Dynamo saw."""
+    losses = []
+    torch._dynamo.reset()
+    counters.clear()
+    for with_block in (False, True):
+        model = new_model(case)
+        if with_block:
+            model = compile_layers(model, what, backend)
+        engine = initialize(case, model, with_block=with_block)
+        losses.append(losses_of(engine, case, 4))
+        engine.destroy()
+    return losses[0], losses[1], counters["frames"]["total"]
+
+
+# -- the tests --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("MoE layers", {}),
+        slow("model", {"zero_stage": 1, "accumulation": 2}),
+        slow("MoE layers", {"zero_stage": 2}),
+        slow("wrapped blocks", {}),
+        slow("wrapped model", {}),
+        slow("experts", {}),
+    ],
+)
+def test_a_model_that_was_compiled_trains_as_one_that_was_not(
+    pool2: ProcessPool, what: str, options: dict[str, Any]
+) -> None:
+    found = pool2.run(train_compiled, case=world2(**options), what=what, backend="aot_eager", timeout_s=200)
+    for plain, compiled, num_frames in found:
+        assert compiled == close_to(plain)
+        assert num_frames > 0
+
+
+@needs_transformers
+@pytest.mark.parametrize("what", ["decoder layers", slow("model")])
+def test_a_hugging_face_model_that_was_compiled_trains_as_one_that_was_not(pool2: ProcessPool, what: str) -> None:
+    case = world2(family="mixtral")
+    found = pool2.run(train_compiled, case=case, what=what, backend="aot_eager", timeout_s=200)
+    for plain, compiled, num_frames in found:
+        assert compiled == close_to(plain)
+        assert num_frames > 0
+
+
+@pytest.mark.slow
+def test_a_model_that_inductor_has_compiled_trains_as_one_that_was_not(pool2: ProcessPool) -> None:
+    found = pool2.run(train_compiled, case=world2(), what="model", backend="inductor", timeout_s=280)
+    for plain, compiled, num_frames in found:
+        assert compiled == close_to(plain)
+        assert num_frames > 0

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that somebody forgets, and parameters that somebody changes, behind the engine's back."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from marks import slow
+from parity import Case
+from process_pool import ProcessPool
+from torch import nn
+from training import (
+    COARSE,
+    Engine,
+    batch_of,
+    block_with,
+    close_to,
+    engine_of,
+    error_of,
+    evaluate,
+    moe_layers,
+    residuals_of,
+    train,
+    world2,
+)
+
+import ds_hybridep
+from ds_hybridep.errors import VerificationError
+from ds_hybridep.integration.runtime import HybridRuntime
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------
+
+
+def set_to_none(engine: Engine) -> None:
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+
+
+WAYS: dict[str, Callable[[Engine], None]] = {
+    "module.zero_grad()": lambda engine: engine.module.zero_grad(),
+    "module.zero_grad(set_to_none=False)": lambda engine: engine.module.zero_grad(set_to_none=False),
+    "zero_grad of a wrapper": lambda engine: nn.Sequential(engine.module).zero_grad(),
+    "grad = None": set_to_none,
+    "not at all": lambda engine: None,
+}
+
+
+def forget_between_micro_steps(case: Case, way: str) -> dict[bool, tuple[list[float], float]]:
+    """By `with_block`: losses, and the sum of the experts' parameters, where gradients of each first are forgotten."""
+    found = {}
+    for with_block in (False, True):
+        with engine_of(case, with_block=with_block) as engine:
+            losses = []
+            for step in range(3):
+                for micro_step in range(case.accumulation):
+                    loss = engine(*batch_of(case, step, micro_step))
+                    losses.append(loss.item())
+                    engine.backward(loss)
+                    engine.step()
+                    if micro_step == 0:
+                        WAYS[way](engine)
+            experts = [p for layer in moe_layers(engine.module) for p in layer.experts.parameters()]
+            found[with_block] = losses, sum(float(p.double().sum()) for p in experts)
+    return found
+
+
+def drop_after_a_step(case: Case) -> dict[str, bool]:
+    """Residuals before a backward whose gradients are dropped, and after it, with a step before both."""
+    settings = {"hybridep": block_with(case, [("identity", COARSE)]), "managed_gradient_accumulation": False}
+    with engine_of(case, with_block=True, **settings) as engine:
+        train(engine, case, 0, 2)
+        before = residuals_of(engine)
+        engine.backward(engine(*batch_of(case, 7)))
+        returned = residuals_of(engine)
+        engine.zero_grad()
+        after = residuals_of(engine)
+        return {
+            "are there": any(bool(residual.any()) for residual in before),
+            "changed by the backward": not all(map(torch.equal, before, returned)),
+            "as before": all(map(torch.equal, before, after)),
+        }
+
+
+def fail_in_a_backward(case: Case) -> dict[str, Any]:
+    """Losses of four steps, with and without a backward before the third that fails and is dropped."""
+    block, found = block_with(case, [("identity", COARSE)], advanced={"prefetch_depth": 1}), {}
+    for name in ("undisturbed", "failed"):
+        with engine_of(case, with_block=True, hybridep=block) as engine:
+            losses = train(engine, case, 0, 2)
+            if name == "failed":
+                # After the last layer has started its return, and before the node that would wait for it.
+                first = moe_layers(engine.module)[0]
+                handle = first.register_forward_hook(_make_fail)
+                loss = engine(*batch_of(case, 7))
+                handle.remove()
+                with pytest.raises(ZeroDivisionError):
+                    engine.backward(loss)
+                engine.zero_grad()
+            found[name] = losses + train(engine, case, 2, 2)
+            found[f"residuals, {name}"] = [float(residual.double().sum()) for residual in residuals_of(engine)]
+    return found
+
+
+def _make_fail(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+    output.register_hook(_fail)
+
+
+def _fail(_gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def swap_for_evaluation(case: Case, how: str) -> dict[str, Any]:
+    """Errors of evaluating with other weights, unsaid and after `refresh`."""
+    with engine_of(case, with_block=True) as engine:
+        train(engine, case, 0, 2)
+        for layer in moe_layers(engine.module)[1:]:
+            for parameter in layer.experts.parameters():
+                if how == "written":
+                    with torch.no_grad():
+                        parameter.mul_(0.5)
+                else:
+                    parameter.data = parameter.data * 0.5
+        found = {"unsaid": error_of(evaluate, engine.module, case)}
+        ds_hybridep.refresh(engine)
+        found["refreshed"] = error_of(evaluate, engine.module, case)
+        found["trained on"] = error_of(train, engine, case, 2, 2)
+        return found
+
+
+# -- the tests --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero_stage", [slow(0), 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_forgotten_between_micro_steps_are_forgotten_by_replicas_too(
+    pool2: ProcessPool, way: str, zero_stage: int
+) -> None:
+    case = world2(zero_stage=zero_stage, accumulation=2, optimizer="sgd")
+    for found in pool2.run(forget_between_micro_steps, case=case, way=way):
+        (plain_losses, plain_sum), (losses, parameter_sum) = found[False], found[True]
+        assert losses == close_to(plain_losses)
+        assert parameter_sum == pytest.approx(plain_sum, rel=1e-6)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_residuals_of_dropped_gradients_come_back_after_a_step_too(pool2: ProcessPool, zero_stage: int) -> None:
+    for found in pool2.run(drop_after_a_step, case=world2(zero_stage=zero_stage)):
+        assert found == {"are there": True, "changed by the backward": True, "as before": True}
+
+
+def test_residuals_stay_spent_where_zero_2_keeps_what_it_has_reduced(pool2: ProcessPool) -> None:
+    for found in pool2.run(drop_after_a_step, case=world2(zero_stage=2)):
+        assert found == {"are there": True, "changed by the backward": True, "as before": False}
+
+
+def test_a_backward_that_fails_and_is_dropped_loses_no_later_gradients(pool2: ProcessPool) -> None:
+    for found in pool2.run(fail_in_a_backward, case=world2()):
+        assert found["failed"] == found["undisturbed"]  # bit for bit
+        assert found["residuals, failed"] == found["residuals, undisturbed"]
+
+
+@pytest.mark.parametrize("zero_stage", [slow(0), slow(1), 2])
+@pytest.mark.parametrize("how", ["written", "replaced"])
+def test_weights_swapped_for_an_evaluation_are_noticed(pool2: ProcessPool, how: str, zero_stage: int) -> None:
+    for found in pool2.run(swap_for_evaluation, case=world2(zero_stage=zero_stage), how=how):
+        kind, message = found["unsaid"]
+        assert kind == "VerificationError"
+        assert "blocks.1.moe.deepspeed_moe: parameters of this rank's experts were changed outside" in message
+        assert "ds_hybridep.refresh(engine) on all ranks" in message
+        assert found["refreshed"] == found["trained on"] == ("", "")
+
+
+def test_a_verification_that_fails_opens_no_step() -> None:
+    """In an open step zero_grad keeps what codecs have noted."""
+    runtime: Any = HybridRuntime.__new__(HybridRuntime)
+    runtime.config = SimpleNamespace(advanced=SimpleNamespace(verify_interval=1))
+    runtime.statistics, runtime.migration, runtime._is_stepping = SimpleNamespace(num_steps=1), mock.Mock(), False
+    with mock.patch.object(HybridRuntime, "verify", side_effect=VerificationError), pytest.raises(VerificationError):
+        runtime.before_step()
+    assert not runtime._is_stepping
+    with mock.patch.object(HybridRuntime, "verify"):
+        runtime.before_step()
+    assert runtime._is_stepping

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+import dataclasses
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import TOY, cases, cluster_of, layout_of, toy
+
+from ds_hybridep.errors import PlanError
+from ds_hybridep.plan.cluster import Cluster, Link
+from ds_hybridep.plan.layout import ExpertGroup, Rates, SyncModel
+from ds_hybridep.plan.partition import Partition
+from ds_hybridep.plan.stream_model import predict
+from ds_hybridep.plan.token_route import expected_rows
+from ds_hybridep.simulate.kinds import choose_stand_ins, with_stand_ins
+from ds_hybridep.simulate.scenario import STREAM_MODEL_ASSUMPTIONS, Assumptions, Deviation, Scenario
+from ds_hybridep.simulate.simulator import simulate
+from ds_hybridep.simulate.traffic import Ranks, Routing
+
+properties = settings(max_examples=40)
+rates_of_toy = Rates(flops_per_s=1e9)
+
+
+def scenario_of(cluster, layout, workload, rates=rates_of_toy, **settings):
+    return Scenario(cluster=cluster, layout=layout, workload=workload, rates=rates, **settings)
+
+
+@st.composite
+def ordered_cases(draw):
+    """A case of the stream model whose links get faster inwards, a thousand times quicker to answer at each level."""
+    cluster, layout, workload, rates = draw(cases())
+    bandwidths = sorted(level.link.bandwidth_bytes_per_s for level in cluster.levels)
+    latency_s = cluster.levels[0].link.latency_s
+    levels = [
+        dataclasses.replace(level, link=Link(bandwidth, latency_s / 1000**index))
+        for index, (level, bandwidth) in enumerate(zip(cluster.levels, bandwidths, strict=True))
+    ]
+    return Cluster(tuple(levels)), layout, workload, dataclasses.replace(rates, overlap=1.0)
+
+
+# ---- against the stream model ----
+
+
+@properties
+@given(ordered_cases(), st.sampled_from(["ring", "hierarchical"]))
+def test_steps_are_within_3_percent_of_the_stream_model_on_even_clusters(case, algorithm):
+    cluster, layout, workload, rates = case
+    sync = SyncModel(algorithm=algorithm)
+    expected = predict(cluster, layout, workload, rates, sync)
+    scenario = scenario_of(cluster, layout, workload, rates, sync=sync, assumptions=STREAM_MODEL_ASSUMPTIONS)
+    found = simulate(scenario)
+    assert found.step_s == pytest.approx(expected.step_s, rel=0.03)
+    assert math.fsum(found.terms_s.values()) == pytest.approx(found.step_s)
+
+
+@properties
+@given(ordered_cases())
+def test_bytes_and_waits_are_those_of_the_stream_model(case):
+    cluster, layout, workload, rates = case
+    # Its rings count the busiest uplink; hierarchical sums use all uplinks alike.
+    sync = SyncModel(algorithm="hierarchical")
+    expected = predict(cluster, layout, workload, rates, sync)
+    step = simulate(scenario_of(cluster, layout, workload, rates, sync=sync))
+    found = step.uplink_bytes(cluster)
+    assert step.schedule.waits == expected.waits  # in a row, over each level
+    for level, kinds in enumerate(expected.uplink_bytes):
+        for kind, num_bytes in kinds.items():
+            assert found[level].get(kind, 0.0) == pytest.approx(num_bytes, rel=1e-9, abs=1e-3)
+
+
+@pytest.mark.parametrize("num_layers", [2, 5])
+@pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"zero_stage": 2, "micro_steps": 2}, {"zero_stage": 0}])
+def test_a_step_is_predicted_to_wait_four_times_where_no_token_crosses(num_layers, settings):
+    """Gradients of experts; sums of all else; norms, or without ZeRO sums on their way back; new weights, together."""
+    workload = toy(model=dataclasses.replace(TOY, num_moe_layers=num_layers), **settings)
+    waits = predict(cluster_of(2, 2), layout_of((2, 2), (2, 1)), workload, rates_of_toy).waits
+    assert waits[0] == 4  # as counted in tests/transport/test_waits.py
+
+
+def test_row_counts_travel_with_the_rows_as_they_do_in_the_runtime():
+    layout, latency_s = layout_of((2,), (1,)), 0.05
+    slow, quick = (cluster_of(2, bandwidth=1e9, latency_s=latency) for latency in (latency_s, 0.0))
+    waits = [simulate(scenario_of(cluster, layout, toy())).terms_s["tokens_s"] for cluster in (slow, quick)]
+    # Rows out, rows back, and the same in the backward: one latency each.
+    assert waits[0] - waits[1] == pytest.approx(4 * TOY.num_moe_layers * latency_s, rel=1e-3)
+
+
+# ---- reduced and in full ----
+
+
+@properties
+@given(ordered_cases(), st.data())
+def test_one_rank_of_each_class_stands_for_all_of_them(case, data):
+    cluster, layout, workload, rates = case
+    places = [(dc,) for dc in range(cluster.sizes[0])]
+    if len(cluster.sizes) > 1:
+        places += [(dc, child) for dc in range(cluster.sizes[0]) for child in range(cluster.sizes[1])]
+    deviation = st.builds(
+        Deviation,
+        place=st.sampled_from(places),
+        bandwidth_factor=st.sampled_from([0.25, 0.5]),
+        slowdown=st.sampled_from([1.0, 2.0]),
+        from_s=st.sampled_from([0.0, 0.01]),
+    )
+    load = data.draw(st.sampled_from([None, 1.5]))
+    if load is not None:
+        load = tuple(1.0 if expert % 3 else load for expert in range(workload.model.num_experts))
+    assumed = Assumptions(
+        crosses_inner_links=data.draw(st.booleans()),
+        is_fair_to_flows=data.draw(st.booleans()),
+        levels_in_turn=data.draw(st.booleans()),
+        gathers_by_level=data.draw(st.booleans()),
+    )
+    scenario = scenario_of(
+        cluster, layout, workload, dataclasses.replace(rates, overlap=data.draw(st.sampled_from([0.0, 0.3, 1.0]))),
+        deviations=tuple(data.draw(st.lists(deviation, max_size=3))), assumptions=assumed, expert_load=load,
+        sync=SyncModel(algorithm=data.draw(st.sampled_from(["ring", "hierarchical"]))),
+    )  # fmt: skip
+    reduced, full = simulate(scenario), simulate(scenario, is_reduced=False)
+    assert full.num_classes == cluster.num_ranks
+    assert reduced.step_s == pytest.approx(full.step_s, rel=1e-6)
+    for mine, theirs in zip(reduced.sent_bytes, full.sent_bytes, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-9)
+
+
+def test_identical_datacentres_become_one_class_whatever_their_number():
+    layout = layout_of((50, 4), (5, 1))
+    workload = toy(model=dataclasses.replace(TOY, num_experts=200))
+    cluster = cluster_of(50, 4)
+    assert simulate(scenario_of(cluster, layout, workload)).num_classes == 1
+    slow = Deviation(place=(7,), bandwidth_factor=0.5)
+    # Itself, its domain, those at the same offset in other domains, and all others.
+    assert simulate(scenario_of(cluster, layout, workload, deviations=(slow,))).num_classes == 4
+
+
+# ---- who sends what to whom ----
+
+
+@pytest.mark.parametrize("ep_size", [4, 8, 16])
+@pytest.mark.parametrize("domain_sizes", [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_ranks_talk_to_those_that_the_partition_names(ep_size, domain_sizes):
+    cluster = cluster_of(4, 4)
+    spans = ExpertGroup(ep_size).spans(cluster)
+    if any(span % size for span, size in zip(spans, domain_sizes, strict=True)):
+        pytest.skip("such domains do not fit into this group")
+    direct = Ranks.of(cluster, layout_of(spans, domain_sizes)).patterns()
+    by_level = Ranks.of(cluster, layout_of(spans, domain_sizes, exchange="hierarchical")).patterns()
+    for first in range(0, 16, ep_size):
+        part = Partition.build(cluster, range(first, first + ep_size), domain_sizes)
+        for a, b in itertools.permutations(range(first, first + ep_size), 2):
+            talks = {name: group[a] == group[b] for name, group in {**direct, **by_level}.items()}
+            assert talks["exchange"] == (part.offset_of(a) == part.offset_of(b))
+            exchanged = any(talks[f"exchange {level}"] for level in range(2))
+            gathered = any(talks.get(f"gather {level}", False) for level in range(2))
+            assert exchanged == any(b in part.exchange_peers(a, level) for level in range(2))
+            assert gathered == any(b in part.gather_peers(a, level) for level in range(2))
+    assert not any((group[:ep_size, None] == group[None, ep_size:]).any() for group in direct.values())
+
+
+def chance_needed(load, wanted, top_k):
+    """Chance that a token needs one of `wanted`: every choice of experts by the product of its loads."""
+    choices = {choice: math.prod(load[one] for one in choice) for choice in itertools.combinations(range(12), top_k)}
+    return sum(weight for choice, weight in choices.items() if wanted & set(choice)) / sum(choices.values())
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_rows_are_those_of_the_routing_models(top_k):
+    cluster, layout = cluster_of(2, 3), layout_of((2, 3), (1, 1))
+    model = dataclasses.replace(TOY, num_experts=12, top_k=top_k)
+    even = Routing.of(Ranks.of(cluster, layout), model)
+    direct = expected_rows((2, 3), 12, top_k, 1, "direct")
+    assert sum(direct) == pytest.approx(5 * even.chances[1][0])
+    assert even.chances[0] * 1 == pytest.approx(expected_rows((2, 3), 12, top_k, 1, "hierarchical")[0])
+    assert even.pairs == pytest.approx(top_k * 2 / 12)
+    load = tuple(1.0 / (1 + expert) for expert in range(12))
+    uneven = Routing.of(Ranks.of(cluster, layout), model, load)
+    for rank in range(6):
+        experts = frozenset(range(2 * rank, 2 * rank + 2))
+        assert uneven.chances[1][rank] == pytest.approx(chance_needed(load, experts, top_k), rel=1e-9)
+        pairs = sum(chance_needed(load, frozenset({expert}), top_k) for expert in experts)
+        assert uneven.pairs[rank] == pytest.approx(pairs, rel=1e-9)
+    assert uneven.pairs.sum() == pytest.approx(top_k)
+
+
+# ---- conditions ----
+
+
+def test_one_slow_uplink_holds_up_a_flat_exchange_and_hardly_a_domain():
+    cluster, workload = cluster_of(4, 2, bandwidth=3e6), toy(tokens_per_rank=4096)
+    slow = (Deviation(place=(1,), bandwidth_factor=0.5),)
+    flat, domain = layout_of((4, 2), (1, 1)), layout_of((4, 2), (4, 1))
+    even, held_up = (
+        simulate(scenario_of(cluster, flat, workload, deviations=deviations)) for deviations in ((), slow)
+    )
+    assert held_up.terms_s["tokens_s"] == pytest.approx(2.0 * even.terms_s["tokens_s"])
+    even, held_up = (simulate(scenario_of(cluster, domain, workload, deviations=which)) for which in ((), slow))
+    assert even.step_s < held_up.step_s < 1.1 * even.step_s
+
+
+def test_a_straggler_makes_all_wait_for_its_computation_and_for_no_more():
+    cluster, layout, workload = cluster_of(2, 2, bandwidth=1e12), layout_of((2, 2), (1, 1)), toy()
+    even = simulate(scenario_of(cluster, layout, workload))
+    slow = simulate(scenario_of(cluster, layout, workload, deviations=(Deviation(place=(1, 0), slowdown=3.0),)))
+    assert slow.step_s == pytest.approx(3.0 * even.step_s, rel=0.01)
+
+
+def test_a_datacentre_that_slows_down_late_costs_less_than_one_that_was_slow_all_along():
+    cluster, layout, workload = cluster_of(4, 2, bandwidth=1e6), layout_of((4, 2), (1, 1)), toy()
+    steps = []
+    for from_s in (0.0, 0.5, 1e9):
+        slow = Deviation(place=(2,), bandwidth_factor=0.2, from_s=from_s)
+        steps.append(simulate(scenario_of(cluster, layout, workload, deviations=(slow,))).step_s)
+    assert steps[0] > steps[1] > steps[2]
+    assert steps[2] == pytest.approx(simulate(scenario_of(cluster, layout, workload)).step_s)
+
+
+def test_uneven_routing_loads_the_links_and_the_ranks_of_popular_experts():
+    cluster, layout = cluster_of(4, bandwidth=1e6), layout_of((4,), (1,))
+    zipf = tuple(1.0 / (1 + expert) for expert in range(8))
+    even = simulate(scenario_of(cluster, layout, toy()))
+    uneven = simulate(scenario_of(cluster, layout, toy(), expert_load=zipf))
+    assert uneven.terms_s["tokens_s"] > even.terms_s["tokens_s"]
+    assert uneven.step_s > 1.2 * even.step_s
+
+
+def test_jitter_is_drawn_from_its_seed_and_costs_time():
+    cluster, layout = cluster_of(4, bandwidth=1e9), layout_of((4,), (1,))
+    even = simulate(scenario_of(cluster, layout, toy())).step_s
+    first, again, other = (
+        simulate(scenario_of(cluster, layout, toy(), jitter=0.3, seed=seed)).step_s for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert first > even
+
+
+def test_messages_in_a_tree_of_switches_pass_the_inner_links_too():
+    cluster = Cluster(tuple(dataclasses.replace(level, link=Link(1e7, 0.0)) for level in cluster_of(2, 2).levels))
+    layout = layout_of((2, 2), (1, 1))
+    beside = simulate(scenario_of(cluster, layout, toy()))
+    through = simulate(scenario_of(cluster, layout, toy(), assumptions=Assumptions(crosses_inner_links=True)))
+    assert through.step_s >= beside.step_s
+    inner = Cluster(
+        (cluster.levels[0], dataclasses.replace(cluster.levels[1], link=Link(2e6, 0.0)))
+    )  # three of a rank's four destinations are reached through its own link
+    beside = simulate(scenario_of(inner, layout, toy()))
+    through = simulate(scenario_of(inner, layout, toy(), assumptions=Assumptions(crosses_inner_links=True)))
+    assert through.terms_s["tokens_s"] > 1.4 * beside.terms_s["tokens_s"]
+
+
+def test_gathering_by_level_carries_a_packet_over_a_slow_link_once():
+    cluster, layout = cluster_of(2, 3), layout_of((2, 3), (2, 3))
+    workload = toy(model=dataclasses.replace(TOY, num_experts=6))
+    by_level = simulate(scenario_of(cluster, layout, workload)).sent_bytes
+    straight = simulate(
+        scenario_of(cluster, layout, workload, assumptions=Assumptions(gathers_by_level=False))
+    ).sent_bytes
+    for kind in ("expert_weights", "expert_gradients"):
+        assert straight[0][kind] == 3 * by_level[0][kind]
+        assert straight[0][kind] + straight[1][kind] == by_level[0][kind] + by_level[1][kind]  # each copy arrives once
+
+
+def test_traces_hold_a_rank_s_spans():
+    cluster, layout = cluster_of(2, 2), layout_of((2, 2), (2, 1))
+    found = simulate(scenario_of(cluster, layout, toy()), traced_ranks=[3])
+    spans = found.spans[3]
+    assert {span.stream for span in spans} == {
+        "compute", "tokens", "weights", "gradients", "sync", "gather dense sync 0", "gather dense sync 1",
+    }  # fmt: skip
+    assert max(span.end_s for span in spans) == pytest.approx(found.step_s)
+    compute = sorted((span.begin_s, span.end_s) for span in spans if span.stream == "compute")
+    assert all(end <= begin + 1e-12 for (_, end), (begin, _) in itertools.pairwise(compute))
+
+
+# ---- refusals ----
+
+
+def test_scenarios_that_cannot_be_are_refused():
+    cluster, layout = cluster_of(2, 2), layout_of((2, 2), (1, 1))
+    with pytest.raises(PlanError, match=r"spans \(2, 3\) does not fit the levels dc \(2\) x gpu \(2\)"):
+        scenario_of(cluster, layout_of((2, 3), (1, 1)), toy())
+    with pytest.raises(PlanError, match="6 experts cannot be shared evenly by .* 4 ranks"):
+        scenario_of(cluster, layout, toy(model=dataclasses.replace(TOY, num_experts=6)))
+    for load in ((1.0,) * 3, (-1.0,) + (1.0,) * 7, (1.0,) + (0.0,) * 7):
+        with pytest.raises(PlanError, match=f"expert_load has {len(load)} entries"):
+            scenario_of(cluster, layout, toy(), expert_load=load)
+    with pytest.raises(PlanError, match=r"deviation is at \(2,\), but the cluster .* has no such place"):
+        scenario_of(cluster, layout, toy(), deviations=(Deviation(place=(2,)),))
+    with pytest.raises(PlanError, match="bandwidth_factor 0, slowdown 1.0 and from_s 0.0, but must"):
+        Deviation(place=(0,), bandwidth_factor=0)
+
+
+def test_jitter_is_refused_where_ranks_are_too_many():
+    cluster = cluster_of(1024, 8)
+    layout = layout_of((1024, 8), (1, 1))
+    workload = toy(model=dataclasses.replace(TOY, num_experts=8192))
+    with pytest.raises(PlanError, match="8192 ranks are too many to be simulated one by one .*leave out jitter"):
+        simulate(scenario_of(cluster, layout, workload, jitter=0.1))
+
+
+# ---- scale ----
+
+
+def thousand_dcs(**settings):
+    """1000 DCs of 8 GPUs, 16 layers, one expert on each GPU; 10 Gbit/s between DCs."""
+    cluster = cluster_of(1000, 8, bandwidth=1.25e9, latency_s=0.01)
+    inner = dataclasses.replace(cluster.levels[1], link=Link(1.6e10, 1e-5))
+    model = dataclasses.replace(TOY, num_experts=8000, num_moe_layers=16, hidden=1024, expert_params=180_000)
+    workload = toy(model=model, tokens_per_rank=8192)
+    layout = layout_of((1000, 8), (settings.pop("domain_size", 1), 1))
+    rates = Rates(flops_per_s=1e14)
+    return scenario_of(Cluster((cluster.levels[0], inner)), layout, workload, rates, **settings)
+
+
+@pytest.mark.parametrize("domain_size", [1, 4])
+def test_a_thousand_datacentres_agree_with_the_stream_model(domain_size):
+    scenario = thousand_dcs(domain_size=domain_size, assumptions=STREAM_MODEL_ASSUMPTIONS)
+    expected = predict(scenario.cluster, scenario.layout, scenario.workload, scenario.rates)
+    found = simulate(scenario)
+    assert (found.num_classes, found.quantisation) == (1, 0.0)
+    assert found.step_s == pytest.approx(expected.step_s, rel=0.03)
+
+
+def test_sixteen_kinds_of_datacentres_are_simulated_exactly_in_any_order():
+    kinds = [1.0 / (1 + 0.1 * (7 * dc % 16)) for dc in range(1000)]
+    slow = tuple(Deviation(place=(dc,), bandwidth_factor=factor) for dc, factor in enumerate(kinds))
+    found = simulate(thousand_dcs(deviations=slow))
+    assert (found.num_classes, found.quantisation) == (16, 0.0)
+    assert found.step_s > 1.5 * simulate(thousand_dcs()).step_s
+
+
+def test_where_every_datacentre_differs_the_error_of_merging_them_is_told():
+    cluster, layout = cluster_of(70, 1, bandwidth=1e8), layout_of((70, 1), (1, 1))
+    workload = toy(model=dataclasses.replace(TOY, num_experts=70, num_moe_layers=1))
+    different = tuple(Deviation(place=(dc,), bandwidth_factor=0.5 + 0.5 * dc / 69) for dc in range(70))
+    found = simulate(scenario_of(cluster, layout, workload, deviations=different))
+    assert found.num_classes == 64
+    assert 0.0 < found.quantisation < 0.02
+    full = simulate(scenario_of(cluster, layout, workload, deviations=different), is_reduced=False)
+    assert full.num_classes == 70
+    assert found.step_s == pytest.approx(full.step_s, rel=found.quantisation)
+
+
+@properties
+@given(st.lists(st.floats(0.1, 10.0), min_size=8, max_size=8), st.sampled_from([1, 2]), st.integers(1, 8))
+def test_stand_ins_are_as_close_as_they_say(factors, block, num_kinds):
+    deviations = tuple(Deviation(place=(dc,), bandwidth_factor=factor) for dc, factor in enumerate(factors))
+    scenario = scenario_of(cluster_of(8, 1), layout_of((8, 1), (1, 1)), toy(), deviations=deviations)
+    routing = Routing.of(Ranks.of(scenario.cluster, scenario.layout), scenario.workload.model)
+    stand_ins = choose_stand_ins(scenario, routing, num_kinds, block=block)
+    changed, _ = with_stand_ins(scenario, routing, stand_ins)
+    ratios = [
+        max(after.bandwidth_factor / before, before / after.bandwidth_factor)
+        for before, after in zip(factors, changed.deviations, strict=True)
+    ]
+    assert max(ratios) - 1 == pytest.approx(stand_ins.error)
+    assert len(set(stand_ins.of_child.tolist())) <= num_kinds * block
+    assert (stand_ins.error == 0.0) or num_kinds < 8 // block

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints written by one engine and read by another, with the block and without."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from parity import Case, model_of, use_expert_groups_of, whole_parameters
+from training import Engine, evaluate, train
+
+STEPS_BEFORE, STEPS_AFTER = 2, 2
+
+
+@contextmanager
+def engine_of(case: Case, *, with_block: bool, seed: int = 1) -> Iterator[Engine]:
+    """A fresh engine whose weights are those of `seed`."""
+    use_expert_groups_of(case)
+    model = model_of(case, seed=seed)
+    config = case.ds_config(with_block=with_block)
+    if with_block:
+        config["hybridep"]["advanced"]["verify_interval"] = 1
+    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+        del engine, model
+        gc.collect()
+
+
+def resume_in_a_fresh_engine(case: Case, folder: str) -> dict[str, Any]:
+    """Trains on from a checkpoint twice: in the engine that wrote it, and in one that started with other weights."""
+    with engine_of(case, with_block=True) as engine:
+        train(engine, case, 0, STEPS_BEFORE)
+        engine.save_checkpoint(folder)
+        straight_losses = train(engine, case, STEPS_BEFORE, STEPS_AFTER)
+        straight = whole_parameters(engine.module)
+    with engine_of(case, with_block=True, seed=2) as engine:
+        path, _ = engine.load_checkpoint(folder)
+        resumed_losses = train(engine, case, STEPS_BEFORE, STEPS_AFTER)
+        resumed = whole_parameters(engine.module)
+    return {
+        "is_loaded": path is not None,
+        "losses": (straight_losses, resumed_losses),
+        "different": [name for name, value in straight.items() if not torch.equal(value, resumed[name])],
+    }
+
+
+def resume_across(case: Case, folder: str) -> dict[tuple[bool, bool], list[float]]:
+    """Losses after loading, for every (written with the block, read with the block)."""
+    losses = {}
+    for writes_with_block in (False, True):
+        path = f"{folder}/{'hybrid' if writes_with_block else 'plain'}"
+        with engine_of(case, with_block=writes_with_block) as engine:
+            train(engine, case, 0, STEPS_BEFORE)
+            engine.save_checkpoint(path)
+        for reads_with_block in (False, True):
+            with engine_of(case, with_block=reads_with_block, seed=2) as engine:
+                engine.load_checkpoint(path)
+                evaluated = evaluate(engine, case)
+                losses[writes_with_block, reads_with_block] = [
+                    evaluated,
+                    *train(engine, case, STEPS_BEFORE, STEPS_AFTER),
+                ]
+    return losses

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a small training count, and the same job as a workload of the planner."""
+
+from typing import Any
+
+from parity import Case
+from toy_model import ToyConfig
+from training import engine_of, train
+
+import ds_hybridep
+from ds_hybridep.plan.workload import MoEModel, Workload
+
+TOY = ToyConfig(ep_size=4, checkpointing=None)
+TOKENS = 3 * TOY.sequence  # of `train`, which runs three sequences a micro-step
+ACCUMULATION = 2
+
+
+def counted_in_one_step(case: Case) -> dict[str, Any]:
+    """This rank's counters after one optimizer step."""
+    with engine_of(case, with_block=True) as engine:
+        train(engine, case, 0, 1)
+        ds_hybridep.refresh(engine)  # returns when nothing is under way any more
+        return ds_hybridep.stats(engine)
+
+
+def workload_of(case: Case) -> Workload:
+    toy = case.toy
+    model = MoEModel(
+        name="toy", hidden=toy.hidden, num_experts=toy.num_experts, top_k=toy.k, num_moe_layers=toy.num_layers,
+        expert_params=2 * toy.hidden * toy.ffn + toy.ffn + toy.hidden, dense_params=1, active_dense_params=1,
+    )  # fmt: skip
+    return Workload(
+        model=model, tokens_per_rank=TOKENS, micro_steps=case.accumulation, param_bytes=4,
+        capacity_factor=toy.capacity_factor, is_checkpointed=toy.checkpointing is not None,
+    )  # fmt: skip
