@@ -100,7 +100,7 @@ class Replicas:
     # -- what slots hold ----------------------------------------------------------------------------------------
 
     def values(self, slot: int, *, trainable_only: bool) -> list[Tensor]:
-        """Return the weights of a slot, [e * n] for each block; the own slot must have been staged."""
+        """Return the weights of a slot, [e * n] for each block; the own slot must have been filled."""
         if slot == self.own_slot:
             return self.own.values(trainable_only=trainable_only)
         pairs = zip(self.layout.blocks, self._weights[slot], strict=True)
@@ -139,6 +139,23 @@ class Replicas:
         return [
             weights[name] for slot in slots for weights in self.weights_by_name(slot) for name in self.trainable_names
         ]
+
+    def with_own(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Return trainable weights: first `own`, or under ZeRO-3 the copy of the last shipment; then the replicas'."""
+        given = self.trainable_weights([self.own_slot]) if self.own.is_partitioned else list(own)
+        return given + self.trainable_weights(self.replica_slots)
+
+    def by_slot(self, tensors: Iterable[Tensor]) -> list[list[dict[str, Tensor]]]:
+        """Return weights by [slot][module]; trainable ones are `tensors`, in the order of `with_own`."""
+        iterator = iter(tensors)
+        slots: list[list[dict[str, Tensor]]] = [[] for _ in self.domain_ranks]
+        for slot in (self.own_slot, *self.replica_slots):
+            for held in self.weights_by_name(slot):
+                # A grouped module gets all its weights: without them it would run with ZeRO-3's hooks.
+                weights = {} if slot == self.own_slot and not self.is_grouped else dict(held)
+                weights.update({name: next(iterator) for name in self.trainable_names})
+                slots[slot].append(weights)
+        return slots
 
     # -- gradients of the replicas -------------------------------------------------------------------------------
 
@@ -280,7 +297,7 @@ class WeightShipment(Gather):
         # In the current stream, because under ZeRO-3 DeepSpeed gathers parameters for this.
         weights = replicas.own.copy() if patches is not None else []
         if patches is None and (is_sent or replicas.own.is_partitioned):
-            replicas.own.stage(trainable_only=not self._is_exact)
+            replicas.own.fill(trainable_only=not self._is_exact)
         if feedback is None or not feedback.senders:
             return
         with nullcontext() if streams is None else streams.aside(), feedback.counters.timing("encode_s"):
@@ -301,4 +318,4 @@ class WeightShipment(Gather):
         replicas.free_behind_side(weights)
         replicas.forget_sent()
         if not is_sent:
-            replicas.own.unstage()
+            replicas.own.free()

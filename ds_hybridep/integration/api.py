@@ -61,12 +61,8 @@ def attach(engine: Any, config: Mapping[str, Any] | HybridEPConfig | None = None
     weak = weakref.proxy(engine)  # for all that the model's parameters and graphs refer to
     planner, start = None, checked
     if checked.is_planned:
-        planner = JobPlanner(
-            checked,
-            specs,
-            facts.workload_of(engine, layers, specs),
-            micro_steps=lambda: weak.gradient_accumulation_steps(),
-        )
+        workload = facts.workload_of(engine, layers, specs)
+        planner = JobPlanner(checked, specs, workload, micro_steps=lambda: weak.gradient_accumulation_steps())
         log_dist(planner.describe(), ranks=[0])
         start = planner.start_config
     prepare = partial(

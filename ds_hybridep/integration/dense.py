@@ -20,6 +20,7 @@ from torch import Tensor
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import PlanError
 from ds_hybridep.experts.layer_spec import LayerSpec
+from ds_hybridep.integration.norms import GradientNorms
 from ds_hybridep.integration.patches import BF16_MODULE, ENGINE, ZERO_MODULE, ZERO_OPTIMIZER, Patches
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.sync.dense import GroupSync
@@ -90,7 +91,7 @@ class DenseSync:
 
         sum for all ranks     engine.allreduce_bucket         whole gradients: ZeRO 0, and BF16_Optimizer
         sum for the owners    optimizer.allreduce_bucket      slices of gradients: ZeRO 1 and 2
-        norms and overflow    optimizer.has_overflow, get_grad_norm_direct
+        norms and overflow    see `GradientNorms`
         gather of parameters  all_gather_dp_groups            a function that all optimizers call
 
     A *label* on a tensor that it sums says which parts of which parameters the tensor consists of.
@@ -113,7 +114,7 @@ class DenseSync:
         self._before: dict[int, Tensor] = {}  # own partitions before this step, by parameter group
         self._is_stepping = False
         self._gathers: list[tuple[GroupSync, Callable[[], None]]] = []  # of a step; the function waits for the end
-        self._squares: Tensor | None = None  # of norms over all ranks by parameter group, until they are asked for
+        self._norms: GradientNorms | None = None
         self._sums_are("all ranks", is_mean=not engine.postscale_gradients())
         for name, replacement in (
             ("_get_gradients_for_reduction", self._label_gradients),
@@ -144,12 +145,9 @@ class DenseSync:
             ("independent_gradient_partition_epilogue", self._end_of_backward),
             ("allreduce_and_scatter", self._label_slices),
             ("allreduce_bucket", self._sum_for_owners),
-            ("has_overflow", self._has_overflow),
-            ("scaled_global_norm", self._global_norm),
-            ("get_grad_norm_direct", self._grad_norm),
-            ("_average_expert_grad_norms", self._average_norms),
         ):
             self._patches.wrap(ZERO_OPTIMIZER, name, optimizer, self._patches.while_on(replacement))
+        self._norms = GradientNorms(optimizer, self._dense, self._patches)
 
     def _sums_are(self, sums_for: str, *, is_mean: bool) -> None:
         for sync in self._syncs.values():
@@ -177,7 +175,8 @@ class DenseSync:
         """Drop the copies of `commit`.  Outside a step nobody knows what other ranks hold: gathers are exact."""
         self._is_stepping = False
         self._before.clear()
-        self._squares = None  # after an overflow, nobody asks for norms
+        if self._norms is not None:
+            self._norms.forget()
 
     def finish_gathers(self, *, of_experts_only: bool) -> None:
         """Wait for the gathers that the step started, or only for those of experts: dense ones may go on."""
@@ -278,37 +277,6 @@ class DenseSync:
                         optimizer.process_gradients(parameter, group_idx)
         return original(*args, **kwargs)
 
-    # -- norms and overflow -----------------------------------------------------------------------------------------
-
-    def _has_overflow(self, _original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> bool:
-        """Return True if a gradient is inf or nan on any rank.  Norms, for which DeepSpeed asks next, come along."""
-        optimizer = self._optimizer
-        flag = optimizer.has_overflow_partitioned_grads_serial().reshape(()).double()
-        squares = [_square(optimizer.averaged_gradients[at]) for at in range(len(optimizer.bit16_groups))]
-        numbers = torch.stack([flag, *(square.to(flag) for square in squares)]).cpu()
-        found = self._dense.reduce_numbers(numbers, torch.arange(len(numbers)) == 0)
-        self._squares = found[1:].float()
-        return bool(found[0])
-
-    def _global_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._squares is None:
-            self._has_overflow(original)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._squares = None
-
-    def _grad_norm(self, original: Callable[..., Any], gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the norm of one parameter group over all ranks; -1 if it is inf or nan, as DeepSpeed wants it."""
-        at = next((at for at, one in self._optimizer.averaged_gradients.items() if one is gradients), None)
-        if self._squares is None or at is None:
-            return original(gradients, *args, **kwargs)
-        norm = self._squares[at].to(self._optimizer.device).pow(0.5)
-        return norm.where(norm.isfinite(), -1.0)
-
-    def _average_norms(self, _original: Callable[..., Any], _norms: Any) -> None:
-        """Do nothing: norms of experts are equal on all ranks."""
-
     # -- gathers of parameters ----------------------------------------------------------------------------------------
 
     def gathers(self, groups_flat: Any) -> bool:
@@ -386,10 +354,3 @@ def _padded(spans: list[Span], num_elements: int) -> list[Span]:
     """Add a span of padding, so that all spans together have `num_elements` elements."""
     held = sum(span.num_elements for span in spans)
     return spans if held == num_elements else [*spans, whole(f"padding {held}", (num_elements - held,))]
-
-
-def _square(gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return the squared norm of one parameter group's gradients on this rank, fp32."""
-    found = [one for one in gradients if one is not None and not getattr(one, "_zero_padding", False)]
-    norms = [torch.linalg.vector_norm(one.detach().double()) for one in found]
-    return torch.stack(norms).square().sum().float() if norms else torch.zeros(())

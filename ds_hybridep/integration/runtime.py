@@ -239,7 +239,8 @@ class HybridRuntime:
 
     def describe(self) -> str:
         """Describe the plan in one line, for the log."""
-        memory = "no replicas" if self.migration is None else self.migration.describe_memory()
+        held_mib = 0.0 if self.migration is None else self.migration.replica_bytes / 2**20
+        memory = f"replicas and their gradients {held_mib:.1f} MiB per rank" if self.migration else "no replicas"
         return describe(self._planned, self.config, self.transport.backends, self.kernels.name, memory)
 
 

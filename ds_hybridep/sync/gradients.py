@@ -213,7 +213,7 @@ class GradientMemory:
             left = self._left(part, pieces)
             total.view(left.shape).add_(left, alpha=scale)
             for piece in pieces:
-                piece.put(self.home.keep(torch.zeros_like(piece.residual)))
+                piece.put(self.home.store(torch.zeros_like(piece.residual)))
 
     def leave_out(self, level: int, parts: Sequence[PacketPart], lost: Sequence[Tensor], scale: float) -> None:
         """Add to residuals what was lost behind the codec, times the loss scale ([e, *shape] fp32 for each part)."""
@@ -235,7 +235,7 @@ class GradientMemory:
         """Return a part's pieces with their new residuals, of which `left` [e, rows, cols] fp32 consists."""
         split = left.view(-1).split([size for _, size in part.pieces]) if len(pieces) > 1 else (left,)
         return [
-            (piece, self.home.keep(piece.stored(one.view(piece.shape))))
+            (piece, self.home.store(piece.stored(one.view(piece.shape))))
             for piece, one in zip(pieces, split, strict=True)
         ]
 
