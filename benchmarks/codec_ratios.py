@@ -42,7 +42,7 @@ Spec = dict[str, Any] | str | None
 
 
 def low_rank(ratio: float, factors: str = "int4", weighting: str = "none") -> dict[str, Any]:
-    return {"type": "low_rank", "ratio": ratio, "factors": factors, "iterations": 2, "weighting": weighting}
+    return {"type": "low_rank", "ratio": ratio, "factors": factors, "weighting": weighting}
 
 
 def balanced(ratio: float) -> dict[str, Any]:
@@ -60,7 +60,7 @@ WEIGHTS: dict[str, Spec] = {str(ratio): low_rank(ratio) for ratio in RATIOS} | P
 WEIGHTS["50 + int2"] = and_the_rest(low_rank(50))
 GRADIENTS: dict[str, Spec] = {str(ratio): balanced(ratio) for ratio in RATIOS} | PLAIN
 GRADIENTS["50 + int2"] = and_the_rest(balanced(50))
-RANK_7: dict[str, Any] = {"type": "low_rank", "rank": 7, "iterations": 2}
+RANK_7: dict[str, Any] = {"type": "low_rank", "rank": 7}
 
 # name -> codecs of expert weights, expert gradients, dense weights, dense gradients; None: exact
 CASES: dict[str, tuple[Spec, Spec, Spec, Spec]] = {

@@ -30,11 +30,11 @@ import train_lm
 
 
 def low_rank(rank: int, factors: str) -> dict[str, Any]:
-    return {"type": "low_rank", "rank": rank, "factors": factors, "iterations": 2, "fallback": "int2"}
+    return {"type": "low_rank", "rank": rank, "factors": factors}
 
 
 def balanced(rank: int) -> dict[str, Any]:
-    return {**low_rank(rank, "log4"), "weighting": "rms", "fallback": "int4"}
+    return {**low_rank(rank, "log4"), "weighting": "rms"}
 
 
 def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +49,6 @@ CODECS: dict[str, tuple[Any, Any]] = {
     "int4": ("int4", "int4"),
     "low rank 7, int4": (low_rank(7, "int4"),) * 2,
     "low rank 7, int4 / balanced 7": (low_rank(7, "int4"), balanced(7)),
-    "low rank 7, int2 / balanced 12": (low_rank(7, "int2"), balanced(12)),
     "low rank 16 + int2 / balanced 16 + int2": (and_the_rest(low_rank(16, "int4")), and_the_rest(balanced(16))),
     "low rank 8 + int2 / balanced 8 + int2": (and_the_rest(low_rank(8, "int4")), and_the_rest(balanced(8))),
 }

@@ -58,12 +58,12 @@ T_95 = dict(
 
 
 def low_rank(rank: int, factors: str) -> dict[str, Any]:
-    return {"type": "low_rank", "rank": rank, "factors": factors, "iterations": 2, "fallback": "int2"}
+    return {"type": "low_rank", "rank": rank, "factors": factors}
 
 
 def balanced(rank: int, factors: str = "log4") -> dict[str, Any]:
     """For gradients: errors count relative to the size of their row and column, as they do under Adam."""
-    return {**low_rank(rank, factors), "weighting": "rms", "fallback": "int4"}
+    return {**low_rank(rank, factors), "weighting": "rms"}
 
 
 def and_the_rest(codec: dict[str, Any]) -> dict[str, Any]:
@@ -78,8 +78,6 @@ CASES: dict[str, tuple[Spec, Spec]] = {
     "low rank 7, int4": (low_rank(7, "int4"),) * 2,
     "low rank 3, int4": (low_rank(3, "int4"),) * 2,
     "low rank 7, int4 / balanced 7": (low_rank(7, "int4"), balanced(7)),
-    "low rank 7, int2 / balanced 12": (low_rank(7, "int2"), balanced(12)),
-    "low rank 7, int2 / balanced 11, int4": (low_rank(7, "int2"), balanced(11, "int4")),
     "low rank 3, int4 / balanced 3": (low_rank(3, "int4"), balanced(3)),
     "low rank 24, int4 / balanced 24": (low_rank(24, "int4"), balanced(24)),
     "low rank 16 + int2 / balanced 16 + int2": (and_the_rest(low_rank(16, "int4")), and_the_rest(balanced(16))),
@@ -381,13 +379,8 @@ SINGLE_CODECS: dict[str, dict[str, Any]] = {
     "int8": {"type": "int8"},
     "int4": {"type": "int4"},
     "int2": {"type": "int2"},
-    "low rank 3, int8": low_rank(3, "int8"),
     "low rank 7, int4": low_rank(7, "int4"),
-    "low rank 7, int4, one iteration": {**low_rank(7, "int4"), "iterations": 1},
-    "low rank 7, int4, refreshed every 8 steps": {**low_rank(7, "int4"), "refresh_interval": 8},
-    "low rank 13, int2": low_rank(13, "int2"),
     "low rank 3, int4": low_rank(3, "int4"),
-    "low rank 7, int2": low_rank(7, "int2"),
     "balanced 7": balanced(7),
     "balanced 12": balanced(12),
     "low rank 8 + int2": and_the_rest(low_rank(8, "int4")),

@@ -20,8 +20,8 @@ from ds_hybridep.errors import ConfigError, ExportError, UnsupportedError
 from ds_hybridep.experts.partitioned import is_partitioned
 from ds_hybridep.export import writing
 from ds_hybridep.export.base import Skeleton, without_weights
-from ds_hybridep.export.checkpoint import FileParameter, Parameter
 from ds_hybridep.export.folder import whole_folder
+from ds_hybridep.export.stored import Parameter
 from ds_hybridep.integration.autoep import is_autoep_layer
 from ds_hybridep.integration.log import log_dist
 from ds_hybridep.transport.agreement import hear
@@ -55,20 +55,20 @@ def save_pretrained(
     wanted = writing.DTYPES.get(str(dtype).removeprefix("torch.")) if dtype is not None else None
     if dtype is not None and wanted is None:
         raise ConfigError(f"dtype: got {dtype!r}; give one of {', '.join(writing.DTYPES)}")
-    options = writing.Options(form, wanted, writing.parse_size(max_shard_size))
+    options = writing.Options(form, wanted, max_shard_size)
     module = engine.module
     model = LiveModel(module)
     with torch.random.fork_rng(devices=[]):  # modules without weights are made, and the training must not notice
         plan = writing.plan_model(
             dict(_parameters_of(module)), _moe_paths(module), model, partial(adapter_config_of, module), options
         )
-    said = _write(plan, Path(folder), options.max_shard_bytes)
+    said = _write(plan, Path(folder), max_shard_size)
     if reason := hear(lambda: said, longest_wait_s(0.0)):
         raise ExportError(reason)
     log_dist(f"hybridep: {folder} is written: {len(plan.planned)} tensors", ranks=[0])
 
 
-def _write(plan: writing.Plan, folder: Path, max_shard_bytes: int) -> str:
+def _write(plan: writing.Plan, folder: Path, max_shard_size: str) -> str:
     """Write on rank 0, and read on all ranks.  Returns what failed on rank 0."""
     read = _ReadTogether()
     if not is_first_rank():
@@ -77,7 +77,7 @@ def _write(plan: writing.Plan, folder: Path, max_shard_bytes: int) -> str:
         return ""
     try:
         with whole_folder(folder, replace=True) as partial_folder:
-            writing.write_files(plan, partial_folder, max_shard_bytes, read=read)
+            writing.write_files(plan, partial_folder, max_shard_size, read=read)
     except ExportError as error:
         for item in plan.items[read.num_items :]:  # the other ranks do not know yet
             read(item)
@@ -105,12 +105,6 @@ class LiveParameter:
     tensor: Any  # parameter or buffer
     shape: tuple[int, ...]
     layer: Any = None  # of AutoEP, for its experts
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the module."""
-        dtype: torch.dtype = self.tensor.dtype
-        return dtype
 
     @torch.no_grad()
     def read(self, dtype: torch.dtype) -> Tensor:
@@ -164,7 +158,7 @@ class LiveModel:
         dtype: torch.dtype = self._inner.dtype
         return dtype
 
-    def weight(self, hub_name: str) -> FileParameter:
+    def weight(self, hub_name: str) -> Parameter:
         """Fail: a module has all its weights."""
         raise ExportError(f"the module has no {hub_name}")
 
@@ -197,14 +191,18 @@ def _parameters_of(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         layer = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), None)
         if layer is None:
-            yield name, LiveParameter(parameter, shape)
+            yield name, _live(parameter, shape)
         else:
-            yield name, LiveParameter(parameter, (layer.num_experts, *shape[1:]), layer)
+            yield name, _live(parameter, (layer.num_experts, *shape[1:]), layer)
     for path, owner in module.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
             if name not in owner._non_persistent_buffers_set:
                 full = f"{path}.{name}" if path else name
-                yield full, LiveParameter(buffer, tuple(buffer.shape))
+                yield full, _live(buffer, tuple(buffer.shape))
+
+
+def _live(tensor: Tensor, shape: tuple[int, ...], layer: Any = None) -> Parameter:
+    return Parameter(shape, tensor.dtype, LiveParameter(tensor, shape, layer).read)
 
 
 def _experts_by_rank(layer: Any) -> list[list[int]]:

@@ -65,7 +65,8 @@ def load_kernels(mode: Mode, device: torch.device | str = "cpu", dispatch_sms: i
 @functools.cache  # called at every encoding
 def load_codec_kernels(mode: Mode, device: torch.device | str = "cpu") -> CompiledCodecs | None:
     """Return compiled kernels for codecs, or None: use the definitions in `codecs`.  Otherwise like `load_kernels`."""
-    return getattr(load_kernels(mode, device), "codecs", None)
+    kernels = load_kernels(mode, device)
+    return CompiledCodecs(kernels) if isinstance(kernels, CompiledKernels) else None
 
 
 @functools.cache

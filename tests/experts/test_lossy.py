@@ -460,7 +460,7 @@ def test_a_wrong_option_of_a_codec_names_its_key_path(pool4: ProcessPool) -> Non
     codecs: Codecs = [({"type": "low_rank", "rnk": 4}, "identity"), ("identity", "identity")]
     for kind, message in pool4.run(wrong_codec, case=world4(2, 1), codecs=codecs):
         assert kind == "ConfigError"
-        assert 'hybridep.levels[0].weight_codec.rnk is not a known option; did you mean "rank"?' in message
+        assert 'hybridep.levels[0].weight_codec.rnk is not a known key; did you mean "rank"?' in message
 
 
 def test_bytes_over_the_slow_level_are_those_that_the_codec_promised(pool4: ProcessPool) -> None:

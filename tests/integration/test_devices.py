@@ -45,13 +45,11 @@ from ds_hybridep.transport.channels import Purpose, Traffic
 
 DEVICE = torch.device("meta")
 CODECS: tuple[Any, ...] = (
-    "identity",
     "int8",
     "int2",
     {"type": "low_rank", "rank": 2},
-    {"type": "low_rank", "rank": 2, "weighting": "rms", "factors": "log4", "iterations": 2},
+    {"type": "low_rank", "rank": 2, "weighting": "rms", "factors": "log4"},
     {"type": "low_rank", "rest": "int4"},
-    {"type": "low_rank", "rank": 2, "refresh_interval": 2},
 )
 
 

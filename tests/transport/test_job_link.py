@@ -121,9 +121,9 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"ports": [29700, 29600]}, "hybridep.link.ports is [29700, 29600], but must be the first and the last port"),
-        ({"ports": 29600}, "hybridep.link.ports is 29600, but must be the first and the last port of a range"),
-        ({"secret_file": ""}, 'hybridep.link.secret_file is "", but must be a string that is not empty'),
+        ({"ports": [29700, 29600]}, "hybridep.link.ports is [29700, 29600], but the first port"),
+        ({"ports": 29600}, "hybridep.link.ports is 29600, but must be a list"),
+        ({"secret_file": ""}, 'hybridep.link.secret_file is "", but must be something with at least 1 character'),
         ({"tls": {"key": "a", "authority": "b"}}, "hybridep.link.tls.certificate is missing"),
         ({"port": 1}, 'hybridep.link.port is not a known key; did you mean "ports"?'),
     ],
