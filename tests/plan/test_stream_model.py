@@ -75,7 +75,7 @@ def test_terms_are_not_negative_and_add_up(case):
 
 
 def test_expert_bytes_are_those_that_the_runtime_counted():
-    # Recorded in benchmarks/results/e2e-2x2-first.jsonl: 4235264 B of weights, and of gradients, over both DC uplinks.
+    # Recorded with benchmarks e2e: 4235264 B of weights, and of gradients, over both DC uplinks.
     prediction = predict(cluster_of(2, 2), layout_of((2, 2), (2, 1)), toy(), rates_of_toy)
     assert 2 * prediction.uplink_bytes[0]["expert_weights"] == 4235264
     assert 2 * prediction.uplink_bytes[0]["expert_gradients"] == 4235264
