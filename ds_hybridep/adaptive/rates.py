@@ -126,7 +126,7 @@ def _expert_s(spec: LayerSpec, rows: int) -> float:
         return _median_s(call, sample.device) / num_experts
 
 
-def _median_s(call: Callable[[], None], device: torch.device) -> float:
+def _median_s(call: Callable[[], object], device: torch.device) -> float:
     """Median seconds of some calls, without the first."""
     timings, streams = [], streams_of(device)
     for _ in range(TIMINGS + 1):
