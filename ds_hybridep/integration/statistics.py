@@ -79,7 +79,7 @@ class Statistics:
                 {"name": layer.name, **{name: getattr(layer.stats, name) for name in LAYER_COUNTERS}}
                 for layer, _, _ in self._layers
             ],
-            "link": self._transport.link.statistics(),
+            "link": self._transport.link.report(),
         }
 
     def codecs(self) -> list[dict[str, float]]:
@@ -172,7 +172,7 @@ class Statistics:
             "exposed_s": exposed_s,
             "slowest": slowest,
             "layers": layers,
-            "link": self._transport.link.statistics(),
+            "link": self._transport.link.report(),
         }
         if not self._counts_dense:
             _leave_out_dense(record, ("sent_bytes",))

@@ -18,7 +18,6 @@ half is encoded: sums with error feedback, parameters as their change since the 
 """
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -354,10 +353,9 @@ class GroupSync:
             found = {peer.rank: torch.empty_like(total) for peer in stage.peers}
             sends = [(rank, total) for rank in found]
             purpose = Purpose("control", "agreement on numbers", self.name)
-            begin_ns = time.perf_counter_ns()
             transfer = stage.gradients.start(sends, list(found.items()), purpose)
             transfer.wait()
-            self.transport.count_waits([transfer], begin_ns)
+            self.transport.count_waits([transfer])
             found[self.transport.rank] = total
             table = torch.stack([found[rank] for rank in sorted(found)])  # in one order on all ranks
             total = torch.where(is_max, table.max(0).values, table.sum(0))

@@ -5,7 +5,6 @@ Both move slots in stages, one per level (see `sync.stages`).  Codecs determine 
 on a link; `sync.feedback` keeps what codecs need from step to step.
 """
 
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -320,14 +319,13 @@ class StagePipeline:
         Raises:
             CommunicationError: nothing finished within the time limit, or a transfer failed.
         """
-        begin_ns = time.perf_counter_ns()
         with self._transport.exposed(transfer.purpose):
             while True:
                 seen = self._transport.num_finished
                 self.progress()
                 if transfer.is_complete:
                     transfer.join()
-                    self._transport.count_waits(transfer.crossed, begin_ns)
+                    self._transport.count_waits(transfer.crossed)
                     return
                 if not self._transport.wait_for_more_than(seen):
                     raise CommunicationError(transfer.describe_stall(self._transport.timeout_s))
