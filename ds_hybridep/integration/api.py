@@ -69,8 +69,8 @@ def replan(engine: nn.Module, config: Mapping[str, Any] | HybridEPConfig) -> Non
     """Switch to other settings: domain sizes, codecs, token exchange, dense synchronisation; all ranks must call.
 
     Optimizer and parameters stay where they are.  Gradients that lossy codecs had kept back go to the experts' owners
-    and into the next dense sums; those that DeepSpeed synchronises from now on are dropped.  The levels must not
-    change.  If the job is planned ("auto"), planning goes on, but `config` itself must give all sizes and codecs.
+    and into the next gradients.  The levels must not change.  If the job is planned ("auto"), planning goes on, but
+    `config` itself must give all sizes and codecs.
 
     Call between two optimizer steps, with the content of a "hybridep" block.
 

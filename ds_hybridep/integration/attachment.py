@@ -196,9 +196,8 @@ class Attachment(EngineStep):
         runtime = prepare_runtime(config, self.facts)()
         undelivered = earlier.hand_over()
         self._plan_patches.undo()
-        self.runtime = runtime
-        if lost := runtime.follow(earlier, undelivered):
-            log_dist(f"hybridep: gradients of norm {lost:.3g} that codecs had kept back are dropped", ranks=[-1])
+        self.runtime, self.dense = runtime, None
+        runtime.follow(earlier, undelivered)
         earlier.close()
         self.bind_plan()
         self.ship_partitioned()

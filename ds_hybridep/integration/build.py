@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the layers of a plan from the settings and the model's MoE layers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ds_hybridep.codecs import make_codec, make_weight_codec
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.config_codecs import IDENTITY
-from ds_hybridep.experts.codec_checkpoint import OwnedExperts
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
 from ds_hybridep.experts.migration import LayerExperts, MigrationManager
+from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.replicas import Replicas
 from ds_hybridep.experts.slots import Block, lay_out
 from ds_hybridep.kernels import Kernels
@@ -23,6 +23,7 @@ from ds_hybridep.sync.feedback import Encoding, no_master, no_scale
 from ds_hybridep.sync.gradients import StepChanges
 from ds_hybridep.sync.stages import connect, gather_stages
 from ds_hybridep.sync.transfers import StagePipeline
+from ds_hybridep.sync.undelivered import Target, stacked
 from ds_hybridep.tokens.exchange import Exchange, build_exchanges
 from ds_hybridep.tokens.layer import HybridMoE, expert_to_slot
 from ds_hybridep.transport.channels import Transport
@@ -39,12 +40,14 @@ class Facts:
     specs: the model's MoE layers, in the order in which they run.
     is_boundary: returns True if the running backward is the last before the optimizer step.
     sync_groups: returns, by name, the ranks that hold the same parameters, if settings synchronise these by level.
+    parameters: returns the model's, by name.
     master_of, loss_scale: as in `Encoding`.
     """
 
     specs: tuple[LayerSpec, ...]
     is_boundary: Callable[[], bool]
     sync_groups: Callable[[HybridEPConfig], Mapping[str, tuple[int, ...]]] = lambda _: {}
+    parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]] = tuple
     master_of: Callable[[nn.Parameter], Tensor | None] = no_master
     loss_scale: Callable[[], float] = no_scale
 
@@ -77,18 +80,17 @@ class PlannedLayer:
             ],
         }
 
-    def owned(self, rank: int, world_size: int) -> OwnedExperts:
-        """Return the experts of this layer that a rank owns."""
+    def targets(self, rank: int, world_size: int) -> Iterator[Target]:
+        """Yield the parameters of this rank's experts, for what codecs have not delivered."""
         spec = self.spec
         first = spec.group_ranks.index(rank) * spec.num_local
-        trained = [piece for block in self._blocks if block.is_trainable for piece in block.slices]
-        return OwnedExperts(
-            name=spec.name,
-            experts=range(first, first + spec.num_local),
-            shapes={piece.name: (spec.num_local, *piece.shape) for piece in trained},
-            share=len(spec.group_ranks) / world_size,
-            device=spec.sample.device,
-        )
+        share = len(spec.group_ranks) / world_size
+        for at, module in enumerate(spec.experts):
+            for name, parameter in module.named_parameters():
+                num_elements = full_shape(parameter).numel()
+                start = first * num_elements // spec.num_local if spec.is_grouped else (first + at) * num_elements
+                if parameter.requires_grad:
+                    yield Target(stacked(spec.name, name), start, start + num_elements, parameter, share)
 
 
 def plan_layer(config: HybridEPConfig, spec: LayerSpec) -> PlannedLayer:

@@ -34,6 +34,7 @@ def facts_of(engine: Any, layers: Mapping[str, Any]) -> Facts:
         specs,
         is_boundary=partial(is_boundary_of, weak),
         sync_groups=partial(dense.groups_of, weak, specs),
+        parameters=lambda: weak.module.named_parameters(),
         master_of=_master_of,
         loss_scale=partial(loss_scale_of, weak),
     )

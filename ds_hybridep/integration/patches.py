@@ -22,7 +22,9 @@ from importlib import import_module
 from typing import Any, Literal
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-ZERO_OPTIMIZER = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+ZERO_MODULE = "deepspeed.runtime.zero.stage_1_and_2"
+ZERO_OPTIMIZER = f"{ZERO_MODULE}:DeepSpeedZeroOptimizer"
+BF16_MODULE = "deepspeed.runtime.bf16_optimizer"
 MOE_LAYER = "deepspeed.moe.sharded_moe:MOELayer"
 AUTOEP_LAYER = "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer"
 CHECKPOINT = "deepspeed.checkpoint.deepspeed_checkpoint:DeepSpeedCheckpoint"
@@ -104,21 +106,27 @@ TABLE = (
     Patch(ENGINE, "compile", "refused: hooks of autograd were never tested under it"),
     Patch(ENGINE, "coalesce_grad_reduction", "refused: gradients of replicas would come too late"),
     # Dense parameters, and experts with several copies.
+    Patch(ENGINE, "_get_gradients_for_reduction", "says whose gradients ZeRO 0 is about to sum"),
     Patch(ENGINE, "allreduce_bucket", "dense sums of ZeRO 0 go level by level", parameters=("bucket", "dp_group")),
-    Patch(ZERO_OPTIMIZER, "dp_process_group", "dense sums of ZeRO 1 and 2 go level by level", is_method=False),
-    Patch(ZERO_OPTIMIZER, "expert_dp_process_group", "sums of experts with several copies, too", is_method=False),
-    Patch(ZERO_OPTIMIZER, "real_dp_process_group", "gathers of ZeRO 1 and 2 go level by level", is_method=False),
     Patch(ZERO_OPTIMIZER, "independent_gradient_partition_epilogue", "ZeRO 2's sums cross slow levels in the end"),
-    Patch(ZERO_OPTIMIZER, "average_tensor", "says whose gradients a bucket holds", parameters=("tensor",)),
     Patch(
         ZERO_OPTIMIZER,
-        "allreduce_and_copy_with_multiple_ranks",
-        "a sum goes to its owner only",
-        parameters=("process_group", "bucket_ranks"),
-    ),  # fmt: skip
-    Patch(ZERO_OPTIMIZER, "has_overflow", "the flag and the norm travel together"),
-    Patch(ZERO_OPTIMIZER, "scaled_global_norm", "norms of all parameter groups travel together"),
-    Patch(WORLD, "pg_map, pg_group_ranks", "torch looks up the group that stands in for another", is_method=False),
+        "allreduce_and_scatter",
+        "says whose gradients a bucket holds, and who needs them",
+        parameters=("bucket", "communication_data_type", "process_group"),
+    ),
+    Patch(
+        ZERO_OPTIMIZER,
+        "allreduce_bucket",
+        "a sum goes level by level, to its owner only",
+        parameters=("bucket", "communication_data_type", "process_group"),
+    ),
+    Patch(ZERO_OPTIMIZER, "has_overflow", "the flag and the norms of all parameter groups travel together"),
+    Patch(ZERO_OPTIMIZER, "scaled_global_norm", "the same, where nobody has asked for the flag"),
+    Patch(ZERO_OPTIMIZER, "get_grad_norm_direct", "norms have come with the flag", parameters=("gradients",)),
+    Patch(ZERO_OPTIMIZER, "_average_expert_grad_norms", "norms of experts are equal on all ranks"),
+    Patch(ZERO_MODULE, "all_gather_dp_groups", "gathers of ZeRO 1 and 2 go level by level", "last detach"),
+    Patch(BF16_MODULE, "all_gather_dp_groups", "gathers of BF16_Optimizer go level by level", "last detach"),
 )
 _ROWS = {(row.owner, row.attribute) for row in TABLE}
 _shared: dict[tuple[str, str], tuple[weakref.WeakSet["Patches"], Callable[[], None]]] = {}  # users, undo

@@ -8,7 +8,7 @@ EngineStep       what `engine.step()` and `zero_grad` do around DeepSpeed's own
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from ds_hybridep.adaptive.planner import JobPlanner
 from ds_hybridep.config import HybridEPConfig
 from ds_hybridep.errors import GradientNotReturnedError
 from ds_hybridep.experts.migration import is_in_backward
-from ds_hybridep.experts.undelivered import UndeliveredGradients, collect
+from ds_hybridep.experts.partitioned import full_shape
 from ds_hybridep.experts.verification import verify
 from ds_hybridep.integration.build import Builder, Facts, PlannedLayer, describe, encoding_of
 from ds_hybridep.integration.codec_state import CodecState
@@ -31,6 +31,7 @@ from ds_hybridep.integration.supported import check_optimizer
 from ds_hybridep.kernels import Kernels
 from ds_hybridep.sync.dense import GroupSync
 from ds_hybridep.sync.gradients import StepChanges
+from ds_hybridep.sync.undelivered import Target, Undelivered, UndeliveredGradients
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
 
@@ -50,8 +51,12 @@ class HybridRuntime:
         self.config, self.transport, self.kernels = config, transport, kernels
         self._planned = tuple(planned)
         self._changes = StepChanges()
-        self._undelivered = UndeliveredGradients(
-            {spec.name: spec.experts for spec in facts.specs}, facts.is_boundary, facts.loss_scale, self._changes
+        waiting = UndeliveredGradients(
+            partial(_targets, transport, self._planned, facts.parameters),
+            transport.world_size,
+            facts.is_boundary,
+            facts.loss_scale,
+            self._changes,
         )
         self._is_stepping = self._is_committed = False
         self.shared_parameters: Callable[[str], Sequence[Tensor]] = lambda _: ()  # flat, by name of the group
@@ -67,9 +72,7 @@ class HybridRuntime:
         builder = Builder(config, transport, kernels, encoding, self._changes, facts.is_boundary)
         self.layers, self.migration = builder.build(ours)
         self.layer_stats: dict[str, LayerStats] = {name: layer.stats for name, layer in self.layers.items()}
-        self.codecs = CodecState(
-            config, transport, planned, self.migration, self._undelivered, self.syncs, self._changes
-        )
+        self.codecs = CodecState(config, transport, planned, self.migration, waiting, self.syncs, self._changes)
         pairs = [(self.layers[layer.spec.name], layer) for layer in ours]
         self.statistics = Statistics(transport, pairs, counts_dense=bool(self.syncs))
 
@@ -91,7 +94,7 @@ class HybridRuntime:
         if not self._is_stepping or self._is_committed:
             return False
         self._is_committed = True
-        self._changes.keep()  # first, because it frees what the step needs
+        self._changes.commit()  # first, because it frees what the step needs
         self.migration.remember_sent()
         return True
 
@@ -114,9 +117,7 @@ class HybridRuntime:
         """
         self._is_stepping = self._is_committed = False
         if was_applied:
-            self._changes.keep()
-            if self._undelivered.parts:
-                self._undelivered.deliver()
+            self._changes.commit()
             self.migration.after_step(ships=ships)
         else:
             self._changes.undo()
@@ -159,44 +160,24 @@ class HybridRuntime:
 
     def close(self) -> None:
         """Drop connections and replicas.  Waits for nothing, so that it can be called after an error too."""
-        self._undelivered.remove()
+        self.codecs.waiting.remove()
         self.migration.release()
         self.transport.close()
 
     # -- a change of plan -------------------------------------------------------------------------------------------
 
-    def hand_over(self) -> dict[str, list[Tensor]]:
-        """Give the owners the gradients that senders had kept back, before another plan; all ranks must call.
-
-        Returns the undelivered gradients of owned experts by layer, fp32 [e, *shape] for each trainable parameter.
-        """
+    def hand_over(self) -> list[Undelivered]:
+        """Return what codecs have not delivered, before another plan; all ranks must call."""
         self.finish()
-        self._changes.keep()  # the next step uses the gradients that are there
-        kept = {layer: list(parts) for layer, parts in self._undelivered.remove().items()}
-        for replicas in self.codecs.replicas:
-            if replicas.feedback is not None and replicas.feedback.gradients.is_lossy:
-                collected = collect(replicas, self.transport)
-                waiting = kept.get(replicas.layer)
-                kept[replicas.layer] = collected if waiting is None else list(map(torch.add, collected, waiting))
-        return kept
+        return self.codecs.hand_over()
 
-    def follow(self, earlier: "HybridRuntime", kept: Mapping[str, list[Tensor]]) -> float:
-        """Go on counting where `earlier` stopped, and take over what it had not delivered.
-
-        Returns the norm of the gradients that are lost because DeepSpeed synchronises them from now on.
-        """
+    def follow(self, earlier: "HybridRuntime", undelivered: Sequence[Undelivered]) -> None:
+        """Go on counting where `earlier` stopped, and add what it had not delivered to the next gradients."""
         self.transport.traffic = earlier.transport.traffic
         self.statistics.num_steps = earlier.statistics.num_steps
         for name, stats in earlier.layer_stats.items():
             vars(self.layer_stats.setdefault(name, stats)).update(vars(stats))
-        self._undelivered.take_over(kept)
-        lost = 0.0
-        for name, sync in earlier.syncs.items():
-            if name in self.syncs:
-                self.syncs[name].memory.take_over(sync.memory.capture())
-            else:
-                lost += sync.memory.squared_residual
-        return math.sqrt(lost)
+        self.codecs.waiting.add(undelivered)
 
     # -- a load -------------------------------------------------------------------------------------------------
 
@@ -228,8 +209,24 @@ class HybridRuntime:
 
     def describe(self) -> str:
         """Describe the plan in one line, for the log."""
-        memory = self.migration.describe_memory() if self.migration.layers else "no replicas"
+        held = f"replicas and their gradients {self.migration.replica_bytes / 2**20:.1f} MiB per rank"
+        memory = held if self.migration.layers else "no replicas"
         return describe(self._planned, self.config, self.transport.backends, self.kernels.name, memory)
+
+
+def _targets(
+    transport: Transport,
+    planned: Sequence[PlannedLayer],
+    parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
+) -> dict[str, Target]:
+    """Return this rank's parameters by their names in its model; its experts' are parts of their stacks."""
+    targets = [one for layer in planned for one in layer.targets(transport.rank, transport.world_size)]
+    of_experts = {id(one.parameter): one for one in targets}
+    found = {
+        name: of_experts.pop(id(parameter), Target(name, 0, full_shape(parameter).numel(), parameter))
+        for name, parameter in parameters()
+    }
+    return found | {f"{one.name} {one.start}": one for one in of_experts.values()}
 
 
 class EngineStep:

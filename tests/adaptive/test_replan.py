@@ -86,8 +86,9 @@ def kept_back(engine: Engine) -> dict[str, torch.Tensor]:
     for replicas in replicas_of(engine):
         total = torch.zeros(len(replicas.domain_ranks), sum(part.rows * part.cols for part in replicas.parts) * 2)
         gradients, sizes = replicas.feedback.gradients, [part.fp32_bytes // 4 for part in replicas.parts]
-        for (_, (slot, name)), piece in gradients.sent.items():
-            place = total[slot].split(sizes)[replicas.trainable_names.index(name)]
+        starts = {part.pieces[0][0]: slot for slot, parts in enumerate(replicas.slot_parts) for part in parts}
+        for (_, (name, start)), piece in gradients.sent.items():
+            place = total[starts[name, start]].split(sizes)[replicas.trainable_names.index(name.split()[1])]
             place += gradients.value(piece).view(-1)
         result[replicas.layer] = total
     return result
@@ -103,13 +104,18 @@ def residuals_before_and_after(case: Case, block: dict[str, Any]) -> list[tuple[
             name = replicas.layer
             everywhere = [torch.empty_like(before[name]) for _ in range(dist.get_world_size())]
             dist.all_gather(everywhere, before[name])
+            names = replicas.trainable_names
             owed[name] = sum(everywhere[rank][replicas.own_slot] for rank in replicas.domain_ranks)
         ds_hybridep.replan(engine, block_of(case, **block))
         attachment = attachment_of(engine)
-        taken = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._undelivered.parts.items()}
-        pairs = [(owed[name], torch.cat([part.reshape(-1) for part in taken[name]])) for name in owed]
+        waiting = attachment.runtime.codecs.waiting
+        taken = {(one.name, one.start): one.values * dist.get_world_size() for one in waiting.records()}
+        pairs = [
+            (owed[name], torch.cat([taken[one] for n in names for one in sorted(taken) if one[0] == f"{name} {n}"]))
+            for name in owed
+        ]
         train(engine, case, 3, 1)
-        assert not attachment.runtime._undelivered.parts
+        assert not waiting.records()
         return pairs
 
 
@@ -119,23 +125,18 @@ def gradients_of_nothing(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
         train(engine, case, 0, 3)
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1, 1))))
         attachment = attachment_of(engine)
-        carried = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._undelivered.parts.items()}
-        order = [
-            name for name, _ in next(iter(attachment.layers.values())).experts.deepspeed_experts[0].named_parameters()
-        ]
+        waiting = attachment.runtime.codecs.waiting
+        carried = {(one.name, one.start): one.values.clone() for one in waiting.records() if " " in one.name}
         before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
         loss = engine(*batch_of(case, 99)) * 0.0
         engine.backward(loss)
         engine.step()
-        pairs = []
-        for layer, parts in carried.items():
-            for index, part in enumerate(parts):
-                for local_idx in range(part.shape[0]):
-                    name = f"{layer}.experts.deepspeed_experts.{local_idx}.{order[index]}"
-                    pairs.append(
-                        (part[local_idx], dict(engine.module.named_parameters())[name].detach() - before[name])
-                    )
-        return pairs
+        after = dict(engine.module.named_parameters())
+        return [
+            (carried[place].view_as(after[name]), after[name].detach() - before[name])
+            for name, place in waiting.places().items()
+            if place in carried
+        ]
 
 
 def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[list[float], dict[str, Any], bool]:
@@ -287,9 +288,8 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
 
 def carried_norm(engine: Engine) -> float:
     """L2 norm of what waits at parameters without replicas."""
-    carried = attachment_of(engine).runtime._undelivered
-    parts = [part for parts in carried.parts.values() for part in parts]
-    return sum(float(part.square().sum()) for part in parts) ** 0.5
+    records = attachment_of(engine).runtime.codecs.waiting.records()
+    return sum(float(one.values.square().sum()) for one in records) ** 0.5
 
 
 def expert_gradient_norm(module: torch.nn.Module) -> float:

@@ -121,7 +121,7 @@ def test_migration_of_a_layer_stays_on_the_device(weights_codec: str, gradient_c
                 while not transfer.is_complete:
                     transfer.advance()
             replicas.take_returned()
-            replicas.own.unstage()
+            replicas.own.free()
             changes.undo()
     assert all(sent == received for sent, received in channel.num_bytes)
 
