@@ -30,7 +30,7 @@ help:
 	@echo "make test-versions  a core of the tests with each DeepSpeed and Python; writes docs/versions.md"
 	@echo "make check      lint, format, types, import order"
 	@echo "make fmt        format, and fix what can be fixed"
-	@echo "make bench      the measuring programs"
+	@echo "make bench      lists the measuring programs; NAME='e2e --help' runs one"
 	@echo "make clean      remove what the others made, .venv too"
 
 # op_builder/ and csrc/ lie beside the package, so setuptools finds modules by a finder and warns of an editable install.
@@ -46,7 +46,7 @@ $(VENV)/.installed: setup.py ds_hybridep/version.py
 	@touch $@
 
 demo: $(INSTALLED)
-	@$(BIN)/python benchmarks/demo.py
+	@$(BIN)/python -m benchmarks demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 3 --dist loadgroup
@@ -71,8 +71,7 @@ fmt: $(INSTALLED)
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/rows.py
-	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 4 benchmarks/loopback.py
+	@$(BIN)/python -m benchmarks $(NAME)
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis runs

@@ -75,7 +75,7 @@ setup(
     packages=[*find_packages(include=["ds_hybridep", "ds_hybridep.*"]), "ds_hybridep.op_builder", "ds_hybridep.csrc"],
     package_dir={"ds_hybridep.op_builder": "op_builder", "ds_hybridep.csrc": "csrc"},
     package_data={
-        "ds_hybridep": ["py.typed", "commands/*.html", "lab/*.c", "plan/models/*.yaml"],
+        "ds_hybridep": ["py.typed", "commands/*.html", "lab/*.cpp", "plan/models/*.yaml"],
         "ds_hybridep.op_builder": SOURCE_FILES,
         "ds_hybridep.csrc": SOURCE_FILES,
     },

@@ -25,14 +25,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from benchmarks.common import REPOSITORY
 from ds_hybridep.commands.page import Run, write_page
-from ds_hybridep.errors import LabError
 from ds_hybridep.lab.launcher import RankProcesses
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import LinkSpec, Topology, parse_rate
-from ds_hybridep.lab.unprivileged import become_root
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 DATACENTRES = Topology(2, 2)
 WARM_UP_STEPS = 5  # not in the median step time of `train_lm.py`, nor in the bytes
 POLL_S = 0.05
@@ -64,23 +62,18 @@ WAYS = (
 )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each run (default 40)")
     parser.add_argument("--wan", default="50mbit", metavar="RATE", help="of the slow link (default 50mbit)")
-    parser.add_argument(
-        "--out", type=Path, default=REPOSITORY / "runs" / "demo", help="folder for logs and the report"
-    )
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "demo", help="for logs and the report")
+
+
+def run(args: argparse.Namespace) -> int:
     if args.steps <= WARM_UP_STEPS:
-        parser.error(f"--steps: got {args.steps}, wanted more than {WARM_UP_STEPS}, which warm up")
+        raise SystemExit(f"--steps: got {args.steps}, wanted more than {WARM_UP_STEPS}, which warm up")
     links = LinkSpec(wan_bits_per_s=parse_rate(args.wan, "--wan"))
     console = Console(highlight=False)
-    try:
-        become_root()
-        reason = why_not_permitted(with_delay=False)
-    except LabError as error:
-        reason = str(error)
+    reason = why_not_permitted(with_delay=False)
     environment = demo_environment()
     args.out.mkdir(parents=True, exist_ok=True)
     build_ops(environment, console)
@@ -91,10 +84,10 @@ def main() -> int:
     runs = []
     for way in WAYS:
         with EmulatedNetwork(DATACENTRES, links) if reason is None else nullcontext() as network:
-            run = train(way, args, network, environment, console)
-        if run is None:
+            one = train(way, args, network, environment, console)
+        if one is None:
             return 1
-        runs.append(run)
+        runs.append(one)
     record = json.loads((args.out / "run.json").read_text())
     if reason is not None:
         runs = with_counted_bytes(runs, record)
@@ -230,7 +223,3 @@ def table_of(runs: list[Run], *, is_timed: bool) -> Table:
             run.title, f"{run.step_s:.2f} s", speed_up, megabytes, f"{run.loss:.4f}", f"{run.valid_loss:.4f}"
         )
     return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())

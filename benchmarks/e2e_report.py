@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and plots of benchmarks/e2e.py's records.
-
-    python benchmarks/e2e_report.py benchmarks/results/e2e-2x2.jsonl --plots docs/images > docs/benchmarks-e2e.md
+"""Tables and plots of what benchmarks/e2e.py measured.
 
 A ratio is paired block by block against the better of the two baselines (flat EP, EP inside the DC), with a 95%
 bootstrap interval; "noise" is flat EP against itself.  The best of ours and the better baseline are picked by the same
@@ -12,11 +10,12 @@ import argparse
 import itertools
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import bench
+from benchmarks.common import ratio, table
 
 FLAT, AGAIN, INSIDE = "deepspeed, flat EP", "deepspeed, flat EP again", "deepspeed, EP inside the DC"
 KINDS = ("tokens", "expert_weights", "expert_gradients", "dense", "control")
@@ -45,35 +44,36 @@ def cases(records: Sequence[Record]) -> Iterable[tuple[tuple[Any, ...], list[Rec
 
 
 def by_rate(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
-    table: dict[str, dict[str, Record]] = {}
+    found: dict[str, dict[str, Record]] = {}
     for record in records:
-        table.setdefault(record["params"]["rate"], {})[record["params"]["plan"]] = record
-    return table
+        found.setdefault(record["params"]["rate"], {})[record["params"]["plan"]] = record
+    return found
+
+
+def shown(rate: str) -> str:
+    return "no limit" if rate == "none" else rate
+
+
+def over(one: Record, other: Record | None) -> str:
+    """The ratio of step times; empty without the other."""
+    return "" if other is None else str(ratio(one["step_s"], other["step_s"]))
 
 
 def time_table(records: Sequence[Record]) -> str:
     """Median seconds per step of each plan, and the best of ours against the better baseline."""
     rates = by_rate(records)
     plans = [plan for plan in next(iter(rates.values())) if plan != AGAIN]
-    lines = [
-        "| uplink | " + " | ".join(plans) + " | best of ours / flat EP | best of ours / better baseline | noise |",
-        "|---" * (len(plans) + 4) + "|",
-    ]
+    rows = []
     for rate, by_plan in rates.items():
-        ours = min(
-            (by_plan[plan] for plan in by_plan if plan.startswith("hybridep") and not plan.startswith(AUTO)),
-            key=median_s,
-        )
-        baselines = [by_plan[plan] for plan in (FLAT, INSIDE) if plan in by_plan]
-        better = min(baselines, key=median_s, default=None)
+        ours = [by_plan[plan] for plan in by_plan if plan.startswith("hybridep") and not plan.startswith(AUTO)]
+        best = min(ours, key=median_s)
+        better = min((by_plan[plan] for plan in (FLAT, INSIDE) if plan in by_plan), key=median_s, default=None)
         cells = [f"{median_s(by_plan[plan]):.3f}" if plan in by_plan else "" for plan in plans]
-        cells += [
-            str(bench.ratio(ours["step_s"], by_plan[FLAT]["step_s"])) if FLAT in by_plan else "",
-            f"{bench.ratio(ours['step_s'], better['step_s'])} ({ours['params']['plan']})" if better else "",
-            str(bench.ratio(by_plan[AGAIN]["step_s"], by_plan[FLAT]["step_s"])) if AGAIN in by_plan else "",
-        ]
-        lines.append(f"| {'unshaped' if rate == 'none' else rate} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        noise = over(by_plan[AGAIN], by_plan.get(FLAT)) if AGAIN in by_plan else ""
+        cells += [over(best, by_plan.get(FLAT)), f"{over(best, better)} ({best['params']['plan']})", noise]
+        rows.append([shown(rate), *cells])
+    last = ("best of ours / flat EP", "best of ours / better baseline", "noise")
+    return table(["uplink", *plans, *last], rows)
 
 
 AUTO = "hybridep auto"  # the names of planned jobs begin with it
@@ -88,70 +88,60 @@ def is_by_hand(plan: str, *, with_codecs: bool) -> bool:
 
 def regret_table(records: Sequence[Record]) -> str:
     """What planned jobs have picked, and their step over that of the fastest plan by hand; empty without such jobs."""
-    lines = ["| uplink | job | picked | seconds | fastest by hand | seconds | ratio | of flat EP |", "|---" * 8 + "|"]
+    rows = []
     for rate, by_plan in by_rate(records).items():
         for name in (plan for plan in by_plan if plan.startswith(AUTO)):
             hand = [plan for plan in by_plan if is_by_hand(plan, with_codecs="codecs" in name)]
             best, auto = min((by_plan[plan] for plan in hand), key=median_s), by_plan[name]
-            cells = [
-                "unshaped" if rate == "none" else rate,
-                name.removeprefix("hybridep "),
-                str(auto.get("picked")),
-                f"{median_s(auto):.3f}",
-                best["params"]["plan"],
-                f"{median_s(best):.3f}",
-                str(bench.ratio(auto["step_s"], best["step_s"])),
-                str(bench.ratio(auto["step_s"], by_plan[FLAT]["step_s"])),
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) if len(lines) > 2 else ""
+            cells = [shown(rate), name.removeprefix("hybridep "), auto.get("picked"), f"{median_s(auto):.3f}"]
+            cells += [best["params"]["plan"], f"{median_s(best):.3f}", over(auto, best), over(auto, by_plan.get(FLAT))]
+            rows.append(cells)
+    header = ("uplink", "job", "picked", "seconds", "fastest by hand", "seconds", "ratio", "of flat EP")
+    return table(header, rows) if rows else ""
 
 
 def byte_table(records: Sequence[Record]) -> str:
     """MB per step over the DC uplinks at the lowest rate: seen by the interfaces, and counted by the program."""
-    by_plan = list(by_rate(records).values())[-1]
-    lines = [
-        "| plan | on the wire | tokens | expert weights | expert gradients | dense | control | rest (DeepSpeed's own, "
-        "headers) | loss |",
-        "|---" * 9 + "|",
-    ]
-    for plan, record in by_plan.items():
-        counted = record["counted_bytes_per_step"]
-        wire = record["wan_bytes_per_step"] / 1e6
-        if not plan.startswith("hybridep"):
-            lines.append(f"| {plan} | {wire:.2f} | | | | | | | {record['loss']:.4f} |")
-            continue
+    rows = []
+    for plan, record in list(by_rate(records).values())[-1].items():
+        counted, wire = record["counted_bytes_per_step"], record["wan_bytes_per_step"] / 1e6
         parts = [counted.get(kind, 0.0) / 1e6 for kind in KINDS]
-        numbers = " | ".join(f"{part:.2f}" for part in [wire, *parts, wire - sum(parts)])
-        lines.append(f"| {plan} | {numbers} | {record['loss']:.4f} |")
-    return "\n".join(lines)
+        numbers = [f"{part:.2f}" for part in [*parts, wire - sum(parts)]]
+        if not plan.startswith("hybridep"):
+            numbers = [""] * len(numbers)
+        rows.append([plan, f"{wire:.2f}", *numbers, f"{record['loss']:.4f}"])
+    kinds = (kind.replace("_", " ") for kind in KINDS)
+    return table(["plan", "on the wire", *kinds, "rest (DeepSpeed's own, headers)", "loss"], rows)
 
 
-def dense_line(records: Sequence[Record]) -> str:
-    """What dense gradients and parameters, which every plan has to send, cost of the link."""
-    by_plan = list(by_rate(records).values())[-1]
+def limits_table(records: Sequence[Record]) -> str:
+    """Step times on a slow link over those without a limit, where phases with and without take turns.
 
-    def not_experts(record: Record) -> float:
-        counted = record["counted_bytes_per_step"]
-        return record["wan_bytes_per_step"] - sum(n for kind, n in counted.items() if kind != "dense")
+    A phase is compared with the mean of its two neighbours: the machine gets faster and slower within minutes.
+    """
+    phases: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    for record in records:
+        params = {name: value for name, value in record["params"].items() if name != "rate"}
+        phases[json.dumps(params)].append((record["params"]["rate"], median_s(record)))
+    found: dict[str, dict[str, list[float]]] = {}
+    for case, of_case in phases.items():
+        for (before, (rate, step_s)), (_, after) in itertools.pairwise(itertools.pairwise(of_case)):
+            if before[0] == after[0] == "none" != rate:
+                gains = found.setdefault(case, defaultdict(list))
+                gains[rate].append(2 * step_s / (before[1] + after[1]))
+    rates = sorted({rate for gains in found.values() for rate in gains}, key=rate_order)
+    rows = [
+        [json.loads(case)[name] for name in SHOWN] + [", ".join(f"{one:.2f}" for one in gains[rate]) for rate in rates]
+        for case, gains in found.items()
+    ]
+    lines = [table(["DCs x ranks", "tokens", "accumulation", "plan", *rates], rows)]
+    for rate in rates:
+        every = [one for gains in found.values() for one in gains[rate]]
+        lines.append(f"{rate}: mean {statistics.mean(every):.2f}, {min(every):.2f} to {max(every):.2f}.")
+    return "Step time over that of the neighbouring phases without a limit:\n\n" + "\n\n".join(lines)
 
-    for name_of_deepspeeds, name_of_ours in (
-        ("hybridep [1,1], dense sums by DeepSpeed", "hybridep [1,1]"),
-        ("hybridep [1,1]", "hybridep [1,1], hierarchical dense"),  # in older records
-    ):
-        if name_of_deepspeeds in by_plan and name_of_ours in by_plan:
-            as_deepspeed, by_level = by_plan[name_of_deepspeeds], by_plan[name_of_ours]
-            break
-    else:
-        return ""
-    dense, flat = not_experts(as_deepspeed), by_plan[FLAT]["wan_bytes_per_step"]
-    return (
-        f"Dense gradients and parameters (all that is neither tokens nor experts, headers included) take "
-        f"{dense / 1e6:.2f} MB as DeepSpeed sends them, {dense / flat:.0%} of what flat EP has on the link; level by "
-        f"level {not_experts(by_level) / 1e6:.2f} MB."
-    )
 
-
+SHOWN = ("dcs", "tokens_per_rank", "accumulation", "plan")
 LEAST_RATES = 3  # of a plot; the unlimited link is not on its axis
 COLORS = {FLAT: "#666666", INSIDE: "#d55e00"}
 OUR_COLORS = ("#0072b2", "#009e73", "#cc79a7")  # told apart by people who see few colours
@@ -219,31 +209,22 @@ def _apart(values: Sequence[float], ratio: float = 1.18) -> list[float]:
     return list(places.values())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", type=Path, nargs="+")
-    parser.add_argument("--plots", type=Path, help="folder for SVG files")
-    args = parser.parse_args()
-    records = [json.loads(line) for path in args.records for line in path.read_text().splitlines()]
+def report(records: Sequence[Record], args: argparse.Namespace) -> str:
+    """Markdown of all cases; plots where a folder was named and a case has enough rates."""
+    if args.limits:
+        return limits_table(records)
+    lines = []
     for (compute, model, adapters, dcs, tokens, accumulation), group in cases(records):
         title = f"{dcs}, {tokens} tokens per rank and micro-step, accumulation {accumulation}"
         title += f", {model}" if model != "bytes" else ""
         title += f", adapters of {adapters}" if adapters else ""
         title += ", compute slept" if compute == "sleep" else ""
-        print(f"### {title}\n\nSeconds per step:\n\n{time_table(group)}\n")
+        lines.append(f"### {title}\n\nSeconds per step:\n\n{time_table(group)}\n")
         if regret := regret_table(group):
-            print(f"Planned jobs against the fastest plan by hand:\n\n{regret}\n")
-        print(f"MB per step over the DC uplinks, one direction, all ranks:\n\n{byte_table(group)}\n")
-        if line := dense_line(group):
-            print(f"{line}\n")
+            lines.append(f"Planned jobs against the fastest plan by hand:\n\n{regret}\n")
+        lines.append(f"MB per step over the DC uplinks, one direction, all ranks:\n\n{byte_table(group)}\n")
         if args.plots is not None and sum(rate != "none" for rate in by_rate(group)) >= LEAST_RATES:
-            args.plots.mkdir(parents=True, exist_ok=True)
-            kind = ("sleep-" if compute == "sleep" else "") + (f"{model}-" if model != "bytes" else "")
-            kind += f"{adapters.replace(' ', '-')}-" if adapters else ""
-            name = f"e2e-{kind}{dcs}-t{tokens}-a{accumulation}.svg"
-            plot(group, args.plots / name)
-            print(f"![{title}]({args.plots.name}/{name})\n")
-
-
-if __name__ == "__main__":
-    main()
+            path = args.plots / f"e2e-{dcs}-t{tokens}-a{accumulation}.svg"
+            plot(group, path)
+            lines.append(f"![{title}]({args.plots.name}/{path.name})\n")
+    return "\n".join(lines)

@@ -1,190 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and time of `ds_hybridep export` for a model of 48 layers, and what a kill leaves.
+"""Memory and time of `ds_hybridep export`, and what a kill leaves.
 
-    python benchmarks/export.py FOLDER --out benchmarks/results/export.jsonl
+    python -m benchmarks export --layers 48 --hidden 1024 --out benchmarks/results/export.jsonl
 
-Writes two checkpoints as DeepSpeed lays them out, without training: of the whole model under ZeRO 1 (fp32 masters on
-four ranks, experts over all of them, without Adam's moments, which an export does not read), and of adapters of
-attention and experts under ZeRO 0.  Then runs the command in a process of its own for each: the whole model, adapters
-merged into it, adapters alone.  At last it kills an export in the middle with SIGKILL and tries to load what is left.
-Prints one JSON line for each; `peak_bytes` is the largest resident set of the process.
+Four ranks train a random Qwen3-MoE through AutoEP for a step and save a checkpoint under ZeRO 1: of the whole model,
+and of adapters of attention and experts.  Then the command runs in a process of its own for each: the whole model,
+adapters merged into it, adapters alone, and those by expert.  An export of the whole model is killed in the middle
+with SIGKILL; what is left must not load.  `peak_bytes` is the largest resident set of the process.
 """
 
 import argparse
-import json
-import math
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
+from benchmarks.common import Record, Records, run_job, table
+from benchmarks.training import Job, Plan, add_model_arguments, build, train_lm
 
-from ds_hybridep.export.base import Skeleton, without_weights
+__all__ = ["Job", "add_arguments", "rank", "report", "run"]
 
-RANKS = 4
-LORA_RANK = 8
-PREFIX = "base_model.model."
+ADAPTERS = {"whole": "", "adapters": "attention and experts"}
 
 
-@dataclass
-class Address:
-    """A parameter's part of a rank's partition, as DeepSpeed records it."""
-
-    start: int
-    numel: int
-
-
-def model_config(args: argparse.Namespace) -> Any:
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(
-        vocab_size=32000,
-        hidden_size=args.hidden,
-        moe_intermediate_size=args.ffn,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64,
-        num_key_value_heads=args.hidden // 64,
-        head_dim=64,
-        num_experts=args.experts,
-        num_experts_per_tok=4,
-        architectures=["Qwen3MoeForCausalLM"],
-        dtype="bfloat16",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, help="for checkpoints; needs five times the model in fp32")
+    parser.add_argument("--kill-at", type=float, default=0.4, help="share of the bytes")
+    add_model_arguments(parser)
+    parser.set_defaults(model="qwen3_moe", dtype="bf16", layers=12, hidden=256, experts=28)
 
 
-def values(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers that no two tensors share, made fast: one random block, again and again, and a shift."""
-    generator = torch.Generator().manual_seed(seed)
-    block = torch.randn(min(numel, 1 << 20), generator=generator) * 0.02
-    whole = torch.empty(numel, dtype=dtype)
-    for start in range(0, numel, len(block)):
-        part = whole[start : start + len(block)]
-        part.copy_(block[: len(part)])
-    return whole
+def rank(args: argparse.Namespace, job: Job) -> None:
+    corpus, _ = train_lm.read_corpus()
+    for name, adapters in ADAPTERS.items():
+        run = build(args, Plan(name, 4, (1, 1), adapters=adapters), 1, (2, 2))
+        run.train(corpus, args, 1, 1)
+        run.engine.save_checkpoint(str(args.folder / name))
+        if job.rank == 0:
+            config = run.engine.module.config
+            config.architectures = ["Qwen3MoeForCausalLM"]
+            config.save_pretrained(args.folder / "base")
+        run.engine.destroy()
+    job.end()
 
 
-def training_shapes(skeleton: Skeleton) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Shapes of what all ranks share, and of all experts, by AutoEP's names."""
-    dense, experts = {}, {}
-    for name, shape in skeleton.shapes.items():
-        if name.endswith("experts.gate_up_proj"):
-            for weight in ("w1", "w3"):
-                experts[name.replace("gate_up_proj", weight)] = (shape[0], shape[1] // 2, shape[2])
-        elif name.endswith("experts.down_proj"):
-            experts[name.replace("down_proj", "w2")] = shape
-        else:
-            dense[name.replace(".mlp.gate.", ".mlp.router.gate.")] = shape
-    return dense, experts
+def run(args: argparse.Namespace, records: Records) -> None:
+    with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
+        folder = Path(scratch)
+        run_job("2x2", None, records, "--folder", scratch)
+        sizes = {name: getattr(args, name) for name in ("layers", "hidden", "experts")}
+        for name, *options in (("whole",), ("adapters", "--merged"), ("adapters",), ("adapters", "--per-expert")):
+            records.add({"export": " ".join([name, *options]), **sizes}, **measure(folder, name, *options))
+        killed = kill_in_the_middle(folder, int(args.kill_at * records.rows[0]["written_bytes"]))
+        records.add({"export": "killed", **sizes}, **killed)
 
 
-def layer_records(args: argparse.Namespace, ep_size: int, prefix: str = "") -> list[dict[str, Any]]:
-    count = args.experts // ep_size
-    return [
-        {
-            "moe_layer_id": layer,
-            "module_path": f"{prefix}model.layers.{layer}.mlp",
-            "num_experts": args.experts,
-            "num_local_experts": count,
-            "ep_size": ep_size,
-        }
-        for layer in range(args.layers)
-    ]
+def start(folder: Path, name: str, target: Path, *options: str) -> "subprocess.Popen[bytes]":
+    program = [sys.executable, "-m", "ds_hybridep.commands.main", "export", str(folder / name)]
+    where = ["--model", str(folder / "base"), "--out", str(target)]
+    return subprocess.Popen([*program, *where, "--max-shard-size", "1GB", *options])
 
 
-def write_zero1(args: argparse.Namespace, skeleton: Skeleton, folder: Path) -> None:
-    """Masters in the partitions of four ranks, experts over all of them."""
-    folder.mkdir(parents=True)
-    dense, experts = training_shapes(skeleton)
-    local = {name: (shape[0] // RANKS, *shape[1:]) for name, shape in experts.items()}
-    share = -(-sum(map(math.prod, dense.values())) // RANKS)
-    for rank in range(RANKS):
-        mapping, offset = {}, 0
-        for name, shape in dense.items():
-            first, last = max(offset, rank * share), min(offset + math.prod(shape), (rank + 1) * share)
-            if first < last:
-                mapping[name] = Address(first - rank * share, last - first)
-            offset += math.prod(shape)
-        own = sum(address.numel for address in mapping.values())
-        expert_mapping, start = {}, 0
-        for name, shape in local.items():
-            expert_mapping[name] = Address(start, math.prod(shape))
-            start += math.prod(shape)
-        state = {
-            "single_partition_of_fp32_groups": [
-                values(own, torch.float32, rank),
-                values(start, torch.float32, RANKS + rank),
-            ],
-            "partition_count": [RANKS, 1],
-            "param_slice_mappings": [mapping, expert_mapping],
-            "base_optimizer_state": {"state": {0: {"step": torch.tensor(2.0)}}},
-        }
-        torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    module = {name: values(math.prod(shape), torch.bfloat16, 99).view(shape) for name, shape in dense.items()}
-    model_state = {
-        "module": module,
-        "param_shapes": [dense, local],
-        "dp_world_size": RANKS,
-        "ds_config": {"zero_optimization": {"stage": 1}},
-        "ds_autoep_layers": layer_records(args, RANKS),
-        "global_steps": 2,
-    }
-    torch.save(model_state, folder / "mp_rank_00_model_states.pt")
-
-
-def write_adapters(args: argparse.Namespace, skeleton: Skeleton, folder: Path) -> None:
-    """A frozen model in bf16, a file for each expert, and factors of attention and experts."""
-    folder.mkdir(parents=True)
-    dense, experts = training_shapes(skeleton)
-    module, factors = {}, {}
-    for name, shape in dense.items():
-        weight = values(math.prod(shape), torch.bfloat16, 1).view(shape)
-        if not name.endswith("q_proj.weight"):
-            module[PREFIX + name] = weight
-            continue
-        path = PREFIX + name.removesuffix(".weight")
-        module[f"{path}.base_layer.weight"] = weight
-        module[f"{path}.lora_A.default.weight"] = torch.randn(LORA_RANK, shape[1])
-        module[f"{path}.lora_B.default.weight"] = torch.randn(shape[0], LORA_RANK)
-    for record in layer_records(args, 1, PREFIX):
-        path = record["module_path"]
-        weights = {one: experts[f"{path.removeprefix(PREFIX)}.experts.{one}"] for one in ("w1", "w2", "w3")}
-        for expert in range(args.experts):
-            tensors = {
-                f"{path}.experts.{one}.{expert}": values(math.prod(shape[1:]), torch.bfloat16, expert).view(shape[1:])
-                for one, shape in weights.items()
-            }
-            torch.save(tensors, folder / f"layer_{record['moe_layer_id']}_expert_{expert}_mp_rank_00_model_states.pt")
-        (_, ffn, hidden) = weights["w1"]
-        sizes = {"gate_up_proj": (2 * ffn, hidden), "down_proj": (hidden, ffn)}
-        of_layer = {}
-        for parameter, (rows, columns) in sizes.items():
-            of_layer[f"{parameter}_lora_A"] = torch.randn(args.experts, LORA_RANK, columns)
-            of_layer[f"{parameter}_lora_B"] = torch.randn(args.experts, rows, LORA_RANK)
-        factors[path] = {"experts": list(range(args.experts)), "factors": of_layer, "step": 2}
-    torch.save(factors, folder / "hybridep_expert_adapters_00000.pt")
-    import peft
-
-    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    peft.LoraConfig(r=LORA_RANK, target_modules=["q_proj"], target_parameters=targets).save_pretrained(str(folder))
-    state = {
-        "module": module,
-        "dp_world_size": 1,
-        "ds_autoep_layers": layer_records(args, 1, PREFIX),
-        "global_steps": 2,
-    }
-    torch.save(state, folder / "mp_rank_00_model_states.pt")
-
-
-def command(args: argparse.Namespace, checkpoint: Path, target: Path, *options: str) -> list[str]:
-    program = [sys.executable, "-m", "ds_hybridep.commands.main", "export", str(checkpoint)]
-    return [*program, "--model", str(args.folder / "base"), "--out", str(target), "--max-shard-size", "1GB", *options]
+def measure(folder: Path, name: str, *options: str) -> Record:
+    """Run the command once and remove what it wrote."""
+    target, peak_bytes, begin = folder / "out", 0, time.perf_counter()
+    process = start(folder, name, target, *options)
+    while process.poll() is None:
+        peak_bytes = max(peak_bytes, high_water_bytes(process.pid))
+        time.sleep(0.01)
+    seconds = time.perf_counter() - begin
+    assert process.returncode == 0, f"the export of {name} {options} failed"
+    sizes = {"checkpoint_bytes": size_of(folder / name), "written_bytes": size_of(target), "peak_bytes": peak_bytes}
+    shutil.rmtree(target)
+    return {**sizes, "seconds": round(seconds, 1)}
 
 
 def size_of(folder: Path) -> int:
@@ -203,51 +94,25 @@ def high_water_bytes(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
 
-def measure(args: argparse.Namespace, name: str, checkpoint: Path, *options: str) -> dict[str, Any]:
-    """Run the command once and remove what it wrote."""
-    target = args.folder / "out"
-    begin = time.perf_counter()
-    process = subprocess.Popen(command(args, checkpoint, target, *options))
-    peak_bytes = 0
-    while process.poll() is None:
-        peak_bytes = max(peak_bytes, high_water_bytes(process.pid))
-        time.sleep(0.01)
-    seconds = time.perf_counter() - begin
-    assert process.returncode == 0, f"{name} failed"
-    record = {
-        "case": name,
-        "layers": args.layers,
-        "experts": args.experts,
-        "checkpoint_bytes": size_of(checkpoint),
-        "written_bytes": size_of(target),
-        "peak_bytes": peak_bytes,
-        "seconds": round(seconds, 1),
-    }
-    shutil.rmtree(target)
-    return record
-
-
-def kill_in_the_middle(args: argparse.Namespace, checkpoint: Path) -> dict[str, Any]:
-    """Kill an export when half of its bytes are there, and try to load what is left."""
+def kill_in_the_middle(folder: Path, num_bytes: int) -> Record:
+    """Kill an export when so many bytes are there, and try to load what is left."""
     import transformers
 
-    target = args.folder / "killed"
-    process = subprocess.Popen(command(args, checkpoint, target))
+    target = folder / "killed"
+    process = start(folder, "whole", target)
     partial = target.with_name(f"{target.name}.partial-{process.pid}")
-    while process.poll() is None and allocated(partial) < args.kill_at_bytes:
-        time.sleep(0.05)
+    while process.poll() is None and allocated(partial) < num_bytes:
+        time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    left = allocated(partial)
-    loaded = []
-    for folder in (target, partial):
+    left, loaded = allocated(partial), []
+    for path in (target, partial):
         try:
-            transformers.AutoModelForCausalLM.from_pretrained(folder)
+            transformers.AutoModelForCausalLM.from_pretrained(path)
         except (OSError, ValueError):
             continue
-        loaded.append(folder.name)
-    shutil.rmtree(partial, ignore_errors=True)
-    return {"case": "killed", "target_exists": target.exists(), "left_bytes": left, "loaded": loaded}
+        loaded.append(path.name)
+    return {"target_exists": target.exists(), "left_bytes": left, "loaded": loaded}
 
 
 def allocated(folder: Path) -> int:
@@ -255,40 +120,10 @@ def allocated(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in paths)
 
 
-def records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from transformers import Qwen3MoeForCausalLM
-
-    config = model_config(args)
-    config.save_pretrained(args.folder / "base")
-    skeleton = Skeleton(without_weights(Qwen3MoeForCausalLM, config))
-    whole, adapters = args.folder / "whole", args.folder / "adapters"
-    write_zero1(args, skeleton, whole)
-    yield measure(args, "whole, ZeRO 1", whole)
-    yield kill_in_the_middle(args, whole)
-    shutil.rmtree(whole)
-    write_adapters(args, skeleton, adapters)
-    yield measure(args, "merged", adapters, "--merged")
-    yield measure(args, "adapters", adapters)
-    yield measure(args, "per expert", adapters, "--per-expert")
-    shutil.rmtree(adapters)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="for checkpoints and exports; needs three times the model in fp32")
-    parser.add_argument("--out", type=Path, help="file to append records to")
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--ffn", type=int, default=512)
-    parser.add_argument("--experts", type=int, default=28)
-    parser.add_argument("--kill-at-bytes", type=int, default=2 * 10**9)
-    args = parser.parse_args()
-    for record in records(args):
-        print(json.dumps(record), flush=True)
-        if args.out is not None:
-            with args.out.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def report(records: list[Record], args: argparse.Namespace) -> str:
+    rows = []
+    for record in records:
+        sizes = [f"{record.get(name, 0) / 1e9:.2f}" for name in ("checkpoint_bytes", "written_bytes", "peak_bytes")]
+        said = f"left {record['left_bytes'] / 1e9:.2f} GB, {len(record['loaded'])} load" if "loaded" in record else ""
+        rows.append([record["params"]["export"], *sizes, said or record["seconds"]])
+    return table(("export", "checkpoint, GB", "written, GB", "largest resident set, GB", "seconds"), rows)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A page that says for well-known models and links what the planner would do, and what beats it.
 
-    python benchmarks/is_it_for_you.py docs/is-it-for-you.md
+    python -m benchmarks is-it-for-you
 
 Nothing is measured: every number is the planner's.  It takes about a minute.
 """
 
 import argparse
+import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from ds_hybridep.commands.question import add_arguments, read_question
+from benchmarks.common import REPOSITORY, table
+from ds_hybridep.commands import question
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.planner import Plan, make_plan
 
@@ -43,75 +44,55 @@ of 8, 16, 32 ..., that any plan fits.
 
 {table}
 
-Made by `python benchmarks/is_it_for_you.py docs/is-it-for-you.md`.
+Made by `python -m benchmarks is-it-for-you`.
 """
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is asked of the planner; gpus: of each datacentre."""
-
-    model: str
-    training: str
-    gpus: int
-    zero_stage: int
-
-    def plan(self, gbps: int) -> Plan:
-        """Raises PlanError where nothing fits."""
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        arguments = ["--model", self.model, "--dcs", f"2x{self.gpus}", "--wan", f"{gbps}gbps"]
-        arguments += ["--zero-stage", str(self.zero_stage), *TRAININGS[self.training], *COMMON]
-        return make_plan(read_question(parser.parse_args(arguments)))
+def plan_of(model: str, training: str, gpus: int, zero_stage: int, gbps: int) -> Plan:
+    """gpus: of each datacentre.  Raises PlanError where nothing fits."""
+    parser = argparse.ArgumentParser()
+    question.add_arguments(parser)
+    arguments = ["--model", model, "--dcs", f"2x{gpus}", "--wan", f"{gbps}gbps", "--zero-stage", str(zero_stage)]
+    return make_plan(question.read_question(parser.parse_args([*arguments, *TRAININGS[training], *COMMON])))
 
 
-def smallest(model: str, training: str) -> Setting:
+def smallest(model: str, training: str) -> tuple[int, int]:
     """The first number of GPUs and ZeRO stage that some plan fits."""
     for gpus, zero_stage in itertools.product(GPUS, ZERO_STAGES):
-        setting = Setting(model, training, gpus, zero_stage)
-        try:
-            setting.plan(GBPS[1])
-        except PlanError:
-            continue
-        return setting
+        with contextlib.suppress(PlanError):
+            plan_of(model, training, gpus, zero_stage, GBPS[1])
+            return gpus, zero_stage
     raise PlanError(f"{model}, {training}: nothing fits 2 x {GPUS[-1]} GPUs")
 
 
 def rows() -> Iterator[tuple[str, ...]]:
     """Cells of the table, line by line."""
     for model, training in itertools.product(MODELS, TRAININGS):
-        setting = smallest(model, training)
+        gpus, zero_stage = smallest(model, training)
         for gbps in GBPS:
-            plan = setting.plan(gbps)
-            best = plan.best
-            theirs = [way.step_s for way in plan.alternatives if way.is_by_deepspeed and not way.lacking_bytes]
-            fitting = [seconds for seconds in theirs if seconds is not None]
-            ways = [way for way in plan.alternatives if not way.is_provided and not way.lacking_bytes]
+            plan = plan_of(model, training, gpus, zero_stage, gbps)
+            best, fitting = plan.best, [way for way in plan.alternatives if not way.lacking_bytes]
+            theirs = [way.step_s for way in fitting if way.is_by_deepspeed and way.step_s is not None]
             faster = [
                 f"{way.name.split(',')[0].removesuffix(' across each dc')} {best.step_s / way.step_s:.2f}"
-                for way in ways
-                if way.step_s is not None and way.step_s < best.step_s * 0.99
+                for way in fitting
+                if not way.is_provided and way.step_s is not None and way.step_s < best.step_s * 0.99
             ]
-            ratio = f"{min(fitting) / best.step_s:.3g}" if fitting else "does not fit"
+            ratio = f"{min(theirs) / best.step_s:.3g}" if theirs else "does not fit"
             yield (
-                model, training, f"2 x {setting.gpus}, ZeRO-{setting.zero_stage}", str(gbps),
-                best.label.replace("|", " / "), f"{best.step_s:.3g}", ratio,
-                ", ".join(faster), f"{best.memory.total_bytes / 1e9:.0f}",
+                model, training, f"2 x {gpus}, ZeRO-{zero_stage}", str(gbps), best.label.replace("|", " / "),
+                f"{best.step_s:.3g}", ratio, ", ".join(faster), f"{best.memory.total_bytes / 1e9:.0f}",
             )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", type=Path)
-    args = parser.parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "is-it-for-you.md")
+
+
+def run(args: argparse.Namespace) -> int:
     header = (
         "model", "training", "GPUs", "Gbit/s", "plan", "s/step", "over DeepSpeed", "what beats it, times as fast",
         "GB/GPU",
     )  # fmt: skip
-    lines = [header, ("---",) * len(header), *rows()]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    args.page.write_text(PAGE.format(table=table))
-
-
-if __name__ == "__main__":
-    main()
+    args.out.write_text(PAGE.format(table=table(header, rows())))
+    return 0

@@ -1,37 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of each CUDA kernel beside what the memory allows, and beside DeepSpeed, AutoEP and plain torch.
 
-    python benchmarks/kernels.py [--out benchmarks/results/kernels.jsonl] [--tokens 4096] [--top-k 8] [--experts 128]
-                                 [--hidden 7168] [--dtype bfloat16] [--sms 8] [--only plan rows records codecs]
+    python -m benchmarks kernels --out kernels.jsonl [--tokens 4096] [--top-k 8] [--experts 128] [--hidden 7168]
 
-One JSON line per case and variant, then a table.  `min_bytes` counts each input and each output of the operation once;
-`of_copy` is the rate at which they moved, relative to a large device-to-device copy measured in the same run (bytes
-read plus written).  Inputs rotate, so that none is in the L2 cache when its turn comes.  Times are medians over calls
-between CUDA events; the queue is filled while the device sleeps, so the host's time is not in them.
+`min_bytes` counts each input and each output of the operation once; `of_copy` is the rate at which they moved,
+relative to a large device-to-device copy measured in the same run (bytes read plus written).  Inputs rotate, so that
+none is in the L2 cache when its turn comes.  Times are medians over calls between CUDA events; the queue is filled
+while the device sleeps, so the host's time is not in them.
 
 Where there is no GPU, or no CUDA kernels, the record says "not run" and why.
 """
 
 import argparse
 import itertools
-import json
+import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
-
-if not __package__ and str(Path(__file__).resolve().parent.parent) not in sys.path:
-    sys.path.append(str(Path(__file__).resolve().parent.parent))  # run from a checkout
-
-from bench import versions
 from deepspeed.moe import ep_kernels
 from deepspeed.moe.sharded_moe import _sparse_decode, _sparse_encode
+from torch import Tensor
 
+from benchmarks.common import Record, Records, table
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.errors import KernelBuildError
 from ds_hybridep.kernels import RoutePlan, load_kernels
@@ -50,15 +43,19 @@ CODECS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """An operation: its variants by name, each a call with one of `turns` sets of inputs."""
 
     name: str
+    params: dict[str, Any]
     variants: dict[str, Callable[[int], object]]
     turns: int
     min_bytes: int
-    params: dict[str, Any]
+
+
+def both(call: Callable[[Any, int], object], ours: Any, by_torch: Any) -> dict[str, Callable[[int], object]]:
+    return {"ours": lambda turn: call(ours, turn), "torch": lambda turn: call(by_torch, turn)}
 
 
 def num_turns(num_bytes: int) -> int:
@@ -98,23 +95,6 @@ def deepspeed_slots(plan: RoutePlan, capacity: int) -> Tensor:
     return (destination * capacity + row - first_row[destination])[plan.slot_to_row].t().contiguous()
 
 
-def plan_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
-    """Route planning alone, with the wait for the split sizes."""
-    routes = [make_routes(options, seed) for seed in range(4)]
-    reference = load_kernels("reference")
-    num_slots = options.tokens * options.top_k
-    yield Case(
-        name="plan",
-        variants={
-            "ours": lambda turn: kernels.plan_routes(*routes[turn]),
-            "torch": lambda turn: reference.plan_routes(*routes[turn]),
-        },
-        turns=4,
-        min_bytes=num_slots * (4 + 8 + 8) + num_slots * (8 + 4 * options.top_k),
-        params=row_params(options),
-    )
-
-
 def make_routes(options: argparse.Namespace, seed: int) -> tuple[Tensor, Tensor, int]:
     """Arguments of plan_routes: even routing, each expert its own destination."""
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -127,14 +107,21 @@ def row_params(options: argparse.Namespace) -> dict[str, Any]:
     return {"T": options.tokens, "K": options.top_k, "E": options.experts, "D": options.hidden, "dtype": options.dtype}
 
 
+def plan_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
+    """Route planning alone, with the wait for the split sizes."""
+    routes = [make_routes(options, seed) for seed in range(4)]
+    num_slots = options.tokens * options.top_k
+    variants = both(lambda one, turn: one.plan_routes(*routes[turn]), kernels, load_kernels("reference"))
+    yield Case("plan", row_params(options), variants, 4, num_slots * (4 + 8 + 8) + num_slots * (8 + 4 * options.top_k))
+
+
 def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     """Dispatch, combine and its backward."""
-    dtype, hidden = getattr(torch, options.dtype), options.hidden
+    dtype, hidden, params = getattr(torch, options.dtype), options.hidden, row_params(options)
     plan = kernels.plan_routes(*make_routes(options, 0))
     num_rows, num_slots = len(plan.row_to_token), options.tokens * options.top_k
     row_bytes = hidden * dtype.itemsize
-    few = load_kernels("compiled", "cuda", options.sms)
-    on_few = f"{options.sms} SMs"
+    few, on_few = load_kernels("compiled", "cuda", options.sms), f"ours, {options.sms} SMs"
     turns = num_turns(options.tokens * row_bytes)
     x = [torch.randn(options.tokens, hidden, device="cuda").to(dtype) for _ in range(turns)]
     weights = torch.rand(options.tokens, options.top_k, device="cuda")
@@ -143,36 +130,19 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     rows = kernels.dispatch_rows(x[0], plan.row_to_token)
     assert torch.equal(rows, x[0][plan.row_to_token]), "dispatched rows differ from those of torch"
     assert torch.equal(rows, few.dispatch_rows(x[0], plan.row_to_token))
-    slot_of_row = torch.empty(num_rows, dtype=torch.int64, device="cuda")
-    is_row = plan.first_slot_to_row.flatten() >= 0
-    slot_of_row[plan.first_slot_to_row.flatten()[is_row]] = is_row.nonzero().flatten()
-    yield Case(
-        name="dispatch",
-        variants={
-            "ours": lambda turn: kernels.dispatch_rows(x[turn], plan.row_to_token),
-            f"ours, {on_few}": lambda turn: few.dispatch_rows(x[turn], plan.row_to_token),
-            "torch index_select": lambda turn: x[turn].index_select(0, plan.row_to_token),
-            "deepspeed _sparse_encode": lambda turn: _sparse_encode(x[turn], slots, options.experts, capacity),
-            "autoep gather_rows": lambda turn: ep_kernels.gather_rows(x[turn], plan.row_to_token),
-        },
-        turns=turns,
-        min_bytes=(options.tokens + num_rows) * row_bytes + num_slots * 8,
-        params=row_params(options),
-    )
-    if num_rows == num_slots:
-        expanded = x[0].repeat_interleave(options.top_k, dim=0)
-        yield Case(
-            name="dispatch of repeated rows",
-            variants={"autoep permute_rows": lambda turn: ep_kernels.permute_rows(expanded, slot_of_row)},
-            turns=1,
-            min_bytes=2 * num_rows * row_bytes + num_rows * 8,
-            params=row_params(options),
-        )
+    variants: dict[str, Callable[[int], object]] = {
+        "ours": lambda turn: kernels.dispatch_rows(x[turn], plan.row_to_token),
+        on_few: lambda turn: few.dispatch_rows(x[turn], plan.row_to_token),
+        "torch index_select": lambda turn: x[turn].index_select(0, plan.row_to_token),
+        "deepspeed _sparse_encode": lambda turn: _sparse_encode(x[turn], slots, options.experts, capacity),
+        "autoep gather_rows": lambda turn: ep_kernels.gather_rows(x[turn], plan.row_to_token),
+    }
+    yield Case("dispatch", params, variants, len(x), (options.tokens + num_rows) * row_bytes + num_slots * 8)
 
-    turns = num_turns(num_rows * row_bytes)
-    many = [rows.clone() for _ in range(turns)]
+    many = [rows.clone() for _ in range(num_turns(num_rows * row_bytes))]
     encoded = torch.zeros(options.experts * capacity, hidden, dtype=dtype, device="cuda")
-    encoded[slots.t()[plan.slot_to_row >= 0]] = rows[plan.slot_to_row[plan.slot_to_row >= 0]]
+    is_row = plan.slot_to_row >= 0
+    encoded[slots.t()[is_row]] = rows[plan.slot_to_row[is_row]]
     gates = weights.t().contiguous()
     wanted = _sparse_decode(encoded, slots, gates, options.tokens)
     for one in (kernels, few):
@@ -183,142 +153,104 @@ def row_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
         picked = many[turn].index_select(0, plan.slot_to_row.flatten()).view(options.tokens, options.top_k, hidden)
         return (picked * weights.unsqueeze(-1)).sum(1).to(dtype)
 
-    def by_autoep(turn: int) -> Tensor:
-        picked = ep_kernels.unpermute_rows(many[turn], slot_of_row, num_rows)
-        return (picked.view(options.tokens, options.top_k, hidden) * weights.unsqueeze(-1)).sum(1).to(dtype)
-
     combine_bytes = (options.tokens + num_rows) * row_bytes + num_slots * (8 + 4)
-    yield Case(
-        name="combine",
-        variants={
-            "ours": lambda turn: kernels.combine_rows(many[turn], plan.slot_to_row, weights),
-            f"ours, {on_few}": lambda turn: few.combine_rows(many[turn], plan.slot_to_row, weights),
-            "torch": by_torch,
-            "deepspeed _sparse_decode": lambda turn: _sparse_decode(encoded, slots, gates, options.tokens),
-            **({"autoep unpermute_rows": by_autoep} if num_rows == num_slots else {}),
-        },
-        turns=turns,
-        min_bytes=combine_bytes,
-        params=row_params(options),
-    )
+    variants = {
+        "ours": lambda turn: kernels.combine_rows(many[turn], plan.slot_to_row, weights),
+        on_few: lambda turn: few.combine_rows(many[turn], plan.slot_to_row, weights),
+        "torch": by_torch,
+        "deepspeed _sparse_decode": lambda turn: _sparse_decode(encoded, slots, gates, options.tokens),
+    }
+    yield Case("combine", params, variants, len(many), combine_bytes)
 
     grad = torch.randn(options.tokens, hidden, device="cuda").to(dtype)
     leaf, leaf_gates = encoded.requires_grad_(), gates.requires_grad_()
     decoded = _sparse_decode(leaf, slots, leaf_gates, options.tokens)
-    yield Case(
-        name="combine backward",
-        variants={
-            "ours": lambda turn: kernels.combine_rows_backward(grad, many[turn], plan.slot_to_row, weights),
-            "deepspeed": lambda turn: torch.autograd.grad(decoded, (leaf, leaf_gates), grad, retain_graph=True),
-        },
-        turns=turns,
-        min_bytes=combine_bytes + num_rows * row_bytes + num_slots * 4,
-        params=row_params(options),
-    )
+    variants = {
+        "ours": lambda turn: kernels.combine_rows_backward(grad, many[turn], plan.slot_to_row, weights),
+        "deepspeed": lambda turn: torch.autograd.grad(decoded, (leaf, leaf_gates), grad, retain_graph=True),
+    }
+    yield Case("combine backward", params, variants, len(many), combine_bytes + num_rows * row_bytes + num_slots * 4)
 
 
 def record_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     """Dispatch to rows of one byte an element, and back to whole ones."""
-    dtype, hidden = getattr(torch, options.dtype), options.hidden
-    reference = load_kernels("reference")
-    row_to_token = kernels.plan_routes(*make_routes(options, 0)).row_to_token
-    num_rows, row_bytes = len(row_to_token), hidden * dtype.itemsize
+    dtype, hidden, params = getattr(torch, options.dtype), options.hidden, row_params(options)
+    pair = {"ours": kernels, "torch": load_kernels("reference")}
+    places = kernels.plan_routes(*make_routes(options, 0)).row_to_token
+    row_bytes = hidden * dtype.itemsize
     turns = num_turns(options.tokens * row_bytes)
     x = [torch.randn(options.tokens, hidden, device="cuda").to(dtype) for _ in range(turns)]
-    for row_format in get_args(RowFormat):
-        records = kernels.quantise_rows(x[0], row_to_token, row_format)
-        rows = kernels.dequantise_rows(records, hidden, row_format, dtype)
-        assert torch.equal(records, reference.quantise_rows(x[0], row_to_token, row_format)), "records differ"
-        assert torch.equal(rows, reference.dequantise_rows(records, hidden, row_format, dtype)), "rows differ"
-        del rows
-        many = [records.clone() for _ in range(num_turns(records.numel()))]
-        yield Case(
-            name=f"dispatch to {row_format}",
-            variants={
-                name: lambda turn, one=one, row_format=row_format: one.quantise_rows(x[turn], row_to_token, row_format)
-                for name, one in (("ours", kernels), ("torch", reference))
-            },
-            turns=turns,
-            min_bytes=options.tokens * row_bytes + num_rows * (record_bytes(hidden) + 8),
-            params=row_params(options),
+    for kind in get_args(RowFormat):
+        made = {name: one.quantise_rows(x[0], places, kind) for name, one in pair.items()}
+        read = {name: one.dequantise_rows(made["ours"], hidden, kind, dtype) for name, one in pair.items()}
+        assert torch.equal(made["ours"], made["torch"]), "records differ"
+        assert torch.equal(read["ours"], read["torch"]), "rows differ"
+        many = [made["ours"].clone() for _ in range(num_turns(made["ours"].numel()))]
+        del made, read
+        variants = both(lambda one, turn, kind=kind: one.quantise_rows(x[turn], places, kind), *pair.values())
+        num_bytes = options.tokens * row_bytes + len(places) * (record_bytes(hidden) + 8)
+        yield Case(f"dispatch to {kind}", params, variants, len(x), num_bytes)
+        variants = both(
+            lambda one, turn, kind=kind, many=many: one.dequantise_rows(many[turn], hidden, kind, dtype),
+            *pair.values(),
         )
-        yield Case(
-            name=f"rows from {row_format}",
-            variants={
-                name: lambda turn, one=one, row_format=row_format, many=many: one.dequantise_rows(
-                    many[turn], hidden, row_format, dtype
-                )
-                for name, one in (("ours", kernels), ("torch", reference))
-            },
-            turns=len(many),
-            min_bytes=num_rows * (record_bytes(hidden) + row_bytes),
-            params=row_params(options),
-        )
+        yield Case(f"rows from {kind}", params, variants, len(many), len(places) * (record_bytes(hidden) + row_bytes))
 
 
 def codec_cases(options: argparse.Namespace, kernels: Any) -> Iterator[Case]:
     """Encoding with the mirror's update, and decoding onto a replica, of 16 experts of 2048 x 1536."""
-    n, rows, cols = shape = (16, 2048, 1536)
-    num_elements = n * rows * cols
-    turns = num_turns(num_elements * 8)
-    weights = [torch.randn(shape, device="cuda") for _ in range(turns)]
+    shape = (16, 2048, 1536)
+    num_elements, params = math.prod(shape), dict(zip(("n", "rows", "cols"), shape, strict=True))
+    weights = [torch.randn(shape, device="cuda") for _ in range(num_turns(num_elements * 8))]
     mirrors = [weight + 0.01 * torch.randn_like(weight) for weight in weights]
     for name, spec in CODECS.items():
-        compiled, by_torch = make_codec(spec, kernels="compiled"), make_codec(spec, kernels="reference")
-        states = {id(codec): codec.new_state(*shape, device="cuda") for codec in (compiled, by_torch)}
-        by_torch.encode(weights[0], states[id(by_torch)])  # the fresh start of low rank comes once in many steps
-        packets = compiled.encode(weights[0], states[id(compiled)])
-
-        def encode(codec: Any, turn: int, states: dict[int, Any] = states) -> object:
-            return codec.encode_update(weights[turn], mirrors[turn], states[id(codec)])
-
-        def decode(codec: Any, turn: int, packets: Tensor = packets) -> object:
-            return codec.decode_add(packets, mirrors[turn])
-
-        for case, call, num_bytes in (("encode", encode, 12), ("decode", decode, 8)):
-            yield Case(
-                name=f"{case} {name}",
-                variants={
-                    "ours": lambda turn, call=call, codec=compiled: call(codec, turn),
-                    "torch": lambda turn, call=call, codec=by_torch: call(codec, turn),
-                },
-                turns=turns,
-                min_bytes=num_elements * num_bytes + packets.numel(),
-                params={"n": n, "rows": rows, "cols": cols},
-            )
+        pair = make_codec(spec, kernels="compiled"), make_codec(spec, kernels="reference")
+        states = {id(codec): codec.new_state(*shape, device="cuda") for codec in pair}
+        # The fresh start of low rank comes once in many steps.
+        packets, _ = (codec.encode(weights[0], states[id(codec)]) for codec in pair)
+        variants = both(
+            lambda one, turn, states=states: one.encode_update(weights[turn], mirrors[turn], states[id(one)]), *pair
+        )
+        yield Case(f"encode {name}", params, variants, len(weights), num_elements * 12 + packets.numel())
+        variants = both(lambda one, turn, packets=packets: one.decode_add(packets, mirrors[turn]), *pair)
+        yield Case(f"decode {name}", params, variants, len(weights), num_elements * 8 + packets.numel())
 
 
 CASES = {"plan": plan_cases, "rows": row_cases, "records": record_cases, "codecs": codec_cases}
 
 
-def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One record per case and variant."""
-    kernels = load_kernels("compiled", "cuda")
-    device = torch.cuda.get_device_name()
-    copy = copy_bytes_per_s()
-    yield {"case": "copy", "variant": "torch", "device": device, "gb_per_s": round(copy / 1e9, 1)}
-    for case in itertools.chain.from_iterable(CASES[name](options, kernels) for name in options.only):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--sms", type=int, default=8, help="multiprocessors for the persistent variants")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+
+
+def run(args: argparse.Namespace, records: Records) -> None:
+    if reason := why_not():
+        records.add({}, status="not run", reason=reason)
+        return
+    records.device = torch.cuda.get_device_name()
+    kernels, copy = load_kernels("compiled", "cuda"), copy_bytes_per_s()
+    records.add({"kernel": "copy", "variant": "torch"}, gb_per_s=round(copy / 1e9, 1), cuda=torch.version.cuda)
+    for case in itertools.chain.from_iterable(CASES[name](args, kernels) for name in args.only):
         for variant, call in case.variants.items():
+            about = {"kernel": case.name, "variant": variant, **case.params}
             try:
                 times = times_us(call, case.turns)
             except torch.cuda.OutOfMemoryError as error:
-                yield {"case": case.name, "variant": variant, "status": "not run", "reason": str(error)}
+                records.add(about, status="not run", reason=str(error))
                 continue
-            median_us = statistics.median(times)
-            deciles = statistics.quantiles(times, n=10)
-            yield {
-                "case": case.name,
-                "variant": variant,
-                "device": device,
-                "params": case.params,
-                "median_us": round(median_us, 2),
-                "p10_us": round(deciles[0], 2),
-                "p90_us": round(deciles[8], 2),
-                "min_bytes": case.min_bytes,
-                "floor_us": round(case.min_bytes / copy * 1e6, 2),
-                "gb_per_s": round(case.min_bytes / median_us / 1e3, 1),
-                "of_copy": round(case.min_bytes / (median_us * 1e-6) / copy, 3),
-            }
+            deciles, median_us = statistics.quantiles(times, n=10), statistics.median(times)
+            records.add(
+                about, median_us=round(median_us, 2), p10_us=round(deciles[0], 2), p90_us=round(deciles[8], 2),
+                min_bytes=case.min_bytes, floor_us=round(case.min_bytes / copy * 1e6, 2),
+                gb_per_s=round(case.min_bytes / median_us / 1e3, 1),
+                of_copy=round(case.min_bytes / (median_us * 1e-6) / copy, 3),
+            )  # fmt: skip
 
 
 def why_not() -> str | None:
@@ -332,38 +264,13 @@ def why_not() -> str | None:
     return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="time of each CUDA kernel")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--sms", type=int, default=8, help="multiprocessors for the persistent variants")
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--out", type=Path, help="JSON lines; printed in any case")
-    options = parser.parse_args()
-
-    reason = why_not()
-    measured = measure(options) if reason is None else [{"case": "kernels", "status": "not run", "reason": reason}]
-    records = []
-    for record in measured:
-        records.append({**record, "versions": {**versions(), "cuda": torch.version.cuda}})
-        print(json.dumps(records[-1]), flush=True)
-    if options.out is not None:
-        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
-    print_table([record for record in records if "median_us" in record])
-
-
-def print_table(records: list[dict[str, Any]]) -> None:
-    """Case, variant, time, and rates."""
-    if not records:
-        return
-    print(f"\n{'case':<27}{'variant':<27}{'us':>9}{'floor':>9}{'GB/s':>8}{'of copy':>9}")
+def report(records: list[Record], args: argparse.Namespace) -> str:
+    rows = []
     for record in records:
-        times = f"{record['median_us']:9.1f}{record['floor_us']:9.1f}{record['gb_per_s']:8.0f}"
-        print(f"{record['case']:<27}{record['variant']:<27}{times}{record['of_copy']:9.1%}")
-
-
-if __name__ == "__main__":
-    main()
+        names = [record["params"].get("kernel", "all"), record["params"].get("variant", "")]
+        if "median_us" in record:
+            numbers = [f"{record['median_us']:.1f}", f"{record['floor_us']:.1f}", f"{record['gb_per_s']:.0f}"]
+            rows.append([*names, *numbers, f"{record['of_copy']:.1%}"])
+        elif "reason" in record:
+            rows.append([*names, f"not run: {record['reason']}", "", "", ""])
+    return table(("kernel", "variant", "us", "floor", "GB/s", "of copy"), rows)

@@ -1,43 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a long link costs a step: step time at several one-way delays, 4 and 12 layers, with and without dropping.
 
-    sudo python benchmarks/latency.py --out benchmarks/results/latency.jsonl
-    sudo python benchmarks/latency.py --quick
+    python -m benchmarks latency --out benchmarks/results/latency.jsonl
 
 Each delay and layer count is one job on emulated datacentres that trains all plans in turn.  A table shows the step at
-the shortest delay, and what each longer one adds.  Needs root, iproute2 and a C compiler.
+the shortest delay, and what each longer one adds.
 """
 
 import argparse
-import copy
-import json
 import statistics
-import sys
-import tempfile
 import time
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import bench
+import deepspeed
+
+import ds_hybridep
+from benchmarks.common import Record, Records, run_job, table
+from benchmarks.training import Job, Run, build, plans_of, plans_of_hf, train_lm
+from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate
+
+__all__ = ["Job", "add_arguments", "rank", "report", "run"]
 
 KINDS = ("dropping", "without dropping", "AutoEP")
 PLANS = (
-    "deepspeed, flat EP",
-    "deepspeed, EP inside the DC",
-    "hybridep, EP inside the DC",
-    "hybridep [1,1]",
-    "hybridep [2,1]",
-    "hybridep [2,1] recommended",
-)
+    "deepspeed, flat EP", "deepspeed, EP inside the DC", "hybridep, EP inside the DC", "hybridep [1,1]",
+    "hybridep [2,1]", "hybridep [2,1] recommended",
+)  # fmt: skip
 SLOW_PLANS = PLANS[:1]  # they take seconds, and accumulate nothing
 DCS, RATE = "2x2", "1000mbit"
 WARM_UP_STEPS = 3
 
 
-# -- one rank -----------------------------------------------------------------------------------------------------
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--delays", nargs="+", default=["1ms", "10ms", "50ms"], help="one way between DCs")
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 12])
+    parser.add_argument("--accumulations", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--steps", type=int, default=7, help="that are timed")
+    parser.add_argument("--congestion-control", choices=("bbr", "cubic"), help="at the slow level")
 
 
-def arguments_of(kind: str, num_layers: int) -> argparse.Namespace:
+def run(args: argparse.Namespace, records: Records) -> None:
+    for num_layers in args.layers:
+        for delay in args.delays:
+            links = LinkSpec(wan_bits_per_s=parse_rate(RATE, "rate"), wan_delay_s=parse_duration(delay, "--delays"))
+            run_job(DCS, links, records, "--layers", str(num_layers), "--delays", delay)
+
+
+def settings_of(kind: str, num_layers: int) -> argparse.Namespace:
     return argparse.Namespace(
         hidden=64, layers=num_layers, experts=8, top_k=2, seq_len=32, seed=0, lr=1e-3, dtype="fp32", zero_stage=1,
         capacity_factor=0.0 if kind == "without dropping" else 1.25, compute="real", prefetch_depth=2,
@@ -45,156 +57,70 @@ def arguments_of(kind: str, num_layers: int) -> argparse.Namespace:
     )  # fmt: skip
 
 
-def work(args: argparse.Namespace) -> None:
-    """Train every plan; rank 0 writes one JSON line for each."""
-    import deepspeed
-    import torch
-    from e2e_worker import build, finish_transfers, plans_of, plans_of_hf, train, train_lm
-
-    import ds_hybridep
-
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
+def rank(args: argparse.Namespace, job: Job) -> None:
+    """Train every plan."""
     # All ranks begin with the same seed.  A broadcast of each parameter would take longer than what is measured.
     deepspeed.DeepSpeedEngine._broadcast_model = lambda self: None
-    sizes = tuple(int(size) for size in DCS.split("x"))
+    sizes = Topology.parse(DCS)
     corpus, _ = train_lm.read_corpus()
     for kind in args.kinds:
-        settings = arguments_of(kind, args.layers[0])
+        settings = settings_of(kind, args.layers[0])
+        plans = (plans_of if kind != "AutoEP" else plans_of_hf)((sizes.num_dcs, sizes.hosts_per_dc))
         for accumulation in args.accumulations:
-            named = {plan.name: plan for plan in (plans_of if kind != "AutoEP" else plans_of_hf)(sizes)}
-            for name in args.plans:
-                if name not in named or (accumulation > 1 and name in SLOW_PLANS):
+            for plan in (plan for plan in plans if plan.name in args.plans):
+                if accumulation > 1 and plan.name in SLOW_PLANS:
                     continue
-                run = build(copy.copy(settings), named[name], accumulation, sizes)
-                train(run, corpus, settings, 1, WARM_UP_STEPS)
-                num_steps = 2 if name in SLOW_PLANS else args.steps
-                before = waits_of(run, ds_hybridep)
-                seconds = []
-                for _ in range(num_steps):
+                if args.congestion_control is not None and plan.domain_sizes is not None:
+                    control = {"congestion_control": args.congestion_control}
+                    plan = replace(plan, slow={**(plan.slow or {}), **control})
+                run = build(settings, plan, accumulation, (sizes.num_dcs, sizes.hosts_per_dc))
+                run.train(corpus, settings, 1, WARM_UP_STEPS)
+                before, seconds = waits_of(run), []
+                for _ in range(2 if plan.name in SLOW_PLANS else args.steps):
                     begin = time.perf_counter()
-                    train(run, corpus, settings, 1, 1)
+                    run.train(corpus, settings, 1, 1)
                     seconds.append(time.perf_counter() - begin)
-                waits = {at: (n - before[at]) / num_steps for at, n in waits_of(run, ds_hybridep).items()}
-                finish_transfers(run)
-                params = {"kind": kind, "plan": name, "layers": settings.layers, "accumulation": accumulation}
-                record = {"params": params, "step_s": seconds, "waits": waits, "loss": run.loss}
-                if torch.distributed.get_rank() == 0:
-                    with args.worker.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
+                waits = {at: (n - before[at]) / len(seconds) for at, n in waits_of(run).items()}
+                run.finish_transfers()
+                params = {
+                    "kind": kind, "plan": plan.name, "layers": settings.layers, "accumulation": accumulation,
+                    "delay": args.delays[0], "rate": RATE, "dcs": DCS,
+                }  # fmt: skip
+                job.record(params, step_s=seconds, waits=waits, loss=run.loss)
                 run.engine.destroy()
+        job.say(f"{args.layers[0]} layers, {args.delays[0]}, {kind}: done")
+    job.end()
 
 
-def waits_of(run: Any, ds_hybridep: Any) -> dict[str, int]:
+def waits_of(run: Run) -> dict[str, int]:
     """Waits in a row over each level so far."""
     if run.plan.domain_sizes is None:
         return {}
     return {level["name"]: level["waits"] for level in ds_hybridep.stats(run.engine)["levels"]}
 
 
-# -- the driver ---------------------------------------------------------------------------------------------------
-
-
-def measure(args: argparse.Namespace, delay: str, num_layers: int) -> list[dict[str, Any]]:
-    """Records of one job."""
-    from ds_hybridep.lab.launcher import run_ranks
-    from ds_hybridep.lab.network import EmulatedNetwork
-    from ds_hybridep.lab.topology import LinkSpec, Topology, parse_duration, parse_rate
-
-    links = LinkSpec(
-        wan_bits_per_s=parse_rate(RATE, "rate"), wan_delay_s=parse_duration(delay, "--delays"),
-        wan_loss=args.loss, wan_jitter_s=parse_duration(args.jitter, "--jitter"),
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(Topology.parse(DCS), links) as network:
-        records = Path(scratch) / "records.jsonl"
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(records), "--steps", str(args.steps)]
-        command += ["--layers", str(num_layers), "--accumulations", *map(str, args.accumulations)]
-        command += ["--kinds", *args.kinds, "--plans", *args.plans]
-        result = run_ranks(network, command, log_dir=Path(scratch) / "logs", timeout_s=args.job_limit_s)
-        if not result.is_success:
-            print(f"{delay}, {num_layers} layers: {result.failure}\n{result.tail_of_log(0, 40)}", file=sys.stderr)
-            if not records.exists():
-                return []
-        about = {
-            "case": "latency",
-            "delay": delay,
-            "dcs": DCS,
-            "rate": RATE,
-            "wan_loss": args.loss,
-            "jitter": args.jitter,
-        }
-        about["versions"] = bench.versions()
-        return [{**about, **json.loads(line)} for line in records.read_text().splitlines()]
-
-
-def table(records: list[dict[str, Any]]) -> str:
-    """The step at the shortest delay and what longer ones add, by medians and by the fastest steps; waits in a row."""
-    delays = sorted({record["delay"] for record in records}, key=lambda delay: float(delay.removesuffix("ms")))
+def report(records: list[Record], args: argparse.Namespace) -> str:
+    """Markdown: the step at the shortest delay and what longer ones add, medians and fastest steps; waits in a row."""
+    delays = sorted({delay_of(record) for record in records}, key=lambda delay: float(delay.removesuffix("ms")))
     rows: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     waits: dict[tuple[Any, ...], set[float]] = {}
     for record in records:
-        key = tuple(record["params"].values())
-        rows.setdefault(key, {}).setdefault(record["delay"], []).extend(record["step_s"])
+        key = tuple(record["params"][name] for name in ("kind", "plan", "layers", "accumulation"))
+        rows.setdefault(key, {}).setdefault(delay_of(record), []).extend(record["step_s"])
         waits.setdefault(key, set()).update(list(record["waits"].values())[:1])  # over the long link
     columns = [f"{delays[0]} [s]", *(f"+ {delay}" for delay in delays[1:])]
-    titles = ["kind", "plan", "layers", "accumulation", *columns, *(f"fastest {one}" for one in columns), "waits"]
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    header = ["kind", "plan", "layers", "accumulation", *columns, *(f"fastest {one}" for one in columns), "waits"]
+    lines = []
     for key, by_delay in rows.items():
         cells = [str(part) for part in key]
         for of_all in (statistics.median, min):
-            first = of_all(by_delay[delays[0]]) if delays[0] in by_delay else float("nan")
-            later = [of_all(by_delay[one]) - first if one in by_delay else float("nan") for one in delays[1:]]
-            cells += [f"{seconds:.3f}" for seconds in (first, *later)]
-        counted = sorted(waits[key])
-        lines.append(f"| {' | '.join(cells)} | {' to '.join(f'{count:g}' for count in counted) or '-'} |")
-    return "\n".join(lines).replace("nan", "")
+            first = of_all(by_delay[delays[0]])
+            later = [of_all(by_delay[one]) - first if one in by_delay else None for one in delays[1:]]
+            cells += ["" if seconds is None else f"{seconds:.3f}" for seconds in (first, *later)]
+        lines.append([*cells, " to ".join(f"{count:g}" for count in sorted(waits[key])) or "-"])
+    title = "Seconds of a step at the shortest delay, and what longer ones add: medians, and the fastest steps."
+    return f"{title}\n\n{table(header, lines)}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--delays", nargs="+", default=["1ms", "10ms", "50ms"], help="one way between DCs")
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 12])
-    parser.add_argument("--accumulations", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
-    parser.add_argument("--steps", type=int, default=7, help="that are timed")
-    parser.add_argument("--loss", type=float, default=0.0, help="share of frames that the long link drops")
-    parser.add_argument("--jitter", default="0ms", help="most that it delays one frame longer")
-    parser.add_argument("--quick", action="store_true", help="1 and 50 ms, and domains over both DCs alone")
-    parser.add_argument("--job-limit-s", type=float, default=400.0)
-    parser.add_argument("--out", type=Path, help="JSON lines are appended here")
-    parser.add_argument("--report", type=Path, help="print the table of these records")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker is not None:
-        work(args)
-        return 0
-    if args.report is not None:
-        print("Seconds of a step at the shortest delay, and what longer ones add: medians, and the fastest steps.\n")
-        print(table([json.loads(line) for line in args.report.read_text().splitlines()]))
-        return 0
-    from ds_hybridep.lab.network import why_not_permitted
-
-    if reason := why_not_permitted():
-        print(f"no emulated network here: {reason}", file=sys.stderr)
-        return 2
-    if args.quick:
-        args.delays, args.plans = ["1ms", "50ms"], list(PLANS[-2:])
-    records: list[dict[str, Any]] = []
-    for num_layers in args.layers:
-        for delay in args.delays:
-            found = measure(args, delay, num_layers)
-            if not found:
-                return 1
-            records += found
-            if args.out is not None:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                with args.out.open("a") as file:
-                    file.writelines(json.dumps(record) + "\n" for record in found)
-            print(f"{num_layers} layers, {delay}: done", flush=True)
-    print(table(records))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def delay_of(record: Record) -> str:
+    return str(record["params"]["delay"])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What replicas of experts take, in bytes per replicated parameter: counted, estimated, and measured as a whole.
 
-    torchrun --nproc_per_node 2 benchmarks/memory.py --out benchmarks/results/memory.jsonl
-    python benchmarks/memory.py --report benchmarks/results/memory.jsonl
+    python -m benchmarks memory --out benchmarks/results/memory.jsonl
 
 Two ranks train in bf16, each with replicas of all the other's experts, in layers of DeepSpeed's MoE or of AutoEP:
 
@@ -20,34 +19,42 @@ Gradients of so small layers would all be on their way at a time; here they are 
 import argparse
 import contextlib
 import io
-import json
-import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import bench
+import torch
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "examples"))
+import ds_hybridep
+from benchmarks.common import Record, Records, run_job, table
+from benchmarks.training import Job, autoep, byte_model, engine_of, qwen3_moe, runtime_of, train_lm, train_step
+from ds_hybridep.plan import depth
 
-LOW_RANK = {"weight_codec": "low_rank", "gradient_codec": "low_rank"}
-INT8 = {"weight_codec": "int8", "gradient_codec": "int8"}
+__all__ = ["Job", "add_arguments", "rank", "report", "run"]
+
 ROWS: dict[str, dict[str, Any]] = {
     "no replicas": {"domain_size": 1},
     "exact": {},
     "patch, exact gradients": {"weight_codec": "patch"},
     "recommended": {"codecs": "recommended"},
     "recommended, on the host": {"codecs": "recommended", "state": "host"},
-    "int8, int8 gradients": INT8,
-    "low rank, low rank gradients": LOW_RANK,
+    "int8, int8 gradients": {"weight_codec": "int8", "gradient_codec": "int8"},
+    "low rank, low rank gradients": {"weight_codec": "low_rank", "gradient_codec": "low_rank"},
 }
-ACCUMULATIONS = (1, 4)
 LAYERS = ("MoE", "AutoEP")
-SIZES = {
-    "hidden": 128, "layers": 12, "experts": 8, "top_k": 2, "seq_len": 32, "rows": 1, "capacity_factor": 1.25,
-    "ep_size": 2,
+MODEL = {
+    "hidden": 128, "layers": 12, "experts": 8, "top_k": 2, "seq_len": 32, "capacity_factor": 1.25, "ep_size": 2,
 }  # fmt: skip
+COLUMNS = ("between", "most", "estimate", "peak", "host")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--accumulations", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS))
+
+
+def run(args: argparse.Namespace, records: Records) -> None:
+    run_job("2x1", None, records)
 
 
 def block_of(row: str) -> dict[str, Any]:
@@ -57,54 +64,14 @@ def block_of(row: str) -> dict[str, Any]:
     return {"levels": levels, "dense_sync": "deepspeed", "report_interval": 0, **state}
 
 
-def model_of(layers: str) -> tuple[Any, dict[str, Any]]:
-    """The model, and the settings of DeepSpeed that make its layers."""
-    import torch
-
-    args = argparse.Namespace(**SIZES)
+def build(layers: str, block: Mapping[str, Any], accumulation: int) -> Any:
     torch.manual_seed(0)
-    if layers == "AutoEP":
-        import hf_model
-
-        return hf_model.build(args, ""), {"expert_parallel": hf_model.autoep_block(args.ep_size)}
-    import train_lm
-
-    return train_lm.ByteModel(args), {}
-
-
-@contextlib.contextmanager
-def engine_of(layers: str, block: Mapping[str, Any], accumulation: int) -> Iterator[Any]:
-    import deepspeed
-
-    model, settings = model_of(layers)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=model.parameters(),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": accumulation,
-            "steps_per_print": 1_000_000_000,
-            "zero_optimization": {"stage": 1, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000},
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
-            "hybridep": block,
-            **settings,
-        },
+    model = qwen3_moe(argparse.Namespace(**MODEL)) if layers == "AutoEP" else byte_model(**MODEL)
+    zero = {"stage": 1, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000}
+    settings = autoep(MODEL["ep_size"]) if layers == "AutoEP" else {}
+    return engine_of(
+        model, block, rate=1e-5, dtype="bf16", accumulation=accumulation, zero_optimization=zero, **settings
     )
-    yield engine
-    engine.destroy()
-
-
-def estimate(model: Any, block: Mapping[str, Any], accumulation: int, settings: Mapping[str, Any]) -> Any:
-    """Estimate for two ranks that hold each other's experts."""
-    import torch
-
-    import ds_hybridep
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        return ds_hybridep.estimate_hybridep_mem_needs_all_live(
-            model, block, 2, dtype=torch.bfloat16, accumulation=accumulation, **settings
-        )[2,]
 
 
 def most_allocated(profile: Any) -> int:
@@ -119,97 +86,55 @@ def most_allocated(profile: Any) -> int:
 
 def measure(layers: str, row: str, accumulation: int) -> dict[str, int]:
     """Bytes measured on one of two ranks."""
-    import torch
-    import train_lm
-    from deepspeed import comm as dist
-
-    import ds_hybridep
-
     corpus, block, held = train_lm.read_corpus()[0], block_of(row), [0]
-    with engine_of(layers, block, accumulation) as engine:
-        migration = engine.__dict__["_hybridep_attachment"].runtime.migration
-
-        def train(step: int) -> None:
-            for micro_step in range(accumulation):
-                place = (0, step, micro_step, dist.get_rank())
-                loss, _ = engine(*train_lm.batch_at(corpus, place, rows=SIZES["rows"], seq_len=SIZES["seq_len"]))
-                engine.backward(loss)
-                engine.step()
-
-        train(0)
-        train(1)
-        if migration is not None:
-            migration.finish_shipments()
-            progress, remember_sent = migration.progress, migration.remember_sent
-            migration.progress = lambda: (held.append(migration.replica_bytes), progress())
-            migration.remember_sent = lambda: (remember_sent(), held.append(migration.replica_bytes))
-        between = ds_hybridep.stats(engine)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            train(2)
-        need = estimate(engine.module, block, accumulation, {})
-        return {
-            "replicated": sum(p.numel() for name, p in engine.module.named_parameters() if _is_of_expert(name)),
-            "between": between["replica_bytes"],
-            "host": between.get("host_bytes", 0),
-            "most": max(held),
-            "estimate": need.total,
-            "estimate_host": need.host,
-            "allocated": most_allocated(profile),
-        }
+    engine = build(layers, block, accumulation)
+    migration = runtime_of(engine).migration
+    for step in range(2):
+        train_step(engine, corpus, step, rows=1, seq_len=MODEL["seq_len"])
+    if migration is not None:
+        migration.finish_shipments()
+        progress, remember_sent = migration.progress, migration.remember_sent
+        migration.progress = lambda: (held.append(migration.replica_bytes), progress())
+        migration.remember_sent = lambda: (remember_sent(), held.append(migration.replica_bytes))
+    between = ds_hybridep.stats(engine)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        train_step(engine, corpus, 2, rows=1, seq_len=MODEL["seq_len"])
+    with contextlib.redirect_stdout(io.StringIO()):
+        need = ds_hybridep.estimate_hybridep_mem_needs_all_live(
+            engine.module, block, 2, dtype=torch.bfloat16, accumulation=accumulation
+        )[2,]
+    experts = (".deepspeed_experts.", ".mlp.experts.")
+    named = engine.module.named_parameters()
+    found = {
+        "replicated": sum(p.numel() for name, p in named if any(one in name for one in experts)),
+        "between": between["replica_bytes"], "host": between.get("host_bytes", 0), "most": max(held),
+        "estimate": need.total, "estimate_host": need.host, "allocated": most_allocated(profile),
+    }  # fmt: skip
+    engine.destroy()
+    return found
 
 
-def _is_of_expert(name: str) -> bool:
-    return ".deepspeed_experts." in name or ".mlp.experts." in name
-
-
-def run(out: Path) -> None:
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-
-    from ds_hybridep.plan import depth
-
+def rank(args: argparse.Namespace, job: Job) -> None:
     depth.RETURNING_BYTES = 0
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
-    for layers in LAYERS:
+    for layers in args.layers:
         measure(layers, "no replicas", 1)  # what is made once
-        for accumulation in ACCUMULATIONS:
-            for row in ROWS:
+        for accumulation in args.accumulations:
+            for row in dict.fromkeys(["no replicas", *args.rows]):
                 found = measure(layers, row, accumulation)
-                if dist.get_rank() == 0:
-                    params = {"kind": layers, "row": row, "accumulation": accumulation, "dtype": "bf16", **SIZES}
-                    record = {"params": params, **found, "versions": bench.versions()}
-                    with out.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
-                    print(layers, row, accumulation, found, flush=True)
+                job.record(
+                    {"kind": layers, "row": row, "accumulation": accumulation, "dtype": "bf16", **MODEL}, **found
+                )
+                job.say(f"{layers}, {accumulation} micro-steps, {row}: done")
+    job.end()
 
 
-def report(path: Path) -> None:
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    columns = ("between", "most", "estimate", "peak", "host")
-    print("Bytes per replicated parameter.\n")
-    print(f"| layers | micro-steps | codecs | {' | '.join(columns)} |\n" + "|---" * (3 + len(columns)) + "|")
+def report(records: list[Record], args: argparse.Namespace) -> str:
+    rows = []
     for record in records:
         about = record["params"]
-        if about["row"] == "no replicas":
-            continue
-        alone = next(one for one in records if one["params"] == {**about, "row": "no replicas"})
-        record["peak"] = record["between"] + record["host"] + record["allocated"] - alone["allocated"]
-        numbers = " | ".join(f"{record[name] / record['replicated']:.1f}" for name in columns)
-        print(f"| {about['kind']} | {about['accumulation']} | {about['row']} | {numbers} |")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("memory.jsonl"))
-    parser.add_argument("--report", type=Path, help="print the table of these records")
-    args = parser.parse_args()
-    if args.report is not None:
-        report(args.report)
-    else:
-        run(args.out)
-
-
-if __name__ == "__main__":
-    main()
+        if about["row"] != "no replicas":
+            alone = next(one for one in records if one["params"] == {**about, "row": "no replicas"})
+            peak = record["between"] + record["host"] + record["allocated"] - alone["allocated"]
+            numbers = [f"{({**record, 'peak': peak})[name] / record['replicated']:.1f}" for name in COLUMNS]
+            rows.append([about["kind"], about["accumulation"], about["row"], *numbers])
+    return "Bytes per replicated parameter.\n\n" + table(["layers", "micro-steps", "codecs", *COLUMNS], rows)

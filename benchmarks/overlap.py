@@ -1,135 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows that expert weights and gradients travel while other layers compute: a trace and a table of one step.
+"""How much of the travelling of expert weights and gradients is hidden behind computation: a trace of one step.
 
-    sudo ds_hybridep lab --dcs 2x2 --wan 200mbit -- python benchmarks/overlap.py --trace step.json
+    python -m benchmarks overlap --trace step.json
+    python -m benchmarks overlap --trace step.json --compute sleep --codec low_rank
 
-    sudo ds_hybridep lab --dcs 2x2 --wan 100mbit -- python benchmarks/overlap.py --trace step.json --compute sleep \
-        --wan-mbit 100 --codec '{"type": "low_rank", "rank": 7, "factors": "int4"}'
-
-Rank 0 writes the Chrome/Perfetto trace of one optimizer step and the forward and backward after it, then prints for
-each layer when its weights and its gradients travelled, and during which layers' computation.  With --wan-mbit it also
-says how much of the travelling was hidden, and how much could have been: each message leaves when it did, or when the
-link has carried those before it, takes its bytes at that rate, and computation goes on as soon as it is there.  While
-a rank waits for one that computes longer, it does not wait for the link.
+Rank 0 writes the Chrome/Perfetto trace of one optimizer step and the forward and backward after it.  What could be
+hidden: each message leaves when it did, or when the link has carried those before it, takes its bytes at that rate,
+and computation goes on as soon as it is there.  While a rank waits for one that computes longer, it does not wait for
+the link.
 """
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch
 from deepspeed import comm as dist
 
 import ds_hybridep
+from benchmarks.common import Record, Records, run_job, table
+from benchmarks.training import Job, Plan, add_model_arguments, build, train_lm, train_step
+from ds_hybridep.lab.topology import LinkSpec, parse_rate
 from ds_hybridep.transport.trace import TRANSFER_CATEGORY
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-import train_lm
-from sleep_model import SleepModel
+__all__ = ["Job", "add_arguments", "rank", "report", "run"]
 
 KINDS = {"expert_weights": "shipping of expert weights", "expert_gradients": "return of expert gradients"}
 Interval = tuple[float, float]  # microseconds of the trace
+Events = Sequence[dict[str, Any]]
 
 
-def build_engine(args: argparse.Namespace) -> Any:
-    torch.manual_seed(0)
-    args.ep_size = dist.get_world_size()
-    model = SleepModel(args) if args.compute == "sleep" else train_lm.ByteModel(args)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--wan", default="100mbit", help="rate of the uplinks")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--codec", default="identity", help="of weights and gradients between the DCs: a name or JSON")
+    parser.add_argument("--trace", type=Path, default=Path("step.json"))
+    add_model_arguments(parser)
+    parser.set_defaults(layers=6)
+
+
+def run(args: argparse.Namespace, records: Records) -> None:
+    run_job("2x2", LinkSpec(wan_bits_per_s=parse_rate(args.wan, "--wan")), records)
+
+
+def rank(args: argparse.Namespace, job: Job) -> None:
     codec = json.loads(args.codec) if args.codec.startswith("{") else args.codec
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "steps_per_print": 1_000_000_000,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "hybridep": {
-            "levels": [
-                {"name": "dc", "size": 2, "domain_size": 2, "weight_codec": codec, "gradient_codec": codec},
-                {"name": "gpu", "size": args.ep_size // 2, "domain_size": 1},
-            ],
-            "advanced": {"prefetch_depth": args.prefetch_depth},
-        },
-    }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return engine
+    plan = Plan("[2,1]", 4, (2, 1), {"weight_codec": codec, "gradient_codec": codec})
+    engine = build(args, plan, 1, (2, 2)).engine
+    corpus, _ = train_lm.read_corpus()
+    for step in range(4):
+        train_step(engine, corpus, step, rows=args.rows, seq_len=args.seq_len)
+
+    def forward_and_backward(step: int) -> None:
+        batch = train_lm.batch_at(corpus, (0, step, 0, job.rank), rows=args.rows, seq_len=args.seq_len)
+        loss, aux_loss = engine(*batch)
+        engine.backward(loss + train_lm.AUX_LOSS_WEIGHT * aux_loss)
+
+    forward_and_backward(4)
+    with ds_hybridep.trace(engine, job.folder / f"rank{job.rank}.json"):
+        engine.step()
+        forward_and_backward(5)
+    engine.step()
+    ds_hybridep.detach(engine)
+    dist.barrier()  # all traces are written
+    if job.rank == 0:
+        args.trace.write_text((job.folder / "rank0.json").read_text())
+    # Ranks 0 and 2 exchange experts.
+    events = [json.loads((job.folder / f"rank{one}.json").read_text())["traceEvents"] for one in (0, 2)]
+    wan_bytes_per_us = parse_rate(args.wan, "--wan") / 8e6
+    params = {name: getattr(args, name) for name in ("wan", "rows", "codec", "compute", "layers", "hidden")}
+    job.record(params, hidden=[hidden(events, kind, wan_bytes_per_us) for kind in KINDS])
+    job.end()
 
 
-def intervals(events: Sequence[dict[str, Any]], prefix: str, layer: str) -> list[Interval]:
+def intervals(events: Events, name: str) -> list[Interval]:
     """When ranges of that name ran, in order of time."""
-    return sorted(
-        (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-        for event in events
-        if event.get("ph") == "X" and event["name"] == f"{prefix}{layer}"
-    )
+    found = [event for event in events if event.get("ph") == "X" and event["name"] == name]
+    return sorted((float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in found)
 
 
-def backward_window(events: Sequence[dict[str, Any]], layer: str) -> list[Interval]:
-    """The time from the first to the last exchange of tokens in the layer's backward."""
-    first = intervals(events, "hybridep::dispatch of output gradients::", layer)
-    last = intervals(events, "hybridep::return of input gradients::", layer)
-    return [(first[0][0], last[-1][1])] if first and last else []
-
-
-def overlap(one: Interval, others: Sequence[Interval]) -> float:
-    """Microseconds that `one` shares with any of `others` (which do not overlap each other)."""
-    return sum(max(0.0, min(one[1], end) - max(one[0], start)) for start, end in others)
-
-
-def report(trace: dict[str, Any], layers: Sequence[str]) -> None:
-    events = trace["traceEvents"]
-    transfers = [event for event in events if event.get("cat") == TRANSFER_CATEGORY]
-    start = min(float(event["ts"]) for event in transfers)
-    experts = {layer: intervals(events, "hybridep::experts::", layer) for layer in layers}
-    backwards = {layer: backward_window(events, layer) for layer in layers}
-    print(f"{'layer':30} {'what':18} {'travels [ms]':>18} {'waited for [ms]':>16}   travels during")
-    for layer in layers:
-        for kind, what in KINDS.items():
-            for event in (e for e in transfers if e["args"]["kind"] == kind and e["args"]["layer"] == layer):
-                travel = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-                waits = intervals(events, "hybridep::wait::", f"{what} of {layer}")
-                waited_ms = sum(overlap(travel, [wait]) for wait in waits) / 1e3
-                others = experts if kind == "expert_weights" else backwards
-                during = [name for name in layers if name != layer and overlap(travel, others[name]) > 0]
-                when = f"{(travel[0] - start) / 1e3:8.1f} {(travel[1] - start) / 1e3:8.1f}"
-                names = ", ".join(str(layers.index(name)) for name in during) or "none"
-                verb = "forward of layers" if kind == "expert_weights" else "backward of layers"
-                print(f"{layer:30} {kind:18} {when:>18} {waited_ms:16.1f}   {verb} {names}")
-
-
-def transfers_of(trace: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+def transfers_of(events: Events, kind: str) -> list[dict[str, Any]]:
     """Transfers of a kind by the time at which this rank was ready; ranks start them in one order."""
-    transfers = [e for e in trace["traceEvents"] if e.get("cat") == TRANSFER_CATEGORY and e["args"]["kind"] == kind]
-    return sorted(transfers, key=lambda event: float(event["ts"]))
+    found = [event for event in events if event.get("cat") == TRANSFER_CATEGORY and event["args"]["kind"] == kind]
+    return sorted(found, key=lambda event: float(event["ts"]))
 
 
-def report_hidden(traces: Sequence[dict[str, Any]], ranks_per_dc: int, wan_bytes_per_us: float) -> None:
+def hidden(events_of_ranks: Sequence[Events], kind: str, wan_bytes_per_us: float) -> Record:
     """How much of what travelled was hidden behind computation, and how much of it could have been.
 
-    traces: of the ranks that exchange experts, the one to tell of first; of one machine, whose clock they share.
+    The ranks exchange experts, and are of one machine, whose clock they share.
     """
-    print(f"\n{'what':18} {'on the link [ms]':>17} {'waited for [ms]':>16} {'hidden':>8} {'could be hidden':>16}")
-    for kind, what in KINDS.items():
-        transfers, *others = (transfers_of(trace, kind) for trace in traces)
-        # A rank's bytes are both directions'; all ranks of a DC share its uplink.
-        link_us = [event["args"]["bytes"] / 2 * ranks_per_dc / wan_bytes_per_us for event in transfers]
-        starts, waits = [], []
-        for ends in zip(transfers, *others, strict=True):
-            layer = ends[0]["args"]["layer"]
-            assert all(end["args"]["layer"] == layer for end in ends)
-            start = max(float(end["ts"]) for end in ends)
-            waited = intervals(traces[0]["traceEvents"], "hybridep::wait::", f"{what} of {layer}")
-            clipped = [(max(begin, start), end) for begin, end in waited if end > start]
-            starts.append(start)
-            waits.append(clipped[0] if clipped else None)
-        waited_us = sum(wait[1] - wait[0] for wait in waits if wait is not None)
-        least_us = least_wait(starts, link_us, waits)
-        total_us = sum(link_us)
-        print(
-            f"{kind:18} {total_us / 1e3:17.1f} {waited_us / 1e3:16.1f} {1 - waited_us / total_us:8.0%} "
-            f"{1 - least_us / total_us:16.0%}"
-        )
+    transfers, *others = (transfers_of(events, kind) for events in events_of_ranks)
+    # A rank's bytes are both directions'; the two ranks of a DC share its uplink.
+    link_us = [event["args"]["bytes"] / wan_bytes_per_us for event in transfers]
+    starts: list[float] = []
+    waits: list[Interval | None] = []
+    for ends in zip(transfers, *others, strict=True):
+        layer = ends[0]["args"]["layer"]
+        starts.append(max(float(end["ts"]) for end in ends))
+        waited = intervals(events_of_ranks[0], f"hybridep::wait::{KINDS[kind]} of {layer}")
+        waits.append(next(((max(begin, starts[-1]), end) for begin, end in waited if end > starts[-1]), None))
+    waited_us = sum(wait[1] - wait[0] for wait in waits if wait is not None)
+    return {
+        "kind": kind, "link_us": sum(link_us), "waited_us": waited_us, "least_us": least_wait(starts, link_us, waits)
+    }  # fmt: skip
 
 
 def least_wait(starts: Sequence[float], link_us: Sequence[float], waits: Sequence[Interval | None]) -> float:
@@ -148,60 +123,17 @@ def least_wait(starts: Sequence[float], link_us: Sequence[float], waits: Sequenc
     for arrival, wait in sorted(zip(arrivals, waits, strict=True), key=lambda pair: pair[1] or (0.0, 0.0)):
         if wait is not None:
             # What earlier messages took less than they did lets computation reach this wait sooner.
-            begin = wait[0] - saved
-            needed = max(0.0, arrival - begin)
+            needed = max(0.0, arrival - (wait[0] - saved))
             waited += needed
             saved += wait[1] - wait[0] - needed
     return waited
 
 
-def layer_names(trace: dict[str, Any], model: torch.nn.Module) -> list[str]:
-    """Names like "blocks.3.moe.deepspeed_moe", in the order of the model."""
-    names = {e["args"]["layer"] for e in trace["traceEvents"] if e.get("cat") == TRANSFER_CATEGORY}
-    return [name for name, _ in model.named_modules() if name in names]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 64), ("layers", 6), ("experts", 8), ("top-k", 2), ("seq-len", 128), ("rows", 8)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--capacity-factor", type=float, default=1.25)
-    parser.add_argument("--prefetch-depth", type=int, default=2)
-    parser.add_argument("--compute", choices=("real", "sleep"), default="real", help="see sleep_model.py")
-    parser.add_argument("--dense-ms", type=float, default=2.0, help="slept per dense sublayer and sequence, forward")
-    parser.add_argument("--row-us", type=float, default=10.0, help="slept per row and expert, forward")
-    parser.add_argument("--codec", default="identity", help="of weights and gradients between the DCs: a name or JSON")
-    parser.add_argument("--wan-mbit", type=float, help="rate of the uplinks, to say what could be hidden")
-    parser.add_argument("--trace", type=Path, required=True)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
-    engine = build_engine(args)
-    corpus, _ = train_lm.read_corpus()
-
-    def forward_and_backward(step: int) -> None:
-        batch = train_lm.batch_at(corpus, (0, step, 0, dist.get_rank()), rows=args.rows, seq_len=args.seq_len)
-        loss, aux_loss = engine(*batch)
-        engine.backward(loss + train_lm.AUX_LOSS_WEIGHT * aux_loss)
-
-    for step in range(4):
-        forward_and_backward(step)
-        engine.step()
-    forward_and_backward(4)
-    with ds_hybridep.trace(engine, args.trace.with_suffix(f".rank{dist.get_rank()}.json")):
-        engine.step()
-        forward_and_backward(5)
-    engine.step()
-    ds_hybridep.detach(engine)
-    dist.barrier()  # all traces are written
-    if dist.get_rank() == 0:
-        trace = json.loads(args.trace.with_suffix(".rank0.json").read_text())
-        report(trace, layer_names(trace, engine.module))
-        if args.wan_mbit is not None:
-            partner = args.trace.with_suffix(f".rank{args.ep_size // 2}.json")
-            report_hidden([trace, json.loads(partner.read_text())], args.ep_size // 2, args.wan_mbit / 8)
-    dist.barrier()
-
-
-if __name__ == "__main__":
-    main()
+def report(records: list[Record], args: argparse.Namespace) -> str:
+    rows = [
+        [one["kind"], f"{one['link_us'] / 1e3:.1f}", f"{one['waited_us'] / 1e3:.1f}",
+         f"{1 - one['waited_us'] / one['link_us']:.0%}", f"{1 - one['least_us'] / one['link_us']:.0%}"]
+        for record in records
+        for one in record["hidden"]
+    ]  # fmt: skip
+    return table(("what", "on the link, ms", "waited for, ms", "hidden", "could be hidden"), rows)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether small gradients arrive: what was delivered and what is left, beside the sum of the gradients.
 
-    python benchmarks/residual_sums.py --out benchmarks/results/residual-sums.jsonl
-    python benchmarks/residual_sums.py --report benchmarks/results/residual-sums.jsonl
+    python -m benchmarks residual-sums --out benchmarks/results/residual-sums.jsonl
 
 A gradient [64, 128] whose elements are spread evenly in the logarithm between 1e-4 and 1 is sent for many steps, with
 and without noise as large as itself.  Error: of each element, delivered plus residual less the sum, over that sum.
@@ -16,14 +15,13 @@ step, as is often done.
 """
 
 import argparse
-import json
+import itertools
 import math
-from pathlib import Path
 from typing import Any
 
-import bench
 import torch
 
+from benchmarks.common import Record, Records, table
 from ds_hybridep.codecs import make_codec
 from ds_hybridep.config_codecs import recommended_codecs
 from ds_hybridep.sync.gradients import GradientMemory, StepChanges
@@ -47,7 +45,7 @@ def measure(spec: Any, kept: str, is_noisy: bool, num_steps: int) -> dict[str, f
     generator = torch.Generator().manual_seed(7)
     size = torch.exp(torch.rand(1, ROWS, COLS, generator=generator) * math.log(1e-4))
     mean = size * torch.sign(torch.randn(1, ROWS, COLS, generator=generator))
-    part = PacketPart(torch.Size((ROWS, COLS)), 1, ((("w",), ROWS * COLS),), KEPT[kept])
+    part = PacketPart(torch.Size((ROWS, COLS)), 1, ((("w", 0), ROWS * COLS),), KEPT[kept])
     codec, changes = make_codec(spec, kernels="auto"), StepChanges()
     layout, home = MessageLayout(codec, (part,)), Home(torch.device("cpu"))
     sender = GradientMemory("measured", (codec,), home, changes, 0)
@@ -60,7 +58,7 @@ def measure(spec: Any, kept: str, is_noisy: bool, num_steps: int) -> dict[str, f
         message = sender.encode(0, layout, [gradient], 1.0)
         delivered = torch.zeros(1, ROWS, COLS)
         receiver.add(0, 0, layout, message, [delivered], 1.0)
-        changes.keep()
+        changes.commit()
         if kept == "bf16, nearest":
             for piece in sender.sent.values():
                 piece.residual.copy_(piece.residual.bfloat16())
@@ -73,33 +71,21 @@ def measure(spec: Any, kept: str, is_noisy: bool, num_steps: int) -> dict[str, f
     }  # fmt: skip
 
 
-def report(path: Path) -> None:
-    print("| codec | residuals | gradient | steps | most | mean | mean of small |\n" + "|---" * 7 + "|")
-    for record in map(json.loads, path.read_text().splitlines()):
-        about, found = record["params"], record["errors"]
-        numbers = " | ".join(f"{found[name]:+.4f}" for name in ("most", "mean", "small"))
-        gradient = "noisy" if about["is_noisy"] else "constant"
-        print(f"| {about['codec']} | {about['kept']} | {gradient} | {about['steps']} | {numbers} |")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--out", type=Path, default=Path("residual-sums.jsonl"))
-    parser.add_argument("--report", type=Path, help="print the table of these records")
-    args = parser.parse_args()
-    if args.report is not None:
-        report(args.report)
-        return
-    for name, spec in CODECS.items():
-        for kept in KEPT:
-            for is_noisy in (False, True):
-                errors = measure(spec, kept, is_noisy, args.steps)
-                params = {"codec": name, "kept": kept, "is_noisy": is_noisy, "steps": args.steps}
-                with args.out.open("a") as file:
-                    file.write(json.dumps({"params": params, "errors": errors, "versions": bench.versions()}) + "\n")
-                print(params, errors, flush=True)
 
 
-if __name__ == "__main__":
-    main()
+def run(args: argparse.Namespace, records: Records) -> None:
+    for (name, spec), kept, is_noisy in itertools.product(CODECS.items(), KEPT, (False, True)):
+        errors = measure(spec, kept, is_noisy, args.steps)
+        records.add({"codec": name, "kept": kept, "is_noisy": is_noisy, "steps": args.steps}, errors=errors)
+
+
+def report(records: list[Record], args: argparse.Namespace) -> str:
+    rows = []
+    for record in records:
+        about, errors = record["params"], record["errors"]
+        numbers = [f"{errors[name]:+.4f}" for name in ("most", "mean", "small")]
+        gradient = "noisy" if about["is_noisy"] else "constant"
+        rows.append([about["codec"], about["kept"], gradient, about["steps"], *numbers])
+    return table(("codec", "residuals", "gradient", "steps", "most", "mean", "mean of small"), rows)

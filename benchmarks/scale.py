@@ -1,35 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's tables and sweeps in the simulator, and this program's plans on a thousand datacentres.
 
-    python benchmarks/scale.py --out benchmarks/results/scale.jsonl --plots docs/images
+    python -m benchmarks scale --out benchmarks/results/scale.jsonl --plots docs/images
 
-Parts, each with its assumptions in its docstring: what a simulation takes, Tables V and VI, the two sweeps to 1000
-datacentres, and the planner's own choice there, with memory unlimited and with 80 GB for each GPU, activations among
-what must fit, and 128 GB of the host's memory. All take about five
-minutes of one core.
+Parts, each with its assumptions in its docstring: Tables V and VI, the two sweeps to 1000 datacentres, and our
+planner's choice there, with memory unlimited and with 80 GB for each GPU and 128 GB of the host's memory.  All take
+about five minutes of one core.
 """
 
 import argparse
 import itertools
-import json
 import math
-import random
-import resource
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import bench
-
+from benchmarks.common import Record, Records, table
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
 from ds_hybridep.plan.layout import BY_DEEPSPEED, CodecCost, Layout, LevelCodecs, Rates, SyncModel
-from ds_hybridep.plan.planner import Candidate, make_plan
+from ds_hybridep.plan.planner import Candidate, Plan, make_plan
 from ds_hybridep.plan.question import Question
 from ds_hybridep.plan.workload import MoEModel, Workload
-from ds_hybridep.simulate.scenario import Assumptions, Deviation, Scenario
+from ds_hybridep.simulate.scenario import Assumptions, Scenario
 from ds_hybridep.simulate.simulator import simulate
 
 GIGA_BIT = 1e9 / 8
@@ -44,21 +36,11 @@ GBPS = (1.0, 5.0, 10.0, 25.0, 100.0)
 SWEEP_PACKET_MB = (0.36, 0.036)
 SWEEP_DCS = (4, 8, 16, 32, 64, 128, 256, 500, 1000)
 
-# Seconds per iteration of the paper's Table V: token data in MB -> (Tutel, mean of the three systems, HybridEP).
+# Seconds per iteration of the paper's Table V, by MB of token data.
 TOKEN_MB = (6, 12, 24, 48, 96, 192)
 TABLE_V = {
-    "M": {
-        "Tutel": (2.52, 4.26, 5.82, 7.62, 12.65, 20.35),
-        "FasterMoE": (2.58, 4.37, 5.90, 7.81, 12.80, 20.82),
-        "SmartMoE": (2.59, 4.34, 5.97, 7.80, 12.68, 20.91),
-        "HybridEP": (2.48, 2.63, 2.74, 2.82, 3.01, 3.78),
-    },
-    "L": {
-        "Tutel": (3.74, 7.30, 10.69, 13.54, 18.59, 28.46),
-        "FasterMoE": (3.86, 7.50, 11.09, 13.88, 19.32, 29.43),
-        "SmartMoE": (3.82, 7.46, 10.94, 14.08, 19.25, 29.53),
-        "HybridEP": (3.49, 3.53, 3.54, 3.85, 4.24, 5.20),
-    },
+    "M": {"Tutel": (2.52, 4.26, 5.82, 7.62, 12.65, 20.35), "HybridEP": (2.48, 2.63, 2.74, 2.82, 3.01, 3.78)},
+    "L": {"Tutel": (3.74, 7.30, 10.69, 13.54, 18.59, 28.46), "HybridEP": (3.49, 3.53, 3.54, 3.85, 4.24, 5.20)},
 }
 CLUSTERS = {"M": (2, 8), "L": (4, 8)}
 # Table VI: (token MB, expert MB) -> seconds with partition alone and with migration.
@@ -69,8 +51,7 @@ TABLE_VI = {
 SIZES_VI = {"S": (1, 8), **CLUSTERS}
 PAPER_RATIO = 50.0
 
-PARTS = ("kinds", "table", "sweeps", "ours")
-Record = dict[str, Any]
+PARTS = ("table", "sweeps", "ours")
 
 
 def model_of(num_experts: int, *, top_k: int = 1, layers: int = PAPER_LAYERS) -> MoEModel:
@@ -96,10 +77,10 @@ def packets_of(num_bytes: float) -> LevelCodecs:
 # ---- Table V ----
 
 
-def paper_scenario(
-    cluster: Cluster, sizes: tuple[int, int], token_mb: float, packet_factor: float, slowness: float
-) -> Scenario:
-    """One iteration of the paper's systems; domain sizes of 1 are Tutel's padded exchange.
+def paper_s(
+    sizes: tuple[int, ...], domains: tuple[int, ...], token_mb: float, packet_factor: float, slowness: float
+) -> float:
+    """Simulated seconds of one iteration of the paper's systems; domain sizes of 1 are Tutel's padded exchange.
 
     HybridEP is one domain over everything, which is what the paper's rule gives for all of Table V but one cell.
 
@@ -111,32 +92,26 @@ def paper_scenario(
     packet_factor: bytes that an expert takes on the link over the 0.36 MB that the table gives.
     slowness: seconds of computation over those at 125 TFLOPS.
     """
-    layout = Layout(
-        spans=cluster.sizes,
-        domain_sizes=sizes,
-        codecs=(packets_of(packet_factor * PAPER_PACKET_BYTES),) * 2,
-        is_padded=sizes == (1, 1),
-    )
-    return Scenario(
-        cluster=cluster,
-        layout=layout,
+    codecs = (packets_of(packet_factor * PAPER_PACKET_BYTES),) * 2
+    scenario = Scenario(
+        cluster=cluster_of(*sizes, ETHERNET),
+        layout=Layout(spans=sizes, domain_sizes=domains, codecs=codecs, is_padded=domains == (1, 1)),
         workload=Workload(model=model_of(32), tokens_per_rank=round(token_mb * MEGA / 2 / ROW_BYTES), zero_stage=0),
         rates=Rates(flops_per_s=A800_FLOPS_PER_S / slowness, overlap=0.0),
         assumptions=Assumptions(gathers_by_level=False),
     )
+    return simulate(scenario).step_s
 
 
 def table_v(packet_factor: float, slowness: float) -> Iterator[Record]:
     """Every cell of Table V beside the simulated one."""
     for name, sizes in CLUSTERS.items():
-        cluster = cluster_of(*sizes, ETHERNET)
         for index, token_mb in enumerate(TOKEN_MB):
-            flat = simulate(paper_scenario(cluster, (1, 1), token_mb, packet_factor, slowness)).step_s
-            hybrid = simulate(paper_scenario(cluster, sizes, token_mb, packet_factor, slowness)).step_s
-            cells = {system: column[index] for system, column in TABLE_V[name].items()}
             yield {
-                "part": "table V", "cluster": name, "token_mb": token_mb, "paper": cells, "flat_s": flat,
-                "hybrid_s": hybrid,
+                "part": "table V", "cluster": name, "token_mb": token_mb,
+                "paper": {system: column[index] for system, column in TABLE_V[name].items()},
+                "flat_s": paper_s(sizes, (1, 1), token_mb, packet_factor, slowness),
+                "hybrid_s": paper_s(sizes, sizes, token_mb, packet_factor, slowness),
             }  # fmt: skip
 
 
@@ -144,23 +119,15 @@ def fit_two_constants() -> tuple[float, float]:
     """(packet_factor, slowness) of least worst error in the HybridEP column."""
 
     def worst_error(constants: tuple[float, float]) -> float:
-        return max(abs(simulated / measured - 1) for simulated, measured in hybrid_column(*constants))
+        return max(
+            abs(paper_s(sizes, sizes, token_mb, *constants) / measured - 1)
+            for name, sizes in CLUSTERS.items()
+            for token_mb, measured in zip(TOKEN_MB, TABLE_V[name]["HybridEP"], strict=True)
+        )
 
     factors = [2.0 + 0.1 * index for index in range(11)]
     slownesses = [2.0 + 0.5 * index for index in range(9)]
     return min(itertools.product(factors, slownesses), key=worst_error)
-
-
-def hybrid_column(packet_factor: float, slowness: float) -> list[tuple[float, float]]:
-    """(simulated, measured) seconds of the HybridEP column."""
-    pairs = []
-    for name, sizes in CLUSTERS.items():
-        cluster = cluster_of(*sizes, ETHERNET)
-        for token_mb, measured in zip(TOKEN_MB, TABLE_V[name]["HybridEP"], strict=True):
-            pairs.append(
-                (simulate(paper_scenario(cluster, sizes, token_mb, packet_factor, slowness)).step_s, measured)
-            )
-    return pairs
 
 
 def table_vi(packet_factor: float, slowness: float) -> Iterator[Record]:
@@ -170,17 +137,12 @@ def table_vi(packet_factor: float, slowness: float) -> Iterator[Record]:
     """
     for (token_mb, expert_mb), columns in TABLE_VI.items():
         for name, (alone, migrated) in columns.items():
-            cluster = cluster_of(*SIZES_VI[name], ETHERNET)
-            found = {}
+            sizes, found = SIZES_VI[name], {}
             for what, factor in (("alone", 1.0), ("migrated", packet_factor / PAPER_RATIO)):
                 relative = factor * expert_mb * MEGA / PAPER_PACKET_BYTES
-                found[what] = min(
-                    (simulate(paper_scenario(cluster, (dcs, gpus), token_mb, relative, slowness)).step_s, (dcs, gpus))
-                    for dcs in divisors(cluster.sizes[0])
-                    for gpus in divisors(cluster.sizes[1])
-                )
-                everything = paper_scenario(cluster, cluster.sizes, token_mb, relative, slowness)
-                found[f"{what}, one domain"] = (simulate(everything).step_s, cluster.sizes)
+                domains = itertools.product(*map(divisors, sizes))
+                found[what] = min((paper_s(sizes, one, token_mb, relative, slowness), one) for one in domains)
+                found[f"{what}, one domain"] = (paper_s(sizes, sizes, token_mb, relative, slowness), sizes)
             yield {
                 "part": "table VI", "cluster": name, "token_mb": token_mb, "expert_mb": expert_mb,
                 "paper": {"alone": alone, "migrated": migrated}, "simulated": found,
@@ -188,73 +150,45 @@ def table_vi(packet_factor: float, slowness: float) -> Iterator[Record]:
 
 
 def describe_table_vi(records: Sequence[Record]) -> str:
-    """Markdown."""
-    lines = [
-        "",
-        "| MB | cluster | partition alone: paper, simulated | with migration: paper, simulated | one domain |",
-        "|---" * 5 + "|",
-    ]
+    rows = []
     for one in records:
         paper, found = one["paper"], one["simulated"]
-        lines.append(
-            f"| {one['token_mb']} & {one['expert_mb']} | {one['cluster']} "
-            f"| {paper['alone']}, {found['alone'][0]:.2f} {list(found['alone'][1])} "
-            f"| {paper['migrated']}, {found['migrated'][0]:.2f} {list(found['migrated'][1])} "
-            f"| {found['migrated, one domain'][0]:.2f} |"
-        )
-    return "\n".join(lines)
+        cells = [f"{paper[way]}, {found[way][0]:.2f} {list(found[way][1])}" for way in ("alone", "migrated")]
+        size = f"{one['token_mb']} & {one['expert_mb']}"
+        rows.append([size, one["cluster"], *cells, f"{found['migrated, one domain'][0]:.2f}"])
+    header = ("partition alone: paper, simulated", "with migration: paper, simulated", "one domain")
+    return table(("MB", "cluster", *header), rows)
 
 
-def affine_residual(values: Sequence[float]) -> float:
-    """Worst relative error of the best affine fit of a column of Table V over its token data."""
-    slope, intercept = statistics.linear_regression(TOKEN_MB, values)
-    return max(abs((intercept + slope * mb) / value - 1) for mb, value in zip(TOKEN_MB, values, strict=True))
-
-
-def describe_table_v(records: Sequence[Record], packet_factor: float, slowness: float) -> str:
-    """Markdown."""
-    lines = [
-        f"Fitted on HybridEP: packets {packet_factor:.3g} times as large, GPUs {slowness:.3g} times slower",
-        "",
-    ]
-    lines += ["| cluster | token MB | Tutel | flat, simulated | HybridEP | simulated | error |", "|---" * 7 + "|"]
+def describe_table_v(records: Sequence[Record]) -> str:
+    rows = []
     for one in records:
-        error = one["hybrid_s"] / one["paper"]["HybridEP"] - 1
-        lines.append(
-            f"| {one['cluster']} | {one['token_mb']} | {one['paper']['Tutel']} | {one['flat_s']:.2f} "
-            f"| {one['paper']['HybridEP']} | {one['hybrid_s']:.2f} | {100 * error:+.1f}% |"
-        )
-    for name in CLUSTERS:
-        flat = [one["flat_s"] for one in records if one["cluster"] == name]
-        tutel = TABLE_V[name]["Tutel"]
-        slope, expected = (flat[5] - flat[3]) / 144, (tutel[5] - tutel[3]) / 144
-        lines.append(
-            f"\n{name}: seconds per MB from 48 to 192 MB: Tutel {expected:.4f}, simulated {slope:.4f} "
-            f"({100 * (slope / expected - 1):+.0f}%); "
-            f"the best affine fit of Tutel's column is up to {100 * affine_residual(tutel):.0f}% off"
-        )
-    return "\n".join(lines)
+        paper, error = one["paper"], one["hybrid_s"] / one["paper"]["HybridEP"] - 1
+        cells = [paper["Tutel"], f"{one['flat_s']:.2f}", paper["HybridEP"], f"{one['hybrid_s']:.2f}"]
+        rows.append([one["cluster"], one["token_mb"], *cells, f"{100 * error:+.1f}%"])
+    first = records[0]
+    title = "Fitted on HybridEP: packets {packet_factor:.3g} times as large, GPUs {slowness:.3g} times slower\n\n"
+    header = ("cluster", "token MB", "Tutel", "flat, simulated", "HybridEP", "simulated", "error")
+    return title.format(**first) + table(header, rows)
 
 
 # ---- the paper's sweeps ----
 
 
 def sweeps() -> Iterator[Record]:
-    """Speed-up over flat EP with domains of 4 DCs, and with domains of half of all DCs (p = 1/2).
+    """Speed-ups over flat EP with domains of 4 DCs, with domains of half of all DCs (p = 1/2), and of our planner.
 
     Assumed: one GPU in each DC and one expert on each GPU, as in the paper's derivation; 192 MB of token data for a
     dispatch and its combine; packets of 0.36 MB and a tenth of it; top-1, so that there is nothing to de-duplicate; no
     latency; gradients return.
     """
-    for packet_mb in SWEEP_PACKET_MB:
-        for num_dcs in SWEEP_DCS:
-            for gbps in GBPS:
-                sizes = {"flat": 1, "fixed size": 4, "fixed share": num_dcs // 2}
-                seconds = {name: sweep_s(num_dcs, size, gbps, packet_mb) for name, size in sizes.items()}
-                yield {
-                    "part": "sweep", "packet_mb": packet_mb, "dcs": num_dcs, "gbps": gbps, "step_s": seconds,
-                    "ours": sweep_choices(num_dcs, gbps, packet_mb),
-                }  # fmt: skip
+    for packet_mb, num_dcs, gbps in itertools.product(SWEEP_PACKET_MB, SWEEP_DCS, GBPS):
+        sizes = {"fixed size": 4, "fixed share": num_dcs // 2}
+        gains = {name: gain_of(num_dcs, size, gbps, packet_mb) for name, size in sizes.items()}
+        yield {
+            "part": "sweep", "packet_mb": packet_mb, "dcs": num_dcs, "gbps": gbps,
+            "gains": gains | planner_gains(num_dcs, gbps, packet_mb),
+        }  # fmt: skip
 
 
 def sweep_question(num_dcs: int, gbps: float, packet_mb: float, memory_bytes: float | None = None) -> Question:
@@ -262,127 +196,85 @@ def sweep_question(num_dcs: int, gbps: float, packet_mb: float, memory_bytes: fl
     return Question(
         cluster=Cluster((Level("dc", num_dcs, Link(gbps * GIGA_BIT, 0.0)),)),
         workload=Workload(model=model_of(num_dcs), tokens_per_rank=round(96 * MEGA / ROW_BYTES), zero_stage=0),
-        rates=Rates(flops_per_s=A800_FLOPS_PER_S),
-        codecs=(packets_of(packet_mb * MEGA),),
-        memory_bytes=memory_bytes,
-        host_memory_bytes=None if memory_bytes is None else HOST_BYTES,
-    )
+        rates=Rates(flops_per_s=A800_FLOPS_PER_S), codecs=(packets_of(packet_mb * MEGA),),
+        memory_bytes=memory_bytes, host_memory_bytes=None if memory_bytes is None else HOST_BYTES,
+    )  # fmt: skip
 
 
-def sweep_s(num_dcs: int, domain_size: int, gbps: float, packet_mb: float) -> float:
-    """Simulated seconds of one point of a sweep."""
+def gain_of(num_dcs: int, domain_size: int, gbps: float, packet_mb: float) -> float:
+    """Simulated speed-up over flat EP at one point of a sweep."""
     question = sweep_question(num_dcs, gbps, packet_mb)
-    return step_s_of(
-        question, Layout(spans=(num_dcs,), domain_sizes=(domain_size,), codecs=(packets_of(packet_mb * MEGA),))
-    )
+    flat = Layout(spans=(num_dcs,), domain_sizes=(1,), codecs=(packets_of(packet_mb * MEGA),))
+    return step_s_of(question, flat) / step_s_of(question, replace(flat, domain_sizes=(domain_size,)))
 
 
-def sweep_choices(num_dcs: int, gbps: float, packet_mb: float) -> Record:
-    """The planner's own choice at a point of a sweep, with the paper's packets, by memory of a GPU.
-
-    "checkpointed": in 80 GB too, with activation checkpointing, as is the flat EP beside it.
-    """
+def planner_gains(num_dcs: int, gbps: float, packet_mb: float) -> dict[str, float]:
+    """Of the planner's own choice at a point of a sweep, with the paper's packets, by memory of a GPU."""
     found = {}
-    for name, memory_bytes in (("unlimited", None), ("80", 80e9), ("checkpointed", 80e9)):
+    for name, memory_bytes in ((UNLIMITED, None), (IN_80_GB, 80e9)):
         question = sweep_question(num_dcs, gbps, packet_mb, memory_bytes)
-        if name == "checkpointed":
-            question = replace(question, workload=replace(question.workload, is_checkpointed=True))
-        plan = make_plan(question)
-        best = fastest_simulated(question, [plan.best, *plan.others[:3]])
-        flat = Layout(spans=(num_dcs,), domain_sizes=(1,), codecs=best.layout.codecs)
-        found[name] = {
-            "plan": best.label,
-            "step_s": step_s_of(question, best.layout),
-            "flat_s": step_s_of(question, flat),
-            "gpu_gb": best.memory.total_bytes / 1e9,
-            "host_gb": best.memory.host_bytes / 1e9,
-        }
+        best = fastest_simulated(question, make_plan(question)).layout
+        flat = Layout(spans=(num_dcs,), domain_sizes=(1,), codecs=best.codecs)
+        found[name] = step_s_of(question, flat) / step_s_of(question, best)
     return found
 
 
 def paper_range() -> Iterator[Record]:
     """For domains of a share of 1000 DCs: at which bandwidth the speed-up is 1.45, and where it has fallen to 1.05.
 
-    "ours": the planner's choice at these bandwidths, and its speed-up there.
+    "gains": those of the planner's choice at these bandwidths.
     """
-    for domain_size in (125, 250, 500):
-        for packet_mb in SWEEP_PACKET_MB:
-            found = {f"{wanted:g}": gbps_of(domain_size, packet_mb, wanted) for wanted in (1.45, 1.05)}
-            ours = {}
-            for wanted, gbps in found.items():
-                if gbps is not None:
-                    ours[wanted] = {
-                        memory: {**one, "speed_up": one["flat_s"] / one["step_s"]}
-                        for memory, one in sweep_choices(1000, gbps, packet_mb).items()
-                    }
-            yield {
-                "part": "range", "dcs": 1000, "domain_size": domain_size, "packet_mb": packet_mb, "gbps": found,
-                "ours": ours,
-            }  # fmt: skip
+    for domain_size, packet_mb, wanted in itertools.product((125, 250, 500), SWEEP_PACKET_MB, (1.45, 1.05)):
+        gbps = gbps_of(domain_size, packet_mb, wanted)
+        yield {
+            "part": "range", "dcs": 1000, "domain_size": domain_size, "packet_mb": packet_mb, "gain": wanted,
+            "gbps": gbps, "gains": {} if gbps is None else planner_gains(1000, gbps, packet_mb),
+        }  # fmt: skip
 
 
 def gbps_of(domain_size: int, packet_mb: float, wanted: float) -> float | None:
     """Gbit/s (0.1 to 10000) above which the speed-up on 1000 DCs is below `wanted`; None where it never is more."""
-
-    def speed_up(gbps: float) -> float:
-        return sweep_s(1000, 1, gbps, packet_mb) / sweep_s(1000, domain_size, gbps, packet_mb)
-
     low, high = 0.1, 1e4
-    if speed_up(low) < wanted:
+    if gain_of(1000, domain_size, low, packet_mb) < wanted:
         return None
     for _ in range(12):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if speed_up(middle) >= wanted else (low, middle)
+        is_enough = gain_of(1000, domain_size, middle, packet_mb) >= wanted
+        low, high = (middle, high) if is_enough else (low, middle)
     return low
 
 
-def _ours(record: Record, name: str) -> float:
-    return float(record["ours"][name]["flat_s"] / record["ours"][name]["step_s"])
-
-
-# Speed-ups over flat EP.
-SWEEPS: dict[str, Callable[[Record], float]] = {
-    "fixed size": lambda one: one["step_s"]["flat"] / one["step_s"]["fixed size"],
-    "fixed share": lambda one: one["step_s"]["flat"] / one["step_s"]["fixed share"],
-    "the planner's choice": lambda one: _ours(one, "unlimited"),
-    "the planner's choice in 80 GB": lambda one: _ours(one, "80"),
-    "the planner's choice in 80 GB, checkpointed": lambda one: _ours(one, "checkpointed"),
-}
-
-PLOTTED = {  # of these: label, colour, and where the label stands beside the line's end
-    "the planner's choice": ("our planner, memory without limit", "#0072B2", 1.0),
-    "the planner's choice in 80 GB": ("our planner in 80 GB", "#009E73", 1.12),
+UNLIMITED, IN_80_GB = "the planner's choice", "the planner's choice in 80 GB"
+PLOTTED = {  # label, colour, and where the label stands beside the line's end
+    UNLIMITED: ("our planner, memory without limit", "#0072B2", 1.0),
+    IN_80_GB: ("our planner in 80 GB", "#009E73", 1.12),
     "fixed share": ("domains of half of all", "#D55E00", 1.0),
     "fixed size": ("domains of 4", "#777777", 0.93),
 }
 
 
 def describe_sweeps(records: Sequence[Record]) -> str:
-    """Markdown: speed-ups by number of DCs and bandwidth."""
-    lines = []
-    for name, speed_up in SWEEPS.items():
-        for packet_mb in dict.fromkeys(one["packet_mb"] for one in records):
-            lines += ["", f"Speed-up over flat EP, {name}, packets of {packet_mb} MB:", ""]
-            lines += [
-                "| DCs | " + " | ".join(f"{gbps:g} Gbit/s" for gbps in GBPS) + " |",
-                "|---" * (len(GBPS) + 1) + "|",
-            ]
-            for num_dcs in SWEEP_DCS:
-                row = [one for one in records if one["dcs"] == num_dcs and one["packet_mb"] == packet_mb]
-                cells = " | ".join(f"{speed_up(one):.2f}" for one in row)
-                lines.append(f"| {num_dcs} | {cells} |")
-    return "\n".join(lines)
+    """Speed-ups by number of DCs and bandwidth."""
+    parts = []
+    for name, packet_mb in itertools.product(records[0]["gains"], SWEEP_PACKET_MB):
+        cells: dict[int, list[str]] = {}
+        for one in records:
+            if one["packet_mb"] == packet_mb:
+                cells.setdefault(one["dcs"], []).append(f"{one['gains'][name]:.2f}")
+        header = ["DCs", *(f"{gbps:g} Gbit/s" for gbps in GBPS)]
+        rows = ([num_dcs, *gains] for num_dcs, gains in cells.items())
+        parts.append(f"Speed-up over flat EP, {name}, packets of {packet_mb} MB:\n\n{table(header, rows)}")
+    return "\n\n".join(parts)
 
 
 def describe_range(records: Sequence[Record]) -> str:
-    """Markdown: where the paper's gains are found on 1000 DCs, and what the planner's choice gains there."""
-    lines = ["| domains of | packets | gain | Gbit/s | planner | in 80 GB | checkpointed |", "|---" * 7 + "|"]
+    """Where the paper's gains are found on 1000 DCs, and what the planner's choice gains there."""
+    rows = []
     for one in records:
-        for gain, gbps in one["gbps"].items():
-            cells = [f"{found['speed_up']:.2f}" for found in one["ours"].get(gain, {}).values()] or ["", "", ""]
-            where = "never" if gbps is None else f"{gbps:.3g}"
-            lines.append(f"| {one['domain_size']} | {one['packet_mb']} MB | {gain} | {where} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        where = "never" if one["gbps"] is None else f"{one['gbps']:.3g}"
+        gains = [f"{gain:.2f}" for gain in one["gains"].values()] or ["", ""]
+        rows.append([one["domain_size"], f"{one['packet_mb']} MB", one["gain"], where, *gains])
+    return table(("domains of", "packets", "gain", "Gbit/s", "planner", "in 80 GB"), rows)
 
 
 # ---- ours ----
@@ -391,7 +283,6 @@ OUR_CODECS = (
     LevelCodecs(),
     LevelCodecs(weight=CodecCost("patch", 47.0, is_lossy=False), gradient=CodecCost("low_rank", 25.0)),
 )
-HIERARCHICAL, RING = SyncModel(), BY_DEEPSPEED
 
 
 def ours(num_dcs: int = 1000) -> Iterator[Record]:
@@ -402,53 +293,39 @@ def ours(num_dcs: int = 1000) -> Iterator[Record]:
     feedback, both at no cost of computation; dense gradients level by level, exact, and for DeepSpeed's own layers
     also in rings, as it does them.
     """
-    for num_experts, accumulation in ((8000, 1), (8000, 8), (64, 1), (64, 8)):
-        for gbps in GBPS:
-            for memory_bytes in (None, 80e9):
-                workload = Workload(
-                    model=model_of(num_experts, top_k=2), tokens_per_rank=8192, micro_steps=accumulation
-                )
-                question = Question(
-                    cluster=cluster_of(num_dcs, 8, gbps * GIGA_BIT, 0.01), workload=workload,
-                    rates=Rates(flops_per_s=A800_FLOPS_PER_S), sync=HIERARCHICAL, codecs=OUR_CODECS,
-                    memory_bytes=memory_bytes, host_memory_bytes=None if memory_bytes is None else HOST_BYTES,
-                )  # fmt: skip
-                yield {
-                    "part": "ours", "experts": num_experts, "accumulation": accumulation, "gbps": gbps,
-                    "memory_gb": None if memory_bytes is None else memory_bytes / 1e9, **compared(question),
-                }  # fmt: skip
+    memories = ((None, None), (80e9, HOST_BYTES))
+    for num_experts, accumulation, gbps, (memory_bytes, host_bytes) in itertools.product(
+        (8000, 64), (1, 8), GBPS, memories
+    ):
+        model = model_of(num_experts, top_k=2)
+        question = Question(
+            cluster=cluster_of(num_dcs, 8, gbps * GIGA_BIT, 0.01),
+            workload=Workload(model=model, tokens_per_rank=8192, micro_steps=accumulation),
+            rates=Rates(flops_per_s=A800_FLOPS_PER_S), sync=SyncModel(), codecs=OUR_CODECS,
+            memory_bytes=memory_bytes, host_memory_bytes=host_bytes,
+        )  # fmt: skip
+        yield {
+            "part": "ours", "experts": num_experts, "accumulation": accumulation, "gbps": gbps,
+            "memory": "unlimited" if memory_bytes is None else "80 GB", **compared(question),
+        }  # fmt: skip
 
 
 def compared(question: Question) -> Record:
-    """Simulated steps of the planner's choice and of the ways beside it; priced-only ones are as the planner says."""
+    """The simulated step of the planner's choice, and its gains over flat EP, over flat EP with dense sums by level,
+    and over the better of the ways that are provided and fit, with dense sums by level."""
     plan = make_plan(question)
-    best = fastest_simulated(question, [plan.best, *plan.others[:3]])
-    ways: dict[str, Any] = {}
-    for way in plan.alternatives:
-        if way.layout is None:
-            ways[way.name] = {"step_s": way.step_s, "note": way.note}
-        else:
-            ways[way.name] = provided_s(question, way.layout) | {"lacking_gb": way.lacking_bytes / 1e9}
-    return {
-        "plan": best.label,
-        "step_s": step_s_of(question, best.layout),
-        "predicted_s": best.step_s,
-        "plan_gb": best.memory.total_bytes / 1e9,
-        "host_gb": best.memory.host_bytes / 1e9,
-        "ways": ways,
-    }
+    best = fastest_simulated(question, plan)
+    step_s = step_s_of(question, best.layout)
+    flat, *others = (way for way in plan.alternatives if way.layout is not None)
+    as_deepspeed = step_s_of(replace(question, sync=BY_DEEPSPEED), flat.layout)
+    fair = [step_s_of(question, way.layout) for way in others if not way.lacking_bytes]
+    gains = [as_deepspeed / step_s, step_s_of(question, flat.layout) / step_s, min(fair) / step_s]
+    return {"plan": best.label, "step_s": step_s, "gains": gains}
 
 
-def provided_s(question: Question, layout: Layout) -> dict[str, float]:
-    """Simulated seconds with dense sums level by level, and as DeepSpeed does them where the layer is DeepSpeed's."""
-    seconds = {"by_level_s": step_s_of(question, layout)}
-    seconds["step_s"] = step_s_of(replace(question, sync=RING), layout) if layout.is_padded else seconds["by_level_s"]
-    return seconds
-
-
-def fastest_simulated(question: Question, candidates: Sequence[Candidate]) -> Candidate:
+def fastest_simulated(question: Question, plan: Plan) -> Candidate:
     """The one with the shortest simulated step among the planner's first few that fit."""
-    fitting = [candidate for candidate in candidates if not candidate.lacking_bytes]
+    fitting = [candidate for candidate in (plan.best, *plan.others[:3]) if not candidate.lacking_bytes]
     return min(fitting, key=lambda candidate: step_s_of(question, candidate.layout))
 
 
@@ -461,72 +338,13 @@ def step_s_of(question: Question, layout: Layout) -> float:
 
 
 def describe_ours(records: Sequence[Record]) -> str:
-    """Markdown: factors over flat EP as it is and with dense sums by level, and over the better baseline that fits."""
-    lines = [
-        "| experts | accumulation | Gbit/s | memory | plan | s/step | over flat EP | its dense sums by level "
-        "| over the better fair baseline | faster elsewhere |",
-        "|---" * 10 + "|",
-    ]
+    rows = []
     for one in records:
-        ways = one["ways"]
-        flat, *others = ways.items()
-        fair = [way["by_level_s"] for _, way in others if "by_level_s" in way and not way["lacking_gb"]]
-        elsewhere = [
-            f"{name} {way['step_s']:.3g} s"
-            for name, way in others
-            if "note" in way and way["step_s"] is not None and way["step_s"] < one["step_s"]
-        ]
-        memory = "unlimited" if one["memory_gb"] is None else f"{one['memory_gb']:g} GB"
         plan = one["plan"].replace("|", " then ")  # a bar would end the cell
-        lines.append(
-            f"| {one['experts']} | {one['accumulation']} | {one['gbps']:g} | {memory} | {plan} "
-            f"| {one['step_s']:.3g} | {flat[1]['step_s'] / one['step_s']:.2f} "
-            f"| {flat[1]['by_level_s'] / one['step_s']:.2f} | {min(fair) / one['step_s']:.2f} "
-            f"| {'; '.join(elsewhere)} |"
-        )
-    return "\n".join(lines)
-
-
-# ---- what it takes ----
-
-
-def kinds() -> Iterator[Record]:
-    """Processor seconds and memory for 1000 DCs of 8 GPUs, 16 layers, 8000 experts, with DCs of several kinds."""
-    draw = random.Random(0)
-    for num_kinds, domain_size, order in ((1, 4, ""), (16, 1, "random"), (16, 4, "in domains"), (64, 1, "random"),
-                                          (16, 4, "random"), (1000, 1, "random")):  # fmt: skip
-        of_dc = [
-            draw.randrange(num_kinds) if order == "random" else dc // domain_size % num_kinds for dc in range(1000)
-        ]
-        scenario = Scenario(
-            cluster=cluster_of(1000, 8, ETHERNET, 0.01),
-            layout=Layout(spans=(1000, 8), domain_sizes=(domain_size, 1), codecs=(LevelCodecs(),) * 2),
-            workload=Workload(model=model_of(8000, top_k=2, layers=16), tokens_per_rank=8192),
-            rates=Rates(flops_per_s=A800_FLOPS_PER_S),
-            deviations=tuple(
-                Deviation(place=(dc,), bandwidth_factor=1 / (1 + 1.6 * kind / num_kinds))
-                for dc, kind in enumerate(of_dc)
-            ),
-        )
-        begin_s = time.process_time()
-        step = simulate(scenario)
-        yield {
-            "part": "kinds", "kinds": num_kinds, "domain_size": domain_size, "order": order, "step_s": step.step_s,
-            "classes": step.num_classes, "quantisation": step.quantisation,
-            "cpu_s": time.process_time() - begin_s,
-            "process_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
-        }  # fmt: skip
-
-
-def describe_kinds(records: Sequence[Record]) -> str:
-    """Markdown."""
-    lines = ["| kinds | domains of | order | classes | rates off by | CPU seconds | GB |", "|---" * 7 + "|"]
-    lines += [
-        f"| {one['kinds']} | {one['domain_size']} | {one['order']} | {one['classes']} "
-        f"| {100 * one['quantisation']:.0f}% | {one['cpu_s']:.1f} | {one['process_gb']:.2f} |"
-        for one in records
-    ]
-    return "\n".join(lines)
+        numbers = [f"{one['step_s']:.3g}", *(f"{gain:.2f}" for gain in one["gains"])]
+        rows.append([one["experts"], one["accumulation"], f"{one['gbps']:g}", one["memory"], plan, *numbers])
+    header = ("experts", "accumulation", "Gbit/s", "memory", "plan", "s/step", "over flat EP")
+    return table((*header, "its dense sums by level", "over the better fair baseline"), rows)
 
 
 # ---- plots ----
@@ -543,14 +361,14 @@ def plot_sweeps(records: Sequence[Record], path: Path, gbps: float = 10.0) -> No
     chosen = [one for one in records if one["gbps"] == gbps and one["packet_mb"] == min(SWEEP_PACKET_MB)]
     figure, axes = pyplot.subplots(figsize=(9, 4))
     for name, (label, color, height) in PLOTTED.items():
-        gains = list(map(SWEEPS[name], chosen))
+        gains = [one["gains"][name] for one in chosen]
         axes.plot([one["dcs"] for one in chosen], gains, "o-", color=color, linewidth=2)
         axes.annotate(label, (1120, gains[-1] * height), color=color, va="center", fontsize=9)
-    in_80_gb = {one["dcs"]: SWEEPS["the planner's choice in 80 GB"](one) for one in chosen}
+    in_80_gb = {one["dcs"]: one["gains"][IN_80_GB] for one in chosen}
     title = f"In 80 GB: {in_80_gb[64]:.1f}x at 64 datacentres, {in_80_gb[1000]:.2f}x at 1000"
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     axes.set(xscale="log", yscale="log", xlabel=f"datacentres, each with one GPU and {gbps:g} Gbit/s")
-    axes.set(ylabel="speed-up over flat EP", xlim=(3.6, 4500))
+    axes.set(ylabel="speed-up over flat EP", xlim=(3.6, 4500), ylim=(0.8, 11))
     axes.set_xticks([4, 16, 64, 256, 1000])
     axes.set_yticks([1, 2, 5, 10])
     for axis in (axes.xaxis, axes.yaxis):
@@ -562,55 +380,36 @@ def plot_sweeps(records: Sequence[Record], path: Path, gbps: float = 10.0) -> No
     pyplot.close(figure)
 
 
-def describe(records: Sequence[Record]) -> str:
-    """Markdown: the tables of all parts that are there."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="for the report's SVG")
+
+
+def run(args: argparse.Namespace, records: Records) -> None:
+    for part in args.parts:
+        if part == "table":
+            constants = fit_two_constants()
+            about = {"packet_factor": constants[0], "slowness": constants[1]}
+            found: Iterable[Record] = ({**one, **about} for one in (*table_v(*constants), *table_vi(*constants)))
+        else:
+            found = itertools.chain(sweeps(), paper_range()) if part == "sweeps" else ours()
+        for one in found:
+            records.add({"part": one.pop("part")}, **one)
+
+
+def report(records: list[Record], args: argparse.Namespace) -> str:
     of_part: dict[str, list[Record]] = {}
     for one in records:
-        of_part.setdefault(one["part"], []).append(one)
-    parts = []
-    if table := of_part.get("table V"):
-        parts.append(describe_table_v(table, table[0]["packet_factor"], table[0]["slowness"]))
-    for part, describe_part in DESCRIBE.items():
-        if part in of_part:
-            parts.append(describe_part(of_part[part]))
-    return "\n\n".join(parts)
+        of_part.setdefault(one["params"]["part"], []).append(one)
+    if args.plots is not None:
+        plot_sweeps(of_part["sweep"], args.plots / "scale-sweeps.svg")
+    return "\n\n".join(DESCRIBE[part](found) for part, found in of_part.items())
 
 
 DESCRIBE = {
+    "table V": describe_table_v,
     "table VI": describe_table_vi,
     "sweep": describe_sweeps,
     "range": describe_range,
     "ours": describe_ours,
-    "kinds": describe_kinds,
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--out", type=Path, help="JSON lines, written anew")
-    parser.add_argument("--report", type=Path, metavar="RECORDS", help="print the tables of such lines; run nothing")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="for SVGs")
-    args = parser.parse_args()
-    records: list[Record] = []
-    if args.report is not None:
-        records = [json.loads(line) for line in args.report.read_text().splitlines()]
-    for part in args.parts if args.report is None else ():
-        if part == "table":
-            constants = fit_two_constants()
-            found = [*table_v(*constants), *table_vi(*constants)]
-            records += [{**one, "packet_factor": constants[0], "slowness": constants[1]} for one in found]
-        elif part == "sweeps":
-            records += [*sweeps(), *paper_range()]
-        else:
-            records += ours() if part == "ours" else kinds()
-    print(describe(records))
-    if args.plots is not None:
-        plot_sweeps([one for one in records if one["part"] == "sweep"], args.plots / "scale-sweeps.svg")
-    if args.out is not None:
-        about = {"case": "scale", "versions": bench.versions()}
-        args.out.write_text("".join(json.dumps({**about, **record}) + "\n" for record in records))
-
-
-if __name__ == "__main__":
-    main()

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 from ds_hybridep.version import __version__
 
 if TYPE_CHECKING:
-    from ds_hybridep.integration.api import attach, detach, refresh, replan, site, stats, trace
+    from ds_hybridep.integration.api import detach, refresh, replan, site, stats, trace
     from ds_hybridep.integration.estimate import estimate_hybridep_mem_needs_all_live
     from ds_hybridep.integration.saving import save_pretrained
+    from ds_hybridep.integration.start import attach
     from ds_hybridep.sites.data import SiteSampler
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
 
 _MODULES = {
     "SiteSampler": "sites.data",
+    "attach": "integration.start",
     "estimate_hybridep_mem_needs_all_live": "integration.estimate",
     "save_pretrained": "integration.saving",
 }

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The "hybridep" block of a DeepSpeed config, checked by pydantic and kept in frozen models.
-
-A field's annotation says what the field accepts, and `Says` beside it has the words for people.
-"""
+"""The "hybridep" block of a DeepSpeed config, checked by pydantic and kept in frozen models."""
 
 import math
 import os
@@ -10,40 +7,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, ValidationInfo, model_validator
 
 from ds_hybridep.config_codecs import (
     AUTO_CODEC,
     IDENTITY,
     PATCH,
     AnyCodec,
-    AutoConfig,
-    BlockwiseConfig,
     CodecConfig,
     CodecSet,
     GradientCodec,
-    IdentityConfig,
-    LowRankConfig,
     OpenGradientCodec,
     OpenWeightCodec,
-    PatchConfig,
     Settings,
     TokenCodec,
     TokenCodecConfig,
     WeightCodec,
     describe_codec,
-    integer,
     recommended_codecs,
 )
-from ds_hybridep.config_messages import MINIMAL_BLOCK, Says, cut, explain, shown
+from ds_hybridep.config_messages import MINIMAL_BLOCK, cut, explain, shown
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level, Link, divisors
 from ds_hybridep.plan.models import parser_of
@@ -57,48 +40,21 @@ MS_PER_S = 1e3
 
 MAX_CHILDREN = 1_000_000  # of a parent: more is a mistake, and finding their divisors would take long
 
-
-def _tuple(entries: object) -> object:
-    return tuple(entries) if isinstance(entries, list) else entries
-
-
-def _in_order(ports: tuple[int, int]) -> tuple[int, int]:
-    if ports[0] > ports[1]:
-        raise ValueError
-    return ports
-
-
-_CODECS = Says("a list of codecs", 'for example ["int8"]')
-_LEVELS = Says("a list of at least one level, or the path of a cluster file", f"for example {MINIMAL_BLOCK}")
-_NAME = Says("a string that is not empty", 'give each level its own name, for example "dc"')
-_PATH = Says("a string that is not empty", "give the path of a file, or leave the key out")
-_PORTS = Says("the first and the last port of a range", "for example [29600, 29699]")
-_TLS = Says("an object with certificate, key and authority", "give the paths of three files in PEM format")
-_BANDWIDTH = Says("a finite number > 0", "give Gbit/s (bits, not bytes) of one child's uplink, or leave the key out")
-_LATENCY = Says("a finite number >= 0", "give milliseconds one way, or leave the key out")
-_SITES = Says("a list of at least two names", 'write for example ["a", "b"]')
-_MEETING = Says("HOST:PORT", "give the address at which all sites reach the meeting point")
-_TIMEOUT = Says("a finite number > 0 and at most 1e9", "give the longest wait in seconds, for example 600")
-
-Switch = Annotated[bool, Says("true or false", "write it without quotes")]
-Count = Annotated[int, Field(ge=0), integer(">= 0", 2)]
-GivenPath = Annotated[str, Field(pattern=r"\S"), _PATH]
-OptionalPath = Annotated[str | None, Field(pattern=r"\S"), _PATH]
-SiteName = Annotated[str, Field(pattern=r"^[\w.-]+$"), _NAME]
+Count = Annotated[int, Field(ge=0)]
+Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+SiteName = Annotated[str, Field(pattern=r"^[\w.-]+$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
-
-
-# ---- the block ----
+AsList = Field(strict=False)  # a list will do for a tuple
 
 
 class LevelConfig(Settings):
     """One entry of `levels`; docs/config.md says what each key means."""
 
-    name: Annotated[str, Field(pattern=r"\S"), _NAME]
-    size: Annotated[int, Field(ge=1, le=MAX_CHILDREN), integer(f">= 1 and at most {MAX_CHILDREN}", 2)]
-    bandwidth_gbps: Annotated[float | None, Field(gt=0, lt=1e299), _BANDWIDTH] = None  # so bits/s are finite too
-    latency_ms: Annotated[float | None, Field(ge=0), _LATENCY] = None
-    domain_size: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], integer('>= 1, or "auto"', 1)] = 1
+    name: Text
+    size: Annotated[int, Field(ge=1, le=MAX_CHILDREN)]
+    bandwidth_gbps: Annotated[float | None, Field(gt=0, lt=1e299)] = None  # so bits/s are finite too
+    latency_ms: Annotated[float | None, Field(ge=0)] = None
+    domain_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     codecs: Literal["recommended"] | None = None
     weight_codec: OpenWeightCodec = IDENTITY
     gradient_codec: OpenGradientCodec = IDENTITY
@@ -106,7 +62,7 @@ class LevelConfig(Settings):
     dense_gradient_codec: GradientCodec | None = None
     token_codec: TokenCodec = TokenCodecConfig(type="identity")
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    connections: Annotated[int, Field(ge=1, le=16), integer("from 1 to 16", 8)] = 1
+    connections: Annotated[int, Field(ge=1, le=16)] = 1
     congestion_control: Literal["bbr", "cubic"] | None = None
 
     @model_validator(mode="after")
@@ -126,13 +82,16 @@ class LevelConfig(Settings):
                     f'{key} stands beside codecs, which is "recommended" and has one already; leave out one of them '
                     f"(dense_{key} may stand beside codecs)"
                 )
-        for key in ("weight_codec", "dense_weight_codec"):
-            if self.backend == "nccl" and getattr(self, key) == PATCH:
-                raise ValueError(
-                    f'{key} is "patch", but backend is "nccl", and patches are messages of varying length, which NCCL '
-                    f'cannot carry; set backend to "gloo", or {key} to another codec'
-                )
+        self.check_backend()
         return self
+
+    def check_backend(self) -> None:
+        """Raises ValueError if the backend cannot carry the codecs."""
+        if self.backend == "nccl" and PATCH in (self.weight_codec, self.dense_weight_codec):
+            raise ValueError(
+                'backend is "nccl", which cannot carry "patch", because patches are messages of varying length; set '
+                'backend to "gloo", or write other codecs'
+            )
 
     @property
     def all_codecs(self) -> CodecSet:
@@ -155,29 +114,33 @@ class LevelConfig(Settings):
 class TLSConfig(Settings):
     """Files of this host for connections between ranks; docs/config.md says what each key means."""
 
-    certificate: GivenPath
-    key: GivenPath
-    authority: GivenPath
+    certificate: Text
+    key: Text
+    authority: Text
 
 
 class LinkConfig(Settings):
     """How ranks connect with each other; docs/config.md says what each key means."""
 
-    ports: Annotated[
-        Annotated[tuple[Port, Port], AfterValidator(_in_order)] | None, BeforeValidator(_tuple), _PORTS
-    ] = None
-    secret_file: OptionalPath = None
-    tls: Annotated[TLSConfig | None, _TLS] = None
+    ports: Annotated[tuple[Port, Port] | None, AsList] = None
+    secret_file: Text | None = None
+    tls: TLSConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_ports(self) -> "LinkConfig":
+        if self.ports is not None and self.ports[0] > self.ports[1]:
+            raise ValueError(f"ports is {list(self.ports)}, but the first port of a range must not be above the last")
+        return self
 
 
 class SitesConfig(Settings):
     """Other sites that train the same model, each in a job of its own; docs/sites.md says what each key means."""
 
-    names: Annotated[tuple[SiteName, ...], Field(min_length=2), BeforeValidator(_tuple), _SITES]
-    meeting_point: Annotated[str, Field(pattern=r"^[^\s:]+:\d+$"), _MEETING]
-    secret_file: GivenPath
-    name: OptionalPath = None
-    every: Annotated[int, Field(ge=1), integer(">= 1", 1)] = 1
+    names: Annotated[tuple[SiteName, ...], Field(min_length=2, strict=False)]
+    meeting_point: Annotated[str, Field(pattern=r"^[^\s:]+:\d+$")]  # HOST:PORT
+    secret_file: Text
+    name: SiteName | None = None
+    every: Annotated[int, Field(ge=1)] = 1
     codecs: Literal["recommended"] | None = None
 
     @model_validator(mode="after")
@@ -199,22 +162,22 @@ class AdvancedConfig(Settings):
     prefetch_depth: Count = 2
     kernels: Literal["auto", "compiled", "reference"] = "auto"
     verify_interval: Count = 100
-    dispatch_sms: Annotated[int | None, Field(ge=1), integer(">= 1", 16)] = None
-    replan: Switch = True
+    dispatch_sms: Annotated[int | None, Field(ge=1)] = None
+    replan: bool = True
 
 
 class HybridEPConfig(Settings):
     """The whole "hybridep" block, made by `parse_config`; docs/config.md says what each key means."""
 
-    levels: Annotated[tuple[LevelConfig, ...], Field(min_length=1), BeforeValidator(_tuple), _LEVELS] = ()
-    enabled: Switch = True
+    levels: Annotated[tuple[LevelConfig, ...], AsList] = ()
+    enabled: bool = True
     state: Literal["device", "host"] = "device"
     token_exchange: Literal["auto", "direct", "hierarchical", "deepspeed"] = "auto"
     dense_sync: Literal["deepspeed", "hierarchical"] | None = None
-    auto_codecs: Annotated[tuple[GradientCodec, ...], BeforeValidator(_tuple), _CODECS] = ()
-    timeout_s: Annotated[float, Field(gt=0, le=1e9), _TIMEOUT] = 600.0
+    auto_codecs: Annotated[tuple[GradientCodec, ...], AsList] = ()
+    timeout_s: Annotated[float, Field(gt=0, le=1e9)] = 600.0
     report_interval: Count = 10
-    report_file: OptionalPath = None
+    report_file: Text | None = None
     link: LinkConfig = LinkConfig()
     sites: SitesConfig | None = None
     advanced: AdvancedConfig = AdvancedConfig()
@@ -242,12 +205,6 @@ class HybridEPConfig(Settings):
         levels = []
         for index, level in enumerate(self.levels):
             if level.codecs is not None:
-                if level.backend == "nccl" and recommended.weight == PATCH:
-                    raise ConfigError(
-                        f'hybridep.levels[{index}].codecs is "recommended", which is "patch" for weights of '
-                        f'{BITS_PER_BYTE * itemsize} bits, but backend is "nccl", and patches are messages of varying '
-                        f'length, which NCCL cannot carry; set backend to "gloo", or write other codecs'
-                    )
                 level = level.model_copy(
                     update={
                         "codecs": None,
@@ -257,6 +214,10 @@ class HybridEPConfig(Settings):
                         "dense_gradient_codec": level.dense_gradient_codec or recommended.dense_gradient,
                     }
                 )
+                try:
+                    level.check_backend()
+                except ValueError as error:
+                    raise ConfigError(f"hybridep.levels[{index}].{error}") from None
             levels.append(level)
         return self.model_copy(update={"levels": tuple(levels)})
 
@@ -353,7 +314,7 @@ def parse_config(block: Mapping[str, Any], *, world_size: int, base_dir: str | P
     try:
         return HybridEPConfig.model_validate(given, context={"world_size": world_size})
     except ValidationError as error:
-        message = explain(error, given, "hybridep", _MODELS)
+        message = explain(error, given, "hybridep")
     raise ConfigError(source + message if message.startswith("hybridep.levels") else message)
 
 
@@ -389,22 +350,8 @@ def parse_codec(spec: object, *, where: str) -> CodecConfig:
     try:
         return _WEIGHT_CODEC.validate_python(spec)
     except ValidationError as error:
-        message = explain(error, spec, where, _MODELS)
+        message = explain(error, spec, where)
     raise ConfigError(message)
 
 
 _WEIGHT_CODEC: TypeAdapter[AnyCodec] = TypeAdapter(WeightCodec)
-_MODELS: dict[int | str, type[Settings]] = {  # by the keys and the codec types that pydantic's locations contain
-    "hybridep": HybridEPConfig,
-    "levels": LevelConfig,
-    "advanced": AdvancedConfig,
-    "link": LinkConfig,
-    "sites": SitesConfig,
-    "tls": TLSConfig,
-    "token_codec": TokenCodecConfig,
-    "identity": IdentityConfig,
-    **dict.fromkeys(("int8", "int4", "int2", "rest"), BlockwiseConfig),
-    "low_rank": LowRankConfig,
-    "patch": PatchConfig,
-    "auto": AutoConfig,
-}

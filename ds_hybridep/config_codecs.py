@@ -1,29 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of codecs in the "hybridep" block, and the set that it recommends.
-
-A field's annotation says what the field accepts, and `Says` beside it has the words for people.
-"""
+"""Settings of codecs in the "hybridep" block, and the set that it recommends."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from ds_hybridep.config_messages import Says
+from ds_hybridep.config_messages import nearest, shown
 from ds_hybridep.plan.packets import LARGEST_RANK
 
 DEFAULT_RATIO = 50.0  # of low rank: fp32 bytes over bytes sent
-BLOCKS = tuple(2**power for power in range(3, 11))  # allowed numbers of elements that share a scale
-
-
-def integer(allowed: str, example: int) -> Says:
-    return Says(f"an integer {allowed}", f"write it without quotes and without a fraction, for example {example}")
-
-
-def _is_block(block: int) -> int:
-    if block not in BLOCKS:
-        raise ValueError
-    return block
 
 
 def _named(codec: object) -> object:
@@ -31,17 +17,22 @@ def _named(codec: object) -> object:
     return {"type": codec} if isinstance(codec, str) else codec
 
 
-_RATIO = Says("a number > 1 and at most 1e6", "give fp32 bytes over bytes sent, for example 50")
-Block = Annotated[int, AfterValidator(_is_block), Says(f"one of {', '.join(map(str, BLOCKS))}", "choose one of these")]
-Rank = Annotated[int | None, Field(ge=1, le=LARGEST_RANK), integer(f"from 1 to {LARGEST_RANK}", 4)]
-Ratio = Annotated[float | None, Field(gt=1, le=1e6), _RATIO]
-Steps = Annotated[int, Field(ge=1, le=10**9), integer("from 1 to 1000000000", 64)]
-
-
 class Settings(BaseModel):
     """Immutable settings with fixed keys and types.  `model_copy(update={...})` makes changed ones."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, given: Any) -> Any:
+        """Goes before all other checks: a typo may be why another key is missing."""
+        for key in given if isinstance(given, Mapping) else ():
+            if key not in cls.model_fields:
+                raise ValueError(
+                    f"{shown(key).strip(chr(34))} is not a known key; {nearest(key, cls.model_fields) or 'remove it'} "
+                    f"(known keys: {', '.join(cls.model_fields)})"
+                )
+        return given
 
 
 class CodecConfig(Settings):
@@ -56,33 +47,26 @@ class CodecConfig(Settings):
 
 
 class IdentityConfig(CodecConfig):
-    """Sends every element, rounded to `dtype`."""
+    """No codec: every element is sent as it is."""
 
     type: Literal["identity"]
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
 
 class BlockwiseConfig(CodecConfig):
     """Small integers, with a scale for each `block` elements."""
 
     type: Literal["int8", "int4", "int2"]
-    block: Block = 128
-
-
-PlainCodec = Annotated[IdentityConfig | BlockwiseConfig, Field(discriminator="type"), BeforeValidator(_named)]
+    block: Literal[8, 16, 32, 64, 128, 256, 512, 1024] = 128
 
 
 class LowRankConfig(CodecConfig):
     """Two thin factors for each matrix; `codecs.low_rank` says what the options do."""
 
     type: Literal["low_rank"]
-    ratio: Ratio = None  # becomes DEFAULT_RATIO if no rank is given
-    rank: Rank = None
-    factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int4"
+    ratio: Annotated[float | None, Field(gt=1, le=1e6)] = None  # becomes DEFAULT_RATIO if no rank is given
+    rank: Annotated[int | None, Field(ge=1, le=LARGEST_RANK)] = None
+    factors: Literal["int4", "log4"] = "int4"
     weighting: Literal["none", "rms"] = "none"
-    iterations: Annotated[int, Field(ge=1, le=8), integer("from 1 to 8", 2)] = 2
-    refresh_interval: Steps = 64
-    fallback: PlainCodec = BlockwiseConfig(type="int4")
     rest: Annotated[BlockwiseConfig | None, BeforeValidator(_named)] = None
 
     @model_validator(mode="before")
@@ -95,10 +79,7 @@ class LowRankConfig(CodecConfig):
     @model_validator(mode="after")
     def _check(self) -> "LowRankConfig":
         if self.ratio is not None and self.rank is not None:
-            raise ValueError(
-                f"rank is {self.rank}, but ratio is {self.ratio:g}; leave out one of them: each matrix gets the rank "
-                f"that its ratio leads to, or all get one rank"
-            )
+            raise ValueError(f"rank is {self.rank}, but ratio is {self.ratio:g}; leave out one of them")
         return self
 
 
@@ -138,14 +119,9 @@ def describe_codec(codec: CodecConfig) -> str:
     words = [codec.type]
     for key in sorted(codec.spec.keys() - {"type"}):
         value = getattr(codec, key)
-        said = (
-            describe_codec(value)
-            if isinstance(value, CodecConfig)
-            else f"{value:g}"
-            if key.endswith("ratio")
-            else value
-        )
-        words.append(f"{key} {said}")
+        if isinstance(value, CodecConfig):
+            value = describe_codec(value)
+        words.append(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}")
     return " ".join(words)
 
 

@@ -1,21 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error that this package raises on purpose.
 
-HybridEPError (Exception)
-├── ConfigError (ValueError)                 a key of the "hybridep" block is unknown, missing or impossible
-├── PlanError (ValueError)                   cluster, expert-parallel group and domain sizes do not fit together
-├── UnsupportedError (RuntimeError)          DeepSpeed is used with a feature that is refused here
-├── AgreementError (RuntimeError)            ranks differ at start-up, or one of them did not report
-├── SiteError (RuntimeError)                 this site cannot train with the others, or they went on without it
-├── CommunicationError (RuntimeError)        a wait passed its time limit, or a transfer failed
-├── GradientNotReturnedError (RuntimeError)  the optimizer was stepped before replica gradients reached their owner
-├── VerificationError (RuntimeError)         a replica is not bit-equal to what its owner believes it to be
-├── PacketError (RuntimeError)               a compressed packet is of another codec or shape, or came out of order
-├── KernelBuildError (RuntimeError)          compiled kernels were asked for and could not be built or loaded
-├── ExportError (RuntimeError)               a checkpoint cannot be exported: its files, the model or the disk
-└── LabError (RuntimeError)                  a link-shaping experiment could not be set up or taken down
-
-Each is also the built-in error in brackets. A message says where, what was found, what was expected, what to do next.
+Each is also a built-in error.  A message says where, what was found, what was expected, what to do next.
 """
 
 

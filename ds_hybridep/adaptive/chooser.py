@@ -10,7 +10,6 @@ An option that has not run gets the difference of the most similar one that has.
 the best are tried too, one by one.  A choice holds until links or work change: the differences are useless then.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +23,7 @@ THRESHOLD = 0.03  # share of a step that another option must save
 HOPE = 0.1  # share of a step by which an option that has not run may be faster than expected
 CHANGE = 0.2  # share by which the tokens of a call must change to count as other work
 CHANGED_STEP = 0.2  # share by which new links must change a step to start a new choice
-LEAST_HORIZON = 100  # steps that a choice is expected to last at least; a change must pay off in them
+HORIZON = 100  # steps in which a change must pay off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +38,8 @@ class Choice:
 
     def describe(self) -> str:
         """The reason, in one line."""
-        text = f"{self.expected_s:.4g} s a step expected, {self.reason}"
-        return (
-            text if self.runner_up is None else f"{text}; runner-up {self.runner_up.label}, {self.runner_up_s:.4g} s"
-        )
+        other = "" if self.runner_up is None else f"; runner-up {self.runner_up.label}, {self.runner_up_s:.4g} s"
+        return f"{self.expected_s:.4g} s a step expected, {self.reason}{other}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +67,12 @@ class Look:
 class Chooser:
     """Chooses among options; a new choice starts when links or work change.
 
+    horizon: steps in which a change must pay off; infinite if there is only one choice.
     known: for each option that has run, the measured minus the predicted seconds of a step.
     """
 
     options: tuple[Option, ...]
-    horizon: float = LEAST_HORIZON  # steps that the choice is expected to last; infinite if it is the only choice
+    horizon: float = HORIZON
     known: dict[Option, float] = field(default_factory=dict)
     changes_left: int = MOST_CHANGES
     is_open: bool = True  # the next look may change the plan
@@ -85,7 +83,8 @@ class Chooser:
         """The option to run next, and whether it stays until steps change."""
         is_first = self.begin_step is None
         if is_first or look.has_changed((current, self.options[0])):
-            self.begin(look.step)
+            self.known.clear()
+            self.changes_left, self.is_open, self.begin_step = MOST_CHANGES, True, look.step
         elif not self.is_open:
             # Steps have changed, but links and work measured the same.  A few more steps show if the work has changed.
             return current, not look.was_settled
@@ -94,14 +93,6 @@ class Chooser:
             self.note(current, look.job.predict(current).step_s, look.step_s)
         self.choice = self.choose(current, look)
         return self.choice.best, not self.is_open
-
-    def begin(self, step: int) -> None:
-        """Start a new choice after links or work have changed.  It should last as long as the one before did."""
-        if math.isfinite(self.horizon):
-            lasted_steps = 0 if self.begin_step is None else step - self.begin_step
-            self.horizon = max(lasted_steps, LEAST_HORIZON)
-        self.known.clear()
-        self.changes_left, self.is_open, self.begin_step = MOST_CHANGES, True, step
 
     def note(self, option: Option, predicted_s: float, measured_s: float) -> None:
         """Note that `option` took `measured_s` a step.  If it ran before, the mean of both differences counts."""

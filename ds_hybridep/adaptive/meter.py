@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures links, work and memory of a job when its plan is looked at."""
+"""What is known of a running job: its links, work, speed and memory, measured at the start and whenever the plan is
+looked at.
 
+Transfers of training cannot measure links: they wait for the slower of two ranks, and DeepSpeed's are not visible.
+"""
+
+import hashlib
 import math
 import resource
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,10 +19,11 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from ds_hybridep.adaptive.links import JobLinks
 from ds_hybridep.adaptive.options import Job, Option
+from ds_hybridep.adaptive.probe import LinkProbe
 from ds_hybridep.experts.migration import is_in_backward
-from ds_hybridep.plan.costs import ranks_below, row_counts
+from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.costs import row_counts
 from ds_hybridep.tokens.layer import LayerStats
 from ds_hybridep.transport.channels import Transport
 from ds_hybridep.transport.streams import streams_of
@@ -59,35 +66,33 @@ class LayerWatch:
 
 
 class JobMeter:
-    """Keeps what is known of a job.  All ranks must make the same calls, while no other transfer runs."""
+    """Keeps what is known of a job.  All ranks must make the same calls, while no other transfer runs.
 
-    def __init__(
-        self, links: JobLinks, job: Job, num_layers: int, micro_steps: Callable[[], int], device: torch.device
-    ) -> None:
+    micro_steps: returns the micro-steps of an optimizer step.
+    """
+
+    def __init__(self, probe: LinkProbe, job: Job, num_layers: int, micro_steps: Callable[[], int]) -> None:
         self.job = job
         self.watches = tuple(LayerWatch() for _ in range(num_layers))
         self.memory = (math.inf, 0.0)  # free bytes of the fullest rank, and bytes that a step needs temporarily
         self.begin_s = self.end_s = 0.0  # of the last optimizer step
-        self._links, self._micro_steps, self._device = links, micro_steps, device
+        self._probe, self._micro_steps = probe, micro_steps
+        name = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")
+        self._num_neighbours = probe.table([float(name)]).count([float(name)])  # ranks on this host
         self._counted = [0] * 5  # result of `_totals` at the last look
-        self._begin_step, self._begin_exposed_s, self._begin_sent = 0, dict[str, float](), dict[tuple[int, str], int]()
+        self._begin_step, self._begin_exposed_s = 0, dict[str, float]()
 
     def begin(self, runtime: RunningPlan, step: int) -> None:
         """Another plan starts here, after `step` optimizer steps."""
-        traffic = runtime.transport.traffic
         self._counted = self._totals(runtime)
-        self._begin_step = step
-        self._begin_exposed_s, self._begin_sent = dict(traffic.exposed_s), dict(traffic.sent_bytes)
+        self._begin_step, self._begin_exposed_s = step, dict(runtime.transport.traffic.exposed_s)
 
     def since_begin(self, runtime: RunningPlan, step: int) -> dict[str, Any]:
-        """Per step of the plan on this rank: seconds waited, seconds in codecs, and bytes over its uplinks."""
-        traffic, below = runtime.transport.traffic, ranks_below(self.job.cluster)
-        steps = max(step - self._begin_step, 1)
-        sent: list[dict[str, float]] = [{} for _ in below]
-        for (level, kind), num_bytes in traffic.sent_bytes.items():
-            sent[level][kind] = (num_bytes - self._begin_sent.get((level, kind), 0)) * below[level] / steps
-        waited = {kind: (s - self._begin_exposed_s.get(kind, 0.0)) / steps for kind, s in traffic.exposed_s.items()}
-        return {"waited_s": waited, "codec_s": runtime.codec_s / steps, "uplink_bytes": sent}
+        """Per step of the plan on this rank: seconds waited by kind, and seconds in codecs."""
+        steps, before_s = max(step - self._begin_step, 1), self._begin_exposed_s
+        exposed_s = runtime.transport.traffic.exposed_s.items()
+        waited_s = {kind: (seconds - before_s.get(kind, 0.0)) / steps for kind, seconds in exposed_s}
+        return {"waited_s": waited_s, "codec_s": runtime.codec_s / steps}
 
     def begin_step(self) -> None:
         """Call before the optimizer.  A step begins at its first layer, without the script's work between steps."""
@@ -98,7 +103,7 @@ class JobMeter:
 
     def end_step(self) -> float:
         """Seconds of the optimizer step that ends now."""
-        streams_of(self._device).synchronize()
+        streams_of(self._probe.device).synchronize()
         self.end_s = time.perf_counter()
         return self.end_s - self.begin_s
 
@@ -109,14 +114,13 @@ class JobMeter:
         """
         before, self._counted = self._counted, self._totals(runtime)
         own = [now - earlier for now, earlier in zip(self._counted, before, strict=True)]
-        memory = memory_left(self._device, self._links.num_neighbours)
-        table = self._links.probe.table([step_s or -1.0, *memory, *own])
+        memory = memory_left(self._probe.device, self._num_neighbours)
+        table = self._probe.table([step_s or -1.0, *memory, *own])
         # Temporary bytes are taken from the first look: later peaks also contain plans and their changes.
         self.memory = min(row[1] for row in table), self.memory[1] or max(row[2] for row in table)
         calls, tokens, recomputed, rows, row_calls = (sum(column) for column in list(zip(*table, strict=True))[3:])
         if not calls or table[0][0] < 0:
             return None
-        self._links.measure()
         workload = replace(
             self.job.workload,
             tokens_per_rank=max(round(tokens / calls), 1),
@@ -128,8 +132,17 @@ class JobMeter:
             expected = sum(row_counts(option.layout, replace(workload, row_scale=1.0)))
         if row_calls and expected > 0:
             workload = replace(workload, row_scale=rows / row_calls / expected)
-        self.job = replace(self.job, cluster=self._links.cluster, workload=workload)
+        self.job = replace(self.job, cluster=self._links_again(), workload=workload)
         return table[0][0]
+
+    def _links_again(self) -> Cluster:
+        levels = list(self.job.cluster.levels)
+        for index, level in enumerate(levels):
+            link = level.link
+            if level.size > 1 and link.bandwidth_bytes_per_s is not None:
+                rate = self._probe.measure_again(index, link.bandwidth_bytes_per_s, link.latency_s or 0.0)
+                levels[index] = replace(level, link=replace(link, bandwidth_bytes_per_s=rate))
+        return Cluster(tuple(levels))
 
     def _totals(self, runtime: RunningPlan) -> list[int]:
         """On this rank: calls of layers, their tokens, recomputations, rows sent, and the calls that sent rows."""

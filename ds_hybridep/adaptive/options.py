@@ -61,14 +61,14 @@ def open_options(
     spans: tuple[int, ...],
     codecs: Mapping[CodecConfig, CodecCost],
     token_codecs: Sequence[CodecCost],
-    dense_codecs: Mapping[CodecConfig, CodecCost] | None = None,
+    trains_experts: bool = True,
 ) -> tuple[Option, ...]:
     """Every option that the settings leave open, once.  The first is as close to DeepSpeed as the settings allow.
 
     spans: positions of the expert-parallel group at each level.
-    codecs: every codec that may be used except the exact default; empty if expert packets are never encoded.
+    codecs: the cost of every codec that may be used except the exact default.
     token_codecs: one for each level; they have no effect where DeepSpeed sends the tokens.
-    dense_codecs: the same for dense parameters; `codecs` by default.
+    trains_experts: if False, expert packets are never encoded.
     """
     exchange = config.token_exchange
     exchanges: tuple[TokenExchange, ...] = ("deepspeed", "direct", "hierarchical") if exchange == AUTO else (exchange,)
@@ -78,7 +78,10 @@ def open_options(
     ]
     options = []
     for domain_sizes in itertools.product(*sizes):
-        levels = [_settings_at(*pair, config, codecs) for pair in zip(config.levels, domain_sizes, strict=True)]
+        levels = [
+            _settings_at(level, size, config, has_codecs=trains_experts and bool(codecs))
+            for level, size in zip(config.levels, domain_sizes, strict=True)
+        ]
         # "hierarchical" differs from "direct" only where tokens cross several levels.  DeepSpeed knows no domains.
         is_nested = sum(span > size for span, size in zip(spans, domain_sizes, strict=True)) > 1
         is_possible = {"direct": True, "hierarchical": is_nested or len(exchanges) == 1}
@@ -86,14 +89,11 @@ def open_options(
         possible = [one for one in exchanges if is_possible[one]]
         for chosen, tokens in itertools.product(itertools.product(*levels), possible):
             settings = config.model_copy(update={"levels": chosen, "token_exchange": tokens})
-            costs = codecs, codecs if dense_codecs is None else dense_codecs
-            options.append(Option(settings, _layout_of(settings, spans, costs, token_codecs)))
+            options.append(Option(settings, _layout_of(settings, spans, codecs, token_codecs)))
     return tuple(options)
 
 
-def _settings_at(
-    level: LevelConfig, domain_size: int, config: HybridEPConfig, codecs: Mapping[CodecConfig, CodecCost]
-) -> list[LevelConfig]:
+def _settings_at(level: LevelConfig, domain_size: int, config: HybridEPConfig, has_codecs: bool) -> list[LevelConfig]:
     """The level once for each choice of codecs that it may have."""
 
     # Without domains over a level, sums of the parameters that several of its children hold still cross it.
@@ -101,18 +101,15 @@ def _settings_at(
 
     def choices(codec: CodecConfig) -> list[CodecConfig]:
         if codec == AUTO_CODEC:
-            return [IDENTITY, *(config.auto_codecs if codecs and is_crossed else ())]
-        return [codec if codecs or domain_size == 1 else IDENTITY]
+            return [IDENTITY, *(config.auto_codecs if has_codecs and is_crossed else ())]
+        return [codec if has_codecs or domain_size == 1 else IDENTITY]
 
     pairs = list(itertools.product(choices(level.weight_codec), choices(level.gradient_codec)))
     if AUTO_CODEC == level.weight_codec == level.gradient_codec:  # both get the same codec
         pairs = [pair for pair in pairs if pair[0] == pair[1]]
     # Dense parameters keep their codecs, also where nothing of the experts crosses the level.
-    kinds = {
-        "dense_weight_codec": level.all_codecs.dense_weight,
-        "dense_gradient_codec": level.all_codecs.dense_gradient,
-    }
-    dense = {key: codec for key, codec in kinds.items() if codec != AUTO_CODEC}
+    kinds = zip(("dense_weight_codec", "dense_gradient_codec"), level.all_codecs[2:], strict=True)
+    dense = {key: codec for key, codec in kinds if codec != AUTO_CODEC}
     return [
         level.model_copy(
             update={"domain_size": domain_size, "weight_codec": weight, "gradient_codec": gradient, **dense}
@@ -124,23 +121,13 @@ def _settings_at(
 def _layout_of(
     config: HybridEPConfig,
     spans: tuple[int, ...],
-    costs: tuple[Mapping[CodecConfig, CodecCost], Mapping[CodecConfig, CodecCost]],
+    costs: Mapping[CodecConfig, CodecCost],
     token_codecs: Sequence[CodecCost],
 ) -> Layout:
-    """costs: those of codecs for experts, then those of codecs for dense parameters."""
     levels = []
     for level, token in zip(config.levels, token_codecs, strict=True):
-        of_experts, of_dense = costs
-        weight, gradient, dense_weight, dense_gradient = level.all_codecs
-        levels.append(
-            LevelCodecs(
-                weight=of_experts.get(weight, EXACT_COST),
-                gradient=of_experts.get(gradient, EXACT_COST),
-                token=token,
-                dense_weight=of_dense.get(dense_weight, EXACT_COST),
-                dense_gradient=of_dense.get(dense_gradient, EXACT_COST),
-            )
-        )
+        weight, gradient, dense_weight, dense_gradient = (costs.get(one, EXACT_COST) for one in level.all_codecs)
+        levels.append(LevelCodecs(weight, gradient, token, dense_weight, dense_gradient))
     return Layout(
         spans=spans,
         domain_sizes=config.domain_sizes,

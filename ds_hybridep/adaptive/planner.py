@@ -15,27 +15,22 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_hybridep.adaptive.chooser import LEAST_HORIZON, Chooser, Look
-from ds_hybridep.adaptive.links import JobLinks
+from ds_hybridep.adaptive.chooser import HORIZON, Chooser, Look
 from ds_hybridep.adaptive.meter import JobMeter, RunningPlan
 from ds_hybridep.adaptive.options import Job, Option, open_options, settings_of
+from ds_hybridep.adaptive.probe import LinkProbe, probe_links
 from ds_hybridep.adaptive.pulse import TRIAL_STEPS, WARM_UP_STEPS, Pulse, StepWatch
-from ds_hybridep.adaptive.rates import expert_params, measure_codec, measure_experts
+from ds_hybridep.adaptive.rates import codec_costs, expert_params, measure_experts
 from ds_hybridep.config import AUTO, HybridEPConfig
-from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY, PATCH, CodecConfig, describe_codec
 from ds_hybridep.errors import UnsupportedError
 from ds_hybridep.experts.layer_spec import LayerSpec, check_experts
-from ds_hybridep.plan.codec_costs import PATCHED_BYTES, codec_cost, patch_cost
-from ds_hybridep.plan.layout import IDENTITY as EXACT_COST
-from ds_hybridep.plan.layout import CodecCost
 from ds_hybridep.plan.partition import Partition
 from ds_hybridep.plan.row_format import token_codec
-from ds_hybridep.plan.slots import part_of
+from ds_hybridep.plan.summary import level_settings
 from ds_hybridep.plan.workload import Workload
 from ds_hybridep.transport.agreement import agree, announcing_failure, together
 from ds_hybridep.transport.channels import Transport
@@ -45,7 +40,7 @@ from ds_hybridep.version import __version__
 
 log = logging.getLogger(__name__)
 
-PATCH_BYTES_PER_S = 1e9  # assumed speed of a CPU, to encode and to decode
+PROBE_LIMIT_S = 2.0  # for measuring all links at start-up
 
 
 class JobPlanner:
@@ -84,30 +79,20 @@ class JobPlanner:
                 config.cluster(), longest_wait_s(config.timeout_s), generation, backends, link=link
             )
             made.callback(self._transport.close)
-            self._links = JobLinks(config, self._transport, device)
-            rates = measure_experts(spec, self._links.probe, self._links.cluster)
+            self._probe = LinkProbe(self._transport, device)
+            cluster = probe_links(self._probe, limit_s=PROBE_LIMIT_S, only_unknown=True)
+            job = Job(cluster, workload, measure_experts(spec, self._probe, cluster))
             param_bytes = spec.sample.element_size()
-            trains_experts = expert_params(spec, trainable_only=True) > 0
-            codecs: dict[CodecConfig, CodecCost] = {}
-            for codec in _codecs_in_use(config):
-                if codec == PATCH:
-                    codecs[codec] = assumed_patch(workload)
-                elif trains_experts:
-                    name, kernels = describe_codec(codec), config.advanced.kernels
-                    codecs[codec] = measure_codec(name, codec, spec, self._links.probe, kernels)
-                else:
-                    codecs[codec] = codec_cost(codec.model_dump(), map(part_of, workload.dense_tensors), param_bytes)
             options = open_options(
                 config,
                 spans=spans,
-                codecs=codecs if trains_experts else {},
-                dense_codecs=codecs,
+                codecs=codec_costs(config, spec, workload, self._probe),
                 token_codecs=[token_codec(level.row_format, spec.hidden, param_bytes) for level in config.levels],
+                trains_experts=expert_params(spec, trainable_only=True) > 0,
             )
-        job = Job(self._links.cluster, workload, rates)
-        self._meter = JobMeter(self._links, job, len(specs), micro_steps, device)
+            self._meter = JobMeter(self._probe, job, len(specs), micro_steps)
         self._config = config
-        self._chooser = Chooser(options, LEAST_HORIZON if config.advanced.replan else math.inf)
+        self._chooser = Chooser(options, HORIZON if config.advanced.replan else math.inf)
         self.current: Option | None = options[0]  # None while settings given by hand match no option
         self.start_config, self.watches = options[0].config, self._meter.watches
         self._num_steps = 0
@@ -118,6 +103,10 @@ class JobPlanner:
     @property
     def _label(self) -> str:
         return "settings given by hand" if self.current is None else self.current.label
+
+    def _links(self) -> list[dict[str, Any]]:
+        """The levels as they would stand in a "hybridep" block."""
+        return [level_settings(level) for level in self._meter.job.cluster.levels]
 
     @property
     def is_settled(self) -> bool:
@@ -188,7 +177,7 @@ class JobPlanner:
                 change_s=self._change_s, fits=partial(self._meter.has_room, current),
             )  # fmt: skip
             best, is_over = self._chooser.look(current, look)
-        index, stays = self._links.probe.table([float(self._chooser.options.index(best)), float(is_over)])[0]
+        index, stays = self._probe.table([float(self._chooser.options.index(best)), float(is_over)])[0]
         if self._chooser.options[int(index)] != current:
             return self._chooser.options[int(index)].config
         if not stays:
@@ -208,7 +197,7 @@ class JobPlanner:
         """
         label = _plan_in(path) if self._transport.rank == 0 else None
         index = next((i for i, option in enumerate(self._chooser.options) if option.label == label), -1)
-        index = int(self._links.probe.table([float(index)])[0][0])
+        index = int(self._probe.table([float(index)])[0][0])
         if index < 0 or self._chooser.options[index] == self.current:
             return None
         return self._chooser.options[index].config
@@ -216,8 +205,7 @@ class JobPlanner:
     def describe(self) -> str:
         """One line for the log at the start."""
         links = ", ".join(
-            f"{link['name']} {link.get('bandwidth_gbps')} Gbit/s {link.get('latency_ms')} ms"
-            for link in self._links.record()
+            f"{link['name']} {link.get('bandwidth_gbps')} Gbit/s {link.get('latency_ms')} ms" for link in self._links()
         )
         return (
             f"hybridep: links: {links}; {len(self._chooser.options)} plans are open, the first choice is made after "
@@ -229,11 +217,7 @@ class JobPlanner:
         job, option, choice, prediction = self._meter.job, self.current, self._chooser.choice, None
         if option is not None:
             predicted = job.predict(option)
-            prediction = {
-                "step_s": predicted.step_s,
-                "terms_s": predicted.terms.as_dict(),
-                "uplink_bytes": [dict(kinds) for kinds in predicted.uplink_bytes],
-            }
+            prediction = {"step_s": predicted.step_s, "terms_s": predicted.terms.as_dict()}
         workload = ("tokens_per_rank", "micro_steps", "row_scale", "is_checkpointed")
         return {
             "plan": None if option is None else option.label,
@@ -241,7 +225,7 @@ class JobPlanner:
             "measured_step_s": None if option is None else self._watch.step_s,
             "measured": self._meter.since_begin(runtime, self._num_steps),
             "workload": {key: getattr(job.workload, key) for key in workload},
-            "links": self._links.record(),
+            "links": self._links(),
             "reason": self.history[-1]["reason"] if self.history else "the first steps",
             "runner_up": choice.runner_up.label if choice is not None and choice.runner_up is not None else None,
             "runner_up_s": None if choice is None else choice.runner_up_s,
@@ -251,20 +235,6 @@ class JobPlanner:
     def close(self) -> None:
         """Close the connections."""
         self._transport.close()
-
-
-def assumed_patch(workload: Workload) -> CodecCost:
-    """The assumed cost of patches.  Only 16-bit weights are patched; others are sent as they are."""
-    if workload.param_bytes != PATCHED_BYTES:
-        return replace(EXACT_COST, name="patch")
-    estimate = patch_cost(workload.learning_rate)
-    return replace(estimate, encode_bytes_per_s=PATCH_BYTES_PER_S, decode_bytes_per_s=PATCH_BYTES_PER_S)
-
-
-def _codecs_in_use(config: HybridEPConfig) -> list[CodecConfig]:
-    """Every codec that may be used, once, except the exact default."""
-    fixed = [codec for level in config.levels for codec in level.all_codecs]
-    return [codec for codec in dict.fromkeys([*config.auto_codecs, *fixed]) if codec not in (IDENTITY, AUTO_CODEC)]
 
 
 def _same_of_all(specs: Sequence[LayerSpec]) -> LayerSpec:

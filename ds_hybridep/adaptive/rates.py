@@ -3,18 +3,25 @@
 
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ds_hybridep.adaptive.probe import WIRE_FACTOR, LinkProbe
 from ds_hybridep.codecs import make_codec
-from ds_hybridep.config_codecs import CodecConfig
+from ds_hybridep.config import HybridEPConfig
+from ds_hybridep.config_codecs import AUTO_CODEC, IDENTITY, PATCH, CodecConfig, describe_codec
 from ds_hybridep.experts.layer_spec import LayerSpec
 from ds_hybridep.experts.slots import lay_out
 from ds_hybridep.kernels import Mode
 from ds_hybridep.plan.cluster import Cluster
+from ds_hybridep.plan.codec_costs import PATCHED_BYTES, codec_cost, patch_cost
 from ds_hybridep.plan.layout import CodecCost, Rates
 from ds_hybridep.plan.packets import packets_of
+from ds_hybridep.plan.slots import part_of
+from ds_hybridep.plan.workload import Workload
 from ds_hybridep.sync.home import Home
 from ds_hybridep.sync.messages import MessageLayout, PacketPart
 from ds_hybridep.sync.mirrors import Mirror, Replica
@@ -22,6 +29,7 @@ from ds_hybridep.transport.streams import streams_of
 
 EXPERT_ROWS = (16, 256)
 TIMINGS = 3
+PATCH_BYTES_PER_S = 1e9  # assumed speed of a CPU, to encode and to decode
 
 
 def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rates:
@@ -43,11 +51,36 @@ def measure_experts(spec: LayerSpec, probe: LinkProbe, cluster: Cluster) -> Rate
     )
 
 
-def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernels: Mode) -> CodecCost:
+def codec_costs(
+    config: HybridEPConfig, spec: LayerSpec, workload: Workload, probe: LinkProbe
+) -> dict[CodecConfig, CodecCost]:
+    """The cost of every codec that may be used, except the exact default; all ranks must call."""
+    fixed = [codec for level in config.levels for codec in level.all_codecs]
+    costs: dict[CodecConfig, CodecCost] = {}
+    for codec in dict.fromkeys([*config.auto_codecs, *fixed]):
+        if codec == PATCH:
+            costs[codec] = assumed_patch(workload)
+        elif codec not in (IDENTITY, AUTO_CODEC) and expert_params(spec, trainable_only=True):
+            costs[codec] = measure_codec(codec, spec, probe, config.advanced.kernels)
+        elif codec not in (IDENTITY, AUTO_CODEC):
+            parts = map(part_of, workload.dense_tensors)
+            costs[codec] = codec_cost(codec.model_dump(), parts, spec.sample.element_size())
+    return costs
+
+
+def assumed_patch(workload: Workload) -> CodecCost:
+    """The assumed cost of patches.  Only 16-bit weights are patched; others are sent as they are."""
+    if workload.param_bytes != PATCHED_BYTES:
+        return CodecCost("patch", is_lossy=False)
+    estimate = patch_cost(workload.learning_rate)
+    return replace(estimate, encode_bytes_per_s=PATCH_BYTES_PER_S, decode_bytes_per_s=PATCH_BYTES_PER_S)
+
+
+def measure_codec(config: CodecConfig, spec: LayerSpec, probe: LinkProbe, kernels: Mode) -> CodecCost:
     """Sizes and speed of a codec on one layer's experts: the mean over all ranks, which must all call."""
     codec = make_codec(config, kernels=kernels)
     parts = tuple(
-        PacketPart(piece.shape, spec.num_local, (((piece.name,), spec.num_local * piece.shape.numel()),))
+        PacketPart(piece.shape, spec.num_local, (((piece.name, 0), spec.num_local * piece.shape.numel()),))
         for block in lay_out(spec.experts[0], is_grouped=spec.is_grouped)
         if block.is_trainable
         for piece in block.slices
@@ -56,23 +89,15 @@ def measure_codec(name: str, config: CodecConfig, spec: LayerSpec, probe: LinkPr
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(p.num_experts, *p.shape, generator=generator).to(device) for p in parts]
     mirror, replica = Mirror(layout, Home(device)), Replica(layout, [torch.zeros_like(weight) for weight in weights])
+    messages: list[Tensor] = []
     probe.table([0.0])
-    encode_s, decode_s, streams = [], [], streams_of(device)
-    streams.synchronize()
-    for _ in range(TIMINGS + 1):
-        begin_s = time.perf_counter()
-        message = mirror.encode(weights)
-        streams.synchronize()
-        middle_s = time.perf_counter()
-        replica.apply([message])
-        streams.synchronize()
-        encode_s.append(middle_s - begin_s)
-        decode_s.append(time.perf_counter() - middle_s)
+    encode_s = _median_s(lambda: messages.extend(mirror.encode(weights)), device)
+    decode_s = _median_s(lambda: replica.apply([messages.pop(0)]), device)
     num_elements = sum(weight.numel() for weight in weights)
-    means = _means(probe, statistics.median(encode_s[1:]), statistics.median(decode_s[1:]))
+    means = _means(probe, encode_s, decode_s)
     travel_bytes = num_elements * spec.sample.element_size()
     return CodecCost(
-        name=name,
+        name=describe_codec(config),
         encode_bytes_per_s=travel_bytes / max(means[0], 1e-9),
         decode_bytes_per_s=travel_bytes / max(means[1], 1e-9),
         packets=packets_of(config.model_dump()),
@@ -90,18 +115,27 @@ def _expert_s(spec: LayerSpec, rows: int) -> float:
     num_experts = spec.num_local if spec.is_grouped else 1  # in one call
     values = torch.randn(num_experts * rows, spec.hidden, generator=generator).to(sample)
     parameters = [parameter for parameter in expert.parameters() if parameter.requires_grad]
-    timings, streams = [], streams_of(sample.device)
+
+    def call() -> None:
+        x = values.clone().requires_grad_()
+        output = spec.call(expert, {}, x, [rows] * num_experts)
+        # autograd.grad, because DeepSpeed's hooks on gradients of parameters must not run.
+        torch.autograd.grad(output.sum(), [x, *parameters], allow_unused=True)
+
     with torch.random.fork_rng(devices=[sample.device] if sample.is_cuda else []), torch.enable_grad():
-        for _ in range(TIMINGS + 1):
-            streams.synchronize()
-            begin_s = time.perf_counter()
-            x = values.clone().requires_grad_()
-            output = spec.call(expert, {}, x, [rows] * num_experts)
-            # autograd.grad, because DeepSpeed's hooks on gradients of parameters must not run.
-            torch.autograd.grad(output.sum(), [x, *parameters], allow_unused=True)
-            streams.synchronize()
-            timings.append(time.perf_counter() - begin_s)
-    return statistics.median(timings[1:]) / num_experts
+        return _median_s(call, sample.device) / num_experts
+
+
+def _median_s(call: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of some calls, without the first."""
+    timings, streams = [], streams_of(device)
+    for _ in range(TIMINGS + 1):
+        streams.synchronize()
+        begin_s = time.perf_counter()
+        call()
+        streams.synchronize()
+        timings.append(time.perf_counter() - begin_s)
+    return statistics.median(timings[1:])
 
 
 def expert_params(spec: LayerSpec, *, trainable_only: bool = False) -> int:

@@ -15,18 +15,20 @@ Sums are computed by halving: x[:h] + x[h:] until one number is left.  That orde
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add, round_up
+from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add
+from ds_hybridep.config_codecs import BlockwiseConfig
 from ds_hybridep.kernels import Source
+from ds_hybridep.plan.packets import BITS, SCALE_BYTES, quantised_bytes
 
 SMALLEST_NORMAL = 2.0**-126
 INT2_STEP = 1.25  # of the mean magnitude: near the least squared error of four levels for normal numbers (1.248)
 LARGEST_CODE = {8: 127.0, 4: 7.0}
-SCALE_BYTES = 2
 
 
 def halving_sum(x: Tensor) -> Tensor:
@@ -108,11 +110,6 @@ def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
     return torch.stack([(packed >> shift) & mask for shift in shifts], dim=-1).flatten(-2)[..., :length]
 
 
-def quantised_bytes(length: int, bits: int, block: int) -> int:
-    """Return the bytes of L elements: scales and codes."""
-    return -(-length // block) * SCALE_BYTES + -(-length * bits // 8)
-
-
 def write_quantised(x: Tensor, payload: Tensor, bits: int, block: int) -> Tensor:
     """Quantise x [N, L] fp32 into payload [N, quantised_bytes].  Returns [N] bool: True if a scale overflowed."""
     codes, scales = quantise(x, bits, block)
@@ -143,7 +140,7 @@ def read_quantised(payload: Tensor, length: int, bits: int, block: int) -> Tenso
 
 @dataclass(frozen=True, kw_only=True)
 class Blockwise(Codec):
-    """Quantisation to `bits` bits with one scale for each `block` elements.
+    """Quantisation to 8, 4 or 2 bits with one scale for each `block` elements.
 
     Error of a block of B elements with the largest magnitude a and the scale s, bf16 rounding included:
 
@@ -155,19 +152,16 @@ class Blockwise(Codec):
     """
 
     codec_id: ClassVar[int] = 1
-    name: ClassVar[str] = "blockwise"
 
-    bits: int
-    block: int = 128
+    config: BlockwiseConfig
 
-    def settings(self) -> str:
-        return f"int{self.bits}(block={self.block})"
-
-    def payload_bytes(self, rows: int, cols: int) -> int:
-        return round_up(quantised_bytes(rows * cols, self.bits, self.block))
+    @cached_property
+    def layout(self) -> dict[str, int]:
+        """Return bits and block, as kernels take them."""
+        return {"bits": BITS[self.config.type], "block": self.config.block}
 
     def header_number(self, rows: int, cols: int) -> int:
-        return self.bits
+        return self.layout["bits"]
 
     def encode_payload(
         self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, sizes: Tensor | None
@@ -175,24 +169,21 @@ class Blockwise(Codec):
         flags = self.encode_fused(Source.ENCODE, x, None, state, payload)
         if flags is not None:
             return flags.bool()
-        num_bytes = quantised_bytes(x.shape[1] * x.shape[2], self.bits, self.block)
+        num_bytes = quantised_bytes(x.shape[1] * x.shape[2], **self.layout)
         payload[:, num_bytes:] = 0
-        return write_quantised(x.flatten(1), payload[:, :num_bytes], self.bits, self.block)
+        return write_quantised(x.flatten(1), payload[:, :num_bytes], **self.layout)
 
     def encode_fused(
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, payload: Tensor
     ) -> Tensor | None:
         kernels = self.compiled(a.device)
-        if kernels is None:
-            return None
-        return kernels.blockwise_encode(source, a, other, payload, bits=self.bits, block=self.block)
+        return None if kernels is None else kernels.blockwise_encode(source, a, other, payload, **self.layout)
 
     def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
         kernels = self.compiled(out.device)
         if kernels is not None:
-            kernels.blockwise_decode(payload, out, bits=self.bits, block=self.block, is_add=is_add)
+            kernels.blockwise_decode(payload, out, **self.layout, is_add=is_add)
             return
         length = out.shape[1] * out.shape[2]
-        num_bytes = quantised_bytes(length, self.bits, self.block)
-        values = read_quantised(payload[:, :num_bytes], length, self.bits, self.block).view(out.shape)
-        assign_or_add(out, values, is_add=is_add)
+        values = read_quantised(payload[:, : quantised_bytes(length, **self.layout)], length, **self.layout)
+        assign_or_add(out, values.view(out.shape), is_add=is_add)

@@ -14,16 +14,19 @@ The rest depends on two promises:
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import packet
-from ds_hybridep.codecs.packet import HEADER_BYTES, SEQUENCE_MODULUS
+from ds_hybridep.codecs.packet import SEQUENCE_MODULUS
+from ds_hybridep.config_codecs import CodecConfig
 from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import CompiledCodecs, Mode, Source, load_codec_kernels, require_dense_rows
+from ds_hybridep.plan.packets import HEADER_BYTES, SizedPackets, packets_of
 
 
 @dataclass
@@ -53,16 +56,21 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(ABC):
-    """Settings of one way to encode, and the encoding itself.  Frozen: what changes is in a CodecState.
+    """Encodes by settings in `config`.  Frozen: what changes is in a CodecState.
 
     All `kernels` give the same bytes and values, except that low-rank encoding may round differently.
     """
 
+    config: CodecConfig
     kernels: Mode = field(default="auto", compare=False, repr=False)
     _layouts: dict[tuple[int, int], "_Layout"] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     codec_id: ClassVar[int]
-    name: ClassVar[str]
+
+    @cached_property
+    def sizes(self) -> SizedPackets:
+        """What says how long packets are."""
+        return packets_of(self.config.model_dump())
 
     # ---- what a codec is asked ----
 
@@ -116,10 +124,6 @@ class Codec(ABC):
     # ---- what a subclass says ----
 
     @abstractmethod
-    def payload_bytes(self, rows: int, cols: int) -> int:
-        """Bytes of one payload."""
-
-    @abstractmethod
     def encode_payload(
         self, x: Tensor, state: CodecState, payload: Tensor, is_bad: Tensor, sizes: Tensor | None
     ) -> Tensor:
@@ -153,13 +157,7 @@ class Codec(ABC):
 
     def settings(self) -> str:
         """Return name and options as text for the stamp.  Options that are None are left out."""
-        options = {item.name: getattr(self, item.name) for item in fields(self) if item.compare}
-        parts = ", ".join(
-            f"{name}={value.settings() if isinstance(value, Codec) else value!r}"
-            for name, value in options.items()
-            if value is not None
-        )
-        return f"{self.name}({parts})"
+        return settings_of(self.config)
 
     # ---- one encoding ----
 
@@ -167,12 +165,12 @@ class Codec(ABC):
         self, source: Source, a: Tensor, other: Tensor | None, state: CodecState, out: Tensor | None
     ) -> Tensor:
         """Encode what `source` makes of a and other [n, rows, cols], and update other."""
-        n, rows, cols = require_tensors("x", a)
-        if other is not None and require_tensors("mirror or residual", other) != (n, rows, cols):
-            raise ValueError(f"mirror or residual: got shape {tuple(other.shape)}, wanted that of x, {tuple(a.shape)}")
+        n, rows, cols = _sizes_of("x", a)
+        assert other is None or _sizes_of("mirror or residual", other) == (n, rows, cols), f"{other.shape}, {a.shape}"
         layout = self._layout(rows, cols)
         codec = layout.codec
-        packets = codec._packets_for(a, layout.num_bytes, out)
+        packets = a.new_empty((n, layout.num_bytes), dtype=torch.uint8) if out is None else out
+        assert (packets.shape, packets.dtype) == ((n, layout.num_bytes), torch.uint8), "ask packet_bytes(rows, cols)"
         payload = packets[:, HEADER_BYTES:]
         if a.numel():
             is_bad = codec.encode_fused(source, a, other, state, payload)
@@ -221,28 +219,16 @@ class Codec(ABC):
 
     # ---- checks ----
 
-    def _packets_for(self, x: Tensor, num_bytes: int, out: Tensor | None) -> Tensor:
-        wanted = (len(x), num_bytes)
-        if out is None:
-            return torch.empty(wanted, dtype=torch.uint8, device=x.device)
-        if out.shape != wanted or out.dtype != torch.uint8 or not out.is_contiguous():
-            raise ValueError(
-                f"out: got {out.dtype} {tuple(out.shape)}, wanted contiguous torch.uint8 {wanted}; "
-                "ask packet_bytes(rows, cols)"
-            )
-        return out
-
     def _open(self, packets: Tensor, name: str, target: Tensor) -> tuple["Codec", bool]:
         """Return the codec that made packets of a tensor like `target`, and whether some may be flagged."""
-        n, rows, cols = require_tensors(name, target)
+        n, rows, cols = _sizes_of(name, target)
         layout = self._layout(rows, cols)
         if packets.shape != (n, layout.num_bytes) or packets.dtype != torch.uint8:
             raise PacketError(
                 f"packets: got {packets.dtype} {tuple(packets.shape)}, wanted torch.uint8 {(n, layout.num_bytes)} for "
                 f"{layout.codec.settings()} on [{n}, {rows}, {cols}]; encode and decode with equal settings and shapes"
             )
-        if packets.device != target.device:
-            raise ValueError(f"packets: on device {packets.device}, wanted {target.device}, where {name} is")
+        assert packets.device == target.device, f"packets: on {packets.device}, wanted {target.device}"
         require_dense_rows("packets", packets)
         kernels = self.compiled(target.device)
         if kernels is not None:
@@ -265,7 +251,7 @@ class Codec(ABC):
             settings = (self if type(codec) is type(self) else codec).settings()
             found = self._layouts[rows, cols] = _Layout(
                 codec=codec,
-                num_bytes=HEADER_BYTES + codec.payload_bytes(rows, cols),
+                num_bytes=codec.sizes.packet_bytes(rows, cols),
                 start=packet.MAGIC | packet.VERSION << 8 | codec.codec_id << 16,
                 number=codec.header_number(rows, cols),
                 stamp=packet.stamp_of(settings, rows, cols),
@@ -282,21 +268,24 @@ class _Layout:
     stamp: int
 
 
-def require_tensors(name: str, tensor: Tensor) -> tuple[int, int, int]:
-    """Return n, rows and cols of a contiguous fp32 tensor; ValueError or TypeError for any other."""
-    if tensor.dim() != 3:
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted [n, rows, cols]; a vector is [n, 1, cols]")
-    if tensor.dtype != torch.float32:
-        raise TypeError(f"{name}: got {tensor.dtype}, wanted torch.float32; convert it with {name}.float()")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: strides {tensor.stride()} are not contiguous; pass {name}.contiguous()")
+def _sizes_of(name: str, tensor: Tensor) -> tuple[int, int, int]:
+    """Return n, rows and cols of a contiguous fp32 tensor."""
+    assert (tensor.dim(), tensor.dtype, tensor.is_contiguous()) == (3, torch.float32, True), (
+        f"{name}: got {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}, wanted contiguous "
+        f"torch.float32 [n, rows, cols]; a vector is [n, 1, cols]"
+    )
     n, rows, cols = tensor.shape
     return n, rows, cols
 
 
-def round_up(num_bytes: int, multiple: int = 4) -> int:
-    """Round up to the next multiple.  The default keeps packets aligned to 4 bytes."""
-    return math.ceil(num_bytes / multiple) * multiple
+def settings_of(config: CodecConfig) -> str:
+    """Return a codec's name and options as text.  Options that are None are left out."""
+    parts = [
+        f"{key}={settings_of(value) if isinstance(value, CodecConfig) else repr(value)}"
+        for key, value in config
+        if key != "type" and value is not None
+    ]
+    return f"{config.type}({', '.join(parts)})"
 
 
 def assign_or_add(out: Tensor, values: Tensor, *, is_add: bool) -> None:

@@ -6,11 +6,10 @@ One step, X [rows, cols], Q [cols, rank]:
 1. P = X Q, orthogonalised; then quantised as it will be sent.
 2. Q = X^T P (P^T P)^-1, the best Q for this quantised P.  The next step starts from this Q; what is sent is quantised.
 
-Every `refresh_interval` steps, Q starts again from a random matrix that is fixed for the step.  Otherwise, directions
+Every REFRESH_INTERVAL steps, Q starts again from a random matrix that is fixed for the step.  Otherwise, directions
 that Q has become orthogonal to would never be found.
 
-The payload: the columns of P, then those of Q, in fp32, bf16, or as `blockwise` payloads, one for each column.  Its
-value is
+The payload: the columns of P, then those of Q, as `blockwise` payloads, one for each column.  Its value is
 
     ((p0 q0 + p1 q1) + p2 q2) + ...        every product and sum rounded by itself
 
@@ -26,24 +25,31 @@ its row and column would count less the more of it waits, and never arrive.
 Source: the scheme is PowerSGD's (arXiv 1905.13727), with the refresh and the projection onto quantised factors added.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import blockwise
-from ds_hybridep.codecs.blockwise import Blockwise, quantised_bytes, read_quantised, write_quantised
-from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add, round_up
-from ds_hybridep.codecs.packet import HEADER_BYTES
+from ds_hybridep.codecs.blockwise import Blockwise, read_quantised, write_quantised
+from ds_hybridep.codecs.interface import Codec, CodecState, assign_or_add
+from ds_hybridep.config_codecs import BlockwiseConfig, LowRankConfig
 from ds_hybridep.kernels import Source
-from ds_hybridep.plan.packets import LARGEST_RANK
+from ds_hybridep.plan.packets import (
+    FACTOR_BITS,
+    FACTOR_BLOCK,
+    ITERATIONS,
+    Factors,
+    factor_bytes,
+    packets_of,
+    quantised_bytes,
+)
 
-FACTOR_BLOCK = 256  # elements of a factor column that share a scale
-FACTOR_BITS = {"int8": 8, "int4": 4, "int2": 2, "log4": 4}
-FACTOR_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-FACTOR_CODES = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3, "int2": 4, "log4": 5}  # as in csrc
+FALLBACK_CONFIG = BlockwiseConfig(type="int4")
+REFRESH_INTERVAL = 64  # steps
+FACTOR_CODES = {"int4": 3, "log4": 5}  # as in csrc
 LOG_VALUES = (0.0, 2.0, 4.0, 6.0, 10.0, 15.0, 22.0, 32.0)
 LOG_BETWEEN = (1.0, 3.0, 5.0, 8.0, 12.5, 18.5, 27.0)
 RMS_DECAY = 0.95  # of the mean of squares, each step
@@ -52,69 +58,53 @@ SMALLEST_RMS = 1e-3  # of the largest: smaller rows and columns count as if they
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Codec):
-    """Two thin factors, sent as `factors`; `iterations` power iterations are made each step.
+    """Two thin factors, and perhaps what they leave out.
 
-    rank: columns of a factor.  Exactly one of `rank` and `wanted_ratio` is given.
-    wanted_ratio: a matrix gets the largest rank, from 1 to LARGEST_RANK, at which its fp32 bytes are at least this
-        many times those of its packet.
-    fallback: encodes vectors, and matrices for which its payload is not longer than the factors.
-    rest: encodes what the factors leave out.  Its payload follows theirs, and does not count for the ratio.
+    With a ratio, a matrix gets the largest rank, from 1 to LARGEST_RANK, at which its fp32 bytes are at least this
+    many times those of its packet.  Vectors, and matrices for which factors would be longer, are encoded with int4.
+    The payload of `rest` follows that of the factors, and does not count for the ratio.
 
-    Error: the sum of squares left exceeds the one before by the rounding of Q at most.  With fp32 factors, it is that
+    Error: the sum of squares left exceeds the one before by the rounding of Q at most.  Without rounding, it is that
     of a projection onto `rank` directions near the largest.  With weighting, this holds for the divided matrix.
     """
 
     codec_id: ClassVar[int] = 3
-    name: ClassVar[str] = "low_rank"
 
-    wanted_ratio: float | None = None
-    rank: int | None = None
-    factors: Literal["fp32", "bf16", "int8", "int4", "int2", "log4"] = "int4"
-    weighting: Literal["none", "rms"] = "none"
-    iterations: int = 2
-    refresh_interval: int = 64
-    fallback: Codec = Blockwise(bits=4)
-    rest: Codec | None = None
+    config: LowRankConfig
 
-    def __post_init__(self) -> None:
-        if (self.wanted_ratio is None) == (self.rank is None):
-            raise ValueError(f"got ratio {self.wanted_ratio} and rank {self.rank}, wanted one of them; leave one out")
+    @cached_property
+    def sizes(self) -> Factors:
+        """What says how long packets are, and how many columns factors have."""
+        found = packets_of(self.config.model_dump())
+        assert isinstance(found, Factors)
+        return found
 
     @cached_property
     def factors_alone(self) -> "LowRank":
-        return replace(self, rest=None)
+        return LowRank(config=self.config.model_copy(update={"rest": None}), kernels=self.kernels)
+
+    @cached_property
+    def rest(self) -> Blockwise | None:
+        return None if self.config.rest is None else Blockwise(config=self.config.rest, kernels=self.kernels)
 
     def resolve(self, rows: int, cols: int) -> Codec:
-        is_small = self.factor_bytes(rows, cols) >= self.fallback.payload_bytes(rows, cols)
-        if min(rows, cols) <= 1 or is_small:
-            return self.fallback
+        if self.sizes.is_left_to_fallback(rows, cols):
+            return Blockwise(config=FALLBACK_CONFIG, kernels=self.kernels)
         # Put a rank in place of the ratio: state and payload depend on the rank only.
-        if self.rank is not None:
+        if self.config.rank is not None:
             return self
-        return replace(self, wanted_ratio=None, rank=self.effective_rank(rows, cols))
+        ranked = self.config.model_copy(update={"ratio": None, "rank": self.effective_rank(rows, cols)})
+        return LowRank(config=ranked, kernels=self.kernels)
 
     def effective_rank(self, rows: int, cols: int) -> int:
-        rank = self.rank
-        if rank is None:
-            assert self.wanted_ratio is not None
-            most_bytes = int(rows * cols * torch.float32.itemsize / self.wanted_ratio) - HEADER_BYTES
-            column_bytes = self._column_bytes(rows) + self._column_bytes(cols)
-            rank = min(max(most_bytes // 4 * 4 // max(column_bytes, 1), 1), LARGEST_RANK)
-        return min(rank, rows, cols)
-
-    def factor_bytes(self, rows: int, cols: int) -> int:
-        return round_up(self.effective_rank(rows, cols) * (self._column_bytes(rows) + self._column_bytes(cols)))
-
-    def payload_bytes(self, rows: int, cols: int) -> int:
-        rest_bytes = 0 if self.rest is None else self.rest.payload_bytes(rows, cols)
-        return self.factor_bytes(rows, cols) + rest_bytes
+        return self.sizes.effective_rank(rows, cols)
 
     def header_number(self, rows: int, cols: int) -> int:
         return self.effective_rank(rows, cols)
 
     def initial_tensors(self, n: int, rows: int, cols: int, device: torch.device) -> dict[str, Tensor]:
         shapes: dict[str, tuple[int, ...]] = {"q": (n, self.effective_rank(rows, cols), cols)}
-        if self.weighting == "rms":
+        if self.config.weighting == "rms":
             shapes |= {"row_rms": (n, rows), "col_rms": (n, cols)}
         return {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
 
@@ -137,8 +127,7 @@ class LowRank(Codec):
             return None
         q = state.tensors["q"]
         wanted = (len(a), self.effective_rank(a.shape[1], a.shape[2]), a.shape[2])
-        if q.shape != wanted:
-            raise ValueError(f"state: holds q of shape {tuple(q.shape)}, wanted {wanted}; make it with new_state")
+        assert q.shape == wanted, f"state: holds q of shape {tuple(q.shape)}, wanted {wanted}; make it with new_state"
         return kernels.low_rank_encode(
             source,
             a,
@@ -149,8 +138,8 @@ class LowRank(Codec):
             row_rms=state.tensors.get("row_rms"),
             col_rms=state.tensors.get("col_rms"),
             start=self._fresh_start(state.step, q),
-            factor=FACTOR_CODES[self.factors],
-            iterations=self.iterations,
+            factor=FACTOR_CODES[self.config.factors],
+            iterations=ITERATIONS,
         )
 
     def encode_payload(
@@ -158,7 +147,7 @@ class LowRank(Codec):
     ) -> Tensor:
         """Encode; the columns of factors are rows here, [n, rank, rows or cols]."""
         if self.rest is not None:
-            end = self.factor_bytes(x.shape[1], x.shape[2])
+            end = self.sizes.factors_bytes(x.shape[1], x.shape[2])
             is_overflow = self.factors_alone.encode_payload(x, state, payload[:, :end], is_bad, sizes)
             value = torch.empty_like(x)
             self.factors_alone.decode_payload(payload[:, :end], value, is_add=False)
@@ -185,7 +174,7 @@ class LowRank(Codec):
         x = x / col_weight / row_weight.transpose(1, 2)
 
         # 1. P, as the decoder will see it.
-        for _ in range(self.iterations - 1):
+        for _ in range(ITERATIONS - 1):
             q = _times_rows(x, orthonormal(_times_columns(x, q)))
         self._write(orthonormal(_times_columns(x, q)) * row_weight, p_payload)
         p = self._read(p_payload, rows) / row_weight
@@ -199,7 +188,7 @@ class LowRank(Codec):
 
     def _weights(self, x: Tensor, state: CodecState) -> tuple[Tensor, Tensor]:
         """Update the state; return sizes of x's rows [n, 1, rows] and columns [n, 1, cols] relative to the largest."""
-        if self.weighting == "none":
+        if self.config.weighting == "none":
             return x.new_ones(()).expand(len(x), 1, x.shape[1]), x.new_ones(()).expand(len(x), 1, x.shape[2])
         weights = []
         for name, dim in (("row_rms", 2), ("col_rms", 1)):
@@ -213,14 +202,14 @@ class LowRank(Codec):
     def decode_payload(self, payload: Tensor, out: Tensor, *, is_add: bool) -> None:
         """Decode; the value of the factors is added first, then the value of the rest."""
         if self.rest is not None:
-            end = self.factor_bytes(out.shape[1], out.shape[2])
+            end = self.sizes.factors_bytes(out.shape[1], out.shape[2])
             self.factors_alone.decode_payload(payload[:, :end], out, is_add=is_add)
             self.rest.decode_payload(payload[:, end:], out, is_add=True)
             return
         kernels = self.compiled(out.device)
         if kernels is not None:
             rank = self.effective_rank(out.shape[1], out.shape[2])
-            kernels.low_rank_decode(payload, out, rank=rank, factor=FACTOR_CODES[self.factors], is_add=is_add)
+            kernels.low_rank_decode(payload, out, rank=rank, factor=FACTOR_CODES[self.config.factors], is_add=is_add)
             return
         p_payload, q_payload = self._split(payload, out.shape[1], out.shape[2])
         p, q = self._read(p_payload, out.shape[1]), self._read(q_payload, out.shape[2])
@@ -232,7 +221,7 @@ class LowRank(Codec):
 
     def _fresh_start(self, step: int, q: Tensor) -> Tensor | None:
         """Return a start [rank, cols] that depends on the step only; None: start from the q [n, rank, cols] before."""
-        if step % self.refresh_interval:
+        if step % REFRESH_INTERVAL:
             return None
         generator = torch.Generator().manual_seed(0x5EED + step)
         return torch.randn(q.shape[1], q.shape[2], generator=generator).to(q.device)
@@ -240,38 +229,28 @@ class LowRank(Codec):
     def _split(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """Return the parts of P and of Q, [n, rank, bytes of a column] each."""
         rank = self.effective_rank(rows, cols)
-        p_bytes, q_bytes = self._column_bytes(rows), self._column_bytes(cols)
+        p_bytes, q_bytes = factor_bytes(rows), factor_bytes(cols)
         p_end = rank * p_bytes
         p_payload = payload[:, :p_end].unflatten(1, (rank, p_bytes))
         return p_payload, payload[:, p_end : p_end + rank * q_bytes].unflatten(1, (rank, q_bytes))
 
-    def _column_bytes(self, length: int) -> int:
-        if self.factors in FACTOR_BITS:
-            return round_up(quantised_bytes(length, FACTOR_BITS[self.factors], FACTOR_BLOCK), 2)
-        return length * FACTOR_DTYPES[self.factors].itemsize
-
     def _write(self, columns: Tensor, payload: Tensor) -> None:
         """Encode columns [n, rank, length] into payload [n, rank, bytes]."""
-        if self.factors not in FACTOR_BITS:
-            payload.copy_(columns.contiguous().to(FACTOR_DTYPES[self.factors]).view(torch.uint8))
-            return
-        n, rank, length = columns.shape
-        bits = FACTOR_BITS[self.factors]
-        encoded = payload.new_zeros(n * rank, payload.shape[2])
-        num_bytes = quantised_bytes(length, bits, FACTOR_BLOCK)
-        write = write_log4 if self.factors == "log4" else partial(write_quantised, bits=bits, block=FACTOR_BLOCK)
-        write(columns.reshape(n * rank, length), encoded[:, :num_bytes])
+        length = columns.shape[2]
+        flat, encoded = columns.reshape(-1, length), payload.new_zeros(payload.shape).flatten(0, 1)
+        place = encoded[:, : quantised_bytes(length, FACTOR_BITS, FACTOR_BLOCK)]
+        if self.config.factors == "log4":
+            write_log4(flat, place)
+        else:
+            write_quantised(flat, place, FACTOR_BITS, FACTOR_BLOCK)
         payload.copy_(encoded.view(payload.shape))
 
     def _read(self, payload: Tensor, length: int) -> Tensor:
         """The inverse of `_write`: fp32 [n, rank, length]."""
-        if self.factors not in FACTOR_BITS:
-            return payload.contiguous().view(FACTOR_DTYPES[self.factors]).float()
-        n, rank, num_bytes = payload.shape
-        bits = FACTOR_BITS[self.factors]
-        flat = payload.reshape(n * rank, num_bytes)[:, : quantised_bytes(length, bits, FACTOR_BLOCK)]
-        read = read_log4 if self.factors == "log4" else partial(read_quantised, bits=bits, block=FACTOR_BLOCK)
-        return read(flat, length).view(n, rank, length)
+        flat = payload.flatten(0, 1)[:, : quantised_bytes(length, FACTOR_BITS, FACTOR_BLOCK)]
+        if self.config.factors == "log4":
+            return read_log4(flat, length).view(*payload.shape[:2], length)
+        return read_quantised(flat, length, FACTOR_BITS, FACTOR_BLOCK).view(*payload.shape[:2], length)
 
 
 def write_log4(x: Tensor, payload: Tensor) -> None:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.errors import PacketError
+from ds_hybridep.plan.packets import HEADER_BYTES
 
-HEADER_BYTES = 16
 MAGIC = 0x9D
 VERSION = 1
 NON_FINITE = 1  # flag

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.codecs import packet, patch_format
-from ds_hybridep.codecs.patch_format import MANTISSA_BITS, PREFIX_BYTES
+from ds_hybridep.codecs.patch_format import MANTISSA_BITS
 from ds_hybridep.errors import PacketError
 from ds_hybridep.kernels import CompiledCodecs, Mode, load_codec_kernels
+from ds_hybridep.plan.packets import PATCH_PREFIX_BYTES as PREFIX_BYTES
 
 MODULUS = 2**32
+LENGTH_LIMIT = 2**48  # of a packet in bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +40,12 @@ class Patch:
     """
 
     codec_id: ClassVar[int] = 4
-    name: ClassVar[str] = "patch"
 
     kernels: Mode = field(default="auto", compare=False, repr=False)
 
     def settings(self) -> str:
         """The name in the stamp; there are no options."""
-        return self.name
+        return "patch"
 
     def max_bytes(self, num_elements: int) -> int:
         """Return the most bytes of a packet of `num_elements`: 2 for each, 5 for each 2^20 of them, and 24."""
@@ -61,14 +62,11 @@ class Patch:
         Returns:
             The packet's length in bytes.  Reading it is a device-to-host sync on an accelerator.
         """
-        num_elements = _require_weights("new", new)
-        if _require_weights("sent", sent) != num_elements or sent.dtype != new.dtype or sent.device != new.device:
-            raise ValueError(f"sent: got {_describe(sent)}, wanted {_describe(new)}, as new")
-        room = self.max_bytes(num_elements)
-        if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or len(out) < room:
-            raise ValueError(f"out: got {_describe(out)}, wanted contiguous torch.uint8 [{room}] or longer")
-        if out.device != new.device:
-            raise ValueError(f"out: on device {out.device}, wanted {new.device}, where new is")
+        _check_weights(new=new, sent=sent)
+        room = self.max_bytes(len(new))
+        assert (out.dtype, out.is_contiguous()) == (torch.uint8, True), f"out: {out.dtype}, strides {out.stride()}"
+        assert len(out) >= room, f"out: {len(out)} bytes, wanted {room}"
+        assert out.device == new.device, f"out: on {out.device}, wanted {new.device}"
         kernels = self._compiled(new.device)
         encode = patch_format.encode if kernels is None else kernels.patch_encode
         num_bytes, checksum = encode(new, sent, out[PREFIX_BYTES:], mantissa_bits=MANTISSA_BITS[new.dtype])
@@ -107,14 +105,13 @@ class Patch:
             PacketError: the packet is of another dtype or size, is damaged, or was made for other values than `held`
                 has.  Some of `held` may have been overwritten by then: get the values again from their owner.
         """
-        num_elements = _require_weights("held", held)
-        if packet.device != held.device:
-            raise ValueError(f"packet: on device {packet.device}, wanted {held.device}, where held is")
+        _check_weights(held=held)
+        assert packet.device == held.device, f"packet: on {packet.device}, wanted {held.device}"
         _, number, sequence, stamp, length = self._words(packet)
         wanted = self._stamp(held)
         if stamp != wanted:
             raise PacketError(
-                f"packet has stamp {stamp:#010x}, wanted {wanted:#010x} for a patch of {held.dtype} [{num_elements}]; "
+                f"packet has stamp {stamp:#010x}, wanted {wanted:#010x} for a patch of {held.dtype} [{len(held)}]; "
                 "encode and decode tensors of one dtype and size"
             )
         if length > len(packet):
@@ -134,8 +131,7 @@ class Patch:
 
     def _words(self, message: Tensor) -> tuple[int, int, int, int, int]:
         """Return start, checksum, sequence, stamp and length of the packet at the start of `message`."""
-        if message.dtype != torch.uint8 or message.dim() != 1:
-            raise ValueError(f"packet: got {_describe(message)}, wanted torch.uint8 [bytes]")
+        assert (message.dtype, message.dim()) == (torch.uint8, 1), f"packet: {message.dtype} {message.shape}"
         if len(message) < PREFIX_BYTES:
             raise PacketError(f"packet has {len(message)} bytes, wanted {PREFIX_BYTES} or more; it was cut off")
         prefix = bytes(message[:PREFIX_BYTES].tolist())  # device-to-host sync
@@ -146,7 +142,7 @@ class Patch:
             raise PacketError(
                 f"packet starts with {start:#010x}, wanted {wanted:#010x} for a patch; encode with patch"
             )
-        if not PREFIX_BYTES <= length < patch_format.LENGTH_LIMIT:
+        if not PREFIX_BYTES <= length < LENGTH_LIMIT:
             raise PacketError(f"packet says that it has {length} bytes, wanted {PREFIX_BYTES} or more; it is damaged")
         return start, number, sequence, stamp, length
 
@@ -157,14 +153,10 @@ class Patch:
         return load_codec_kernels(self.kernels, device)
 
 
-def _require_weights(name: str, weights: Tensor) -> int:
-    """Return the length of a flat, contiguous bf16 or fp16 tensor; TypeError or ValueError for any other."""
-    if weights.dtype not in MANTISSA_BITS:
-        raise TypeError(f"{name}: got {weights.dtype}, wanted torch.bfloat16 or torch.float16")
-    if weights.dim() != 1 or not weights.is_contiguous():
-        raise ValueError(f"{name}: got {_describe(weights)}, wanted a flat, contiguous tensor; pass {name}.view(-1)")
-    return len(weights)
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
+def _check_weights(**tensors: Tensor) -> None:
+    """Flat, contiguous tensors of bf16 or fp16, of one dtype, length and device."""
+    first = next(iter(tensors.values()))
+    for name, one in tensors.items():
+        what = f"{name}: {one.dtype} {list(one.shape)} with strides {list(one.stride())} on {one.device}"
+        assert (one.dtype, one.shape, one.device) == (first.dtype, first.shape, first.device), what
+        assert (one.dtype in MANTISSA_BITS, one.dim(), one.is_contiguous()) == (True, 1, True), what

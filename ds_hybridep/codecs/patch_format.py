@@ -38,15 +38,11 @@ length are in order of their symbols, and shorter ones come first.  Numbers of s
 """
 
 import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
-PREFIX_BYTES = 24  # of a packet before the payload, which is described here
-LENGTH_LIMIT = 2**48  # of a packet in bytes
 
 BLOCK = 4096
 SEGMENT = 256 * BLOCK
@@ -68,31 +64,21 @@ def max_payload_bytes(num_elements: int) -> int:
 def encode(new: Tensor, sent: Tensor, payload: Tensor, *, mantissa_bits: int) -> tuple[int, int]:
     """Write the payload that turns `sent` into `new`, and set sent to new.  Returns bytes written and `checksum`."""
     values, old = _bits(new), _bits(sent)
-    segments = [
-        encode_segment(part, before, mantissa_bits)
-        for part, before in zip(values.split(SEGMENT), old.split(SEGMENT), strict=True)
-        if len(part)
-    ]
-    lengths = b"".join(len(segment).to_bytes(4, "little") for segment in segments)
-    result = torch.frombuffer(bytearray(lengths + b"".join(segments)) or bytearray(1), dtype=torch.uint8)
-    num_bytes = len(lengths) + sum(map(len, segments))
-    payload[:num_bytes] = result[:num_bytes].to(payload.device)
+    pairs = zip(_parts(values, SEGMENT), _parts(old, SEGMENT), strict=True)
+    segments = [encode_segment(part, before, mantissa_bits) for part, before in pairs]
+    result = b"".join([*(len(segment).to_bytes(4, "little") for segment in segments), *segments])
+    payload[: len(result)] = _bytes(result).to(payload.device)
     sent.copy_(new)
-    return num_bytes, checksum(values)
+    return len(result), checksum(values)
 
 
 def decode(payload: Tensor, held: Tensor, *, mantissa_bits: int) -> tuple[str, int]:
     """Turn `held` into the new values.  Returns what is wrong with the payload ("" if nothing) and `checksum`."""
     data, values = bytes(payload.tolist()), _bits(held)
+    parts = _parts(values, SEGMENT)
     try:
-        parts = list(values.split(SEGMENT)) if len(values) else []
-        lengths = [int.from_bytes(data[4 * idx : 4 * idx + 4], "little") for idx in range(len(parts))]
-        if len(data) != 4 * len(parts) + sum(lengths):
-            raise _Damaged("its segments have other lengths")
-        at = 4 * len(parts)
-        for part, length in zip(parts, lengths, strict=True):
-            decode_segment(data[at : at + length], part, mantissa_bits)
-            at += length
+        for part, segment in zip(parts, _cut(data, 0, 4, len(parts), "its segments have other lengths"), strict=True):
+            decode_segment(segment, part, mantissa_bits)
     except _Damaged as damage:
         return str(damage), 0
     held.view(torch.int16).copy_(values.to(torch.int16))
@@ -107,10 +93,8 @@ def checksum(values: Tensor) -> int:
     """
     place = 0x9E3779B1 * torch.arange(1, BLOCK + 1) % CHECK_MODULUS
     factors = (place ^ place >> 15) * 0x85EBCA77 % CHECK_MODULUS | 1
-    total = 0
-    for idx, block in enumerate(values.split(BLOCK)):
-        total += (2 * idx + 1) * int((block * factors[: len(block)]).sum())
-    return total % CHECK_MODULUS
+    sums = [int((block * factors[: len(block)]).sum()) for block in values.split(BLOCK)]
+    return sum((2 * idx + 1) * one for idx, one in enumerate(sums)) % CHECK_MODULUS
 
 
 class _Damaged(Exception):
@@ -120,6 +104,27 @@ class _Damaged(Exception):
 def _bits(weights: Tensor) -> Tensor:
     """Return the bits of 16-bit weights as int64 from 0 to 65535, on the CPU."""
     return weights.view(torch.int16).cpu().long() & 0xFFFF
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def _parts(values: Tensor, size: int) -> list[Tensor]:
+    return list(values.split(size)) if len(values) else []
+
+
+def _cut(data: bytes, at: int, width: int, count: int, damage: str) -> list[bytes]:
+    """Return `count` parts of data; their lengths stand before them at `at`, in `width` bytes each."""
+    lengths = [int.from_bytes(data[at + width * idx : at + width * (idx + 1)], "little") for idx in range(count)]
+    at += width * count
+    if len(data) != at + sum(lengths):
+        raise _Damaged(damage)
+    parts = []
+    for length in lengths:
+        parts.append(data[at : at + length])
+        at += length
+    return parts
 
 
 def place_in_order(bits: Tensor) -> Tensor:
@@ -143,46 +148,27 @@ def classes_of(old: Tensor, top: int, mantissa_bits: int) -> Tensor:
     return (top - ((old & 0x7FFF) >> mantissa_bits)).clamp(0, NUM_CLASSES - 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """The tokens of a segment, in order; [N] int64 each."""
+def tokens_of(new: Tensor, old: Tensor, classes: Tensor) -> tuple[Tensor, ...]:
+    """Return the tokens of what changed in a segment, in order: block, class of the code, gap and move, [N] int64.
 
-    block: Tensor
-    code: Tensor  # the class whose code it uses
-    gap: Tensor
-    move: Tensor  # 0: the token ends its block
-
-    @property
-    def size(self) -> Tensor:
-        return self.move.abs().clamp(min=1)
-
-    @property
-    def symbol(self) -> Tensor:
-        gap_bits, size_bits = bit_length(self.gap), bit_length(self.size)
-        return torch.where(gap_bits == 0, size_bits - 1, 13 + 3 * gap_bits + size_bits.clamp(max=3) - 1)
-
-
-def tokens_of(new: Tensor, old: Tensor, classes: Tensor) -> Tokens:
-    """Return the tokens of what changed from `old` to `new`, the bits of one segment."""
+    A token that ends its block has the move 0.
+    """
     n = len(new)
-    block = torch.arange(n) // BLOCK
-    # Order by block, and in a block by class.  The sort is stable, so places stay in order.
-    order = (block * NUM_CLASSES + classes).argsort(stable=True)
-    moves = (place_in_order(new) - place_in_order(old) + 2**15) % 2**16 - 2**15
-    found = moves[order].nonzero()[:, 0]
-    changed_blocks = block[found].unique()
-    ends = ((changed_blocks + 1) * BLOCK).clamp(max=n)
+    # The sort is stable, so places stay in order.
+    order = (torch.arange(n) // BLOCK * NUM_CLASSES + classes).argsort(stable=True)
+    moves = ((place_in_order(new) - place_in_order(old) + 2**15) % 2**16 - 2**15)[order]
+    found = moves.nonzero()[:, 0]
+    ends = (((found // BLOCK).unique() + 1) * BLOCK).clamp(max=n)
     # Order tokens by where they lead to; an end comes before the next block's first weight, at the same place.
-    to = torch.cat([ends, found])
-    to_block = torch.cat([changed_blocks, block[found]])
-    move = torch.cat([torch.zeros_like(ends), moves[order][found]])
-    by_place = (to_block * (BLOCK + 1) + to - to_block * BLOCK).argsort()
-    to, to_block, move = to[by_place], to_block[by_place], move[by_place]
-    start = to_block * BLOCK
-    start[1:] = torch.where(to_block[1:] == to_block[:-1], to[:-1] + 1, start[1:])
-    is_needed = start < ((to_block + 1) * BLOCK).clamp(max=n)
-    to, to_block, move, start = to[is_needed], to_block[is_needed], move[is_needed], start[is_needed]
-    return Tokens(block=to_block, code=classes[order][start], gap=to - start, move=move)
+    keys = torch.cat([2 * ends, 2 * found + 1]).sort().values
+    to, is_end = keys // 2, keys % 2 == 0
+    block = (to - is_end.long()) // BLOCK
+    start = block * BLOCK
+    start[1:] = torch.where(block[1:] == block[:-1], to[:-1] + 1, start[1:])
+    move = torch.where(is_end, 0, moves[to.clamp(max=n - 1)])
+    tokens = (block, classes[order][start.clamp(max=n - 1)], to - start, move)
+    is_needed = start < ((block + 1) * BLOCK).clamp(max=n)
+    return tuple(one[is_needed] for one in tokens)
 
 
 def bit_length(x: Tensor) -> Tensor:
@@ -200,9 +186,7 @@ def code_lengths(counts: list[int]) -> list[int]:
     if len(used) <= 1:
         return [int(symbol in used) for symbol in range(len(counts))]
     while True:
-        nodes = [
-            (counts[symbol], symbol, [symbol]) for symbol in used
-        ]  # count, rank among equal counts, symbols below
+        nodes = [(counts[one], one, [one]) for one in used]  # count, rank among equal counts, symbols below
         lengths = [0] * len(counts)
         heapq.heapify(nodes)
         for merged in range(len(used) - 1):
@@ -233,35 +217,28 @@ def encode_segment(new: Tensor, old: Tensor, mantissa_bits: int) -> bytes:
     if torch.equal(new, old):
         return b""
     top = top_exponent(old, mantissa_bits)
-    tokens = tokens_of(new, old, classes_of(old, top, mantissa_bits))
-    counts = torch.bincount(tokens.code * NUM_SYMBOLS + tokens.symbol, minlength=NUM_CLASSES * NUM_SYMBOLS)
+    block, code, gap, move = tokens_of(new, old, classes_of(old, top, mantissa_bits))
+    # 1. The code of each class.
+    size = move.abs().clamp(min=1)
+    gap_bits, size_bits = bit_length(gap), bit_length(size)
+    symbol = torch.where(gap_bits == 0, size_bits - 1, 13 + 3 * gap_bits + size_bits.clamp(max=3) - 1)
+    counts = torch.bincount(code * NUM_SYMBOLS + symbol, minlength=NUM_CLASSES * NUM_SYMBOLS)
     codes = [code_lengths(of_class) for of_class in counts.view(NUM_CLASSES, NUM_SYMBOLS).tolist()]
-    values, widths = fields_of(tokens, codes)
-    last = torch.bincount(tokens.block, minlength=-(-len(new) // BLOCK)).cumsum(0).tolist()
+    words, lengths = torch.tensor([code_words(one) for one in codes]), torch.tensor(codes)
+    # 2. The fields of each token, [N, 5], and how many bits each has.
+    fields = torch.stack([words[code, symbol], gap, size_bits - 1, size, (move < 0).long()], dim=1)
+    has_length = ((gap_bits > 0) & (size_bits >= 3)).long()
+    gap_width = (gap_bits - 1).clamp(min=0)
+    widths = torch.stack([lengths[code, symbol], gap_width, 4 * has_length, size_bits - 1, (move != 0).long()], dim=1)
+    # 3. Blocks.
+    last = torch.bincount(block, minlength=-(-len(new) // BLOCK)).cumsum(0).tolist()
     blocks = []
     for first, end, part in zip([0, *last], last, new.split(BLOCK), strict=False):
-        block = pack(values[first:end].flatten(), widths[first:end].flatten())
-        blocks.append(block if len(block) < 2 * len(part) else _raw(part))
+        packed = pack(fields[first:end].flatten(), widths[first:end].flatten())
+        blocks.append(packed if len(packed) < 2 * len(part) else _raw(part))
     result = bytes([CODED, top]) + b"".join(map(write_code, codes))
-    result += b"".join(len(block).to_bytes(2, "little") for block in blocks) + b"".join(blocks)
+    result += b"".join([*(len(one).to_bytes(2, "little") for one in blocks), *blocks])
     return result if len(result) <= 2 * len(new) else bytes([RAW]) + _raw(new)
-
-
-def fields_of(tokens: Tokens, codes: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Return numbers and how many bits each has, [N, 5]: code word, gap, bit length, size and sign of each token."""
-    lengths, words = torch.tensor(codes), torch.tensor([code_words(lengths) for lengths in codes])
-    is_end = tokens.move == 0
-    gap_bits, size_bits = bit_length(tokens.gap), bit_length(tokens.size)
-    has_length = (gap_bits > 0) & (size_bits >= 3)
-    values = [words[tokens.code, tokens.symbol], tokens.gap, size_bits - 1, tokens.size, (tokens.move < 0).long()]
-    widths = [
-        lengths[tokens.code, tokens.symbol],
-        (gap_bits - 1).clamp(min=0),
-        4 * has_length.long(),
-        size_bits - 1,
-        1 - is_end.long(),
-    ]
-    return torch.stack(values, dim=1), torch.stack(widths, dim=1)
 
 
 def pack(values: Tensor, widths: Tensor) -> bytes:
@@ -277,9 +254,8 @@ def write_code(lengths: list[int]) -> bytes:
     used = sum(1 << symbol for symbol, length in enumerate(lengths) if length)
     halves = [length for length in lengths if length]
     halves += [0] * (len(halves) % 2)
-    return used.to_bytes(8, "little") + bytes(
-        low | high << 4 for low, high in zip(halves[::2], halves[1::2], strict=True)
-    )
+    pairs = zip(halves[::2], halves[1::2], strict=True)
+    return used.to_bytes(8, "little") + bytes(low | high << 4 for low, high in pairs)
 
 
 def _raw(values: Tensor) -> bytes:
@@ -288,31 +264,6 @@ def _raw(values: Tensor) -> bytes:
 
 def _from_raw(data: bytes) -> Tensor:
     return torch.tensor([data[at] | data[at + 1] << 8 for at in range(0, len(data), 2)], dtype=torch.int64)
-
-
-class _Bits:
-    """A stream of bits.  Zeros follow its end; `close` raises _Damaged unless exactly the stream was read."""
-
-    def __init__(self, data: bytes) -> None:
-        self.text = "".join(f"{byte:08b}" for byte in data) + "0" * 64
-        self.at = 0
-        self.num_bytes = len(data)
-
-    def take(self, width: int) -> int:
-        self.at += width
-        return int(self.text[self.at - width : self.at] or "0", 2)
-
-    def symbol(self, words: dict[str, int]) -> int:
-        for length in range(1, MAX_CODE_BITS + 1):
-            found = words.get(self.text[self.at : self.at + length])
-            if found is not None:
-                self.at += length
-                return found
-        raise _Damaged("a code word is not in use")
-
-    def close(self) -> None:
-        if -(-self.at // 8) != self.num_bytes or "1" in self.text[self.at :]:
-            raise _Damaged("a block has another length")
 
 
 def decode_segment(data: bytes, values: Tensor, mantissa_bits: int) -> None:
@@ -328,18 +279,12 @@ def decode_segment(data: bytes, values: Tensor, mantissa_bits: int) -> None:
         raise _Damaged("a segment is of an unknown kind")
     codes, at = read_codes(data)
     blocks = values.split(BLOCK)
-    lengths = [int.from_bytes(data[at + 2 * idx : at + 2 * idx + 2], "little") for idx in range(len(blocks))]
-    at += 2 * len(blocks)
-    if len(data) != at + sum(lengths):
-        raise _Damaged("blocks have other lengths")
-    for block, length in zip(blocks, lengths, strict=True):
-        part = data[at : at + length]
-        at += length
-        if length == 2 * len(block):
+    for block, part in zip(blocks, _cut(data, at, 2, len(blocks), "blocks have other lengths"), strict=True):
+        if len(part) == 2 * len(block):
             block.copy_(_from_raw(part))
-        elif length > 2 * len(block):
+        elif len(part) > 2 * len(block):
             raise _Damaged("a block is too long")
-        elif length:
+        elif part:
             decode_block(_Bits(part), block, classes_of(block, data[1], mantissa_bits), codes)
 
 
@@ -353,40 +298,57 @@ def read_codes(data: bytes) -> tuple[list[dict[str, int]], int]:
         if end > len(data) or used >> NUM_SYMBOLS:
             raise _Damaged("a code is cut off or has unknown symbols")
         halves = [half for byte in data[at + 8 : end] for half in (byte & 15, byte >> 4)]
-        lengths = [0] * NUM_SYMBOLS
-        for symbol, length in zip(symbols, halves, strict=False):
-            lengths[symbol] = length
+        found = halves[: len(symbols)]
         # Every stream of bits must mean something; only a code with one symbol is the bit 0 and leaves 1 unused.
-        share = sum(2.0**-length for length in halves[: len(symbols)])
+        share = sum(2.0**-length for length in found)
         is_whole = share == (0.5 if len(symbols) == 1 else 1.0)
-        if any(not 1 <= length <= MAX_CODE_BITS for length in halves[: len(symbols)]) or (symbols and not is_whole):
+        if any(not 1 <= length <= MAX_CODE_BITS for length in found) or (symbols and not is_whole):
             raise _Damaged("a code has words of impossible lengths")
         if any(halves[len(symbols) :]):
             raise _Damaged("a code is not followed by zeros")
-        words = code_words(lengths)
-        codes.append({f"{words[symbol]:0{lengths[symbol]}b}": symbol for symbol in symbols})
+        words = code_words(found)
+        codes.append({f"{word:0{length}b}": one for one, word, length in zip(symbols, words, found, strict=True)})
         at = end
     return codes, at
+
+
+class _Bits:
+    """A stream of bits.  Zeros follow its end; `close` raises _Damaged unless exactly the stream was read."""
+
+    def __init__(self, data: bytes) -> None:
+        self.text = "".join(f"{byte:08b}" for byte in data) + "0" * 64
+        self.at = 0
+        self.num_bytes = len(data)
+
+    def take(self, width: int) -> int:
+        self.at += width
+        return int(self.text[self.at - width : self.at] or "0", 2)
+
+    def with_leading_bit(self, width: int) -> int:
+        return 0 if width == 0 else 1 << (width - 1) | self.take(width - 1)
+
+    def symbol(self, words: dict[str, int]) -> int:
+        for length in range(1, MAX_CODE_BITS + 1):
+            found = words.get(self.text[self.at : self.at + length])
+            if found is not None:
+                self.at += length
+                return found
+        raise _Damaged("a code word is not in use")
+
+    def close(self) -> None:
+        if -(-self.at // 8) != self.num_bytes or "1" in self.text[self.at :]:
+            raise _Damaged("a block has another length")
 
 
 def decode_block(bits: _Bits, block: Tensor, classes: Tensor, codes: list[dict[str, int]]) -> None:
     """Apply the tokens of one block to its old bits, in place."""
     order = classes.argsort(stable=True)
-    of_class = classes[order].tolist()
-    moves = torch.zeros_like(block)
-    for place, move in _moves(bits, of_class, codes):
-        moves[order[place]] = move
-    block.copy_(place_in_order((place_in_order(block) + moves) & 0xFFFF) & 0xFFFF)
-
-
-def _moves(bits: _Bits, of_class: list[int], codes: list[dict[str, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the changed weights as (place in the order of classes, move)."""
+    of_class, moves = classes[order].tolist(), torch.zeros_like(block)
     start, count = 0, len(of_class)
     while start < count:
         symbol = bits.symbol(codes[of_class[start]])
         gap_bits, size_bits = (0, symbol + 1) if symbol < 16 else ((symbol - 13) // 3, (symbol - 13) % 3 + 1)
-        gap = _with_leading_bit(bits, gap_bits)
-        place = start + gap
+        place = start + bits.with_leading_bit(gap_bits)
         if place > count or (place == count and size_bits > 1):
             raise _Damaged("a token leads out of its block")
         if place == count:
@@ -395,11 +357,8 @@ def _moves(bits: _Bits, of_class: list[int], codes: list[dict[str, int]]) -> Ite
             size_bits = bits.take(4) + 1
             if size_bits < 3:
                 raise _Damaged("a size has another form")
-        size = _with_leading_bit(bits, size_bits)
-        yield place, -size if bits.take(1) else size
+        size = bits.with_leading_bit(size_bits)
+        moves[order[place]] = -size if bits.take(1) else size
         start = place + 1
     bits.close()
-
-
-def _with_leading_bit(bits: _Bits, width: int) -> int:
-    return 0 if width == 0 else 1 << (width - 1) | bits.take(width - 1)
+    block.copy_(place_in_order((place_in_order(block) + moves) & 0xFFFF) & 0xFFFF)

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dtype is not None and args.dtype not in writing.DTYPES:
         raise ConfigError(f"--dtype: got {args.dtype!r}; give one of {', '.join(writing.DTYPES)}")
     dtype = writing.DTYPES.get(args.dtype)
-    options = writing.Options(args.form, dtype, writing.parse_size(args.max_shard_size))
+    options = writing.Options(args.form, dtype, args.max_shard_size)
     folder = tag_folder(args.checkpoint)
     checkpoint = open_checkpoint(folder)
     if checkpoint.is_classic:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         find_config = partial(_adapter_config, folder)
         base = Base(args.model)
         plan = writing.plan_model(checkpoint.parameters, checkpoint.moe_paths, base, find_config, options)
-    _write(plan, args.out, options.max_shard_bytes)
+    _write(plan, args.out, options.max_shard_size)
     return 0
 
 
@@ -95,14 +95,16 @@ def _adapter_config(folder: Path) -> Any:
     )
 
 
-def _write(plan: "Plan", target: Path, max_shard_bytes: int) -> None:
+def _write(plan: "Plan", target: Path, max_shard_size: str) -> None:
     from tqdm import tqdm
 
-    from ds_hybridep.export.writing import write_folder
+    from ds_hybridep.export.folder import whole_folder
+    from ds_hybridep.export.writing import write_files
 
-    num_bytes = sum(one.num_bytes for one in plan.planned.values())
-    with tqdm(
-        total=num_bytes, unit="B", unit_scale=True, desc=target.name, disable=not sys.stderr.isatty(), leave=False
-    ) as bar:
-        write_folder(plan, target, max_shard_bytes, bar.update)
+    num_bytes, is_shown = sum(one.nbytes for one in plan.planned.values()), sys.stderr.isatty()
+    with (
+        tqdm(total=num_bytes, unit="B", unit_scale=True, desc=target.name, disable=not is_shown, leave=False) as bar,
+        whole_folder(target) as folder,
+    ):
+        write_files(plan, folder, max_shard_size, bar.update)
     print(f"{target}: {len(plan.planned)} tensors, {num_bytes / 1e9:.2f} GB")

@@ -7,9 +7,8 @@ import contextlib
 import time
 from pathlib import Path
 
-from ds_hybridep.link import TLS
+from ds_hybridep.link import TLS, read_secret
 from ds_hybridep.sites.meeting import serve
-from ds_hybridep.sites.protocol import read_secret
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ds_hybridep.errors import ConfigError
 from ds_hybridep.plan.cluster import Cluster, Level, Link
-from ds_hybridep.plan.summary import aligned, level_settings
+from ds_hybridep.plan.summary import level_settings
 
 LIMIT_S = 10.0
 BBR = "bbr"
@@ -20,7 +20,6 @@ LONG_S = 0.002  # a link is long if its one-way latency is at least this
 GAIN = 1.25  # other connections are kept if they are faster by more than this factor
 TIMEOUT_S = 120.0
 LEVEL = re.compile(r"(?:([A-Za-z_]\w*)=)?([1-9]\d*)")
-HEADER = ("level", "children", "latency [ms]", "rate [Gbit/s]", "connections", "congestion control")
 
 DESCRIPTION = """\
 Measures latency and bandwidth of every level, and writes them as a cluster file, which `ds_hybridep plan --cluster`
@@ -56,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from ds_hybridep.adaptive.probe import LinkProbe, probe_links
     from ds_hybridep.transport.agreement import agree
     from ds_hybridep.transport.channels import Transport
-    from ds_hybridep.transport.job import join_job, leave_job
-    from ds_hybridep.transport.sockets import is_permitted
+    from ds_hybridep.transport.job import join_job, leave_job, why_not_permitted
 
     cluster = read_levels(args.levels)
     join_job(TIMEOUT_S)
@@ -69,19 +67,21 @@ def run(args: argparse.Namespace) -> int:
                 f"--levels: {','.join(levels)} make {cluster.num_ranks} ranks, but the job has {transport.world_size}"
             )
         _say(transport.rank, f"measuring {', '.join(levels)}")
-        found = probe_links(transport, limit_s=LIMIT_S)
-        has_bbr = all(answer for (answer,) in LinkProbe(transport).table([is_permitted(BBR)]))
+        probe = LinkProbe(transport)
+        found = probe_links(probe, limit_s=LIMIT_S)
+        has_bbr = all(answer for (answer,) in probe.table([not why_not_permitted(BBR)]))
         transport.close()
         # Measure long links again with other connections, which carry more where frames get lost.
-        for link in (Link(congestion_control=BBR), Link(connections=MANY)):
-            if any(map(is_long, found.levels)) and (has_bbr or link.congestion_control is None):
-                other = f"congestion control {BBR}" if link.congestion_control else f"{MANY} connections"
-                _say(transport.rank, f"measuring long links again, with {other}")
-                transport = Transport(with_connections(found, link), TIMEOUT_S, agree({"levels": levels}, TIMEOUT_S))
-                found = better_of(found, probe_links(transport, limit_s=LIMIT_S))
+        for other in (Link(congestion_control=BBR), Link(connections=MANY)):
+            tried = with_connections(found, other)
+            if tried != found and (has_bbr or other.congestion_control is None):
+                kind = other.congestion_control or other.connections
+                _say(transport.rank, f"measuring long links again, with {kind} connections")
+                transport = Transport(tried, TIMEOUT_S, agree({"levels": levels}, TIMEOUT_S))
+                found = better_of(found, probe_links(LinkProbe(transport), limit_s=LIMIT_S))
                 transport.close()
         if transport.rank == 0:
-            print(describe(found), flush=True)
+            print(cluster_file(found), end="", flush=True)
             if args.out is not None:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(cluster_file(found), encoding="utf-8")
@@ -96,19 +96,14 @@ def _say(rank: int, doing: str) -> None:
         print(f"{doing}: about {LIMIT_S:g} s", file=sys.stderr, flush=True)
 
 
-def is_long(level: Level) -> bool:
-    return level.size > 1 and (level.link.latency_s or 0.0) >= LONG_S
-
-
 def with_connections(cluster: Cluster, like: Link) -> Cluster:
-    """The cluster with the connections of `like` on each long link."""
-
-    def changed(link: Link) -> Link:
-        return replace(link, connections=like.connections, congestion_control=like.congestion_control)
-
-    return Cluster(
-        tuple(replace(level, link=changed(level.link)) if is_long(level) else level for level in cluster.levels)
-    )
+    """The cluster with other connections over its long links."""
+    levels = list(cluster.levels)
+    for index, level in enumerate(levels):
+        if level.size > 1 and (level.link.latency_s or 0.0) >= LONG_S:
+            link = replace(level.link, connections=like.connections, congestion_control=like.congestion_control)
+            levels[index] = replace(level, link=link)
+    return Cluster(tuple(levels))
 
 
 def better_of(one: Cluster, several: Cluster) -> Cluster:
@@ -133,15 +128,8 @@ def read_levels(text: str) -> Cluster:
 
 
 def cluster_file(cluster: Cluster) -> str:
-    """The text of a cluster file: the levels and their links as JSON, which is also YAML."""
+    """The text of a cluster file: the levels and their links as JSON, which is also YAML.
+
+    Rates are of one child's uplink in one direction, headers included.
+    """
     return json.dumps({"levels": [level_settings(level) for level in cluster.levels]}, indent=2) + "\n"
-
-
-def describe(cluster: Cluster) -> str:
-    """A table of the levels and their links."""
-    rows = [HEADER]
-    for level in map(level_settings, cluster.levels):
-        known = [f"{level[key]:g}" if key in level else "-" for key in ("latency_ms", "bandwidth_gbps")]
-        chosen = str(level.get("connections", 1)), level.get("congestion_control", "the system's")
-        rows.append((level["name"], str(level["size"]), *known, *chosen))
-    return f"rates are of one child's uplink in one direction, headers included\n{aligned(rows)}"

@@ -116,7 +116,7 @@ def explain_plan(record: Mapping[str, Any]) -> str:
     if planning["runner_up"] is not None:
         seconds = _seconds(planning["runner_up_s"])
         lines.append(f"runner-up at the last look: {planning['runner_up']}, {seconds} s expected")
-    sections = ["\n".join(lines), _terms_table(planning), _uplinks_table(planning)]
+    sections = ["\n".join(lines), _terms_table(planning)]
     if planning["history"]:
         changes = [f"  step {entry['step']}: {entry['to']} ({entry['reason']})" for entry in planning["history"]]
         sections.append("\n".join(["changes of plan:", *changes]))
@@ -124,47 +124,26 @@ def explain_plan(record: Mapping[str, Any]) -> str:
 
 
 def _terms_table(planning: Mapping[str, Any]) -> str:
-    terms, measured = _with_shared((planning["predicted"] or {}).get("terms_s", {})), planning["measured"]
-    found = {term: measured["waited_s"].get(kind) for term, kind in WAITS.items()} | {"codec_s": measured["codec_s"]}
+    predicted, waited_s = planning["predicted"] or {}, planning["measured"]["waited_s"]
+    terms = dict(predicted.get("terms_s", {}))
+    dense, experts = SHARED
+    if (shared_s := terms.pop(experts, None)) is not None:
+        terms[dense] = terms.get(dense, 0.0) + shared_s
     rows = [["seconds per step", "predicted", "measured"]]
     known_s = 0.0
     for term, words in TERM_WORDS.items():
-        if term in SHARED:
-            words = SHARED_WORDS
-        expected_s, seconds = terms.get(term), found.get(term)
-        if expected_s and not seconds:
-            seconds = None  # DeepSpeed sends it, so nothing was measured
-        known_s += seconds or 0.0
-        if expected_s or seconds:
-            unknown = NOT_COUNTED if term in SHARED else MISSING
-            rows.append([words, _seconds(expected_s), unknown if seconds is None else _seconds(seconds)])
+        expected_s = terms.get(term)
+        found_s = planning["measured"]["codec_s"] if term == "codec_s" else waited_s.get(WAITS.get(term))
+        known_s += found_s or 0.0
+        if expected_s or found_s:
+            # If a term is expected but nothing was measured, DeepSpeed sends it.
+            unknown = NOT_COUNTED if term == dense else MISSING
+            measured = _seconds(found_s) if found_s or not expected_s else unknown
+            rows.append([SHARED_WORDS if term == dense else words, _seconds(expected_s), measured])
     step_s = planning["measured_step_s"]
     rows.append(["all else", MISSING, _seconds(None if step_s is None else step_s - known_s)])
-    rows.append(["the step", _seconds((planning["predicted"] or {}).get("step_s")), _seconds(step_s)])
+    rows.append(["the step", _seconds(predicted.get("step_s")), _seconds(step_s)])
     return aligned(rows)
-
-
-def _uplinks_table(planning: Mapping[str, Any]) -> str:
-    rows = [["MB per step over one uplink", "predicted", "measured"]]
-    measured = planning["measured"]["uplink_bytes"]
-    predicted = planning["predicted"]["uplink_bytes"] if planning["predicted"] else [{}] * len(measured)
-    for level, expected, found in zip(planning["links"], map(_with_shared, predicted), measured, strict=True):
-        for term, kind in WAITS.items():
-            ours, theirs = expected.get(term.removesuffix("_s")), found.get(kind)
-            if ours or theirs:
-                unknown = NOT_COUNTED if term in SHARED else MISSING
-                cells = [_megabytes(ours) if ours else MISSING, _megabytes(theirs) if theirs else unknown]
-                rows.append([f"{level['name']}, {kind.replace('_', ' ')}", *cells])
-    return aligned(rows)
-
-
-def _with_shared(predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """Add up dense parameters and experts that several groups hold, because they are counted together."""
-    result = dict(predicted)
-    for dense, experts in (SHARED, tuple(name.removesuffix("_s") for name in SHARED)):
-        if (shared := result.pop(experts, None)) is not None:
-            result[dense] = result.get(dense, 0.0) + shared
-    return result
 
 
 def _seconds(value: float | None) -> str:

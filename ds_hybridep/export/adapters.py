@@ -23,42 +23,24 @@ from torch import Tensor
 
 from ds_hybridep.errors import ExportError, UnsupportedError
 from ds_hybridep.export.base import Skeleton
-from ds_hybridep.export.checkpoint import Parameter
 from ds_hybridep.export.names import PEFT_PREFIX, Names
+from ds_hybridep.export.stored import Parameter
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
-@dataclass(frozen=True)
-class Relaid:
-    """A factor in another layout, [E, r, in] or [E, out, r] and peft's."""
+def _relaid(factor: Parameter, which: str, num_experts: int, *, to_peft: bool) -> Parameter:
+    """Return a factor, "A" or "B", in the other of two layouts: by expert, and peft's."""
 
-    factor: Parameter
-    which: str  # "A" or "B"
-    num_experts: int
-    to_peft: bool
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """How it is stored."""
-        return self.factor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape in the new layout."""
-        return tuple(self._relay(torch.empty(self.factor.shape, device="meta")).shape)
-
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """Return it, rounded to `dtype`."""
-        return self._relay(self.factor.read(dtype)).contiguous()
-
-    def _relay(self, factor: Tensor) -> Tensor:
-        count = self.num_experts
-        if self.which == "A":
-            return factor.flatten(0, 1) if self.to_peft else factor.reshape(count, -1, factor.shape[-1])
-        if self.to_peft:
+    def relay(factor: Tensor) -> Tensor:
+        if which == "A":
+            return factor.flatten(0, 1) if to_peft else factor.reshape(num_experts, -1, factor.shape[-1])
+        if to_peft:
             return factor.permute(1, 2, 0).flatten(1)
-        return factor.reshape(factor.shape[0], -1, count).permute(2, 0, 1)
+        return factor.reshape(factor.shape[0], -1, num_experts).permute(2, 0, 1)
+
+    shape = relay(torch.empty(factor.shape, device="meta")).shape
+    return Parameter(tuple(shape), factor.dtype, lambda dtype: relay(factor.read(dtype)).contiguous())
 
 
 @dataclass(frozen=True)
@@ -69,22 +51,16 @@ class Product:
     b: Parameter
     scaling: float
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        return (*self.b.shape[:-1], self.a.shape[-1])
+    def alone(self) -> Parameter:
+        """Return what the adapter adds to zeros."""
+        shape = (*self.b.shape[:-1], self.a.shape[-1])
+        return Parameter(shape, self.a.dtype, lambda dtype: self._add_to(torch.zeros(shape, dtype=dtype), dtype))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """How the factors are stored."""
-        return self.a.dtype
+    def added_to(self, weight: Parameter) -> Parameter:
+        """Return a weight with its adapter added in fp32."""
+        return Parameter(weight.shape, weight.dtype, lambda dtype: self._add_to(weight.read(weight.dtype), dtype))
 
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """Return it, rounded to `dtype`."""
-        return self.add_to(torch.zeros(self.shape, dtype=dtype), dtype)
-
-    def add_to(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `weight` with the adapter added in fp32, rounded to `dtype`."""
+    def _add_to(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         a, b = self.a.read(torch.float32), self.b.read(torch.float32)
         if weight.ndim == 2:
             return (weight.float() + self.scaling * (b @ a)).to(dtype)
@@ -92,28 +68,6 @@ class Product:
         for place, expert, down, up in zip(merged, weight, a, b, strict=True):
             place.copy_(expert.float() + self.scaling * (up @ down))
         return merged
-
-
-@dataclass(frozen=True)
-class Merged:
-    """A weight with its adapter added."""
-
-    weight: Parameter
-    product: Product
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        return tuple(self.weight.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """How the weight is stored."""
-        return self.weight.dtype
-
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """Return it, rounded to `dtype`."""
-        return self.product.add_to(self.weight.read(self.weight.dtype), dtype)
 
 
 @dataclass(frozen=True)
@@ -160,7 +114,7 @@ class PeftModel:
             for which in "AB":
                 factor = self._names.factors.get(f"{weight}_lora_{which}")
                 if factor is not None:
-                    found[f"{key}.lora_{which}.weight"] = Relaid(factor, which, num_experts, to_peft=True)
+                    found[f"{key}.lora_{which}.weight"] = _relaid(factor, which, num_experts, to_peft=True)
         for key in self.shapes:
             if key not in found:
                 found[key] = self._in_checkpoint(key)
@@ -199,12 +153,12 @@ class PeftModel:
 
     def _by_expert(self, weight: str, which: str, peft_layout: Parameter, num_experts: int) -> Parameter:
         factor = self._names.factors.get(f"{weight}_lora_{which}")
-        return factor if factor is not None else Relaid(peft_layout, which, num_experts, to_peft=False)
+        return factor if factor is not None else _relaid(peft_layout, which, num_experts, to_peft=False)
 
     @property
-    def num_saved_modules(self) -> int:
-        """How many tensors are of layers that were trained as a whole, beside adapters."""
-        return sum(".lora_" not in key for key in self.shapes)
+    def has_saved_modules(self) -> bool:
+        """True if layers were trained as a whole, beside adapters."""
+        return any(".lora_" not in key for key in self.shapes)
 
 
 def read_config(path: Path) -> Any:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ds_hybridep.errors import ConfigError, ExportError
-from ds_hybridep.export.checkpoint import FileParameter, Piece
 from ds_hybridep.export.folder import DTYPE_NAMES
-from ds_hybridep.export.stored import Stored
+from ds_hybridep.export.stored import Parameter, Stored, whole
 
 _NO_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")  # what a tokenizer consists of
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -101,7 +100,7 @@ class Base:
         dtype = getattr(self.config, "dtype", None) or getattr(config, "dtype", None) or torch.float32
         return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype).removeprefix("torch."))
 
-    def weight(self, hub_name: str) -> FileParameter:
+    def weight(self, hub_name: str) -> Parameter:
         """Return a tensor of its files."""
         if not self.tensors and not Path(self.name).is_dir():
             self.folder = _download(self.name, (*_NO_WEIGHTS, "*.safetensors"))
@@ -111,8 +110,7 @@ class Base:
                 f"{hub_name} is neither in the checkpoint nor in a safetensors file of --model {self.name}; the whole "
                 f"model needs it"
             )
-        stored = self.tensors[hub_name]
-        return FileParameter(stored.shape, (Piece(stored, 0, stored.numel),))
+        return whole(self.tensors[hub_name])
 
     def copy_files(self, folder: Path) -> None:
         """Copy tokenizer, generation config and the like; not weights and not the config of the model."""
@@ -154,5 +152,5 @@ def _stored_in(path: Path) -> dict[str, Stored]:
         if name != "__metadata__":
             shape, dtype = tuple(entry["shape"]), _DTYPES.get(entry["dtype"], torch.uint8)
             stride = tuple(torch.empty(shape, device="meta").stride())
-            found[name] = Stored(path, 8 + length + entry["data_offsets"][0], dtype, 0, shape, stride)
+            found[name] = Stored(path, 8 + length + entry["data_offsets"][0], dtype, shape, stride)
     return found

@@ -11,83 +11,23 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from ds_hybridep.errors import ExportError, UnsupportedError
-from ds_hybridep.export.stored import Stored, load
+from ds_hybridep.export.stored import Parameter, Piece, Stored, in_files, load, whole
 
 FACTOR_FILES = "hybridep_expert_adapters_*.pt"
-_CHUNK = 1 << 24  # elements that are read at once
 _CLASSIC = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
-
-
-class Parameter(Protocol):
-    """One whole parameter, wherever it is."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """How it is stored."""
-
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """Return it, rounded to `dtype`."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of elements of a tensor in a file, in row-major order."""
-
-    stored: Stored
-    start: int
-    numel: int
-
-
-@dataclass(frozen=True)
-class FileParameter:
-    """A parameter that lies in files, piece after piece."""
-
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """How it is stored."""
-        return self.pieces[0].stored.dtype
-
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """Return it, rounded to `dtype`."""
-        whole = torch.empty(math.prod(self.shape), dtype=dtype)
-        done = 0
-        for piece in self.pieces:
-            for start in range(0, piece.numel, _CHUNK):
-                count = min(_CHUNK, piece.numel - start)
-                place = whole[done : done + count]
-                if piece.stored.dtype == dtype:
-                    piece.stored.read_into(place, piece.start + start)
-                else:
-                    chunk = torch.empty(count, dtype=piece.stored.dtype)
-                    piece.stored.read_into(chunk, piece.start + start)
-                    place.copy_(chunk)
-                done += count
-        return whole.view(self.shape)
 
 
 @dataclass
 class Checkpoint:
     """What is in a checkpoint's folder."""
 
-    folder: Path
     parameters: dict[str, Parameter] = field(default_factory=dict)
     moe_paths: list[str] = field(default_factory=list)  # names of AutoEP's layers
     is_classic: bool = False  # has layers of deepspeed.moe.layer.MoE
-    buffers: set[str] = field(default_factory=set)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -123,8 +63,8 @@ class _Opening:
         self.world_size = int(self.state.get("dp_world_size", 1))
         self.layers: list[dict[str, Any]] = self.state.get("ds_autoep_layers") or []
         self.is_partitioned = len(states) > 1 or _RANK.search(next(folder.glob("*_model_states.pt")).name) is not None
-        self.found = Checkpoint(folder, moe_paths=[layer["module_path"] for layer in self.layers])
-        self.found.buffers = set(self.state.get("buffer_names") or ())
+        self.found = Checkpoint(moe_paths=[layer["module_path"] for layer in self.layers])
+        self.parameters = self.found.parameters
         # Experts in the order of ranks and of their weights, by the prefix of the weights' names.
         self.placement = {f"{layer['module_path']}.": _placement(layer) for layer in self.layers}
 
@@ -213,14 +153,14 @@ class _Opening:
                 )
             if classic := _CLASSIC.fullmatch(name):
                 before, local, after = classic.groups()
-                whole = f"{before}{ep_rank * counts[before] + int(local)}{after}"
-                self.found.parameters[whole] = FileParameter(shape, tuple(pieces))
+                full = f"{before}{ep_rank * counts[before] + int(local)}{after}"
+                self.parameters[full] = in_files(shape, pieces)
         if _CLASSIC.fullmatch(name):
             self.found.is_classic = True
             return
         prefix = next((one for one in self.placement if name.startswith(f"{one}experts.")), None)
         if prefix is None:
-            self.found.parameters[name] = FileParameter(shape, tuple(parts[0]))
+            self.parameters[name] = in_files(shape, parts[0])
             return
         placement = self.placement[prefix]
         if len(parts) != len(placement):
@@ -237,23 +177,22 @@ class _Opening:
 
     def _add_experts(self, name: str, shape: tuple[int, ...], by_expert: Mapping[int, Sequence[Piece]]) -> None:
         pieces = [piece for expert in range(shape[0]) for piece in by_expert[expert]]
-        self.found.parameters[name] = FileParameter(shape, tuple(pieces))
+        self.parameters[name] = in_files(shape, pieces)
 
     # -- what has no master -------------------------------------------------------------------------------------
 
     def _add_fragments(self) -> None:
         for name, shape in (self.state.get("frozen_param_shapes") or {}).items():
-            if name in self.found.parameters:
+            if name in self.parameters:
                 continue
-            fragments = [state["frozen_param_fragments"][name] for state in self.states]
-            numel = math.prod(shape)
-            pieces: list[Piece] = []
-            for fragment in fragments:
-                count = min(fragment.numel, numel - sum(piece.numel for piece in pieces))
-                pieces.append(Piece(fragment, 0, count))
-            if sum(piece.numel for piece in pieces) != numel:
+            left, pieces = math.prod(shape), []
+            for state in self.states:
+                fragment = state["frozen_param_fragments"][name]
+                pieces.append(Piece(fragment, 0, min(fragment.numel, left)))
+                left -= pieces[-1].numel
+            if left:
                 raise ExportError(f"{self.folder}: {name} is incomplete in the files *model_states.pt of all ranks")
-            self.found.parameters[name] = FileParameter(tuple(shape), tuple(pieces))
+            self.parameters[name] = in_files(shape, pieces)
 
     def _add_factors(self) -> None:
         """Add the factors of experts that hybridep writes beside DeepSpeed's files."""
@@ -277,7 +216,7 @@ class _Opening:
                 raise ExportError(
                     f"{self.folder}: {name} of the experts {missing} is in none of the files {FACTOR_FILES}"
                 )
-            if name not in self.found.parameters:
+            if name not in self.parameters:
                 self._add_experts(name, (count, *shapes[name]), {expert: (one,) for expert, one in by_expert.items()})
 
     def _add_expert_files(self) -> None:
@@ -285,7 +224,7 @@ class _Opening:
             self._add_classic_files()
         for layer in self.layers:
             prefix = f"{layer['module_path']}.experts"
-            if f"{prefix}.w1" in self.found.parameters:
+            if f"{prefix}.w1" in self.parameters:
                 continue
             files = [
                 self.folder / f"layer_{layer['moe_layer_id']}_expert_{expert}_mp_rank_00_model_states.pt"
@@ -306,8 +245,8 @@ class _Opening:
         paths = sorted(self.folder.glob("layer_*_expert_*_model_states.pt"))
         for path in paths:
             for name, stored in load(path).items():
-                if isinstance(stored, Stored) and name not in self.found.parameters:
-                    self.found.parameters[name] = FileParameter(stored.shape, (Piece(stored, 0, stored.numel),))
+                if isinstance(stored, Stored):
+                    self.parameters.setdefault(name, whole(stored))
         self.found.is_classic = bool(paths)
         for layer, count in enumerate(self.state.get("num_experts") or ()):
             for expert in range(count):
@@ -317,13 +256,11 @@ class _Opening:
 
     def _add_module(self) -> None:
         for name, stored in self.state["module"].items():
-            if isinstance(stored, Stored) and name not in self.found.parameters:
-                is_empty = stored.numel == 0 and self.is_partitioned  # what ZeRO 3 leaves of a parameter
-                if not is_empty:
-                    self.found.parameters[name] = FileParameter(stored.shape, (Piece(stored, 0, stored.numel),))
+            if isinstance(stored, Stored) and (stored.numel or not self.is_partitioned):  # ZeRO 3 leaves empty ones
+                self.parameters.setdefault(name, whole(stored))
         for name, source in (self.state.get("shared_params") or {}).items():
-            if source in self.found.parameters:
-                self.found.parameters[name] = self.found.parameters[source]
+            if source in self.parameters:
+                self.parameters[name] = self.parameters[source]
 
     # -- checks -------------------------------------------------------------------------------------------------
 

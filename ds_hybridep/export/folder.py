@@ -10,8 +10,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -32,19 +31,6 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 FIRST_READ = ("config.json", "adapter_config.json")  # by what loads the folder
-
-
-@dataclass(frozen=True)
-class Planned:
-    """Dtype and shape of a tensor that will be written."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 @contextlib.contextmanager
@@ -100,14 +86,11 @@ def _naming(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename or folder
-        full = "; the disk is full: free some space, or name a folder on another one" if _is_full(error) else ""
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = "; the disk is full: free some space, or name a folder on another one" if is_full else ""
         raise ExportError(
             f"{where} cannot be written: {error.strerror or error}{full}; no folder was written"
         ) from error
-
-
-def _is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
@@ -123,83 +106,54 @@ def check_space(folder: Path, num_bytes: int) -> None:
 class ShardWriter:
     """Writes tensors, one by one and in any order, into safetensors files whose contents are planned before."""
 
-    def __init__(self, folder: Path, stem: str, planned: Mapping[str, Planned], max_shard_bytes: int) -> None:
-        self._folder, self._planned = folder, dict(planned)
+    def __init__(self, folder: Path, stem: str, planned: Mapping[str, Tensor], max_shard_size: int | str) -> None:
+        """Write the headers.  planned: tensors on the meta device, by name."""
+        from huggingface_hub import split_torch_state_dict_into_shards
+
+        self._folder, self._stem, self._planned = folder, stem, dict(planned)
         self._missing = set(planned)
-        shards = _split(planned, max_shard_bytes)
-        names = [f"{stem}.safetensors"]
-        if len(shards) > 1:
-            names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-        self._index = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        self._offsets: dict[str, int] = {}
-        self._stem, self._names = stem, names
-        self.num_bytes = sum(one.num_bytes for one in planned.values())
-        check_space(folder, self.num_bytes)
-        for name, shard in zip(names, shards, strict=True):
-            self._write_header(folder / name, shard)
+        self._split = split_torch_state_dict_into_shards(
+            self._planned, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
+        )
+        check_space(folder, sum(one.nbytes for one in planned.values()))
+        self._begins: dict[str, int] = {}
+        for name, tensors in self._split.filename_to_tensors.items():
+            self._write_header(folder / name, tensors)
 
     def _write_header(self, path: Path, shard: list[str]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         # Wide elements first, so that each tensor begins at a multiple of its element size.
-        for tensor in sorted(shard, key=lambda tensor: -self._planned[tensor].dtype.itemsize):
-            plan = self._planned[tensor]
-            header[tensor] = {
-                "dtype": DTYPE_NAMES[plan.dtype],
-                "shape": list(plan.shape),
-                "data_offsets": [offset, offset + plan.num_bytes],
-            }
-            self._offsets[tensor] = offset
-            offset += plan.num_bytes
+        for name in sorted(shard, key=lambda name: -self._planned[name].itemsize):
+            plan = self._planned[name]
+            place = [offset, offset + plan.nbytes]
+            header[name] = {"dtype": DTYPE_NAMES[plan.dtype], "shape": list(plan.shape), "data_offsets": place}
+            self._begins[name], offset = place
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in shard:
-            self._offsets[tensor] += 8 + len(text)
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+        for name in shard:
+            self._begins[name] += 8 + len(text)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write one of the planned tensors."""
         plan = self._planned[name]
-        assert (tensor.dtype, tuple(tensor.shape)) == (plan.dtype, plan.shape), (
-            f"{name}: {tensor.dtype}, {tensor.shape}"
-        )
-        with (self._folder / self._index[name]).open("r+b", buffering=0) as file:
-            file.seek(self._offsets[name])
-            data = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-            while data:
-                data = data[file.write(data) :]
+        assert (tensor.dtype, tensor.shape) == (plan.dtype, plan.shape), f"{name}: {tensor.dtype}, {tensor.shape}"
+        with (self._folder / self._split.tensor_to_filename[name]).open("r+b") as file:
+            file.seek(self._begins[name])
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         self._missing.discard(name)
 
     def close(self) -> None:
         """Bring all files to the disk, and write the index if there are several."""
         assert not self._missing, f"never written: {sorted(self._missing)[:5]}"
-        for name in self._names:
+        for name in self._split.filename_to_tensors:
             _sync(self._folder / name)
-        if len(self._names) > 1:
-            numel = sum(torch.Size(plan.shape).numel() for plan in self._planned.values())
-            metadata = {"total_parameters": numel, "total_size": self.num_bytes}
-            index = {"metadata": metadata, "weight_map": self._index}
-            write_json(self._folder / f"{self._stem}.safetensors.index.json", index)
-
-
-def write_json(path: Path, content: object) -> None:
-    """Write a file of JSON and bring it to the disk."""
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _sync(path)
-
-
-def _split(planned: Mapping[str, Planned], max_shard_bytes: int) -> list[list[str]]:
-    """Return the names of each file, in the order of `planned`, no file larger than asked but by its only tensor."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, plan in planned.items():
-        if shards[-1] and size + plan.num_bytes > max_shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += plan.num_bytes
-    return shards
+        if self._split.is_sharded:
+            index = {"metadata": self._split.metadata, "weight_map": self._split.tensor_to_filename}
+            path = self._folder / f"{self._stem}.safetensors.index.json"
+            path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            _sync(path)
 
 
 def _sync(path: Path) -> None:
@@ -208,6 +162,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-Progress = Callable[[int], None]  # is told bytes that were written

@@ -13,14 +13,14 @@ M.experts.gate_up_proj_lora_A, _lora_B        an adapter of M.experts.gate_up_pr
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ds_hybridep.errors import ExportError, UnsupportedError
-from ds_hybridep.export.checkpoint import Parameter
+from ds_hybridep.export.stored import Parameter
 
 PEFT_PREFIX = "base_model.model."
 FACTOR = re.compile(r"(.*\.experts\.(?:gate_up_proj|down_proj))_lora_([AB])")
@@ -34,31 +34,18 @@ _HEADS = (
 )
 
 
-@dataclass(frozen=True)
-class Joined:
-    """Gate above up, along the rows."""
+def _joined(parts: Sequence[Parameter]) -> Parameter:
+    """Return gate above up, along the rows of [E, F, D]."""
+    (num_experts, _, *rest), rows = parts[0].shape, [part.shape[1] for part in parts]
+    shape = (num_experts, sum(rows), *rest)
 
-    parts: tuple[Parameter, ...]  # [E, F, D]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
-        first = self.parts[0].shape
-        return (first[0], sum(part.shape[1] for part in self.parts), *first[2:])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """How it is stored."""
-        return self.parts[0].dtype
-
-    def read(self, dtype: torch.dtype) -> Tensor:
-        """Return it, rounded to `dtype`."""
-        whole = torch.empty(self.shape, dtype=dtype)
-        first = 0
-        for part in self.parts:
-            whole[:, first : first + part.shape[1]] = part.read(dtype)
-            first += part.shape[1]
+    def read(dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        for place, part in zip(whole.split(rows, dim=1), parts, strict=True):
+            place.copy_(part.read(dtype))
         return whole
+
+    return Parameter(shape, parts[0].dtype, read)
 
 
 @dataclass
@@ -120,7 +107,7 @@ def fit(
             if not name:
                 continue  # a second name that AutoEP gives to the router
             if name.endswith(".experts.gate_up_proj"):
-                parameter = Joined((weights[f"{path}.experts.w1"], weights[f"{path}.experts.w3"]))
+                parameter = _joined((weights[f"{path}.experts.w1"], weights[f"{path}.experts.w3"]))
         if name in tied and tied[name] not in weights:
             name = tied[name]
         if name in shapes:

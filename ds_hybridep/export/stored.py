@@ -10,33 +10,25 @@ import io
 import math
 import pickle
 import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.serialization import StorageType
 
 from ds_hybridep.errors import ExportError
 
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "UntypedStorage": torch.uint8,
-}
 _HARMLESS = {
     "builtins": set("set frozenset list dict tuple int float bool str bytes bytearray complex".split()),
     "collections": {"OrderedDict"},
 }  # fmt: skip
 _LOCAL_HEADER_BYTES = 30  # of a zip entry, before its name and extra field
+_CHUNK = 1 << 24  # elements that are read at once
 
 
 @dataclass(frozen=True)
@@ -44,9 +36,8 @@ class Stored:
     """A tensor in a file."""
 
     path: Path
-    begin_bytes: int  # of its storage, in the file
+    begin_bytes: int  # of its first element, in the file
     dtype: torch.dtype
-    offset: int  # of its first element, in the storage
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -55,70 +46,81 @@ class Stored:
         """Number of elements."""
         return math.prod(self.shape)
 
-    @property
-    def is_contiguous(self) -> bool:
-        """True if its elements follow each other in the file."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
-
-    def read_into(self, place: Tensor, start: int = 0) -> None:
-        """Fill `place`, a contiguous tensor of the same dtype, with elements from `start` on, in row-major order."""
-        if place.numel() == 0:
-            return
-        if self.is_contiguous:
-            self._read(place, self.offset + start)
-            return
+    def read(self, start: int, count: int) -> Tensor:
+        """Return [count] elements from `start` on, in row-major order."""
+        if torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous():
+            return self._read(start, count)
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        storage = torch.empty(span, dtype=self.dtype)
-        self._read(storage, self.offset)
-        whole = storage.as_strided(self.shape, self.stride).flatten()
-        place.view(-1).copy_(whole[start : start + place.numel()])
+        return self._read(0, span).as_strided(self.shape, self.stride).flatten()[start : start + count]
 
     def value(self) -> Tensor:
         """Return the whole tensor."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        self.read_into(tensor)
-        return tensor
+        return self.read(0, self.numel).view(self.shape)
 
-    def _read(self, place: Tensor, first: int) -> None:
-        view = memoryview(place.view(-1).view(torch.uint8).numpy().data)
+    def _read(self, first: int, count: int) -> Tensor:
+        size, begin = self.dtype.itemsize, self.begin_bytes + first * self.dtype.itemsize
         try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(self.begin_bytes + first * self.dtype.itemsize)
-                done = 0
-                while done < len(view):
-                    count = file.readinto(view[done:])
-                    if not count:
-                        raise ExportError(
-                            f"{self.path} is cut short: {len(view) - done} bytes of a tensor are missing"
-                        )
-                    done += count
+            data = np.fromfile(self.path, np.uint8, count * size, offset=begin)
         except OSError as error:
             raise ExportError(f"{self.path} cannot be read: {error}") from error
+        if len(data) < count * size:
+            raise ExportError(f"{self.path} is cut short: {count * size - len(data)} bytes of a tensor are missing")
+        return torch.from_numpy(data).view(self.dtype)
 
 
-class StandIn:
-    """Takes the place of any object that is no plain data; `args` and its attributes are what the file says of it."""
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of a tensor in a file, in row-major order."""
 
-    def __init__(self, *args: Any, **_: Any) -> None:
-        self.args = args
+    stored: Stored
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One whole parameter, wherever it is."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # how it is stored
+    read: Callable[[torch.dtype], Tensor]  # returns it, rounded to a dtype
+
+
+def in_files(shape: Sequence[int], pieces: Sequence[Piece]) -> Parameter:
+    """Return the parameter that lies in files, piece after piece."""
+    return Parameter(tuple(shape), pieces[0].stored.dtype, partial(_join, tuple(shape), tuple(pieces)))
+
+
+def whole(stored: Stored) -> Parameter:
+    """Return a tensor of a file as a parameter."""
+    return in_files(stored.shape, (Piece(stored, 0, stored.numel),))
+
+
+def _join(shape: tuple[int, ...], pieces: Sequence[Piece], dtype: torch.dtype) -> Tensor:
+    joined = torch.empty(math.prod(shape), dtype=dtype)
+    done = 0
+    for piece in pieces:
+        for start in range(0, piece.numel, _CHUNK):
+            count = min(_CHUNK, piece.numel - start)
+            joined[done : done + count] = piece.stored.read(piece.start + start, count)
+            done += count
+    return joined.view(shape)
+
+
+class StandIn(dict[Any, Any]):
+    """Takes the place of any object that is no plain data; its attributes are what the file says of it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
             self.__dict__.update(state)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
+    def append(self, item: Any) -> None:
+        """Ignore an item of a list."""
 
-    def append(self, value: Any) -> None:
-        """Ignore an item."""
-
-    def extend(self, values: Any) -> None:
-        """Ignore items."""
+    extend = append
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -128,8 +130,7 @@ def load(path: Path) -> dict[str, Any]:
             name = next((entry for entry in archive.namelist() if entry.endswith("/data.pkl")), None)
             if name is None:
                 raise ExportError(f"{path} holds no data of torch.save (no entry data.pkl)")
-            reader = _Reader(archive, file, path, name.removesuffix("data.pkl"))
-            loaded = reader.load()
+            loaded = _Reader(archive, file, path, name.removesuffix("data.pkl")).load()
     except FileNotFoundError as error:
         raise ExportError(f"{path} is missing") from error
     except zipfile.BadZipFile as error:
@@ -155,8 +156,8 @@ class _Reader(pickle.Unpickler):
             return lambda data, *_: data
         if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):  # a tensor with attributes of its own
             return lambda rebuild, _type, args, _state: rebuild(*args)
-        if module in ("torch", "torch.storage") and name in _STORAGES:
-            return _STORAGES[name]
+        if module in ("torch", "torch.storage") and name.endswith("Storage"):
+            return StorageType(name).dtype
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) == ("torch", "Size"):
@@ -174,7 +175,8 @@ class _Reader(pickle.Unpickler):
 
     def _tensor(self, storage: tuple[str, torch.dtype], offset: int, shape: Any, stride: Any, *_: Any) -> Stored:
         key, dtype = storage
-        return Stored(self._path, self._begin_bytes(key), dtype, offset, tuple(shape), tuple(stride))
+        begin = self._begin_bytes(key) + offset * dtype.itemsize
+        return Stored(self._path, begin, dtype, tuple(shape), tuple(stride))
 
     def _begin_bytes(self, key: str) -> int:
         if key not in self._begins:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from torch import Tensor
 from ds_hybridep.errors import ConfigError, ExportError, UnsupportedError
 from ds_hybridep.export import adapters
 from ds_hybridep.export.base import Skeleton
-from ds_hybridep.export.checkpoint import FileParameter, Parameter
-from ds_hybridep.export.folder import Planned, Progress, ShardWriter, whole_folder
+from ds_hybridep.export.folder import ShardWriter
 from ds_hybridep.export.names import fit, sort_names
+from ds_hybridep.export.stored import Parameter
 
 Form = Literal["adapters", "merged", "per-expert"]
 DTYPES = {
@@ -30,25 +30,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
-_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "TIB": 1 << 40, "GIB": 1 << 30, "MIB": 1 << 20}
-
-
-class Model(Protocol):
-    """The model that was trained: `base.Base`, or the module of a running engine."""
-
-    name: str
-
-    def skeletons(self) -> Any:
-        """Return what the training may have made of it."""
-
-    def dtype_of(self, hub_name: str) -> torch.dtype:
-        """Return the dtype in which a tensor is written, if no other is asked for."""
-
-    def weight(self, hub_name: str) -> FileParameter:
-        """Return a tensor of its files."""
-
-    def copy_files(self, folder: Path) -> None:
-        """Write what belongs to the model beside weights and config."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +38,7 @@ class Item:
 
     parameter: Parameter
     dtype: torch.dtype  # as which it is read
-    planned: dict[str, Planned]
+    planned: dict[str, Tensor]  # on the meta device
     split: Callable[[Tensor], Mapping[str, Tensor]]
 
 
@@ -70,31 +51,32 @@ class Plan:
     finish: Callable[[Path], None] = lambda folder: None  # writes what a loader reads first
 
     @property
-    def planned(self) -> dict[str, Planned]:
-        """All tensors of the folder."""
+    def planned(self) -> dict[str, Tensor]:
+        """All tensors of the folder, on the meta device."""
         return {name: plan for item in self.items for name, plan in item.planned.items()}
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to write."""
+    """How to write.  Raises ConfigError for what is no size."""
 
     form: Form | None = None  # None: adapters if the training has any, else the whole model
     dtype: torch.dtype | None = None  # None: that of the model
-    max_shard_bytes: int = 5 * 10**9
+    max_shard_size: str = "5GB"
+
+    def __post_init__(self) -> None:
+        from huggingface_hub import split_torch_state_dict_into_shards
+
+        try:
+            split_torch_state_dict_into_shards({}, max_shard_size=self.max_shard_size)
+        except ValueError as error:
+            raise ConfigError(
+                f"--max-shard-size: got {self.max_shard_size!r}; give a size such as 5GB or 500MB"
+            ) from error
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 5GB; raises ConfigError."""
-    upper = text.strip().upper()
-    unit = next((one for one in sorted(_UNITS, key=len, reverse=True) if upper.endswith(one)), "")
-    try:
-        size = float(upper.removesuffix(unit)) * _UNITS.get(unit, 1)
-    except ValueError:
-        size = 0.0
-    if size < 1:
-        raise ConfigError(f"--max-shard-size: got {text!r}; give a size such as 5GB or 500MB")
-    return int(size)
+def _meta(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def plan_state_dict(parameters: Mapping[str, Parameter], options: Options) -> Plan:
@@ -104,10 +86,11 @@ def plan_state_dict(parameters: Mapping[str, Parameter], options: Options) -> Pl
 
 
 def plan_model(
-    parameters: Mapping[str, Parameter], moe_paths: Sequence[str], model: Model, adapter_config: Any, options: Options
+    parameters: Mapping[str, Parameter], moe_paths: Sequence[str], model: Any, adapter_config: Any, options: Options
 ) -> Plan:
     """Return the plan of a folder that from_pretrained loads, of transformers or of peft.
 
+    model: `base.Base`, or what stands for the module of a running engine and has the same methods.
     adapter_config: the config of peft; a function that finds it, called only if the training has adapters.
     """
     names = sort_names(parameters)
@@ -128,7 +111,7 @@ def plan_model(
     return Plan("adapter_model", items, partial(_finish_adapters, config, model.name))
 
 
-def _skeleton(weights: Mapping[str, Parameter], moe_paths: Sequence[str], model: Model) -> Skeleton:
+def _skeleton(weights: Mapping[str, Parameter], moe_paths: Sequence[str], model: Any) -> Skeleton:
     """Return the class of the model that has the names of the training.  Raises what is wrong with the first one."""
     first_error: ExportError | None = None
     skeleton: Skeleton
@@ -145,7 +128,7 @@ def _skeleton(weights: Mapping[str, Parameter], moe_paths: Sequence[str], model:
 def _whole(
     weights: Mapping[str, Parameter],
     moe_paths: Sequence[str],
-    model: Model,
+    model: Any,
     options: Options,
     products: Mapping[str, adapters.Product],
 ) -> Plan:
@@ -153,17 +136,18 @@ def _whole(
     found = fit(weights, moe_paths, skeleton.shapes, skeleton.tied)
     items = []
     for name, hub in skeleton.hub_shapes.items():
-        planned = {key: Planned(_dtype(skeleton, model, options, name, key), shape) for key, shape in hub.items()}
+        planned = {key: _meta(_dtype(skeleton, model, options, name, key), shape) for key, shape in hub.items()}
+        product = products.get(name)
         if name in found:
-            parameter = found[name]
-            if name in products:
-                parameter = adapters.Merged(parameter, products[name])
-            planned = {key: _exact(plan, parameter) for key, plan in planned.items()}
+            parameter = found[name] if product is None else product.added_to(found[name])
+            if not parameter.dtype.is_floating_point:  # is left as it is
+                planned = {key: plan.to(parameter.dtype) for key, plan in planned.items()}
             dtypes = {plan.dtype for plan in planned.values()}
             dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
             items.append(Item(parameter, dtype, planned, partial(_hub, skeleton, name, planned)))
-        elif name in products:
-            items.append(Item(products[name], torch.float32, planned, partial(_added, skeleton, model, name, planned)))
+        elif product is not None:
+            added = partial(_added, skeleton, model, name, planned)
+            items.append(Item(product.alone(), torch.float32, planned, added))
         else:
             items += [_single(key, model.weight(key), plan.dtype) for key, plan in planned.items()]
     if unknown := sorted(set(products) - set(skeleton.hub_shapes)):
@@ -172,24 +156,19 @@ def _whole(
     return Plan("model", items, partial(_finish_model, skeleton, model, dtype))
 
 
-def _dtype(skeleton: Skeleton, model: Model, options: Options, name: str, hub_name: str) -> torch.dtype:
+def _dtype(skeleton: Skeleton, model: Any, options: Options, name: str, hub_name: str) -> torch.dtype:
     if skeleton.keeps_fp32(name):
         return torch.float32
     return options.dtype or model.dtype_of(hub_name)
 
 
-def _exact(plan: Planned, parameter: Parameter) -> Planned:
-    """Keep what is no floating-point number as it is."""
-    return plan if parameter.dtype.is_floating_point else Planned(parameter.dtype, plan.shape)
-
-
-def _hub(skeleton: Skeleton, name: str, planned: Mapping[str, Planned], tensor: Tensor) -> dict[str, Tensor]:
+def _hub(skeleton: Skeleton, name: str, planned: Mapping[str, Tensor], tensor: Tensor) -> dict[str, Tensor]:
     parts = skeleton.hub(name, tensor)
     return {key: parts[key].to(plan.dtype).reshape(plan.shape) for key, plan in planned.items()}
 
 
 def _added(
-    skeleton: Skeleton, model: Model, name: str, planned: Mapping[str, Planned], product: Tensor
+    skeleton: Skeleton, model: Any, name: str, planned: Mapping[str, Tensor], product: Tensor
 ) -> dict[str, Tensor]:
     """Add what an adapter adds to a weight that the checkpoint has not, because it is the model's own."""
     parts = skeleton.hub(name, product)
@@ -201,11 +180,11 @@ def _added(
 
 def _single(name: str, parameter: Parameter, dtype: torch.dtype) -> Item:
     kept = dtype if parameter.dtype.is_floating_point else parameter.dtype
-    return Item(parameter, kept, {name: Planned(kept, tuple(parameter.shape))}, lambda tensor: {name: tensor})
+    return Item(parameter, kept, {name: _meta(kept, parameter.shape)}, lambda tensor: {name: tensor})
 
 
-def _per_expert(skeleton: Skeleton, peft_model: adapters.PeftModel, model: Model, dtype: torch.dtype) -> Plan:
-    if peft_model.num_saved_modules:
+def _per_expert(skeleton: Skeleton, peft_model: adapters.PeftModel, model: Any, dtype: torch.dtype) -> Plan:
+    if peft_model.has_saved_modules:
         raise UnsupportedError(
             "layers of modules_to_save cannot be in adapters per expert; use --adapters or --merged"
         )
@@ -213,7 +192,7 @@ def _per_expert(skeleton: Skeleton, peft_model: adapters.PeftModel, model: Model
     for target in peft_model.targets():
         for which, factor in (("A", target.product.a), ("B", target.product.b)):
             shapes = adapters.per_expert_shapes(skeleton, target, which)
-            planned = {key: Planned(dtype, shape) for key, shape in shapes.items()}
+            planned = {key: _meta(dtype, shape) for key, shape in shapes.items()}
             items.append(Item(factor, dtype, planned, partial(adapters.split_factor, skeleton, target, which, shapes)))
     plan = Plan("adapter_model", items)
     config = adapters.per_expert_config(peft_model.config, plan.planned)
@@ -225,18 +204,12 @@ def _finish_adapters(config: Any, base_name: str, folder: Path) -> None:
     adapters.write_config(config, folder, base_name)
 
 
-def _finish_model(skeleton: Skeleton, model: Model, dtype: torch.dtype, folder: Path) -> None:
+def _finish_model(skeleton: Skeleton, model: Any, dtype: torch.dtype, folder: Path) -> None:
     model.copy_files(folder)
     config = copy.deepcopy(skeleton.model.config)
     config.dtype = dtype
     config.architectures = [type(skeleton.model).__name__]
     config.save_pretrained(folder)
-
-
-def write_folder(plan: Plan, target: Path, max_shard_bytes: int, progress: Progress) -> None:
-    """Write the folder, as a whole or not at all."""
-    with whole_folder(target) as folder:
-        write_files(plan, folder, max_shard_bytes, progress)
 
 
 def _read(item: Item) -> Tensor:
@@ -246,17 +219,16 @@ def _read(item: Item) -> Tensor:
 def write_files(
     plan: Plan,
     folder: Path,
-    max_shard_bytes: int,
-    progress: Progress = lambda num_bytes: None,
+    max_shard_size: str,
+    progress: Callable[[int], object] = lambda num_bytes: None,
     read: Callable[[Item], Tensor] = _read,
 ) -> None:
-    """Write into a folder what the plan says, last what a loader reads first."""
+    """Write into a folder what the plan says, last what a loader reads first.  progress: is told bytes written."""
     # peft reads one file of adapters, never an index.
-    limit = max_shard_bytes if plan.stem == "model" else 1 << 62
-    writer = ShardWriter(folder, plan.stem, plan.planned, limit)
+    writer = ShardWriter(folder, plan.stem, plan.planned, max_shard_size if plan.stem == "model" else 1 << 62)
     for item in plan.items:
         for name, part in item.split(read(item)).items():
             writer.write(name, part)
-            progress(item.planned[name].num_bytes)
+            progress(part.nbytes)
     writer.close()
     plan.finish(folder)

@@ -26,6 +26,7 @@ BUILD_ERRORS = (RuntimeError, ImportError, OSError, subprocess.SubprocessError)
 OUTPUT_TAIL_CHARS = 4000
 
 logger = logging.getLogger(__name__)
+_loaded: list[Any] = []  # compiled modules
 
 
 def load_kernels(mode: Mode, device: torch.device | str = "cpu", dispatch_sms: int | None = None) -> Kernels:
@@ -65,7 +66,8 @@ def load_kernels(mode: Mode, device: torch.device | str = "cpu", dispatch_sms: i
 @functools.cache  # called at every encoding
 def load_codec_kernels(mode: Mode, device: torch.device | str = "cpu") -> CompiledCodecs | None:
     """Return compiled kernels for codecs, or None: use the definitions in `codecs`.  Otherwise like `load_kernels`."""
-    return getattr(load_kernels(mode, device), "codecs", None)
+    kernels = load_kernels(mode, device)
+    return CompiledCodecs(kernels) if isinstance(kernels, CompiledKernels) else None
 
 
 @functools.cache
@@ -78,6 +80,11 @@ def _kernels_of(extension: Any, device_type: str, dispatch_sms: int | None) -> C
 @functools.cache
 def _warn_once(device_type: str, reason: str) -> None:
     logger.warning("kernels: using the slower PyTorch reference on device type %r: %s", device_type, reason)
+
+
+def loaded_extension() -> Any:
+    """Return a compiled module that this process has loaded, for whatever device; None if there is none."""
+    return next(iter(_loaded), None)
 
 
 @functools.cache  # so that layers do not try a failed build again
@@ -94,7 +101,9 @@ def _extension_or_reason(device: torch.device) -> Any:
             if reason is not None:
                 return reason
             extension = builder.load(verbose=False)
-            return builder.why_unusable(extension) or extension
+            if (reason := builder.why_unusable(extension)) is None:
+                _loaded.append(extension)
+            return reason or extension
     except BUILD_ERRORS as error:
         return _describe(error)
 

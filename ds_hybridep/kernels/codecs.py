@@ -5,16 +5,12 @@ Callers check shapes: payloads are [n, bytes] uint8 with dense rows; other tenso
 method says otherwise.  ValueError if the tensors of a call are on more than one device, or not on that of the kernels.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from enum import IntEnum
-from typing import Any
 
 import torch
 from torch import Tensor
 
-# Says where a call of the extension runs: gives its argument `lane`, a number of threads or a CUDA stream.
-Lane = Callable[[torch.device], AbstractContextManager[int]]
+from ds_hybridep.kernels.compiled import CompiledKernels, call
 
 # In the order of `enum class Damage` in csrc/include/hybridep_patch.h.
 PATCH_DAMAGES = (
@@ -43,25 +39,21 @@ class Source(IntEnum):
 
 
 class CompiledCodecs:
-    """Kernels of the module `extension` for tensors on `device_type`.
+    """Kernels of the same extension as `kernels`, for the same devices.
 
     Results depend neither on the number of threads nor on n.
     """
 
-    def __init__(self, extension: Any, lane: Lane, device_type: str) -> None:
-        self._extension = extension
-        self._lane = lane
-        self._device_type = device_type
+    def __init__(self, kernels: CompiledKernels) -> None:
+        self._extension, self._lane, self._device_type = kernels.extension, kernels.lane, kernels.device_type
 
     def prepare(self, source: Source, a: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return what is encoded, like a [n, ...], and [n] bool: the tensors with inf or nan, which become zeros."""
         device = self._device_of(a=a, other=other)
-        x, is_bad = torch.empty_like(a), _flags(a)
+        x, is_bad = torch.empty_like(a), _bytes(len(a), device)
         with self._lane(device) as lane:
             scratch = _bytes(self._extension.flags_scratch_bytes(len(a)), device)
-            self._extension.prepare(
-                *_input(source, a, other), lane, scratch.data_ptr(), x.data_ptr(), is_bad.data_ptr()
-            )
+            call(self._extension.prepare, source, a, other, *_size(a), lane, scratch, x, is_bad)
         return x, is_bad.bool()
 
     def blockwise_encode(
@@ -69,21 +61,17 @@ class CompiledCodecs:
     ) -> Tensor:
         """Quantise a [n, ...] into payload [n, bytes].  Returns [n] uint8: 1 for inf, nan or an overflow, else 0."""
         device = self._device_of(a=a, other=other, payload=payload)
-        is_bad = _flags(a)
+        is_bad = _bytes(len(a), device)
         with self._lane(device) as lane:
             scratch = _bytes(self._extension.flags_scratch_bytes(len(a)), device)
-            self._extension.blockwise_encode(
-                *_input(source, a, other),
-                *(bits, block, lane, scratch.data_ptr()),
-                *_place(payload),
-                is_bad.data_ptr(),
-            )
+            settings = (bits, block, lane, scratch)
+            call(self._extension.blockwise_encode, source, a, other, *_size(a), *settings, *_place(payload), is_bad)
         return is_bad
 
     def blockwise_decode(self, payload: Tensor, out: Tensor, *, bits: int, block: int, is_add: bool) -> None:
         """Assign or add the values of payload [n, bytes] to out [n, ...]."""
         with self._lane(self._device_of(out=out, payload=payload)) as lane:
-            self._extension.blockwise_decode(*_place(payload), *_size(out), bits, block, is_add, lane, out.data_ptr())
+            call(self._extension.blockwise_decode, *_place(payload), *_size(out), bits, block, is_add, lane, out)
 
     def low_rank_encode(
         self,
@@ -107,23 +95,14 @@ class CompiledCodecs:
         start [rank, cols]: iterations begin with it instead of with q.
         factor: `enum class Factor` in csrc/include/hybridep_codecs.h.
         """
-        device = self._device_of(
-            a=a, other=other, payload=payload, sizes=sizes, q=q, row_rms=row_rms, col_rms=col_rms, start=start
-        )
-        is_bad = _flags(a)
+        state = {"q": q, "row_rms": row_rms, "col_rms": col_rms}
+        device = self._device_of(a=a, other=other, payload=payload, sizes=sizes, start=start, **state)
+        is_bad = _bytes(len(a), device)
         shape = (q.shape[1], a.shape[1], a.shape[2])
         with self._lane(device) as lane:
             num_bytes = self._extension.low_rank_encode_scratch_bytes(len(a), *shape, row_rms is not None)
-            scratch = _bytes(num_bytes, device)
-            self._extension.low_rank_encode(
-                *_input(source, a, other),
-                _address(sizes),
-                *(*shape, factor, iterations),
-                *(_address(start), lane, scratch.data_ptr()),
-                *(q.data_ptr(), _address(row_rms), _address(col_rms)),
-                *_place(payload),
-                is_bad.data_ptr(),
-            )
+            settings = (sizes, *shape, factor, iterations, start, lane, _bytes(num_bytes, device), *state.values())
+            call(self._extension.low_rank_encode, source, a, other, *_size(a), *settings, *_place(payload), is_bad)
         return is_bad
 
     def low_rank_decode(self, payload: Tensor, out: Tensor, *, rank: int, factor: int, is_add: bool) -> None:
@@ -132,31 +111,29 @@ class CompiledCodecs:
         device = self._device_of(out=out, payload=payload)
         with self._lane(device) as lane:
             scratch = _bytes(self._extension.low_rank_decode_scratch_bytes(*sizes), device)
-            self._extension.low_rank_decode(
-                *_place(payload), *sizes, factor, is_add, lane, scratch.data_ptr(), out.data_ptr()
-            )
+            call(self._extension.low_rank_decode, *_place(payload), *sizes, factor, is_add, lane, scratch, out)
 
     def orthonormalise(self, p: Tensor) -> None:
         """Make the rows of p [n, rank, rows] orthonormal, in place; replaces dependent rows by independent ones."""
         with self._lane(self._device_of(p=p)) as lane:
-            self._extension.orthonormalise(p.data_ptr(), *p.shape, lane)
+            call(self._extension.orthonormalise, p, *p.shape, lane)
 
     def divide_by_gram(self, p: Tensor, q: Tensor) -> None:
         """q [n, rank, cols] = (P P^T)^-1 q, in place, for p [n, rank, rows]; finite for dependent rows too."""
         device, sizes = self._device_of(p=p, q=q), (*p.shape, q.shape[2])
         with self._lane(device) as lane:
             scratch = _bytes(self._extension.low_rank_encode_scratch_bytes(*sizes, False), device)
-            self._extension.divide_by_gram(p.data_ptr(), q.data_ptr(), *sizes, lane, scratch.data_ptr())
+            call(self._extension.divide_by_gram, p, q, *sizes, lane, scratch)
 
     def compact(self, values: Tensor, words: Tensor, seed: int) -> None:
         """Write the compact form of values [n, length] to words [n, blocks, words of a block] int16."""
         with self._lane(self._device_of(values=values, words=words)) as lane:
-            self._extension.compact_encode(values.data_ptr(), *values.shape, seed, lane, words.data_ptr())
+            call(self._extension.compact_encode, values, *values.shape, seed, lane, words)
 
     def expand(self, words: Tensor, out: Tensor) -> None:
         """Assign to out [n, ...] what its compact form holds."""
         with self._lane(self._device_of(words=words, out=out)) as lane:
-            self._extension.compact_decode(words.data_ptr(), *_size(out), lane, out.data_ptr())
+            call(self._extension.compact_decode, words, *_size(out), lane, out)
 
     def patch_encode(self, new: Tensor, sent: Tensor, payload: Tensor, *, mantissa_bits: int) -> tuple[int, int]:
         """Write to payload [bytes] what turns `sent` into `new`, both [n] of 16 bits, and set sent to new.
@@ -167,10 +144,7 @@ class CompiledCodecs:
         results = torch.empty(2, dtype=torch.int64, device=device)
         with self._lane(device) as lane:
             scratch = _bytes(self._extension.patch_encode_scratch_bytes(len(new)), device)
-            self._extension.patch_encode(
-                *(new.data_ptr(), sent.data_ptr(), len(new), mantissa_bits),
-                *(lane, scratch.data_ptr(), payload.data_ptr(), results.data_ptr()),
-            )
+            call(self._extension.patch_encode, new, sent, len(new), mantissa_bits, lane, scratch, payload, results)
         num_bytes, checksum = results.tolist()
         return num_bytes, checksum
 
@@ -183,10 +157,8 @@ class CompiledCodecs:
         results = torch.empty(2, dtype=torch.int64, device=device)
         with self._lane(device) as lane:
             scratch = _bytes(self._extension.patch_decode_scratch_bytes(len(held)), device)
-            self._extension.patch_decode(
-                *(payload.data_ptr(), len(payload), len(held), mantissa_bits),
-                *(lane, scratch.data_ptr(), held.data_ptr(), results.data_ptr()),
-            )
+            sizes = (len(payload), len(held), mantissa_bits)
+            call(self._extension.patch_decode, payload, *sizes, lane, scratch, held, results)
         damage, checksum = results.tolist()
         return PATCH_DAMAGES[damage], checksum
 
@@ -220,27 +192,14 @@ class CompiledCodecs:
         return tensor.device
 
 
-def _flags(a: Tensor) -> Tensor:
-    """Return [n] uint8 on the device of a [n, ...], not filled."""
-    return _bytes(len(a), a.device)
-
-
 def _bytes(number: int, device: torch.device) -> Tensor:
     """Return memory, for scratch from torch too: it is used again in the order of the stream."""
     return torch.empty(number, dtype=torch.uint8, device=device)
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def _size(tensor: Tensor) -> tuple[int, int]:
     """Return n and the number of elements of one tensor."""
     return len(tensor), tensor.numel() // max(len(tensor), 1)
-
-
-def _input(source: Source, a: Tensor, other: Tensor | None) -> tuple[int, int, int, int, int]:
-    return int(source), a.data_ptr(), _address(other), *_size(a)
 
 
 def _place(payload: Tensor) -> tuple[int, int, int]:

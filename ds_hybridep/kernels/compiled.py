@@ -5,6 +5,7 @@ Each call checks what the extension cannot see (shape, dtype, device, contiguity
 addresses, sizes and type codes.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
@@ -12,12 +13,14 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor
 
-from ds_hybridep.kernels.codecs import CompiledCodecs, Lane
 from ds_hybridep.plan.row_format import RowFormat, record_bytes
 
 # As `enum class Type` and `enum class RowFormat` in csrc/include/hybridep_rows.h.
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FORMAT_CODES: dict[RowFormat, int] = {"int8": 0, "fp8": 1}
+
+# Says where a call of the extension runs: gives its argument `lane`, a number of threads or a CUDA stream.
+Lane = Callable[[torch.device], AbstractContextManager[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,28 +58,20 @@ class CompiledKernels:
 
     def __init__(self, extension: Any) -> None:
         """Wrap `extension`, the module that HybridEPBuilder loads."""
-        self._extension = extension
+        self.extension = extension
+        self.lane: Lane = _threads
         self._rows = extension  # what moves and sums rows
-        self._lane: Lane = _threads
-        self.codecs = CompiledCodecs(extension, _threads, self.device_type)
 
     def plan_routes(self, topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> RoutePlan:
         sizes = plan_sizes(topk_idx, expert_to_destination, num_destinations)
         num_tokens, top_k, _ = sizes
         self._device_of(topk_idx=topk_idx, expert_to_destination=expert_to_destination)
-        extension = self._extension
+        extension = self.extension
         num_chunks = extension.plan_chunks(num_tokens, top_k, torch.get_num_threads())
         chunk_rows = torch.empty(num_chunks, num_destinations, dtype=torch.int64)
         rows_per_destination = torch.empty(num_destinations, dtype=torch.int64)
-        routes = (
-            topk_idx.data_ptr(),
-            expert_to_destination.data_ptr(),
-            *sizes,
-            num_destinations,
-            num_chunks,
-            chunk_rows.data_ptr(),
-        )
-        num_rows = extension.plan_count(*routes, rows_per_destination.data_ptr())
+        routes = (topk_idx, expert_to_destination, *sizes, num_destinations, num_chunks, chunk_rows)
+        num_rows = call(extension.plan_count, *routes, rows_per_destination)
         plan = RoutePlan(
             rows_per_destination=rows_per_destination,
             row_to_token=torch.empty(num_rows, dtype=torch.int64),
@@ -84,111 +79,69 @@ class CompiledKernels:
             slot_to_row=torch.empty(num_tokens, top_k, dtype=torch.int64),
             first_slot_to_row=torch.empty(num_tokens, top_k, dtype=torch.int64),
         )
-        extension.plan_fill(
-            *routes,
-            plan.row_to_token.data_ptr(),
-            plan.row_topk_idx.data_ptr(),
-            plan.slot_to_row.data_ptr(),
-            plan.first_slot_to_row.data_ptr(),
-        )
+        filled = (plan.row_to_token, plan.row_topk_idx, plan.slot_to_row, plan.first_slot_to_row)
+        call(extension.plan_fill, *routes, *filled)
         return plan
 
     def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
-        num_tokens, num_rows, hidden = dispatch_sizes(x, row_to_token)
+        num_tokens, num_rows, hidden = sizes_of("dispatch_rows", *"TRD", x=x, row_to_token=row_to_token)
         device = self._device_of(x=x, row_to_token=row_to_token)
         out = torch.empty((num_rows, hidden), dtype=x.dtype, device=device)
-        with self._lane(device) as lane:
-            self._rows.dispatch_rows(
-                x.data_ptr(),
-                row_to_token.data_ptr(),
-                num_tokens,
-                num_rows,
-                hidden * x.element_size(),
-                lane,
-                out.data_ptr(),
-            )
+        row_bytes = hidden * x.element_size()
+        with self.lane(device) as lane:
+            call(self._rows.dispatch_rows, x, row_to_token, num_tokens, num_rows, row_bytes, lane, out)
         return out
 
     def quantise_rows(self, x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> Tensor:
-        sizes = quantise_sizes(x, row_to_token, row_format)
-        x_type = _type_code("x", x.dtype)
+        require_format(row_format)
+        sizes = sizes_of("quantise_rows", *"TRD", x=x, row_to_token=row_to_token)
+        x_type, code = _type_code("x", x.dtype), FORMAT_CODES[row_format]
         device = self._device_of(x=x, row_to_token=row_to_token)
         records = torch.empty((len(row_to_token), record_bytes(x.shape[1])), dtype=torch.uint8, device=device)
-        with self._lane(device) as lane:
-            self._rows.quantise_rows(
-                x.data_ptr(),
-                x_type,
-                row_to_token.data_ptr(),
-                *sizes,
-                FORMAT_CODES[row_format],
-                lane,
-                records.data_ptr(),
-            )
+        with self.lane(device) as lane:
+            call(self._rows.quantise_rows, x, x_type, row_to_token, *sizes, code, lane, records)
         return records
 
     def dequantise_rows(self, records: Tensor, hidden: int, row_format: RowFormat, dtype: torch.dtype) -> Tensor:
         num_rows = dequantise_sizes(records, hidden, row_format, dtype)
-        out_type = _type_code("dtype", dtype)
+        out_type, code = _type_code("dtype", dtype), FORMAT_CODES[row_format]
         device = self._device_of(records=records)
         out = torch.empty((num_rows, hidden), dtype=dtype, device=device)
-        with self._lane(device) as lane:
-            self._rows.dequantise_rows(
-                records.data_ptr(), num_rows, hidden, FORMAT_CODES[row_format], lane, out.data_ptr(), out_type
-            )
+        with self.lane(device) as lane:
+            call(self._rows.dequantise_rows, records, num_rows, hidden, code, lane, out, out_type)
         return out
 
     def combine_rows(
         self, rows: Tensor, slot_to_row: Tensor, weights: Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        sizes = combine_sizes(rows, slot_to_row, weights)
+        sizes = sizes_of("combine_rows", *"TKRD", rows=rows, slot_to_row=slot_to_row, weights=weights)
         rows_type = _type_code("rows", rows.dtype)
         out_type = rows_type if out_dtype is None else _type_code("out_dtype", out_dtype)
         device = self._device_of(rows=rows, slot_to_row=slot_to_row, weights=weights)
         out = torch.empty((len(slot_to_row), rows.shape[1]), dtype=out_dtype or rows.dtype, device=device)
-        with self._lane(device) as lane:
-            self._rows.combine_rows(
-                rows.data_ptr(),
-                rows_type,
-                slot_to_row.data_ptr(),
-                0 if weights is None else weights.data_ptr(),
-                *sizes,
-                lane,
-                out.data_ptr(),
-                out_type,
-            )
+        with self.lane(device) as lane:
+            call(self._rows.combine_rows, rows, rows_type, slot_to_row, weights, *sizes, lane, out, out_type)
         return out
 
     def combine_rows_backward(
         self, grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        sizes = backward_sizes(grad, rows, slot_to_row, weights)
-        grad_type = _type_code("grad", grad.dtype)
-        rows_type = _type_code("rows", rows.dtype)
-        device = self._device_of(grad=grad, rows=rows, slot_to_row=slot_to_row, weights=weights)
+        tensors = {"grad": grad, "rows": rows, "slot_to_row": slot_to_row, "weights": weights}
+        sizes = sizes_of("combine_rows_backward", *"TKRD", **tensors)
+        given = (grad, _type_code("grad", grad.dtype), rows, _type_code("rows", rows.dtype), slot_to_row, weights)
+        device = self._device_of(**tensors)
         scratch = torch.empty(2 * len(rows) + slot_to_row.numel(), dtype=torch.int64, device=device)
         grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
-        with self._lane(device) as lane:
-            self._rows.combine_rows_backward(
-                grad.data_ptr(),
-                grad_type,
-                rows.data_ptr(),
-                rows_type,
-                slot_to_row.data_ptr(),
-                weights.data_ptr(),
-                *sizes,
-                lane,
-                scratch.data_ptr(),
-                grad_rows.data_ptr(),
-                grad_weights.data_ptr(),
-            )
+        with self.lane(device) as lane:
+            call(self._rows.combine_rows_backward, *given, *sizes, lane, scratch, grad_rows, grad_weights)
         return grad_rows, grad_weights
 
     def bit_sums(self, tensor: Tensor) -> Tensor:
         device = self._device_of(tensor=tensor)
         word_bytes = min(tensor.element_size(), 2)
         sums = torch.empty(2, dtype=torch.int64, device=device)
-        with self._lane(device) as lane:
-            self._extension.bit_sums(tensor.data_ptr(), tensor.nbytes // word_bytes, word_bytes, lane, sums.data_ptr())
+        with self.lane(device) as lane:
+            call(self.extension.bit_sums, tensor, tensor.nbytes // word_bytes, word_bytes, lane, sums)
         return sums
 
     def _device_of(self, **tensors: Tensor | None) -> torch.device:
@@ -205,6 +158,17 @@ class CompiledKernels:
         return device
 
 
+def call(function: Any, *arguments: object) -> Any:
+    """Call a function of the extension, which takes addresses of tensors, and 0 for none."""
+    addresses = []
+    for one in arguments:
+        is_number = type(one) is int
+        addresses.append(
+            one if is_number else 0 if one is None else one.data_ptr() if isinstance(one, Tensor) else one
+        )
+    return function(*addresses)
+
+
 def _type_code(name: str, dtype: torch.dtype) -> int:
     code = TYPE_CODES.get(dtype)
     if code is None:
@@ -219,32 +183,44 @@ def _threads(device: torch.device) -> AbstractContextManager[int]:
 
 # --- Checks of shapes and dtypes: ValueError or TypeError ------------------------------------------------------------
 
+FLOATING = "a floating point dtype"
+# Of each operation's tensors: a letter for each dimension, and the dtype; None for any.
+ARGUMENTS: dict[str, dict[str, tuple[str, torch.dtype | str | None]]] = {
+    "plan_routes": {"topk_idx": ("TK", torch.int32), "expert_to_destination": ("E", torch.int32)},
+    "dispatch_rows": {"x": ("TD", None), "row_to_token": ("R", torch.int64)},
+    "quantise_rows": {"x": ("TD", FLOATING), "row_to_token": ("R", torch.int64)},
+    "combine_rows": {"rows": ("RD", FLOATING), "slot_to_row": ("TK", torch.int64), "weights": ("TK", torch.float32)},
+}
+ARGUMENTS["combine_rows_backward"] = {**ARGUMENTS["combine_rows"], "grad": ("TD", FLOATING)}
 
-def plan_sizes(topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> tuple[int, int, int]:
+
+def sizes_of(operation: str, *dims: str, **tensors: Tensor | None) -> list[int]:
+    """Check a call of `operation`, and return the sizes of the dimensions with these letters."""
+    sizes: dict[str, int] = {}
+    for name, (letters, dtype) in ARGUMENTS[operation].items():
+        tensor = tensors[name]
+        if tensor is None:
+            continue
+        shape = tensor.shape
+        is_right = len(shape) == len(letters)
+        for letter, size in zip(letters, shape if is_right else (), strict=False):
+            is_right &= sizes.setdefault(letter, size) == size
+        if not is_right:
+            given = ", ".join(f"{letter} = {sizes[letter]}" for letter in letters if letter in sizes)
+            wanted = f"[{', '.join(letters)}]" + (f" with {given}" if given else "")
+            raise ValueError(f"{name}: got shape {tuple(shape)}, wanted {wanted}")
+        if dtype is not tensor.dtype:
+            _require_dtype(name, tensor.dtype, dtype)
+    return [sizes[letter] for letter in dims]
+
+
+def plan_sizes(topk_idx: Tensor, expert_to_destination: Tensor, num_destinations: int) -> list[int]:
     """Check a call of plan_routes, and return T, K and E."""
-    if topk_idx.dim() != 2 or topk_idx.shape[1] < 1:
+    sizes = sizes_of("plan_routes", *"TKE", topk_idx=topk_idx, expert_to_destination=expert_to_destination)
+    if sizes[1] < 1:
         raise ValueError(f"topk_idx: got shape {tuple(topk_idx.shape)}, wanted [T, K] with K of 1 or more")
-    _require_dims("expert_to_destination", expert_to_destination, "[E]", torch.int32)
     if num_destinations < 1:
         raise ValueError(f"num_destinations: got {num_destinations}, wanted 1 or more")
-    _require_dtype("topk_idx", topk_idx, torch.int32)
-    num_tokens, top_k = topk_idx.shape
-    return num_tokens, top_k, expert_to_destination.shape[0]
-
-
-def dispatch_sizes(x: Tensor, row_to_token: Tensor) -> tuple[int, int, int]:
-    """Check a call of dispatch_rows, and return T, R and D."""
-    _require_dims("x", x, "[T, D]")
-    _require_dims("row_to_token", row_to_token, "[R]", torch.int64)
-    num_tokens, hidden = x.shape
-    return num_tokens, len(row_to_token), hidden
-
-
-def quantise_sizes(x: Tensor, row_to_token: Tensor, row_format: RowFormat) -> tuple[int, int, int]:
-    """Check a call of quantise_rows, and return T, R and D."""
-    sizes = dispatch_sizes(x, row_to_token)
-    _require_floating("x", x.dtype)
-    _require_format(row_format)
     return sizes
 
 
@@ -255,35 +231,10 @@ def dequantise_sizes(records: Tensor, hidden: int, row_format: RowFormat, dtype:
     if records.dim() != 2 or records.shape[1] != record_bytes(hidden):
         wanted = record_bytes(hidden)
         raise ValueError(f"records: got shape {tuple(records.shape)}, wanted [R, {wanted}] for rows of {hidden}")
-    _require_dtype("records", records, torch.uint8)
-    _require_floating("dtype", dtype)
-    _require_format(row_format)
+    _require_dtype("records", records.dtype, torch.uint8)
+    _require_dtype("dtype", dtype, FLOATING)
+    require_format(row_format)
     return records.shape[0]
-
-
-def combine_sizes(rows: Tensor, slot_to_row: Tensor, weights: Tensor | None) -> tuple[int, int, int, int]:
-    """Check a call of combine_rows, and return T, K, R and D."""
-    _require_dims("rows", rows, "[R, D]")
-    _require_dims("slot_to_row", slot_to_row, "[T, K]", torch.int64)
-    _require_floating("rows", rows.dtype)
-    if weights is not None:
-        _require_dtype("weights", weights, torch.float32)
-        if weights.shape != slot_to_row.shape:
-            raise ValueError(
-                f"weights: got shape {tuple(weights.shape)}, wanted that of slot_to_row, {tuple(slot_to_row.shape)}"
-            )
-    num_tokens, top_k = slot_to_row.shape
-    num_rows, hidden = rows.shape
-    return num_tokens, top_k, num_rows, hidden
-
-
-def backward_sizes(grad: Tensor, rows: Tensor, slot_to_row: Tensor, weights: Tensor) -> tuple[int, int, int, int]:
-    """Check a call of combine_rows_backward, and return T, K, R and D."""
-    num_tokens, top_k, num_rows, hidden = combine_sizes(rows, slot_to_row, weights)
-    if grad.shape != (num_tokens, hidden):
-        raise ValueError(f"grad: got shape {tuple(grad.shape)}, wanted [T, D] = {(num_tokens, hidden)}")
-    _require_floating("grad", grad.dtype)
-    return num_tokens, top_k, num_rows, hidden
 
 
 def require_contiguous(name: str, tensor: Tensor) -> None:
@@ -291,23 +242,12 @@ def require_contiguous(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}: strides {tensor.stride()} are not contiguous; pass {name}.contiguous()")
 
 
-def _require_dims(name: str, tensor: Tensor, wanted: str, dtype: torch.dtype | None = None) -> None:
-    """Check dimensions and dtype.  wanted: a letter for each dimension, such as "[T, D]"."""
-    if tensor.dim() != wanted.count(",") + 1:
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, wanted {wanted}")
-    _require_dtype(name, tensor, dtype or tensor.dtype)
+def _require_dtype(name: str, dtype: torch.dtype, wanted: torch.dtype | str | None) -> None:
+    if wanted is None or dtype == wanted or (wanted is FLOATING and dtype.is_floating_point):
+        return
+    raise TypeError(f"{name}: got {dtype}, wanted {wanted}")
 
 
-def _require_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name}: got {tensor.dtype}, wanted {dtype}; convert it with {name}.to({dtype})")
-
-
-def _require_floating(name: str, dtype: torch.dtype) -> None:
-    if not dtype.is_floating_point:
-        raise TypeError(f"{name}: got {dtype}, wanted a floating point dtype")
-
-
-def _require_format(row_format: str) -> None:
+def require_format(row_format: str) -> None:
     if row_format not in get_args(RowFormat):
         raise ValueError(f"row_format: got {row_format!r}, wanted one of {', '.join(get_args(RowFormat))}")

@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ds_hybridep.kernels.codecs import CompiledCodecs, Lane
-from ds_hybridep.kernels.compiled import CompiledKernels, RoutePlan, plan_sizes
+from ds_hybridep.kernels.compiled import CompiledKernels, Lane, RoutePlan, call, plan_sizes
 
 ROW_OPERATIONS = ("dispatch_rows", "quantise_rows", "dequantise_rows", "combine_rows", "combine_rows_backward")
 
@@ -38,8 +37,7 @@ class CudaKernels(CompiledKernels):
     def __init__(self, extension: Any, *, lane: Lane = current_stream, dispatch_sms: int | None = None) -> None:
         """Wrap `extension`, the module that HybridEPBuilder("cuda") loads; `dispatch_sms` as in `load_kernels`."""
         super().__init__(extension)
-        self._lane = lane
-        self.codecs = CompiledCodecs(extension, lane, self.device_type)
+        self.lane = lane
         if dispatch_sms is not None:
             self.name = f"{self.name}, dispatch on {dispatch_sms} SMs"
             on_few = {name: partial(getattr(extension, f"{name}_on"), dispatch_sms) for name in ROW_OPERATIONS}
@@ -52,30 +50,25 @@ class CudaKernels(CompiledKernels):
         device = self._device_of(topk_idx=topk_idx, expert_to_destination=expert_to_destination)
         room = num_tokens * min(top_k, num_destinations)
         counts = torch.empty(num_destinations + 2, dtype=torch.int64, device=device)
-        scratch_bytes = self._extension.plan_scratch_bytes(num_tokens, num_destinations)
+        scratch_bytes = self.extension.plan_scratch_bytes(num_tokens, num_destinations)
         scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
         row_to_token = torch.empty(room, dtype=torch.int64, device=device)
         row_topk_idx = torch.empty(room, top_k, dtype=torch.int32, device=device)
         slot_to_row = torch.empty(num_tokens, top_k, dtype=torch.int64, device=device)
         first_slot_to_row = torch.empty(num_tokens, top_k, dtype=torch.int64, device=device)
-        with self._lane(device) as lane:
-            self._extension.plan_routes(
-                topk_idx.data_ptr(),
-                expert_to_destination.data_ptr(),
-                *sizes,
-                num_destinations,
-                lane,
-                scratch.data_ptr(),
-                counts.data_ptr(),
-                row_to_token.data_ptr(),
-                row_topk_idx.data_ptr(),
-                slot_to_row.data_ptr(),
-                first_slot_to_row.data_ptr(),
-            )
+        given = (topk_idx, expert_to_destination, *sizes, num_destinations)
+        filled = (row_to_token, row_topk_idx, slot_to_row, first_slot_to_row)
+        with self.lane(device) as lane:
+            call(self.extension.plan_routes, *given, lane, scratch, counts, *filled)
         # Device-to-host sync: R is the size of tensors that follow.
         *splits, wrong_expert, wrong_destination = counts.tolist()
-        self._require_id("expert_to_destination", wrong_destination, num_destinations, "destinations")
-        self._require_id("topk_idx", wrong_expert, num_experts, "experts")
+        for name, mark, limit, of_what in (
+            ("expert_to_destination", wrong_destination, num_destinations, "destinations"),
+            ("topk_idx", wrong_expert, num_experts, "experts"),
+        ):
+            if mark != self.extension.NONE_WRONG:  # the device has marked an id
+                found = mark & 0xFFFFFFFF
+                raise ValueError(f"{name}: holds {found}, but there are {limit} {of_what}: wanted ids below {limit}")
         num_rows = sum(splits)
         return RoutePlan(
             rows_per_destination=counts[:num_destinations],
@@ -84,9 +77,3 @@ class CudaKernels(CompiledKernels):
             slot_to_row=slot_to_row,
             first_slot_to_row=first_slot_to_row,
         )
-
-    def _require_id(self, name: str, mark: int, limit: int, of_what: str) -> None:
-        """Raise ValueError if the device has marked an id of `limit` or more."""
-        if mark != self._extension.NONE_WRONG:
-            found = mark & 0xFFFFFFFF
-            raise ValueError(f"{name}: holds {found}, but there are {limit} {of_what}: wanted ids below {limit}")

@@ -85,7 +85,7 @@ class ReferenceKernels:
 
     def dispatch_rows(self, x: Tensor, row_to_token: Tensor) -> Tensor:
         """Return x[row_to_token], [R, D] in x.dtype, for x [T, D] of any dtype, row_to_token [R] int64 in 0..T-1."""
-        num_tokens, _, _ = compiled.dispatch_sizes(x, row_to_token)
+        (num_tokens,) = compiled.sizes_of("dispatch_rows", "T", x=x, row_to_token=row_to_token)
         _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
         return x.index_select(0, row_to_token)
 
@@ -106,7 +106,8 @@ class ReferenceKernels:
         x: [T, D] floating point.  Elements beyond the range of fp32 count as inf.
         row_to_token: as in `dispatch_rows`.
         """
-        num_tokens, num_rows, hidden = compiled.quantise_sizes(x, row_to_token, row_format)
+        compiled.require_format(row_format)
+        num_tokens, num_rows, hidden = compiled.sizes_of("quantise_rows", *"TRD", x=x, row_to_token=row_to_token)
         _require_index("row_to_token", row_to_token, num_tokens, "tokens", may_be_negative=False)
         padded = torch.nn.functional.pad(x.index_select(0, row_to_token).float(), (0, -hidden % SCALE_BLOCK))
         blocks = padded.view(num_rows, num_scales(hidden), SCALE_BLOCK)
@@ -145,7 +146,8 @@ class ReferenceKernels:
         weights: [T, K] fp32; None for ones.
         out_dtype: dtype of the result; None for rows.dtype.
         """
-        num_tokens, top_k, num_rows, hidden = compiled.combine_sizes(rows, slot_to_row, weights)
+        tensors = {"rows": rows, "slot_to_row": slot_to_row, "weights": weights}
+        num_tokens, top_k, num_rows, hidden = compiled.sizes_of("combine_rows", *"TKRD", **tensors)
         _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
         out = rows.new_zeros((num_tokens, hidden), dtype=_sum_dtype(rows))
         for k in range(top_k if num_rows else 0):
@@ -167,7 +169,8 @@ class ReferenceKernels:
 
         grad: [T, D] floating point, gradient of the result; the other arguments as given to combine_rows.
         """
-        _, top_k, num_rows, hidden = compiled.backward_sizes(grad, rows, slot_to_row, weights)
+        tensors = {"grad": grad, "rows": rows, "slot_to_row": slot_to_row, "weights": weights}
+        top_k, num_rows, hidden = compiled.sizes_of("combine_rows_backward", *"KRD", **tensors)
         _require_index("slot_to_row", slot_to_row, num_rows, "rows", may_be_negative=True)
         wide_grad = grad.to(_sum_dtype(rows))
         # An extra row takes what slots without a row add.

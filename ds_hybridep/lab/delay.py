@@ -16,17 +16,13 @@ from typing import NamedTuple
 
 from ds_hybridep.errors import LabError
 
-SOURCE = Path(__file__).with_name("delay_line.c")
-TUN_DEVICE = Path("/dev/net/tun")
-COMPILE_FLAGS = ("-O2", "-std=c11", "-Wall", "-Wextra", "-Werror")
+SOURCE = Path(__file__).with_name("delay_line.cpp")
+COMPILE_FLAGS = ("-O2", "-std=c++17", "-Wall", "-Wextra", "-Werror")
 COMPILE_TIMEOUT_S = 60.0
-READY = b"ready\n"
-NS_PER_S = 1e9
-PPM = 1e6
 
 
 class LineEnd(NamedTuple):
-    """A TAP device that a delay line makes: its name, and the namespace that it is in."""
+    """A TAP device that a delay line makes: the namespace that it is in, and its name."""
 
     namespace: str
     device: str
@@ -36,82 +32,58 @@ def build_delay_line(cache_dir: Path | None = None) -> Path:
     """The compiled program; compiles it if this source was not compiled into `cache_dir` before.
 
     cache_dir: ~/.cache/ds_hybridep by default.
-    Raises LabError if there is no C compiler or it fails.
+    Raises LabError if there is no C++ compiler or it fails.
     """
     cache_dir = cache_dir or Path.home() / ".cache" / "ds_hybridep"
     digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(COMPILE_FLAGS).encode()).hexdigest()[:16]
     program = cache_dir / f"delay_line-{digest}"
     if program.exists():
         return program
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if compiler is None:
-        raise LabError("a delay needs a C compiler (cc, gcc or clang) once: install one, or run the lab without delay")
+        raise LabError(
+            "a delay needs a C++ compiler (c++, g++ or clang++) once: install one, or run the lab without delay"
+        )
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
         fresh = Path(folder) / "delay_line"
-        run = subprocess.run(
-            [compiler, *COMPILE_FLAGS, "-o", str(fresh), str(SOURCE)],
-            capture_output=True,
-            text=True,
-            timeout=COMPILE_TIMEOUT_S,
-        )
+        command = [compiler, *COMPILE_FLAGS, "-o", str(fresh), str(SOURCE)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
         if run.returncode != 0:
             raise LabError(f"{compiler} could not compile {SOURCE.name}:\n{run.stderr.strip()}")
         fresh.replace(program)  # in one step, because another process may be starting the program
     return program
 
 
-def why_no_delay() -> str | None:
-    """Why this process cannot make a delay line, in one sentence; None if it can."""
-    if not TUN_DEVICE.exists():
-        return f"{TUN_DEVICE} is missing (modprobe tun, or give the container --device {TUN_DEVICE})"
-    if not os.access(TUN_DEVICE, os.R_OK | os.W_OK):
-        return f"{TUN_DEVICE} may not be opened by this user"
-    return None
-
-
 class DelayLine:
-    """A running cable between two new TAP devices; the devices exist as long as it runs.
+    """A running cable between two new TAP devices, in one direction; the devices exist as long as it runs.
 
-    From the constructor until `stop`, every frame that leaves by device a arrives at device b `a_to_b_s` later. Frames
-    from b to a arrive `b_to_a_s` later. From a to b, a frame takes up to `jitter_s` more, evenly distributed but in
-    order, and the share `loss` of frames is lost. The line ends when the process that made it ends.
+    Every frame that leaves by device a arrives at device b `delay_s` later, and the share `loss` of frames is lost.
+    The line ends when the process that made it ends.
     """
 
-    def __init__(
-        self,
-        program: Path,
-        a: LineEnd,
-        b: LineEnd,
-        *,
-        a_to_b_s: float,
-        b_to_a_s: float,
-        jitter_s: float = 0.0,
-        loss: float = 0.0,
-    ) -> None:
-        times_ns = [str(round(time_s * NS_PER_S)) for time_s in (a_to_b_s, b_to_a_s, jitter_s)]
-        self._process = subprocess.Popen(
-            [str(program), str(os.getpid()), *a, *b, *times_ns, str(round(loss * PPM))],
+    def __init__(self, a: LineEnd, b: LineEnd, *, delay_s: float, loss: float) -> None:
+        self.process = subprocess.Popen(
+            [str(build_delay_line()), *a, *b],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C must reach it through `stop`, after the ranks have ended
         )
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != READY:
-            _, message = self._process.communicate()
-            raise LabError(f"no delay line from {a} to {b}: {message.decode(errors='replace').strip()}")
+        assert self.process.stdout is not None
+        if self.process.stdout.readline() != b"ready\n":
+            raise LabError(f"no delay line from {a} to {b}: {self.stop()}")
+        self.change(delay_s=delay_s, loss=loss)
 
-    def change(self, *, a_to_b_s: float, jitter_s: float, loss: float) -> None:
-        """Change delay, jitter and loss from a to b for frames that leave from now on. No frame overtakes another."""
-        assert self._process.stdin is not None
-        orders = struct.pack("=3q", round(a_to_b_s * NS_PER_S), round(jitter_s * NS_PER_S), round(loss * PPM))
-        os.write(self._process.stdin.fileno(), orders)
+    def change(self, *, delay_s: float, loss: float) -> None:
+        """Change delay and loss for frames that leave from now on. No frame overtakes another."""
+        assert self.process.stdin is not None
+        os.write(self.process.stdin.fileno(), struct.pack("=2q", round(delay_s * 1e9), round(loss * 1e6)))
 
-    def stop(self) -> str | None:
-        """Ends the line, its two devices and the frames under way. Returns what went wrong, or None."""
-        ended_before = self._process.poll() is not None
-        self._process.kill()
-        _, message = self._process.communicate()
+    def stop(self) -> str:
+        """Ends the line, its two devices and the frames under way. Returns what went wrong, or ""."""
+        ended_before = self.process.poll()
+        self.process.kill()
+        _, message = self.process.communicate()
         said = message.decode(errors="replace").strip()
-        return said or (f"a delay line ended with code {self._process.returncode}" if ended_before else None)
+        return said or ("" if ended_before is None else f"a delay line ended with code {ended_before}")

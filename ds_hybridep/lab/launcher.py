@@ -10,32 +10,20 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, TextIO
+from typing import IO, TextIO
 
 from ds_hybridep.errors import ConfigError, LabError
+from ds_hybridep.lab.namespaces import KILL_TIMEOUT_S, kill_processes_in
 from ds_hybridep.lab.network import HOST_DEVICE, EmulatedNetwork, UplinkCounters
-from ds_hybridep.lab.topology import ScheduleEvent, format_rate
 
 MASTER_PORT = 29500
 POLL_S = 0.05
-KILL_TIMEOUT_S = 10.0
-GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
-
-
-@dataclass(frozen=True)
-class AppliedEvent:
-    """An event of the schedule, its planned time and its actual time, in seconds after the ranks were started."""
-
-    event: str
-    planned_s: float
-    applied_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,41 +31,42 @@ class LabResult:
     """How a command ran on all hosts.
 
     exit_codes: by rank; -N for a process that signal N ended.
-    failure: None if every rank returned 0, except ranks killed on purpose; else which rank failed and how, or which
-        ranks were still running at the time limit.
+    failure: None if every rank returned 0; else which rank failed and how, or which were running at the time limit.
     failed_ranks: ranks that ended by themselves with a code other than 0, in the order in which that was seen; ranks
         that were killed because another one failed are not in it.
     timed_out: whether the time limit ended the run.
-    killed_ranks: ranks whose host `kill_host` took away.
     seconds: from the first start to the last exit.
     uplinks: what crossed each datacentre's uplink in that time. Empty if nothing was emulated.
     log_files: standard output and error of each rank, by rank.
     """
 
-    topology: str
-    command: tuple[str, ...]
     exit_codes: tuple[int, ...]
     failure: str | None
     failed_ranks: tuple[int, ...]
     timed_out: bool
-    killed_ranks: tuple[int, ...]
     seconds: float
     uplinks: tuple[UplinkCounters, ...]
-    events: tuple[AppliedEvent, ...]
-    log_files: tuple[str, ...]
-    links: Mapping[str, Any] = field(default_factory=dict)
+    log_files: tuple[Path, ...]
 
     @property
     def is_success(self) -> bool:
         return self.failure is None
 
-    def to_record(self) -> dict[str, Any]:
-        """Return a dict that json can write."""
-        return asdict(self)
-
     def tail_of_log(self, rank: int, num_lines: int = 15) -> str:
         """The last lines that a rank wrote."""
-        return "\n".join(Path(self.log_files[rank]).read_text(errors="replace").splitlines()[-num_lines:])
+        return "\n".join(self.log_files[rank].read_text(errors="replace").splitlines()[-num_lines:])
+
+    def __str__(self) -> str:
+        """A few lines for people: how each rank ended, how long it took, and what crossed the uplinks."""
+        codes = " ".join(f"{rank}:{code}" for rank, code in enumerate(self.exit_codes))
+        lines = [
+            "done" if self.is_success else f"FAILED: {self.failure}",
+            f"{self.seconds:.1f} s, exit codes by rank {codes}",
+        ]
+        for dc, uplink in enumerate(self.uplinks):
+            dropped = f", {uplink.dropped_packets} packets dropped by full queues" if uplink.dropped_packets else ""
+            lines.append(f"DC {dc}: {uplink.out_bytes / 1e6:.3f} MB out, {uplink.in_bytes / 1e6:.3f} MB in{dropped}")
+        return "\n".join(lines)
 
 
 def rank_environment(rank: int, num_ranks: int, master_address: str, device: str, port: int) -> dict[str, str]:
@@ -89,12 +78,8 @@ def rank_environment(rank: int, num_ranks: int, master_address: str, device: str
     defaults = {
         "OMP_NUM_THREADS": "1",  # all hosts share the cores of this machine
         "PYTHONUNBUFFERED": "1",  # logs of a process that is killed must not lose their end
-        # Otherwise NCCL sees that all hosts are one machine, and bypasses the links. Not tried on GPUs.
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_SHM_DISABLE": "1",
+        "DS_ACCELERATOR": "cpu",
     }
-    if not any(os.path.exists(path) for path in GPU_DEVICES):
-        defaults["DS_ACCELERATOR"] = "cpu"
     return {
         **{name: os.environ.get(name, value) for name, value in defaults.items()},
         "RANK": str(rank),
@@ -110,16 +95,13 @@ def rank_environment(rank: int, num_ranks: int, master_address: str, device: str
         "MASTER_ADDR": master_address,
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": device,
-        "TP_SOCKET_IFNAME": device,
-        "NCCL_SOCKET_IFNAME": device,
-        "NCCL_HOSTID": f"hybridep-lab-{rank}",
     }
 
 
 class RankProcesses:
     """One process per rank. The constructor starts them; the end of the `with` block kills those that still run.
 
-    network: where the hosts are; None runs all ranks on the loopback of this machine.
+    network: where the hosts are; None runs all ranks on the loopback of this machine, where no link is limited.
     environment: for all ranks; added to this process's environment and `rank_environment`, and overrides both.
     log_dir: gets rank0.log, rank1.log, ...; made if missing.
     live: stream to which `poll` also writes rank 0's output.
@@ -138,16 +120,11 @@ class RankProcesses:
         environment: Mapping[str, str] | None = None,
         live: TextIO | None = None,
     ) -> None:
-        if not command:
-            raise ConfigError("command: got nothing, wanted what each rank runs, such as `python train.py`")
-        if shutil.which(command[0]) is None:
-            raise ConfigError(f"command: '{command[0]}' is not an executable file or in PATH")
+        if not command or shutil.which(command[0]) is None:
+            raise ConfigError(f"command: got '{' '.join(command)}', wanted a program in PATH and its arguments")
         self.log_files = tuple(log_dir / f"rank{rank}.log" for rank in range(num_ranks))
-        self.killed_ranks: set[int] = set()
         self.ended: dict[int, int] = {}  # rank -> exit code, in the order in which ranks ended
-        self._network = network
-        self._live = live
-        self._live_log: IO[bytes] | None = None
+        self._network, self._live = network, live
         self._processes: list[subprocess.Popen[bytes]] = []
         log_dir.mkdir(parents=True, exist_ok=True)
         self.start_s = time.monotonic()
@@ -156,15 +133,15 @@ class RankProcesses:
         except BaseException:
             self.kill()
             raise
+        self._live_log: IO[bytes] | None = None if live is None else self.log_files[0].open("rb")
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         network, num_ranks = self._network, len(self.log_files)
         address = network.topology.address_of(0) if network else "127.0.0.1"
         device, port = (HOST_DEVICE, MASTER_PORT) if network else ("lo", _free_port())
         setpriv = shutil.which("setpriv")
-        guard = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
+        line = [*([setpriv, "--pdeathsig", "KILL"] if setpriv else []), *command]
         for rank, log_file in enumerate(self.log_files):
-            line = [*guard, *command]
             with log_file.open("wb") as log:
                 self._processes.append(
                     subprocess.Popen(
@@ -176,8 +153,6 @@ class RankProcesses:
                         start_new_session=True,  # we can kill its children with it, and Ctrl-C reaches only us
                     )
                 )
-        if self._live is not None:
-            self._live_log = self.log_files[0].open("rb")
 
     def __enter__(self) -> "RankProcesses":
         return self
@@ -186,224 +161,94 @@ class RankProcesses:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
+        if self._live_log is not None:
+            self._live_log.close()
 
     def poll(self) -> bool:
         """Notes which ranks have ended and shows what rank 0 wrote. Returns whether any is still running."""
-        for rank, process in enumerate(self._processes):
-            if rank not in self.ended and process.poll() is not None:
-                self.ended[rank] = process.returncode
-        self._show()
+        for rank in self.running_ranks():
+            if (code := self._processes[rank].poll()) is not None:
+                self.ended[rank] = code
+        if self._live is not None and self._live_log is not None and (fresh := self._live_log.read()):
+            self._live.write(fresh.decode(errors="replace"))
+            self._live.flush()
         return len(self.ended) < len(self._processes)
 
     def failed_ranks(self) -> list[int]:
-        """Ranks that ended by themselves with an exit code other than 0, in the order in which that was seen."""
-        return [rank for rank, code in self.ended.items() if code != 0 and rank not in self.killed_ranks]
+        """Ranks with an exit code other than 0, in the order in which that was seen."""
+        return [rank for rank, code in self.ended.items() if code != 0]
 
     def running_ranks(self) -> list[int]:
         return [rank for rank in range(len(self._processes)) if rank not in self.ended]
 
-    def kill_host(self, rank: int) -> None:
-        """Takes the host of `rank` away: SIGKILL ends every process on it. The other ranks have to notice."""
-        if not 0 <= rank < len(self._processes):
-            raise ConfigError(f"rank: got {rank}, wanted 0 to {len(self._processes) - 1}")
-        if rank not in self.ended:  # a rank that has failed by itself stays failed
-            self.killed_ranks.add(rank)
-        self._kill(rank)
-
     def kill(self) -> None:
         """Kills every rank that still runs and, on emulated hosts, all other processes that ranks left running."""
-        for rank in range(len(self._processes)):
-            self._kill(rank)
-        self.poll()
-        if self._live_log is not None:
-            self._live_log.close()
-            self._live_log = None
-
-    def _kill(self, rank: int) -> None:
-        process = self._processes[rank]
-        if self._network is not None:
-            self._network.kill_processes(rank)
-        if process.poll() is None:  # on loopback; or not yet in its namespace
+        for rank, process in enumerate(self._processes):
+            if self._network is not None:
+                kill_processes_in(self._network.namespace_of(rank))
+            if process.poll() is None:  # on loopback; or not yet in its namespace
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        try:
-            process.wait(KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            raise LabError(f"rank {rank} (process {process.pid}) does not end on SIGKILL") from error
-
-    def _show(self) -> None:
-        if self._live is not None and self._live_log is not None and (fresh := self._live_log.read()):
-            self._live.write(fresh.decode(errors="replace"))
-            self._live.flush()
+                process.wait(KILL_TIMEOUT_S)
+            except subprocess.TimeoutExpired as error:
+                raise LabError(f"rank {rank} (process {process.pid}) does not end on SIGKILL") from error
 
 
 def run_ranks(
-    network: EmulatedNetwork,
+    network: EmulatedNetwork | None,
     command: Sequence[str],
     *,
     log_dir: Path,
+    num_ranks: int = 0,
     timeout_s: float = 600.0,
-    schedule: Sequence[ScheduleEvent] = (),
+    events: Sequence[tuple[float, Callable[[], None]]] = (),
     environment: Mapping[str, str] | None = None,
     live: TextIO | None = None,
 ) -> LabResult:
     """Runs `command` on every host of `network` until all ranks have ended, one has failed, or the time is up.
 
-    When one rank fails or the time is up, the others are killed. Uplinks stay as the schedule left them.
+    When one rank fails or the time is up, the others are killed.
 
-    schedule: events are applied within 0.1 s of their time; events due after the end are not applied.
-    environment, live, log_dir: see RankProcesses.
-    Raises ConfigError if the command cannot be started, LabError if a link cannot be changed.
+    network, environment, live, log_dir: see RankProcesses.  num_ranks: only if there is no network.
+    events: seconds after the start, in order, and what to call then, within 0.1 s.
+    Raises ConfigError if the command cannot be started.
     """
-    before = network.counters()
+    num_ranks, before = (network.topology.num_ranks, network.counters()) if network else (num_ranks, ())
+    pending, failure, timed_out = list(events), "", False
     with RankProcesses(
-        network,
-        command,
-        num_ranks=network.topology.num_ranks,
-        log_dir=log_dir,
-        environment=environment,
-        live=live,
-    ) as processes:
-        return _supervise(processes, network, command, timeout_s, schedule, before)
-
-
-def run_on_loopback(
-    command: Sequence[str],
-    *,
-    num_ranks: int,
-    log_dir: Path,
-    timeout_s: float = 600.0,
-    environment: Mapping[str, str] | None = None,
-    live: TextIO | None = None,
-) -> LabResult:
-    """Like `run_ranks`, but without namespaces: all ranks on one host, and no link is limited. See modelled.py."""
-    with RankProcesses(
-        None, command, num_ranks=num_ranks, log_dir=log_dir, environment=environment, live=live
-    ) as processes:
-        return _supervise(processes, None, command, timeout_s, (), ())
-
-
-def _supervise(
-    processes: RankProcesses,
-    network: EmulatedNetwork | None,
-    command: Sequence[str],
-    timeout_s: float,
-    schedule: Sequence[ScheduleEvent],
-    before: Sequence[UplinkCounters],
-) -> LabResult:
-    pending, applied = sorted(schedule, key=lambda event: event.at_s), []
-    failure, timed_out = None, False
-    while processes.poll() and failure is None:
-        elapsed_s = time.monotonic() - processes.start_s
-        while network is not None and pending and pending[0].at_s <= elapsed_s:
-            event = pending.pop(0)
-            apply_event(network, event)
-            applied.append(AppliedEvent(str(event), event.at_s, time.monotonic() - processes.start_s))
-        failure = _describe_failures(processes)
-        if failure is None and elapsed_s >= timeout_s:
-            timed_out = True
-            running = ", ".join(map(str, processes.running_ranks()))
-            failure = f"time limit of {timeout_s:g} s reached with rank(s) {running} still running"
-        if failure is None:
+        network, command, num_ranks=num_ranks, log_dir=log_dir, environment=environment, live=live
+    ) as ranks:
+        while ranks.poll() and not ranks.failed_ranks() and not timed_out:
+            elapsed_s = time.monotonic() - ranks.start_s
+            while pending and pending[0][0] <= elapsed_s:
+                pending.pop(0)[1]()
+            if timed_out := elapsed_s >= timeout_s:
+                running = ", ".join(map(str, ranks.running_ranks()))
+                failure = f"time limit of {timeout_s:g} s reached with rank(s) {running} still running"
             time.sleep(POLL_S)
-    failure = failure or _describe_failures(processes)
-    failed_ranks = tuple(processes.failed_ranks())
-    processes.kill()
-    seconds = time.monotonic() - processes.start_s
-    uplinks = [now.since(then) for now, then in zip(network.counters(), before, strict=True)] if network else []
+        failed = ranks.failed_ranks()
+        failure = ", ".join(f"rank {rank} {_describe_exit(ranks.ended[rank])}" for rank in failed) or failure
+        ranks.kill()
+        ranks.poll()
+        seconds = time.monotonic() - ranks.start_s
+        uplinks = [now.since(then) for now, then in zip(network.counters(), before, strict=True)] if network else []
     return LabResult(
-        topology=str(network.topology) if network else f"loopback, {len(processes.log_files)} ranks",
-        command=tuple(command),
-        exit_codes=tuple(processes.ended[rank] for rank in range(len(processes.log_files))),
-        failure=failure,
-        failed_ranks=failed_ranks,
+        exit_codes=tuple(ranks.ended[rank] for rank in range(num_ranks)),
+        failure=failure or None,
+        failed_ranks=tuple(failed),
         timed_out=timed_out,
-        killed_ranks=tuple(sorted(processes.killed_ranks)),
         seconds=seconds,
         uplinks=tuple(uplinks),
-        events=tuple(applied),
-        log_files=tuple(map(str, processes.log_files)),
-        links=asdict(network.links) if network else {},
+        log_files=ranks.log_files,
     )
-
-
-def apply_event(network: EmulatedNetwork, event: ScheduleEvent) -> None:
-    """Applies `event` to the uplinks now."""
-    if event.action == "rate":
-        network.set_wan_rate(event.wan_bits_per_s, dc=event.dc)
-    elif event.action == "cut":
-        network.cut(event.dc)
-    elif event.action == "restore":
-        network.restore(event.dc)
-    else:
-        raise ConfigError(f"schedule: got action '{event.action}', wanted rate, cut or restore")
-
-
-def format_result(result: LabResult) -> str:
-    """A few lines for people: how each rank ended, how long it took, what crossed the uplinks, what was changed."""
-    codes = " ".join(f"{rank}:{code}" for rank, code in enumerate(result.exit_codes))
-    lines = [
-        "done" if result.is_success else f"FAILED: {result.failure}",
-        f"{result.seconds:.1f} s on {result.topology}, exit codes by rank {codes}",
-    ]
-    if result.links:
-        links = result.links
-        lines.append(
-            f"WAN {format_rate(links['wan_bits_per_s'])} per uplink and direction at the start,"
-            f" {1e3 * links['wan_delay_s']:g} ms one way"
-        )
-    for uplink in result.uplinks:
-        dropped = uplink.out_dropped_packets + uplink.in_dropped_packets
-        lines.append(
-            f"DC {uplink.dc}: {uplink.out_bytes / 1e6:.3f} MB out, {uplink.in_bytes / 1e6:.3f} MB in"
-            + (f", {dropped} packets dropped by full queues" if dropped else "")
-        )
-    lines += [f"at {event.applied_s:.2f} s: {event.event}" for event in result.events]
-    return "\n".join(lines)
-
-
-@contextmanager
-def log_folder(chosen: Path | None) -> Iterator[Path]:
-    """The folder for logs. If none was chosen, it is a new temporary one, removed at the end if it is empty."""
-    folder = chosen or Path(tempfile.mkdtemp(prefix="ds_hybridep-lab-"))
-    try:
-        yield folder
-    finally:
-        if chosen is None and not any(folder.iterdir()):
-            folder.rmdir()
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program by an exception, as Ctrl-C does, so that everything is taken down."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _describe_failures(processes: RankProcesses) -> str | None:
-    ranks = processes.failed_ranks()
-    if not ranks:
-        return None
-    return ", ".join(f"rank {rank} {_describe_exit(processes.ended[rank])}" for rank in ranks)
 
 
 def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"exited with code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"
+    name = next((one.name for one in signal.Signals if one == -code), f"signal {-code}")
+    return f"was ended by {name}"
 
 
 def _free_port() -> int:

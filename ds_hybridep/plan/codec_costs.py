@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_hybridep.errors import PlanError
 from ds_hybridep.plan.layout import CodecCost
-from ds_hybridep.plan.packets import FP32_BYTES, Factors, Packets, Part, Patches, packets_of, part_elements
+from ds_hybridep.plan.packets import FP32_BYTES, ITERATIONS, Factors, Packets, Part, Patches, packets_of, part_elements
 
 MEMORY_BYTES_PER_S = 0.5 * 3.35e12
 PRODUCT_FLOPS_PER_S = 0.5 * 67e12
@@ -84,7 +84,7 @@ def _seconds_per_element(packets: Packets, part: Part) -> tuple[float, float]:
     encode_traffic, decode_traffic, rank, iterations = float(ENCODE_TRAFFIC), float(DECODE_TRAFFIC), 0, 0
     _, rows, cols = part
     if isinstance(packets, Factors) and not packets.is_left_to_fallback(rows, cols):
-        rank, iterations = packets.effective_rank(rows, cols), packets.iterations
+        rank, iterations = packets.effective_rank(rows, cols), ITERATIONS
         encode_traffic += 2 * iterations * FP32_BYTES  # each iteration reads the matrix twice
         if packets.rest is not None:
             encode_traffic += ENCODE_TRAFFIC

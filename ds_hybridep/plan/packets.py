@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of encoded messages, from the settings of a codec and the shapes of tensors.
 
-This module computes in integers what `codecs` and `sync.messages` do with tensors; a test checks that both agree.
+`codecs` asks this module for the sizes of packets.  `sync.messages` pads them; a test checks that both agree.
 """
 
 import math
@@ -15,8 +15,9 @@ SCALE_BYTES = 2
 FP32_BYTES = 4
 FACTOR_BLOCK = 256  # elements of a low-rank factor that share a scale
 LARGEST_RANK = 256  # of a low-rank codec; more fits neither the CUDA kernels nor the time of a step
-BITS = {"int8": 8, "int4": 4, "int2": 2, "log4": 4}
-TYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+FACTOR_BITS = 4  # of an element of a factor
+ITERATIONS = 2  # of the power method, each step
+BITS = {"int8": 8, "int4": 4, "int2": 2}
 PATCH_PREFIX_BYTES = 24
 
 Part = tuple[int, int, int]  # (number of matrices, rows, columns); a vector has one row
@@ -46,17 +47,7 @@ class SizedPackets:
         return HEADER_BYTES + self.payload_bytes(rows, cols)
 
     def message_bytes(self, parts: Iterable[Part]) -> float:
-        return sum(_round_up(number * self.packet_bytes(rows, cols), ALIGNMENT_BYTES) for number, rows, cols in parts)
-
-
-@dataclass(frozen=True)
-class Rounded(SizedPackets):
-    """Elements as they are, or rounded to a smaller type."""
-
-    element_bytes: int
-
-    def payload_bytes(self, rows: int, cols: int) -> int:
-        return _round_up(rows * cols * self.element_bytes)
+        return sum(round_up(number * self.packet_bytes(rows, cols), ALIGNMENT_BYTES) for number, rows, cols in parts)
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ class Blocks(SizedPackets):
     block: int
 
     def payload_bytes(self, rows: int, cols: int) -> int:
-        return _round_up(_quantised_bytes(rows * cols, self.bits, self.block))
+        return round_up(quantised_bytes(rows * cols, self.bits, self.block))
 
 
 @dataclass(frozen=True)
@@ -76,9 +67,6 @@ class Factors(SizedPackets):
 
     ratio: float | None
     rank: int | None
-    factors: str
-    iterations: int
-    fallback: SizedPackets
     rest: SizedPackets | None
 
     def effective_rank(self, rows: int, cols: int) -> int:
@@ -87,26 +75,23 @@ class Factors(SizedPackets):
         if rank is None:
             assert self.ratio is not None
             most_bytes = int(rows * cols * FP32_BYTES / self.ratio) - HEADER_BYTES
-            column_bytes = self._column_bytes(rows) + self._column_bytes(cols)
+            column_bytes = factor_bytes(rows) + factor_bytes(cols)
             rank = min(max(most_bytes // 4 * 4 // max(column_bytes, 1), 1), LARGEST_RANK)
         return min(rank, rows, cols)
 
     def is_left_to_fallback(self, rows: int, cols: int) -> bool:
-        return min(rows, cols) <= 1 or self._factor_bytes(rows, cols) >= self.fallback.payload_bytes(rows, cols)
+        """True for vectors, and for matrices whose factors would not be shorter."""
+        return min(rows, cols) <= 1 or self.factors_bytes(rows, cols) >= FALLBACK.payload_bytes(rows, cols)
 
     def payload_bytes(self, rows: int, cols: int) -> int:
         if self.is_left_to_fallback(rows, cols):
-            return self.fallback.payload_bytes(rows, cols)
+            return FALLBACK.payload_bytes(rows, cols)
         rest_bytes = 0 if self.rest is None else self.rest.payload_bytes(rows, cols)
-        return self._factor_bytes(rows, cols) + rest_bytes
+        return self.factors_bytes(rows, cols) + rest_bytes
 
-    def _factor_bytes(self, rows: int, cols: int) -> int:
-        return _round_up(self.effective_rank(rows, cols) * (self._column_bytes(rows) + self._column_bytes(cols)))
-
-    def _column_bytes(self, length: int) -> int:
-        if self.factors in BITS:
-            return _round_up(_quantised_bytes(length, BITS[self.factors], FACTOR_BLOCK), 2)
-        return length * TYPE_BYTES[self.factors]
+    def factors_bytes(self, rows: int, cols: int) -> int:
+        """Bytes of both factors, without the rest."""
+        return round_up(self.effective_rank(rows, cols) * (factor_bytes(rows) + factor_bytes(cols)))
 
 
 @dataclass(frozen=True)
@@ -129,25 +114,29 @@ def packets_of(settings: Mapping[str, Any]) -> SizedPackets:
     Patches are not allowed, because their size is not fixed: see `Patches`.
     """
     kind = settings["type"]
-    if kind == "identity":
-        return Rounded(TYPE_BYTES[settings["dtype"]])
     if kind in BITS:
         return Blocks(BITS[kind], settings["block"])
     assert kind == "low_rank", f"{kind} has no packets of a fixed size"
     return Factors(
         ratio=settings["ratio"],
         rank=settings["rank"],
-        factors=settings["factors"],
-        iterations=settings["iterations"],
-        fallback=packets_of(settings["fallback"]),
         rest=None if settings["rest"] is None else packets_of(settings["rest"]),
     )
 
 
-def _quantised_bytes(length: int, bits: int, block: int) -> int:
+def quantised_bytes(length: int, bits: int, block: int) -> int:
     """Bytes of the scales and codes of `length` elements."""
     return -(-length // block) * SCALE_BYTES + -(-length * bits // 8)
 
 
-def _round_up(num_bytes: int, multiple: int = 4) -> int:
+def factor_bytes(length: int) -> int:
+    """Bytes of one column of a factor."""
+    return round_up(quantised_bytes(length, FACTOR_BITS, FACTOR_BLOCK), 2)
+
+
+def round_up(num_bytes: int, multiple: int = 4) -> int:
+    """Round up to the next multiple.  The default keeps packets aligned to 4 bytes."""
     return -(-num_bytes // multiple) * multiple
+
+
+FALLBACK = Blocks(4, 128)  # in place of low rank for small tensors

@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_hybridep.errors import CommunicationError
 from ds_hybridep.link import BULK, TLS, URGENT, Address, Link
 
-HAVE_BYTES = 2
+DIGEST_BYTES = 8  # of a hash of weights
 CHUNK_BYTES = 2**24  # of a state
 
 
@@ -83,11 +83,15 @@ class Crossing:
         """
         return self._swap("gradients", packet)
 
-    def agree(self, is_complete: bool, wants_change: bool) -> tuple[bool, bool]:
-        """Return whether all members have all packets, and whether any of them wants a quorum before the next step."""
-        theirs = self._swap("have", torch.tensor([is_complete, wants_change], dtype=torch.uint8))
-        said = torch.stack(theirs)
-        return bool(said[:, 0].all()), bool(said[:, 1].any())
+    def agree(self, is_complete: bool, wants_change: bool, digest: bytes) -> tuple[bool, bool]:
+        """Return whether all members have all packets, and whether a quorum must come before the next exchange.
+
+        wants_change: this site wants one.  digest: DIGEST_BYTES; where digests of weights differ, a quorum is needed.
+        """
+        ours = torch.tensor([is_complete, wants_change, *digest], dtype=torch.uint8)
+        said = torch.stack(self._swap("have", ours))
+        is_equal = bool((said[:, 2:] == said[0, 2:]).all())
+        return bool(said[:, 0].all()), bool(said[:, 1].any()) or not is_equal
 
     def _swap(self, channel: str, packet: Tensor) -> list[Tensor]:
         if self.missed:

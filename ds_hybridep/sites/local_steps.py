@@ -35,8 +35,8 @@ class LocalSteps:
     def __init__(self, owned: Sequence[OwnedSlice], every: int, home: Home) -> None:
         self._every, self._home = every, home
         self._fragments = _cut(owned, every)
-        self._common = [[home.keep(t.detach().clone()) for one in f for t in one.tensors] for f in self._fragments]
-        self._momentum = [[home.keep(torch.zeros_like(t)) for one in f for t in one.tensors] for f in self._fragments]
+        self._common = [[home.store(t.detach().clone()) for one in f for t in one.tensors] for f in self._fragments]
+        self._momentum = [[home.store(torch.zeros_like(t)) for one in f for t in one.tensors] for f in self._fragments]
 
     def due(self, step: int) -> int | None:
         """Return the fragment that is exchanged after step number `step` (the first is 1), or None."""
@@ -67,6 +67,12 @@ class LocalSteps:
             own.copy_(common)
             self._home.put(kept_common, common)
             self._home.put(kept_momentum, momentum)
+
+    def begin(self) -> None:
+        """Begin anew from this rank's weights: they are the common ones."""
+        for fragment, kept in zip(self._fragments, self._common, strict=True):
+            for own, common in zip((t for one in fragment for t in one.tensors), kept, strict=True):
+                common.copy_(own)
 
     def reset(self) -> None:
         """Set this rank's weights to the common ones."""

@@ -14,11 +14,7 @@ import hmac
 import json
 import os
 import struct
-from pathlib import Path
 from typing import Any
-
-from ds_hybridep.errors import ConfigError
-from ds_hybridep.link import LEAST_SECRET_BYTES
 
 MAGIC = b"hybridep sites 1\n"
 NONCE_BYTES, PROOF_BYTES = 32, 32
@@ -44,17 +40,3 @@ def pack(message: dict[str, Any]) -> bytes:
     """Return a message as it travels."""
     body = json.dumps(message).encode()
     return LENGTH.pack(len(body)) + body
-
-
-def read_secret(path: str | Path, where: str) -> bytes:
-    """Return the secret in a file, without white space at its ends; ConfigError names the key path `where`."""
-    try:
-        secret = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"{where}: {path} cannot be read ({error.strerror}); give a file with the secret") from error
-    if len(secret) < LEAST_SECRET_BYTES:
-        raise ConfigError(
-            f"{where}: {path} holds {len(secret)} bytes, and a secret needs at least {LEAST_SECRET_BYTES}; make one "
-            f"with: openssl rand -hex 32 > {path}"
-        )
-    return secret

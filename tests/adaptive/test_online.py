@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hybridep.adaptive.chooser import HOPE, LEAST_HORIZON, MOST_CHANGES, RETURNS, THRESHOLD, Chooser, Look
+from ds_hybridep.adaptive.chooser import HOPE, HORIZON, MOST_CHANGES, RETURNS, THRESHOLD, Chooser, Look
 from ds_hybridep.adaptive.options import Job, open_options, settings_of
-from ds_hybridep.adaptive.planner import assumed_patch
 from ds_hybridep.adaptive.pulse import StepWatch
+from ds_hybridep.adaptive.rates import assumed_patch
 from ds_hybridep.config import parse_config
 from ds_hybridep.config_codecs import PATCH
 from ds_hybridep.plan.cluster import Cluster, Level, Link
@@ -108,12 +108,15 @@ def test_patches_are_of_16_bit_weights_and_follow_the_learning_rate():
 def test_codecs_of_dense_parameters_stay_in_all_options():
     levels = [{"name": "dc", "size": 2, "domain_size": "auto", "weight_codec": "patch"}, {"name": "gpu", "size": 2}]
     config = parse_config({"levels": levels, "dense_sync": "hierarchical"}, world_size=4)
-    for costs in ({PATCH: assumed_patch(job().workload)}, {}):  # none where no expert is trained
-        found = open_options(config, spans=(2, 2), codecs=costs, token_codecs=(IDENTITY, IDENTITY))
+    costs = {PATCH: assumed_patch(job().workload)}
+    for trains in (True, False):
+        found = open_options(
+            config, spans=(2, 2), codecs=costs, token_codecs=(IDENTITY, IDENTITY), trains_experts=trains
+        )
         assert {option.config.levels[0].all_codecs.dense_weight for option in found} == {PATCH}
         planned = config.levels[0].model_copy(update={"domain_size": 2})
         by_hand = found[-1].config.model_copy(update={"levels": (planned, config.levels[1])})
-        assert (settings_of(by_hand) == settings_of(found[-1].config)) == bool(costs)
+        assert (settings_of(by_hand) == settings_of(found[-1].config)) == trains
 
 
 def test_a_token_codec_is_priced_where_tokens_are_not_left_to_deepspeed():
@@ -219,30 +222,20 @@ def test_a_change_must_be_worth_the_time_that_it_takes():
         return best({FIRST: 1.0, SECOND: 0.8, THIRD: 0.9}, current, filling_s={SECOND: filling_s}).best
 
     # SECOND is better by 0.1 s a step, in as many steps as a choice is expected to last.
-    assert chosen(0.11 * LEAST_HORIZON) == THIRD
-    assert chosen(0.08 * LEAST_HORIZON) == SECOND
-    assert chosen(0.11 * LEAST_HORIZON, current=SECOND) == SECOND  # what runs costs nothing
-    assert best({FIRST: 1.0, SECOND: 0.9}, FIRST, change_s=0.11 * LEAST_HORIZON).best == FIRST
+    assert chosen(0.11 * HORIZON) == THIRD
+    assert chosen(0.08 * HORIZON) == SECOND
+    assert chosen(0.11 * HORIZON, current=SECOND) == SECOND  # what runs costs nothing
+    assert best({FIRST: 1.0, SECOND: 0.9}, FIRST, change_s=0.11 * HORIZON).best == FIRST
 
 
 def test_a_trial_must_be_worth_a_change_there_and_one_back():
     def chosen(change_s, known):
         return best({FIRST: 1.0, SECOND: 0.9}, FIRST, known=known, change_s=change_s).best
 
-    change_s = 0.9 * (0.1 - THRESHOLD) * LEAST_HORIZON
+    change_s = 0.9 * (0.1 - THRESHOLD) * HORIZON
     assert chosen(change_s, {FIRST: 0.0, SECOND: 0.0}) == SECOND
     assert chosen(change_s, {FIRST: 0.0}) == SECOND  # there is hope that it is faster still
     assert chosen(2 * change_s, {FIRST: 0.0}) == FIRST
-
-
-def test_links_are_expected_to_last_as_long_as_those_before_did():
-    chooser = Chooser((FIRST,))
-    chooser.begin(6)
-    assert chooser.horizon == LEAST_HORIZON
-    chooser.begin(506)
-    assert chooser.horizon == 500
-    chooser.begin(510)
-    assert chooser.horizon == LEAST_HORIZON
 
 
 def test_what_does_not_fit_is_not_chosen_and_what_runs_stays():
@@ -330,7 +323,7 @@ def test_with_a_perfect_model_the_best_option_is_taken(mbit, tokens):
     about = job(mbit=mbit, tokens=tokens)
     done = SimulatedJob(ALL, exactly(about), lambda step: about).run(60)
     best_s = min(about.predict(option).step_s for option in ALL)
-    assert about.predict(done.current).step_s <= best_s / (1.0 - THRESHOLD) + 2 * 1.0 / LEAST_HORIZON
+    assert about.predict(done.current).step_s <= best_s / (1.0 - THRESHOLD) + 2 * 1.0 / HORIZON
     assert done.watch.mode == "settled"
     assert not done.is_due
 

@@ -86,8 +86,9 @@ def kept_back(engine: Engine) -> dict[str, torch.Tensor]:
     for replicas in replicas_of(engine):
         total = torch.zeros(len(replicas.domain_ranks), sum(part.rows * part.cols for part in replicas.parts) * 2)
         gradients, sizes = replicas.feedback.gradients, [part.fp32_bytes // 4 for part in replicas.parts]
-        for (_, (slot, name)), piece in gradients.sent.items():
-            place = total[slot].split(sizes)[replicas.trainable_names.index(name)]
+        starts = {part.pieces[0][0]: slot for slot, parts in enumerate(replicas.slot_parts) for part in parts}
+        for (_, (name, start)), piece in gradients.sent.items():
+            place = total[starts[name, start]].split(sizes)[replicas.trainable_names.index(name.split()[1])]
             place += gradients.value(piece).view(-1)
         result[replicas.layer] = total
     return result
@@ -103,13 +104,18 @@ def residuals_before_and_after(case: Case, block: dict[str, Any]) -> list[tuple[
             name = replicas.layer
             everywhere = [torch.empty_like(before[name]) for _ in range(dist.get_world_size())]
             dist.all_gather(everywhere, before[name])
+            names = replicas.trainable_names
             owed[name] = sum(everywhere[rank][replicas.own_slot] for rank in replicas.domain_ranks)
         ds_hybridep.replan(engine, block_of(case, **block))
         attachment = attachment_of(engine)
-        taken = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._undelivered.parts.items()}
-        pairs = [(owed[name], torch.cat([part.reshape(-1) for part in taken[name]])) for name in owed]
+        waiting = attachment.runtime.codecs.waiting
+        taken = {(one.name, one.start): one.values * dist.get_world_size() for one in waiting.records()}
+        pairs = [
+            (owed[name], torch.cat([taken[one] for n in names for one in sorted(taken) if one[0] == f"{name} {n}"]))
+            for name in owed
+        ]
         train(engine, case, 3, 1)
-        assert not attachment.runtime._undelivered.parts
+        assert not waiting.records()
         return pairs
 
 
@@ -119,29 +125,18 @@ def gradients_of_nothing(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
         train(engine, case, 0, 3)
         ds_hybridep.replan(engine, block_of(case, **block_of_sizes(case, (1, 1))))
         attachment = attachment_of(engine)
-        carried = {name: [p.clone() for p in parts] for name, parts in attachment.runtime._undelivered.parts.items()}
-        order = [
-            name for name, _ in next(iter(attachment.layers.values())).experts.deepspeed_experts[0].named_parameters()
-        ]
+        waiting = attachment.runtime.codecs.waiting
+        carried = {(one.name, one.start): one.values.clone() for one in waiting.records() if " " in one.name}
         before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-        loss = engine(*_tokens(case)) * 0.0
+        loss = engine(*batch_of(case, 99)) * 0.0
         engine.backward(loss)
         engine.step()
-        pairs = []
-        for layer, parts in carried.items():
-            for index, part in enumerate(parts):
-                for local_idx in range(part.shape[0]):
-                    name = f"{layer}.experts.deepspeed_experts.{local_idx}.{order[index]}"
-                    pairs.append(
-                        (part[local_idx], dict(engine.module.named_parameters())[name].detach() - before[name])
-                    )
-        return pairs
-
-
-def _tokens(case: Case) -> Any:
-    from toy_model import batch
-
-    return batch(case.toy, seed=1, step=99, micro_step=0, rank=dist.get_rank(), num_sequences=3)
+        after = dict(engine.module.named_parameters())
+        return [
+            (carried[place].view_as(after[name]), after[name].detach() - before[name])
+            for name, place in waiting.places().items()
+            if place in carried
+        ]
 
 
 def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[list[float], dict[str, Any], bool]:
@@ -161,16 +156,23 @@ def planned_run(case: Case, wanted: list[tuple[int, ...]], steps: int) -> tuple[
         return losses, ds_hybridep.stats(engine)["planning"], planner.is_settled
 
 
+def looks_at(planner: Any) -> list[int]:
+    """Let every look find that the plan stays; the steps of these looks are added to the list."""
+    steps: list[int] = []
+
+    def look(current: Option, about: Look) -> tuple[Option, bool]:
+        steps.append(about.step)
+        return current, True
+
+    planner._chooser.look = look
+    return steps
+
+
 def looks_of(case: Case, steps: int, **settings: Any) -> tuple[list[int], int, bool]:
     """Steps at which the plan is looked at; every look finds that it stays.  With a change of steps under way."""
     with engine_of(case, with_block=True, hybridep=planned_block(case, **settings)) as engine:
-        planner, found = attachment_of(engine).planner, []
-
-        def look(current: Option, about: Look) -> tuple[Option, bool]:
-            found.append(about.step)
-            return current, True
-
-        planner._chooser.look = look
+        planner = attachment_of(engine).planner
+        found = looks_at(planner)
         note, planner._watch.note = planner._watch.note, lambda _: note(1.0 if planner._num_steps <= 12 else 5.0)
         train(engine, case, 0, steps)
         return found, planner._num_steps, planner._watch.mode == "off"
@@ -180,13 +182,8 @@ def plans_by_hand(case: Case) -> list[tuple[str | None, bool, int]]:
     """After settings that are none of the options, and after some that are: the plan, is it over, and later looks."""
     block, found = planned_block(case), []
     with engine_of(case, with_block=True, hybridep=block) as engine:
-        planner, looks = attachment_of(engine).planner, []
-
-        def look(current: Option, about: Look) -> tuple[Option, bool]:
-            looks.append(about.step)
-            return current, True
-
-        planner._chooser.look = look
+        planner = attachment_of(engine).planner
+        looks = looks_at(planner)
         train(engine, case, 0, 1)
         for index, replacement in enumerate((block_with(case, LOSSY[:1]), block_of_sizes(case, (2,)))):
             ds_hybridep.replan(engine, block_of(case, **replacement))
@@ -198,14 +195,9 @@ def plans_by_hand(case: Case) -> list[tuple[str | None, bool, int]]:
 def choose_again(case: Case) -> list[tuple[bool, bool]]:
     """(settled, a look was made) of a plan that is held, and of one that is chosen anew."""
     with engine_of(case, with_block=True, hybridep=planned_block(case)) as engine:
-        attachment, looks = attachment_of(engine), []
-        planner, found = attachment.planner, []
-
-        def look(current: Option, about: Look) -> tuple[Option, bool]:
-            looks.append(about.step)
-            return current, True
-
-        planner._chooser.look = look
+        attachment, found = attachment_of(engine), []
+        planner = attachment.planner
+        looks = looks_at(planner)
         planner.hold()
         for _ in range(2):
             train(engine, case, 0, 8)
@@ -296,9 +288,8 @@ def load_into_a_lossy_plan(case: Case, folder: str) -> tuple[str, float, float]:
 
 def carried_norm(engine: Engine) -> float:
     """L2 norm of what waits at parameters without replicas."""
-    carried = attachment_of(engine).runtime._undelivered
-    parts = [part for parts in carried.parts.values() for part in parts]
-    return sum(float(part.square().sum()) for part in parts) ** 0.5
+    records = attachment_of(engine).runtime.codecs.waiting.records()
+    return sum(float(one.values.square().sum()) for one in records) ** 0.5
 
 
 def expert_gradient_norm(module: torch.nn.Module) -> float:
@@ -349,14 +340,21 @@ def save_what_is_carried(case: Case, folder: str, domain_size: int) -> tuple[flo
         return moved, without, movement_of_nothing(engine, case)
 
 
-def fail_to_replan(case: Case) -> tuple[str, float, float]:
-    """Error of a change to a codec that does not exist, and what senders have kept back before and after it."""
+def errors_of_replan(case: Case) -> tuple[list[tuple[str, str]], float, float]:
+    """Errors of changes that are refused, and what senders have kept back before and after them."""
     with engine_of(case, with_block=True, hybridep=block_with(case, [("identity", COARSE)])) as engine:
         train(engine, case, 0, 3)
         before = runtime_of(engine).undelivered_norm
         wrong = block_with(case, [("identity", {"type": "top_k", "k": 99999, "block": 256})])
-        error, _ = error_of(ds_hybridep.replan, engine, block_of(case, **wrong))
-        return error, before, runtime_of(engine).undelivered_norm
+        errors = [
+            error_of(ds_hybridep.replan, engine, block_of(case, **block))
+            for block in (
+                planned_block(case),
+                {"levels": [{"name": "all", "size": 1}, {"name": "gpu", "size": 2}]},
+                wrong,
+            )
+        ]
+        return errors, before, runtime_of(engine).undelivered_norm
 
 
 def wrap_and_replan(case: Case, folder: str) -> tuple[bool, int, list[bool]]:
@@ -436,41 +434,6 @@ def plans_that_fit(case: Case) -> list[tuple[float, list[int]]]:
             return found
     finally:
         meter.memory_left = measure
-
-
-def token_codecs_of(case: Case) -> list[str]:
-    """What the log says of tokens: as set, after plans by hand, and of a planned job; and what that counts on."""
-
-    def described(engine: Engine) -> str:
-        train(engine, case, 0, 1)
-        return attachment_of(engine).runtime.describe()
-
-    def levels(token_codec: str, *sizes: Any) -> dict[str, Any]:
-        block = block_of_sizes(case, sizes)
-        block["levels"][0]["token_codec"] = token_codec
-        return block
-
-    with engine_of(case, with_block=True, hybridep=levels("int8", 1, 1)) as engine:
-        found = [described(engine)]
-        for block in (levels("fp8", 1, 1), levels("fp8", 2, 1)):
-            ds_hybridep.replan(engine, block_of(case, **block))
-            found.append(described(engine))
-    with engine_of(case, with_block=True, hybridep=levels("int8", "auto", 1) | {"token_exchange": "direct"}) as engine:
-        found.append(described(engine))
-        found += [codecs.token.name for codecs in attachment_of(engine).planner.current.layout.codecs]
-    return found
-
-
-def errors_of_replan(case: Case) -> list[tuple[str, str]]:
-    with engine_of(case, with_block=True) as engine:
-        dist.barrier()  # nobody leaves while others still connect
-        auto = block_of_sizes(case, (1, 1))
-        auto["levels"][0]["domain_size"] = "auto"
-        other = {"levels": [{"name": "all", "size": 4}]}
-        return [
-            error_of(ds_hybridep.replan, engine, block_of(case, **auto)),
-            error_of(ds_hybridep.replan, engine, other),
-        ]
 
 
 # -- tests ------------------------------------------------------------------------------------------------------
@@ -615,8 +578,10 @@ def test_a_checkpoint_holds_what_is_carried(pool2: ProcessPool, tmp_path, domain
 
 
 def test_a_plan_that_is_refused_changes_nothing(pool2: ProcessPool):
-    for error, before, after in pool2.run(fail_to_replan, case=world2(2)):
-        assert error == "ConfigError"
+    for errors, before, after in pool2.run(errors_of_replan, case=world2(2)):
+        assert [kind for kind, _ in errors] == ["ConfigError"] * 3
+        assert 'without "auto"' in errors[0][1]
+        assert "same levels as before" in errors[1][1]
         assert after == before > 0
 
 
@@ -639,23 +604,6 @@ def test_frozen_experts_have_nothing_lossy_and_evaluations_are_not_planned(pool2
     for lossy, num_changes in pool2.run(plan_without_work, case=world2(1), is_frozen=False):
         assert lossy > 0
         assert num_changes == 0
-
-
-def test_replan_refuses_what_it_cannot_do(pool4: ProcessPool):
-    for errors in pool4.run(errors_of_replan, case=world4(1, 1)):
-        assert errors[0][0] == errors[1][0] == "ConfigError"
-        assert 'without "auto"' in errors[0][1]
-        assert "same levels as before" in errors[1][1]
-
-
-@pytest.mark.slow
-def test_token_codecs_stay_as_they_are_set(pool4: ProcessPool):
-    for first, by_hand, without_tokens, planned, *priced in pool4.run(token_codecs_of, case=world4(1, 1)):
-        assert first.endswith("dispatched tokens int8 over dc")
-        assert by_hand.endswith("dispatched tokens fp8 over dc")
-        assert without_tokens.endswith("dispatched tokens fp8 over dc (no effect: no tokens of ours cross it)")
-        assert "dispatched tokens int8 over dc" in planned
-        assert priced == ["int8", "identity"]
 
 
 def test_plans_have_the_memory_that_is_free(pool2: ProcessPool):

@@ -5,11 +5,12 @@ import pickle
 
 import pytest
 import torch
-from codec_cases import SHAPES, SPECS, normal, tensors
+from codec_cases import SHAPES, SPECS, assert_same_bits, normal, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hybridep.codecs import HEADER_BYTES, PacketOrder, make_codec, non_finite, sequence_of
+from ds_hybridep.config import parse_codec
 from ds_hybridep.errors import PacketError
 
 pytestmark = pytest.mark.timeout(1500)  # the first test compiles the kernels where no cached build exists
@@ -18,10 +19,6 @@ pytestmark = pytest.mark.timeout(1500)  # the first test compiles the kernels wh
 @pytest.fixture(params=SPECS)
 def codec(request):
     return make_codec(SPECS[request.param])
-
-
-def assert_same_bits(actual, wanted):
-    assert torch.equal(actual.view(torch.int32), wanted.view(torch.int32))
 
 
 def decoded(codec, packets, like):
@@ -173,16 +170,6 @@ def test_a_restored_state_gives_the_same_packets(codec, how):
         assert torch.equal(codec.encode(x, state), codec.encode(x, other))
 
 
-def test_a_saved_state_does_not_change_with_the_encoder():
-    codec = make_codec({"type": "low_rank", "rank": 4})
-    state = codec.new_state(2, 24, 40)
-    codec.encode(normal(2, 24, 40), state)
-    saved = state.state_dict()
-    before = saved["tensors"]["q"].clone()
-    codec.encode(normal(2, 24, 40, seed=1), state)
-    assert torch.equal(saved["tensors"]["q"], before)
-
-
 def test_a_state_of_another_shape_is_refused_and_nothing_changes():
     codec = make_codec({"type": "low_rank", "rank": 4})
     state = codec.new_state(2, 24, 40)
@@ -230,13 +217,6 @@ def test_numbers_at_the_ends_of_the_range_make_no_nan(codec, scale):
             break
 
 
-def test_weights_cast_from_bf16_are_taken(codec):
-    weights = normal(2, 24, 40).bfloat16().float()
-    mirror, state = torch.zeros_like(weights), codec.new_state(2, 24, 40)
-    packets = codec.encode_update(weights, mirror, state)
-    assert_same_bits(codec.decode_add(packets, torch.zeros_like(mirror)), mirror)  # 0 and -0 differ
-
-
 def test_out_is_used_and_the_step_is_the_sequence_number(codec):
     state = codec.new_state(2, 24, 40)
     state.step = 2**32 + 7
@@ -247,39 +227,88 @@ def test_out_is_used_and_the_step_is_the_sequence_number(codec):
     assert state.step == 2**32 + 8
 
 
-def test_out_of_a_wrong_size_is_refused():
+@pytest.mark.parametrize(
+    ("x", "mirror"),
+    [
+        (torch.zeros(3, 4), torch.zeros(3, 4)),
+        (torch.zeros(1, 3, 4).bfloat16(), torch.zeros(1, 3, 4)),
+        (torch.zeros(1, 3, 4).transpose(1, 2), torch.zeros(1, 4, 3)),
+        (torch.zeros(1, 3, 4), torch.zeros(1, 4, 3)),
+    ],
+    ids=["dimensions", "dtype", "strides", "mirror"],
+)
+def test_tensors_that_cannot_be_encoded_are_refused(x, mirror):
     codec = make_codec("int8")
-    with pytest.raises(ValueError, match=r"out: got torch.uint8 \(2, 5\), wanted contiguous torch.uint8 \(2, \d+\)"):
-        codec.encode(normal(2, 24, 40), codec.new_state(2, 24, 40), out=torch.empty(2, 5, dtype=torch.uint8))
+    with pytest.raises(AssertionError):
+        codec.encode_update(x, mirror, codec.new_state(1, 3, 4))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_settings_make_equal_codecs_however_they_are_written(spec):
+    config = parse_codec(spec, where="k")
+    codecs = [
+        make_codec(one, kernels=kernels) for one in (spec, config, config.spec) for kernels in ("auto", "reference")
+    ]
+    assert all(one == codecs[0] and one.settings() == codecs[0].settings() for one in codecs)
+
+
+def test_different_specs_make_different_stamps():
+    assert len({make_codec(spec).settings() for spec in SPECS.values()}) == len(SPECS)
+
+
+# ---- packets ----
+
+
+def packets_of(sequence, spec="int8", shape=(2, 8, 16)):
+    codec = make_codec(spec)
+    state = codec.new_state(*shape)
+    state.step = sequence
+    return codec.encode(normal(*shape), state)
+
+
+def test_header_layout():
+    packets = packets_of(0x01020304)
+    assert packets[0, :4].tolist() == [0x9D, 1, 1, 0]
+    assert packets[0, 4:8].tolist() == [8, 0, 0, 0]  # bits of int8
+    assert packets[0, 8:12].tolist() == [4, 3, 2, 1]
+    assert torch.equal(packets[0, :16], packets[1, :16])
+
+
+@given(start=st.integers(0, 2**32 - 1), arrivals=st.lists(st.integers(-3, 3), max_size=40))
+def test_each_packet_comes_once_and_in_order(start, arrivals):
+    order, applied = PacketOrder(start), 0
+    for offset in arrivals:
+        packets = torch.zeros(1, 16, dtype=torch.uint8)
+        packets.view(torch.int32)[0, 2] = (start + applied + offset + 2**31) % 2**32 - 2**31
+        if offset:
+            with pytest.raises(PacketError, match="one before it was lost, or it came twice"):
+                order.check(packets)
+        else:
+            order.check(packets)
+            order.advance()
+            applied += 1
+    assert order.expected == (start + applied) % 2**32
+
+
+def test_packets_of_different_steps_are_refused():
+    mixed = torch.cat([packets_of(3)[:1], packets_of(4)[:1]])
+    with pytest.raises(PacketError, match=r"sequence numbers \[3, 4\].*decode the packets of one step together"):
+        sequence_of(mixed)
 
 
 @pytest.mark.parametrize(
-    ("x", "kind", "message"),
+    ("made", "spec", "shape", "message"),
     [
         (
-            torch.zeros(3, 4),
-            ValueError,
-            r"x: got shape \(3, 4\), wanted \[n, rows, cols\]; a vector is \[n, 1, cols\]",
+            {"type": "int4", "block": 16},
+            {"type": "int4", "block": 32},
+            (2, 8, 16),
+            r"packets: .*wanted .*int4\(block=32\)",
         ),
-        (torch.zeros(1, 3, 4).bfloat16(), TypeError, r"x: got torch.bfloat16, wanted torch.float32; .*x.float\(\)"),
-        (torch.zeros(1, 3, 4).transpose(1, 2), ValueError, r"x: strides .* are not contiguous; pass x.contiguous\(\)"),
+        ("int8", "int8", (2, 16, 8), "stamp 0x.*wanted.*for int8.*equal codec settings and shapes"),
     ],
+    ids=["settings", "shape of equal size"],
 )
-def test_tensors_that_cannot_be_encoded_are_refused(x, kind, message):
-    codec = make_codec("int8")
-    with pytest.raises(kind, match=message):
-        codec.encode(x, codec.new_state(1, 3, 4))
-
-
-def test_a_mirror_of_another_shape_is_refused():
-    codec = make_codec("int8")
-    with pytest.raises(ValueError, match=r"mirror or residual: got shape \(1, 4, 3\), wanted that of x, \(1, 3, 4\)"):
-        codec.encode_update(torch.zeros(1, 3, 4), torch.zeros(1, 4, 3), codec.new_state(1, 3, 4))
-
-
-@given(st.integers(2, 12), st.integers(2, 12))
-@settings(max_examples=20)
-def test_small_matrices_and_vectors_go_to_the_fallback(rows, cols):
-    codec = make_codec({"type": "low_rank", "rank": 4, "fallback": "int4"})
-    assert codec.resolve(1, cols).settings() == codec.resolve(rows, 1).settings() == "int4(block=128)"
-    assert codec.packet_bytes(rows, cols) <= make_codec("int4").packet_bytes(rows, cols)
+def test_packets_of_something_else_are_refused(made, spec, shape, message):
+    with pytest.raises(PacketError, match=message):
+        make_codec(spec).decode(packets_of(0, made), torch.empty(shape))

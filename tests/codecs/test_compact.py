@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from codec_cases import normal, tensors
-from cuda_emulation import load_emulated
+from cuda_emulation import load_emulated_codecs
 from hypothesis import given, settings
 
 from ds_hybridep.codecs import compact as module
@@ -21,7 +21,7 @@ SHAPES = [(2, 48, 80), (3, 1, 70), (1, 5, 7), (2, 33, 17), (1, 1, 1), (0, 8, 8),
 @pytest.fixture(params=KERNELS)
 def kernels(request, monkeypatch):
     if request.param == "emulated":
-        monkeypatch.setattr(module, "load_codec_kernels", lambda *_: load_emulated().codecs)
+        monkeypatch.setattr(module, "load_codec_kernels", lambda *_: load_emulated_codecs())
         return "auto"
     return "compiled" if request.param == "cuda" else request.param
 

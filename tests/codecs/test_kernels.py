@@ -6,8 +6,8 @@
 
 import pytest
 import torch
-from codec_cases import SHAPES, SPECS, normal, tensors
-from cuda_emulation import load_emulated
+from codec_cases import SHAPES, SPECS, assert_same_bits, normal, tensors
+from cuda_emulation import load_emulated_codecs
 from hypothesis import given, settings
 from on_device import on_cuda
 
@@ -31,7 +31,7 @@ def compiled_codecs(request):
     if request.param == "cuda":
         chosen = on_cuda(build.load_codec_kernels("compiled", "cuda"))
     else:
-        chosen = load_emulated().codecs if request.param == "emulated" else build.load_codec_kernels("compiled")
+        chosen = load_emulated_codecs() if request.param == "emulated" else build.load_codec_kernels("compiled")
 
     def load(mode, device="cpu"):
         return chosen if mode == "compiled" else build.load_codec_kernels(mode, device)
@@ -43,10 +43,6 @@ def compiled_codecs(request):
 
 # Their encoding multiplies matrices, in an order of its own; what they decode is the same to the bit.
 SAME_BYTES = {name: spec for name, spec in SPECS.items() if not name.startswith("low_rank")}
-
-
-def assert_same_bits(actual, wanted):
-    assert torch.equal(actual.view(torch.int32), wanted.view(torch.int32))
 
 
 def assert_same_encoding(spec, x, other):
@@ -69,37 +65,37 @@ def test_encoding_equals_the_definition_bit_for_bit(name, x):
     assert_same_encoding(SAME_BYTES[name], x, normal(*x.shape, seed=5) * x.abs().mean())
 
 
+NANS_OF_GPUS = [0x7FFFFFFF, -1]  # as int32: all that a GPU's arithmetic makes, and the same with a sign
+
+
+def odd(value):
+    """Tensors, two of which hold other numbers; the largest nan, rounded to 16 bits as a number, would become 0."""
+    x = normal(5, 20, 50)
+    bits = value if isinstance(value, int) else torch.tensor(value).view(torch.int32).item()
+    x.view(torch.int32)[[0, 2]] = bits
+    x.view(torch.int32)[3, 7, 11] = bits
+    return x
+
+
 @pytest.mark.parametrize("name", SAME_BYTES)
-@pytest.mark.parametrize("shape", [*SHAPES, (1, 11, 421)], ids=str)
-def test_encoding_of_all_shapes_equals_the_definition(name, shape):
-    assert_same_encoding(SAME_BYTES[name], normal(*shape), normal(*shape, seed=1))
+@pytest.mark.parametrize(
+    "x",
+    [
+        *(pytest.param(normal(*shape), id=str(shape)) for shape in (*SHAPES, (1, 11, 421))),
+        *(
+            pytest.param(odd(value), id=str(value))
+            for value in (float("inf"), float("nan"), 3e38, 1e-40, *NANS_OF_GPUS)
+        ),
+    ],
+)
+def test_encoding_of_all_shapes_and_odd_numbers_equals_the_definition(name, x):
+    assert_same_encoding(SAME_BYTES[name], x, normal(*x.shape, seed=1))
 
 
 @pytest.mark.parametrize("compiled_codecs", NOT_EMULATED, indirect=True)
 @pytest.mark.parametrize("name", SAME_BYTES)
 def test_encoding_of_a_large_tensor_equals_the_definition(name):
     assert_same_encoding(SAME_BYTES[name], normal(2, 100, 1111), normal(2, 100, 1111, seed=1))
-
-
-@pytest.mark.parametrize("name", SAME_BYTES)
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38, 1e-40])
-def test_encoding_of_odd_numbers_equals_the_definition(name, value):
-    x = normal(3, 20, 50)
-    x[1] = value
-    assert_same_encoding(SAME_BYTES[name], x, normal(3, 20, 50, seed=1))
-
-
-NANS_OF_GPUS = [0x7FFFFFFF, -1]  # as int32: all that a GPU's arithmetic makes, and the same with a sign
-
-
-@pytest.mark.parametrize("name", SAME_BYTES)
-@pytest.mark.parametrize("bits", NANS_OF_GPUS)
-def test_encoding_of_the_largest_nan_equals_the_definition(name, bits):
-    """Rounded to 16 bits as a number it would become 0."""
-    x = normal(5, 20, 50)
-    x.view(torch.int32)[[0, 2]] = bits
-    x.view(torch.int32)[3, 7, 11] = bits
-    assert_same_encoding(SAME_BYTES[name], x, normal(5, 20, 50, seed=1))
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -251,20 +247,8 @@ TWO_SPECS = pytest.mark.parametrize("spec", ["int8", {"type": "low_rank", "rank"
 def test_packets_on_another_device_than_their_target_are_refused(spec):
     codec, packets = encoded(spec)
     for one, other in ((packets.to("meta"), "cpu"), (packets, "meta")):
-        with pytest.raises(ValueError, match=f"packets: on device {one.device}, wanted {other}, where out is"):
+        with pytest.raises(AssertionError, match=f"packets: on {one.device}, wanted {other}"):
             codec.decode(one, torch.zeros(SHAPE_OF_PACKETS, device=other))
-
-
-def test_tensors_on_a_device_without_memory_are_refused(compiled_codecs):
-    if hasattr(compiled_codecs, "_kernels"):
-        pytest.skip("on_cuda moves all tensors to its device")
-    packets = torch.zeros(2, 64, dtype=torch.uint8, device="meta")
-    with pytest.raises(
-        ValueError, match="packets: on device meta, wanted cpu; use load_codec_kernels for that device"
-    ):
-        compiled_codecs.check_headers(packets, start=0, stamp=0)
-    with pytest.raises(ValueError, match="p: on device meta, wanted cpu"):
-        compiled_codecs.orthonormalise(torch.zeros(1, 2, 8, device="meta"))
 
 
 @TWO_SPECS
@@ -293,8 +277,8 @@ def test_a_payload_whose_bytes_lie_apart_is_refused(compiled_codecs):
 
 
 LOW_RANKS = [
-    {"type": "low_rank", "rank": rank, "factors": factors, "iterations": iterations, "fallback": "int2"}
-    for rank, factors, iterations in [(1, "fp32", 1), (5, "int8", 1), (7, "int4", 2), (13, "bf16", 3), (35, "fp32", 2)]
+    {"type": "low_rank", "rank": rank, "factors": factors}
+    for rank, factors in [(1, "int4"), (5, "log4"), (7, "int4"), (13, "log4"), (35, "int4")]
 ]
 
 
@@ -313,7 +297,7 @@ def test_low_rank_leaves_as_much_as_the_definition(spec, shape):
             codec.encode_with_residual(x, residual, other_state)
         left.append([float((x - mirror).norm()), float(residual.norm())])
     # Of noise that is the same in all directions, another one may be taken; with few bits that shows.
-    assert left[0] == pytest.approx(left[1], rel=0.002 if spec["factors"] in ("fp32", "bf16") else 0.05)
+    assert left[0] == pytest.approx(left[1], rel=0.05)
 
 
 @pytest.mark.parametrize("compiled_codecs", ["emulated", CUDA], indirect=True)
@@ -381,5 +365,5 @@ def test_low_rank_needs_little_memory_beside_large_tensors(compiled_codecs, n, r
 
 def test_a_state_of_another_shape_is_refused_before_the_kernel_reads_it():
     codec = make_codec(LOW_RANKS[2], kernels="compiled")
-    with pytest.raises(ValueError, match=r"state: holds q of shape \(2, 7, 64\), wanted \(3, 7, 64\)"):
+    with pytest.raises(AssertionError, match=r"state: holds q of shape \(2, 7, 64\), wanted \(3, 7, 64\)"):
         codec.encode(normal(3, 130, 64), codec.new_state(2, 130, 64))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels of csrc/cuda compiled for the CPU, where every CUDA thread is a fiber: see cuda_emulation.h.
+"""The CUDA kernels of csrc/cuda compiled for the CPU, where every CUDA thread is a fiber: see README.md.
 
 `load_emulated()` gives them as kernels for CPU tensors, so that the tests of kernels run on them without a GPU.
 """
@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import pybind11
 
+from ds_hybridep.kernels import CompiledCodecs
 from ds_hybridep.kernels.cuda import CudaKernels
 
 HERE = Path(__file__).resolve().parent
@@ -40,6 +41,12 @@ class EmulatedKernels(CudaKernels):
 def load_emulated(dispatch_sms: int | None = None) -> EmulatedKernels:
     """The kernels, compiled now unless that was done before.  Raises RuntimeError with the compiler's output."""
     return EmulatedKernels(_extension(), lane=lambda device: nullcontext(0), dispatch_sms=dispatch_sms)
+
+
+@functools.cache
+def load_emulated_codecs() -> CompiledCodecs:
+    """The kernels of codecs."""
+    return CompiledCodecs(load_emulated())
 
 
 def largest_grid() -> int:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from process_pool import ProcessPool
 
 from ds_hybridep.commands.main import main
 from ds_hybridep.errors import ExportError
-from ds_hybridep.export import folder as folders
-from ds_hybridep.export.folder import Planned, ShardWriter, whole_folder
+from ds_hybridep.export.folder import ShardWriter, whole_folder
 from ds_hybridep.export.stored import StandIn, Stored, load
 
 needs_transformers = pytest.mark.skipif(
@@ -50,6 +50,63 @@ def said_of(checkpoint: Path, capsys: pytest.CaptureFixture[str], *options: str)
     return " ".join(capsys.readouterr().err.split())
 
 
+def changed_settings(folder: Path, **settings: Any) -> None:
+    path = folder / "base" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def of_another_step(path: Path) -> None:
+    state = torch.load(path, weights_only=False)
+    for one in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        one["step"] += 5
+    torch.save(state, path)
+
+
+TAG, OF_RANK_1 = "checkpoint/global_step2", "checkpoint/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+# What is done to the files, options, and what is said.
+REFUSED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str]] = {
+    "a file is missing": (
+        lambda folder: (folder / OF_RANK_1).unlink(),
+        (),
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing: the checkpoint is of 2 ranks",
+    ),
+    "a file is cut short": (
+        lambda folder: os.truncate(folder / OF_RANK_1, 1000),
+        (),
+        f"{OF_RANK_1} is cut short, or was not written by torch.save",
+    ),
+    "a file is of another step": (
+        lambda folder: of_another_step(folder / OF_RANK_1),
+        (),
+        f"{OF_RANK_1} is of optimizer step 7.0, the file of rank 0 of optimizer step 2.0",
+    ),
+    "the save was interrupted": (
+        lambda folder: (folder / TAG / "hybridep_incomplete").touch(),
+        (),
+        "are incomplete",
+    ),
+    "other experts": (
+        lambda folder: changed_settings(folder, num_local_experts=8),
+        (),
+        "has experts, rows and columns [4, 64, 16] in the checkpoint and [8, 64, 16]",
+    ),
+    "another shape": (
+        lambda folder: changed_settings(folder, vocab_size=32),
+        (),
+        "embed_tokens.weight has shape [64, 16] in the checkpoint and [32, 16] in the model",
+    ),
+    "other names": (
+        lambda folder: changed_settings(folder, num_hidden_layers=1),
+        (),
+        "the model given by --model has no model.layers.1.",
+    ),
+    "no model": (lambda folder: (folder / "base/config.json").unlink(), (), "transformers finds no model there"),
+    "no adapters": (lambda folder: None, ("--adapters",), "--adapters: the training has no adapters"),
+    "a wrong dtype": (lambda folder: None, ("--dtype", "int4"), "--dtype: got 'int4'; give one of float32"),
+    "no size": (lambda folder: None, ("--max-shard-size", "big"), "got 'big'; give a size such as 5GB"),
+}
+
+
 @needs_transformers
 @pytest.mark.dist
 @pytest.mark.timeout(300)
@@ -57,56 +114,11 @@ def said_of(checkpoint: Path, capsys: pytest.CaptureFixture[str], *options: str)
 class TestCheckpoints:
     """Of a real job."""
 
-    def tag(self, checkpoint: Path) -> Path:
-        """The folder of the newest one."""
-        return checkpoint / "checkpoint" / "global_step2"
-
-    def test_a_file_of_a_rank_is_missing(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (self.tag(checkpoint) / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-        said = said_of(checkpoint, capsys)
-        assert "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing: the checkpoint is of 2 ranks" in said
-
-    def test_a_file_is_cut_short(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = self.tag(checkpoint) / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-        os.truncate(path, path.stat().st_size // 2)
-        assert f"{path} is cut short, or was not written by torch.save" in said_of(checkpoint, capsys)
-
-    def test_a_rank_has_a_file_of_another_step(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = self.tag(checkpoint) / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-        state = torch.load(path, weights_only=False)
-        for one in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            one["step"] += 5
-        torch.save(state, path)
-        assert f"{path} is of optimizer step 7.0, the file of rank 0 of optimizer step 2.0" in said_of(
-            checkpoint, capsys
-        )
-
-    def test_the_save_was_interrupted(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (self.tag(checkpoint) / "hybridep_incomplete").touch()
-        assert "are incomplete" in said_of(checkpoint, capsys)
-
-    @pytest.mark.parametrize(
-        ("settings", "said"),
-        [
-            ({"num_local_experts": 8}, "has experts, rows and columns [4, 64, 16] in the checkpoint and [8, 64, 16]"),
-            ({"vocab_size": 32}, "embed_tokens.weight has shape [64, 16] in the checkpoint and [32, 16] in the model"),
-            ({"num_hidden_layers": 1}, "the model given by --model has no model.layers.1."),
-        ],
-        ids=["experts", "shape", "names"],
-    )
-    def test_another_model(
-        self, checkpoint: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], said: str
-    ) -> None:
-        path = checkpoint / "base" / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-        assert said in said_of(checkpoint, capsys)
-
-    def test_no_model(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (checkpoint / "base" / "config.json").unlink()
-        assert "transformers finds no model there" in said_of(checkpoint, capsys)
-
-    def test_adapters_that_are_not_there(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "--adapters: the training has no adapters" in said_of(checkpoint, capsys, "--adapters")
+    @pytest.mark.parametrize("what", REFUSED)
+    def test_what_cannot_be_exported(self, checkpoint: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+        damage, options, said = REFUSED[what]
+        damage(checkpoint)
+        assert said in said_of(checkpoint, capsys, *options)
 
     def test_the_disk_gets_full(
         self, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -123,18 +135,6 @@ class TestCheckpoints:
         assert main([*arguments, "--out", str(checkpoint / "base")]) == 2
         assert "base is there already and not empty; remove it, or name another folder" in capsys.readouterr().err
         assert (checkpoint / "base" / "config.json").exists()
-
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            (("--dtype", "int4"), "--dtype: got 'int4'; give one of float32"),
-            (("--max-shard-size", "big"), "--max-shard-size: got 'big'; give a size such as 5GB"),
-        ],
-    )
-    def test_options(
-        self, checkpoint: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
-    ) -> None:
-        assert said in said_of(checkpoint, capsys, *options)
 
     def test_shards_and_dtype(self, checkpoint: Path) -> None:
         arguments = ["export", str(checkpoint / "checkpoint"), "--model", str(checkpoint / "base")]
@@ -199,7 +199,7 @@ def test_what_is_in_a_folder_already_stays(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
-    planned = {"weight": Planned(torch.float32, (1 << 30, 1 << 20))}
+    planned = {"weight": torch.empty(1 << 30, 1 << 20, device="meta")}
     with pytest.raises(ExportError, match=r"the export needs 4503599\.6 GB, and .* GB are free"):
         ShardWriter(tmp_path, "model", planned, 1 << 30)
 
@@ -213,9 +213,7 @@ def test_tensors_of_several_dtypes_are_read_back(tmp_path: Path) -> None:
         "empty": torch.empty(0, 4),
         "matrix": torch.arange(6, dtype=torch.float32).view(2, 3).T,
     }
-    writer = ShardWriter(
-        tmp_path, "model", {name: Planned(one.dtype, tuple(one.shape)) for name, one in tensors.items()}, 1 << 20
-    )
+    writer = ShardWriter(tmp_path, "model", {name: one.to("meta") for name, one in tensors.items()}, 1 << 20)
     for name in reversed(tensors):
         writer.write(name, tensors[name])
     writer.close()
@@ -249,4 +247,3 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
         load(tmp_path / "one.pt")
     with pytest.raises(ExportError, match=r"two\.pt is missing"):
         load(tmp_path / "two.pt")
-    assert folders.DTYPE_NAMES[torch.bfloat16] == "BF16"

@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 def test_the_demo_compares_three_ways_and_writes_a_page(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/demo.py", "--steps", "7", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", "demo", "--steps", "7", "--out", str(tmp_path)]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=800)
     assert run.returncode == 0, run.stdout + run.stderr
     for way in ("EP over both datacentres", "EP inside each datacentre", "ds_hybridep"):
@@ -26,8 +26,8 @@ def test_the_demo_compares_three_ways_and_writes_a_page(tmp_path: Path) -> None:
 
 
 def test_where_no_interface_counts_the_report_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    demo = importlib.import_module("demo")
+    monkeypatch.syspath_prepend(REPOSITORY)
+    demo = importlib.import_module("benchmarks.demo")
     runs = [Run(title=title, step_s=1.0, uplink_bytes=None, loss=3.0, valid_loss=3.0) for title in "abc"]
     sent_bytes = {"tokens": 0, "expert_weights": 600_000, "dense": 200_000}
     record = {"steps": 4, "levels": [{"name": "dc", "sent_bytes": sent_bytes, "plain_ep_bytes": 80_000_000}]}

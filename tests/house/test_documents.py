@@ -35,14 +35,11 @@ ELSEWHERE = {  # by how a command begins: what runs it, or why nothing does
     "ds_hybridep export": "tests/house/test_finetune_hf.py",
     "ds_hybridep lab": "tests/lab/test_launcher.py",
     "examples/restart/": "tests/house/test_restart.py",
-    "sudo python benchmarks/": "not run: measures for minutes",
-    "python benchmarks/": "not run: measures for minutes",
+    "python -m benchmarks ": "tests/house/test_measuring_programs.py",
     "deepspeed --num_gpus 8 train.py": "tests/house/test_launchers.py",
     "torchrun --nnodes 2": "tests/house/test_launchers.py",
     "accelerate launch": "tests/house/test_launchers.py",
     "sbatch job.sh": "tests/house/test_launchers.py",
-    "torchrun --nproc_per_node 4 benchmarks/": "not run: measures for minutes",
-    "torchrun --standalone --nproc_per_node 4 benchmarks/": "not run: measures for minutes",
 }
 
 

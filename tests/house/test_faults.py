@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample of the table of benchmarks/faults.py: all ranks end in time and name what broke."""
+"""A sample of the table of `python -m benchmarks faults`: all ranks end in time and name what broke."""
 
 import os
 import subprocess
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from ds_hybridep.lab.namespaces import why_no_user_namespace
 from ds_hybridep.lab.network import why_not_permitted
-from ds_hybridep.lab.unprivileged import why_no_user_namespace
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+REPOSITORY = Path(__file__).resolve().parents[2]
 REASON = why_not_permitted(with_delay=False) if os.geteuid() == 0 else why_no_user_namespace()
 
 
@@ -26,10 +26,11 @@ REASON = why_not_permitted(with_delay=False) if os.geteuid() == 0 else why_no_us
     ],
 )
 def test_every_rank_ends_in_time_and_names_the_cause(phase: str, codecs: str, faults: list[str]) -> None:
-    command = [sys.executable, str(BENCHMARKS / "faults.py"), "--kinds", "classic", "--at-once", "2"]
+    command = [sys.executable, "-m", "benchmarks", "faults", "--kinds", "classic", "--at-once", "2"]
     command += ["--phases", phase, "--codecs", codecs, "--faults", *faults]
     run = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "DS_ACCELERATOR": "cpu"}
-    )
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     assert f"{len(faults)} of {len(faults)} cases are good" in run.stdout

@@ -17,7 +17,6 @@ from ds_hybridep.config import AdvancedConfig, HybridEPConfig, LevelConfig, Link
 from ds_hybridep.config_codecs import (
     BlockwiseConfig,
     CodecConfig,
-    IdentityConfig,
     LowRankConfig,
     PatchConfig,
     Settings,
@@ -93,7 +92,7 @@ def test_every_field_of_the_config_is_in_its_table(kind):
             assert json.loads(default.strip("`")) == field.default
 
 
-@pytest.mark.parametrize("kind", [IdentityConfig, BlockwiseConfig, LowRankConfig, PatchConfig])
+@pytest.mark.parametrize("kind", [BlockwiseConfig, LowRankConfig, PatchConfig])
 def test_every_option_of_a_codec_is_in_its_table(kind):
     text = (REPOSITORY / "docs" / "codecs.md").read_text()
     for name in get_args(kind.model_fields["type"].annotation):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs that measure training on emulated datacentres still run, from the first plan to the report."""
+"""The programs that measure still run, each in its smallest form, and their reports read the records of documents."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,38 +13,112 @@ import pytest
 from ds_hybridep.lab.network import why_not_permitted
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = sorted((REPOSITORY / "benchmarks" / "results").iterdir())
 REASON = why_not_permitted(with_delay=False)
+NEEDS_LAB = pytest.mark.skipif(REASON is not None, reason=f"emulated hosts: {REASON}")
+NO_DELAY = why_not_permitted()
+NEEDS_DELAY = pytest.mark.skipif(NO_DELAY is not None, reason=f"emulated delays: {NO_DELAY}")
+SMALL_E2E = "--rates none --rows 1 --accumulations 1 --rounds 1 --steps 1 --block-s 0.1 --layers 1"
+HERE = {  # need a few seconds; with what is printed
+    "residual-sums --steps 2": "recommended, dense",
+    "kernels --tokens 64 --hidden 64 --experts 8 --only plan": "plan|not run",
+    "codecs time --samples 1": "balanced, ratio 50",
+}
+SLOW = {
+    f"e2e {SMALL_E2E}": "hybridep auto, codecs allowed",
+    "latency --delays 1ms --layers 2 --kinds dropping --accumulations 1 --steps 1": r"hybridep \[2,1\] recommended",
+    "cuts --kinds classic --codecs recommended --cases cut_for_5_s": r"\| 0 \|",
+    "soak --minutes 0.2 --kinds classic": r"\| classic \|",
+    "losses --seeds 0 --steps 15": "domain",
+    "skipped-layers --steps 10 --zero-stages 1": "two heads",
+    "codecs loss --cases int8 --seeds 0 --steps 15 --layers 1": "int8",
+    "codecs patch --steps 2 --weights 10000 --samples 1": "rate 1e-05",
+    "codec-ratios --cases all:_50 --seeds 0 --steps 15 --layers 1": "all: 50",
+    "link messages --megabytes 1 --rounds 2": "gloo",
+    "link loopback --rounds 2 --steps 1 --hidden 64 --tokens 64": r"\[2,2\]",
+    "link goodput --losses 0% --megabytes 1 --rounds 1": "cubic",
+    "overlap --layers 2": "expert_gradients",
+    "memory --accumulations 1 --layers MoE --rows exact": "exact",
+    "predict benchmarks/results/e2e-exact-4x1.jsonl": "stream model",
+    "simulate benchmarks/results/e2e-exact-4x1.jsonl": "simulator",
+    "scale --parts table": "HybridEP",
+    "replan --rates 500mbit 50mbit --rows 1 --steps 4 --warm-up 8 --tries 1 --layers 1": "planned: losses differ",
+    "export --layers 2 --hidden 64 --experts 4": "adapters --merged",
+    "is-it-for-you": "",
+}
+ELSEWHERE = {"demo": "tests/house/test_demo.py", "faults": "tests/house/test_faults.py"}
+ON_EMULATED_HOSTS = ("e2e", "cuts", "soak", "overlap", "replan")
+WITH_DELAY = ("latency", "link goodput", "soak", "cuts")
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(REASON is not None, reason=f"emulated hosts: {REASON}"),
-]
 
-
-def run_program(*command: str) -> str:
+def run_program(*words: str, folder: Path) -> str:
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)}
     run = subprocess.run(
-        [sys.executable, *command], cwd=REPOSITORY, capture_output=True, text=True, timeout=800,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        [sys.executable, "-m", "benchmarks", *words], cwd=folder, capture_output=True, text=True, timeout=800,
+        env=environment,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 
 
-def test_e2e_runs_all_plans_and_its_report_reads_them(tmp_path: Path) -> None:
-    out = str(tmp_path / "e2e.jsonl")
-    options = ["--rates", "none", "--rows", "1", "--accumulations", "1", "--rounds", "1", "--steps", "1"]
-    run_program("benchmarks/e2e.py", *options, "--block-s", "0.1", "--layers", "1", "--out", out)
-    records = [json.loads(line) for line in Path(out).read_text().splitlines()]
-    picked = {record["params"]["plan"]: record["picked"] for record in records}
-    assert picked["deepspeed, flat EP"] is None
-    assert picked["hybridep auto"].startswith("[")
-    report = run_program("benchmarks/e2e_report.py", out)
-    assert all(name in report for name in picked if not name.endswith("again"))
+def marked(line: str) -> object:
+    marks = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(900)] if line in SLOW else []
+    marks += [NEEDS_LAB] if line.startswith(ON_EMULATED_HOSTS) else []
+    marks += [NEEDS_DELAY] if line.startswith(WITH_DELAY) else []
+    return pytest.param(line, marks=marks, id=" ".join(line.split()[:2]))
 
 
-def test_replan_trains_by_hand_and_planned(tmp_path: Path) -> None:
-    options = ["--rates", "500mbit", "50mbit", "--rows", "1", "--steps", "4", "--warm-up", "8", "--tries", "1"]
-    said = run_program("benchmarks/replan.py", *options, "--layers", "1", "--out", str(tmp_path / "replan.jsonl"))
-    assert "planned: losses differ from DeepSpeed's by" in said
+@pytest.mark.parametrize("line", [marked(line) for line in (HERE | SLOW)])
+def test_the_smallest_form_runs_and_its_records_are_read_again(line: str, tmp_path: Path) -> None:
+    words = [
+        str(REPOSITORY / word) if word.startswith("benchmarks/") else word.replace("_", " ") for word in line.split()
+    ]
+    out = tmp_path / "records.jsonl"
+    said = run_program(*words, "--out", str(out), folder=tmp_path)
+    assert re.search((HERE | SLOW)[line], said), said
+    if line == "is-it-for-you":
+        assert out.read_text() == (REPOSITORY / "docs" / "is-it-for-you.md").read_text()
+        return
+    record = json.loads(out.read_text().splitlines()[-1])
+    assert {"case", "params", "device", "versions", "commit", "command"} <= set(record)
+    assert str(tmp_path) not in record["command"]
+    again = run_program(line.split()[0], "--report", str(out), folder=tmp_path)
+    assert again.strip() in said
+
+
+def test_each_program_is_listed_and_run_somewhere(tmp_path: Path) -> None:
+    listed = re.findall(r"^  (\S+) ", run_program(folder=tmp_path), re.M)
+    assert sorted(listed) == sorted({line.split()[0] for line in (*HERE, *SLOW, *ELSEWHERE)})
+    for path in ELSEWHERE.values():
+        assert '"-m", "benchmarks"' in (REPOSITORY / path).read_text()
+
+
+def test_each_result_says_how_to_repeat_it_and_is_in_a_document() -> None:
+    documents = "".join(path.read_text() for path in (REPOSITORY / "docs").glob("*.md"))
+    for path in RESULTS:
+        first = json.loads(path.read_text().splitlines()[0])
+        assert first["command"].startswith("python -m benchmarks "), path.name
+        assert f"results/{path.name}" in documents, f"no document refers to {path.name}"
+        assert not re.search(r'"/(home|root|tmp|work|Users)/', path.read_text()), f"{path.name} names a folder"
+
+
+REPORTS = """
+import json, sys
+from pathlib import Path
+from benchmarks.__main__ import main
+for path in map(Path, sys.argv[1:]):
+    name = json.loads(path.read_text().splitlines()[0])["command"].split()[3]
+    print("@@", path.name)
+    assert main([name, "--report", str(path)]) == 0
+"""
+
+
+@pytest.mark.timeout(300)
+def test_reports_read_the_results() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", REPORTS, *map(str, RESULTS)], cwd=REPOSITORY, capture_output=True, text=True,
+        timeout=250, env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    for part in run.stdout.split("@@ ")[1:]:
+        assert part.count("\n") > 3, part

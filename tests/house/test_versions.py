@@ -61,7 +61,7 @@ def test_older_layers_have_neither_a_backend_nor_a_split_plan_to_refuse() -> Non
 
 
 def test_experts_of_older_layers_are_in_the_order_of_ranks() -> None:
-    assert adapters.experts_of(SimpleNamespace(num_local_experts=3), 2) == [6, 7, 8]
+    assert autoep.experts_of(SimpleNamespace(num_local_experts=3), 2) == [6, 7, 8]
 
 
 def test_adapters_of_experts_are_refused_where_deepspeed_keeps_no_record() -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cuda_emulation import largest_grid, load_emulated
+from cuda_emulation import largest_grid, load_emulated, load_emulated_codecs
 from kernel_refs import PLAN_FIELDS, large_routes, payload
 
 from ds_hybridep.codecs import make_codec
@@ -27,11 +27,6 @@ def test_a_wrong_destination_is_named_before_a_wrong_expert():
         load_emulated().plan_routes(topk_idx, torch.zeros(2, dtype=torch.int32), 1)
     with pytest.raises(ValueError, match="expert_to_destination: holds 4, but there are 1 destinations"):
         load_emulated().plan_routes(topk_idx, torch.tensor([0, 4], dtype=torch.int32), 1)
-
-
-def test_tensors_on_two_devices_are_refused():
-    with pytest.raises(ValueError, match="row_to_token: on device meta, wanted cpu"):
-        load_emulated().dispatch_rows(torch.ones(2, 2), torch.zeros(1, dtype=torch.int64, device="meta"))
 
 
 def test_addresses_between_the_pieces_of_16_bytes():
@@ -112,18 +107,13 @@ def test_threads_launch_a_kernel_with_different_sizes_of_shared_memory():
     assert all(map(all, results))
 
 
-def test_dispatch_on_a_few_multiprocessors_is_what_the_kernels_are_called():
-    assert load_emulated(dispatch_sms=3).name == "emulated, dispatch on 3 SMs"
-    assert load_emulated().name == "emulated"
-
-
 def test_the_settings_take_the_ranks_that_the_kernels_take():
-    codecs = load_emulated().codecs
+    codecs = load_emulated_codecs()
     codecs.orthonormalise(torch.empty(0, LARGEST_RANK, 300))
     make_codec({"type": "low_rank", "rank": LARGEST_RANK})
     with pytest.raises(RuntimeError, match=f"rank: got {LARGEST_RANK + 1}, wanted at most {LARGEST_RANK} on CUDA"):
         codecs.orthonormalise(torch.empty(0, LARGEST_RANK + 1, 300))
-    with pytest.raises(ConfigError, match=f"rank is {LARGEST_RANK + 1}, but must be an integer from 1 to"):
+    with pytest.raises(ConfigError, match=f"rank is {LARGEST_RANK + 1}, but must be less than or equal to"):
         make_codec({"type": "low_rank", "rank": LARGEST_RANK + 1})
 
 

@@ -128,11 +128,6 @@ def test_combine_rounds_once():
     assert wide.item() == 1.0 + 2.0**-8
 
 
-def test_combine_keeps_fp64():
-    rows = torch.tensor([[1.0], [2.0**-40]], dtype=torch.float64)
-    assert kernels.combine_rows(rows, torch.tensor([[0, 1]])).item() == 1.0 + 2.0**-40
-
-
 # --- Rows of one byte an element -------------------------------------------------------------------------------------
 
 FORMATS = ["int8", "fp8"]

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Emulated links do what they say: delay, loss, cut, counters, and nothing left behind.
-
-benchmarks/emulated_network.py measures rates and round trips.
-"""
+"""Emulated links do what they say: order, loss, cut, counters, and nothing left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from traffic import flowing, round_trips_ms, running, serving
+from traffic import flowing, running, serving
 
 from ds_hybridep.errors import ConfigError, LabError
 from ds_hybridep.lab import delay, namespaces, network
-from ds_hybridep.lab.namespaces import reap_orphans
 from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
 from ds_hybridep.lab.topology import SEGMENT_FRAME_BYTES, SEGMENT_PAYLOAD_BYTES, LinkSpec, Topology
 
@@ -32,13 +29,6 @@ def permitted():
 
 def lab_namespaces(pid):
     return [name for name in os.listdir("/run/netns") if name.startswith(f"hybridep-{pid}-")]
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("delay_ms", [10, 50])
-def test_a_round_trip_takes_no_less_than_twice_the_delay(permitted, delay_ms):
-    with EmulatedNetwork(Topology(2, 2), LinkSpec(wan_bits_per_s=100e6, wan_delay_s=delay_ms * 1e-3)) as net:
-        assert min(round_trips_ms(net, 0, 3)) >= 2 * delay_ms
 
 
 DATAGRAM_SENDER = """
@@ -65,9 +55,9 @@ except TimeoutError:
 
 
 @pytest.mark.dist
-def test_frames_are_lost_and_jitter_but_stay_in_order(permitted):
+def test_frames_are_held_back_and_lost_but_stay_in_order(permitted):
     count, loss = 1500, 0.05
-    links = LinkSpec(wan_bits_per_s=1e9, wan_delay_s=0.010, wan_jitter_s=0.005, wan_loss=loss)
+    links = LinkSpec(wan_bits_per_s=1e9, wan_delay_s=0.010, wan_loss=loss)
     with EmulatedNetwork(Topology(2, 1), links) as net:
         python = [sys.executable, "-IS", "-c"]
         with subprocess.Popen(
@@ -77,29 +67,29 @@ def test_frames_are_lost_and_jitter_but_stay_in_order(permitted):
             sender = [*python, DATAGRAM_SENDER, net.topology.address_of(1), str(count)]
             subprocess.run(net.command_on(0, sender), check=True, timeout=30)
             arrived = [tuple(map(int, line.split())) for line in receiver.stdout]
-    numbers, times_ms = zip(*((number, time_ns / 1e6) for number, time_ns in arrived), strict=True)
+    numbers, times_ns = zip(*arrived, strict=True)
     assert list(numbers) == sorted(numbers)
     assert 0.2 * loss < 1 - len(numbers) / count < 2 * loss  # 7 standard deviations and more
-    assert min(times_ms) >= 10
+    assert min(times_ns) >= 10e6  # the one time that holds on any machine: no frame comes early
 
 
 @pytest.mark.dist
 def test_delay_and_loss_change_while_frames_flow(permitted):
     with EmulatedNetwork(Topology(2, 1), LinkSpec(wan_delay_s=0.001)) as net:
-        assert min(round_trips_ms(net, 0, 1)) >= 2
-        net.set_wan_path(0.02, dc=0)
-        assert min(round_trips_ms(net, 0, 1)) >= 21
-        net.set_wan_path(0.0)
-        assert min(round_trips_ms(net, 0, 1)) < 21  # a few tenths of a millisecond on a quiet machine
         with flowing(net, 0, 1) as flow:
+            net.set_wan_path(0.02, dc=0)
             flow.wait_for_bytes(1_000_000)
             net.set_wan_path(0.0, loss=1.0, dc=0)
-            time.sleep(0.2)
-            quiet_from = flow.read()[-1]
-            time.sleep(0.4)
-            assert flow.read()[-1] == quiet_from
+            assert_quiet(flow)
     with EmulatedNetwork(Topology(2, 1), LinkSpec()) as net, pytest.raises(LabError, match="no delay line"):
         net.set_wan_path(0.02)
+
+
+def assert_quiet(flow):
+    time.sleep(0.4)  # what stood in a queue may still arrive
+    quiet_from = flow.read()[-1]
+    time.sleep(0.4)
+    assert flow.read()[-1] == quiet_from
 
 
 @pytest.mark.dist
@@ -107,7 +97,9 @@ def test_the_rate_changes_under_a_running_flow(permitted):
     with EmulatedNetwork(Topology(2, 1), LinkSpec(wan_bits_per_s=200e6)) as net, flowing(net, 0, 1) as flow:
         net.set_wan_rate(20e6)
         net.set_wan_rate(100e6, dc=0)
-        assert (net.wan_rate(0), net.wan_rate(1)) == (100e6, 20e6)
+        set_to = [namespaces.run_tool(["tc", "-n", *place[:1], "class", "show", "dev", place[1]])
+                  for dc in range(2) for place in net._uplink_shapers(dc)]  # fmt: skip
+        assert ["rate 100Mbit" in text for text in set_to] == [True, True, False, False]
         flow.wait_for_bytes(100_000)
         with pytest.raises(ConfigError, match="bits_per_s: got 1 bit/s"):
             net.set_wan_rate(1)
@@ -118,12 +110,8 @@ def test_the_rate_changes_under_a_running_flow(permitted):
 def test_a_cut_link_carries_nothing_until_it_is_restored(permitted, wan_delay_s):
     with EmulatedNetwork(Topology(2, 1), LinkSpec(wan_bits_per_s=100e6, wan_delay_s=wan_delay_s)) as net:
         with flowing(net, 0, 1) as flow:
-            time.sleep(0.2)
             net.cut(1)
-            time.sleep(0.4)  # what stood in the queue of DC 1 may still arrive
-            quiet_from = flow.read()[-1]
-            time.sleep(0.4)
-            assert flow.read()[-1] == quiet_from
+            assert_quiet(flow)
             net.restore(1)
             flow.wait_for_bytes(1_000_000)
         with pytest.raises(ConfigError, match="dc: got 2"):
@@ -168,19 +156,19 @@ def test_every_host_reaches_every_other(permitted, text):
 
 
 @pytest.mark.dist
-def test_killing_a_host_ends_all_its_processes_and_no_others(permitted):
+def test_processes_on_hosts_end_with_the_network(permitted):
     with EmulatedNetwork(Topology(2, 1), LinkSpec(wan_bits_per_s=1e9)) as net:
         # The second process of host 0 belongs to a session of its own, as daemons do.
-        doomed = subprocess.Popen(net.command_on(0, ["sh", "-c", "setsid sleep 300 & sleep 300"]))
+        first = subprocess.Popen(net.command_on(0, ["sh", "-c", "setsid sleep 300 & sleep 300"]))
         other = subprocess.Popen(net.command_on(1, ["sleep", "300"]))
         deadline_s = time.monotonic() + 10
         while len(namespaces.processes_in(net.namespace_of(0))) < 3 and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        assert net.kill_processes(0) == 3
+        assert len(namespaces.kill_processes_in(net.namespace_of(0))) == 3
         # The shell may see the end of its child, and say so, before its own.
-        assert doomed.wait(5) in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        assert first.wait(5) in (-signal.SIGKILL, 128 + signal.SIGKILL)
         assert other.poll() is None
-    assert other.wait(5) == -signal.SIGKILL  # leaving the network ends the rest
+    assert other.wait(5) == -signal.SIGKILL
     assert lab_namespaces(os.getpid()) == []
 
 
@@ -188,7 +176,7 @@ def test_killing_a_host_ends_all_its_processes_and_no_others(permitted):
 def test_nothing_is_left_after_an_error_inside_or_while_entering(permitted, monkeypatch):
     with pytest.raises(ZeroDivisionError), EmulatedNetwork(Topology(2, 1), LinkSpec(wan_delay_s=0.001)):
         raise ZeroDivisionError
-    monkeypatch.setattr(EmulatedNetwork, "_fill_tables", lambda self: namespaces.run_tool(["false"]))
+    monkeypatch.setattr(EmulatedNetwork, "_limit_segment_batches", lambda self: namespaces.run_tool(["false"]))
     with pytest.raises(LabError, match="`false`: exit code 1"), EmulatedNetwork(Topology(2, 1), LinkSpec()):
         pass
     assert lab_namespaces(os.getpid()) == []
@@ -198,8 +186,8 @@ def test_nothing_is_left_after_an_error_inside_or_while_entering(permitted, monk
 def test_a_delay_line_that_died_is_not_passed_over(permitted):
     net = EmulatedNetwork(Topology(2, 1), LinkSpec(wan_delay_s=0.001))
     net.__enter__()
-    net._delay_lines[0]._process.kill()
-    net._delay_lines[0]._process.wait(5)
+    net._delay_lines[0].process.kill()
+    net._delay_lines[0].process.wait(5)
     with pytest.raises(LabError, match="links were not what they should have been: a delay line ended with code -9"):
         net.__exit__(None, None, None)
     assert lab_namespaces(os.getpid()) == []
@@ -211,7 +199,7 @@ from ds_hybridep.lab.network import EmulatedNetwork
 from ds_hybridep.lab.topology import LinkSpec, Topology
 with EmulatedNetwork(Topology(2, 1), LinkSpec(wan_bits_per_s=1e8, wan_delay_s=0.001)) as net:
     child = subprocess.Popen(net.command_on(0, ["sleep", "300"]), stdout=subprocess.DEVNULL)
-    print(child.pid, net._delay_lines[0]._process.pid, flush=True)
+    print(child.pid, net._delay_lines[0].process.pid, flush=True)
     time.sleep(300)
 """
 
@@ -226,16 +214,11 @@ def test_what_a_killed_owner_left_is_removed_by_the_next_start(permitted):
     owner.kill()
     owner.communicate()
     wait_until_gone(delay_line)  # by itself
-    with EmulatedNetwork(Topology(1, 1), LinkSpec()):
-        assert lab_namespaces(owner.pid) == []
-    wait_until_gone(sleeper)
-
-
-@pytest.mark.dist
-def test_reaping_leaves_living_owners_alone(permitted):
     with EmulatedNetwork(Topology(1, 1), LinkSpec()) as net:
-        assert net.namespace_of(0) not in reap_orphans()
+        assert lab_namespaces(owner.pid) == []
+        assert net.namespace_of(0) not in namespaces.reap_orphans()  # its owner lives
         assert len(lab_namespaces(os.getpid())) == 4
+    wait_until_gone(sleeper)
 
 
 def wait_until_gone(pid, timeout_s=10.0):
@@ -254,15 +237,14 @@ def test_a_reused_pid_is_not_the_owner():
     assert namespaces.NAMESPACE_NAME.fullmatch("hybridep-of-someone-else") is None
 
 
-def test_without_root_the_reason_is_said(monkeypatch):
+def test_what_is_missing_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "need root" in why_not_permitted()
-
-
-def test_without_iproute2_the_reason_is_said(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(network.shutil, "which", lambda tool: None)
     assert why_not_permitted() == "ip and tc and bridge not found: install iproute2"
+    with pytest.raises(LabError, match=r"needs a C\+\+ compiler"):
+        delay.build_delay_line(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -278,32 +260,15 @@ def test_what_the_kernel_lacks_is_said(said, hint):
         namespaces.run_tool(["sh", "-c", f"echo '{said}' >&2; exit 2"])
 
 
-def test_a_missing_tun_device_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(delay, "TUN_DEVICE", tmp_path / "tun")
-    assert "tun is missing (modprobe tun" in delay.why_no_delay()
-
-
-def test_a_missing_compiler_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(delay.shutil, "which", lambda tool: None)
-    with pytest.raises(LabError, match="needs a C compiler"):
-        delay.build_delay_line(tmp_path)
-
-
-def test_the_delay_line_is_compiled_once(tmp_path):
-    if delay.shutil.which("cc") is None:
-        pytest.skip("no C compiler")
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_the_delay_line_is_compiled_once_or_says_why_not(monkeypatch, tmp_path):
     program = delay.build_delay_line(tmp_path)
     built_ns = program.stat().st_mtime_ns
     assert delay.build_delay_line(tmp_path) == program
     assert program.stat().st_mtime_ns == built_ns
     assert list(tmp_path.iterdir()) == [program]
-
-
-def test_a_delay_line_that_cannot_compile_shows_why(monkeypatch, tmp_path):
-    if delay.shutil.which("cc") is None:
-        pytest.skip("no C compiler")
-    broken = tmp_path / "broken.c"
-    broken.write_text("int main(void) { return nothing; }\n")
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("int main() { return nothing; }\n")
     monkeypatch.setattr(delay, "SOURCE", broken)
-    with pytest.raises(LabError, match=r"could not compile broken.c:(.|\n)*nothing"):
+    with pytest.raises(LabError, match=r"could not compile broken.cpp:(.|\n)*nothing"):
         delay.build_delay_line(tmp_path / "cache")

@@ -71,7 +71,7 @@ digest = hashlib.sha256()
 for parameter in model.parameters():
     digest.update(parameter.detach().float().numpy().tobytes())
 attachment = vars(engine).get("_hybridep_attachment")
-common = attachment.sites._digest() if attachment is not None and attachment.sites is not None else ""
+common = attachment.sites._digest().hex() if attachment is not None and attachment.sites is not None else ""
 record = {
     "common": common,
     "losses": losses,

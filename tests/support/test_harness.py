@@ -3,7 +3,6 @@
 
 import itertools
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +10,8 @@ import parity
 import pytest
 import torch
 import toy_model
-from combinations import each_combination
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
-from deepspeed.utils import groups
 from marks import slow
 from parity import Case, levels_of
 from process_pool import ProcessPool, RemoteError
@@ -23,7 +20,6 @@ from toy_model import ToyConfig
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 LEVELS_2X2 = levels_of((2, 2), (1, 1))
-LEVELS_2X2X2 = levels_of((2, 2, 2), (1, 1, 1))
 BY_TOKEN = ToyConfig(routing="by_token")
 
 
@@ -58,22 +54,11 @@ def environment() -> tuple[str, ...]:
     return tuple(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "OMP_NUM_THREADS"))
 
 
-@pytest.fixture
-def own_pool() -> Iterator[ProcessPool]:
-    with ProcessPool(2) as pool:
-        yield pool
-
-
-def test_results_come_in_rank_order(pool4: ProcessPool) -> None:
+def test_results_come_in_rank_order_from_workers_that_stay(pool4: ProcessPool) -> None:
     assert pool4.run(sum_of_ranks, scale=2) == [12.0] * 4
+    before = pool4.pids
     assert pool4.run(environment) == [(str(rank), "4", str(rank), "4", "1") for rank in range(4)]
-
-
-def test_workers_stay_between_runs(own_pool: ProcessPool) -> None:
-    own_pool.run(sum_of_ranks, scale=1)
-    before = own_pool.pids
-    own_pool.run(sum_of_ranks, scale=1)
-    assert own_pool.pids == before
+    assert pool4.pids == before
 
 
 @pytest.mark.parametrize(
@@ -85,48 +70,26 @@ def test_workers_stay_between_runs(own_pool: ProcessPool) -> None:
     ],
 )
 def test_a_failed_run_shows_every_rank_and_the_next_one_gets_new_workers(
-    own_pool: ProcessPool, function: object, arguments: dict, limit_s: float, expected: list[str]
+    function: object, arguments: dict, limit_s: float, expected: list[str]
 ) -> None:
-    own_pool.run(sum_of_ranks, scale=1)
-    before = own_pool.pids
-    with pytest.raises(RemoteError) as caught:
-        own_pool.run(function, timeout_s=limit_s, **arguments)
-    for text in expected:
-        assert text in str(caught.value)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in before)  # neither running nor a zombie
-    assert own_pool.run(sum_of_ranks, scale=1) == [1.0] * 2
-    assert not set(own_pool.pids) & set(before)
-
-
-def test_a_closed_pool_leaves_nothing() -> None:
     with ProcessPool(2) as pool:
         pool.run(sum_of_ranks, scale=1)
+        before = pool.pids
+        with pytest.raises(RemoteError) as caught:
+            pool.run(function, timeout_s=limit_s, **arguments)
+        for text in expected:
+            assert text in str(caught.value)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in before)  # neither running nor a zombie
+        assert pool.run(sum_of_ranks, scale=1) == [1.0] * 2
+        assert not set(pool.pids) & set(before)
         pids, log_dir, port = pool.pids, pool._log_dir, pool._port
+    # A closed pool leaves nothing.
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not log_dir.exists()
     assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"))
 
 
 # -- the model --------------------------------------------------------------------------------------------------
-
-
-def expert_ranks(ep_size: int, data_before_expert: bool) -> tuple[int, int]:
-    config = ToyConfig(ep_size=ep_size)
-    case = Case(levels=LEVELS_2X2, toy=config, use_data_before_expert_parallel=data_before_expert)
-    parity.use_expert_groups_of(case)
-    ours = toy_model.expert_parallel_rank(
-        dist.get_rank(), world_size=4, ep_size=ep_size, data_before_expert=data_before_expert
-    )
-    return ours, groups._get_expert_parallel_rank(f"ep_size_{ep_size}")
-
-
-@pytest.mark.parametrize("ep_size", [1, 2, 4])
-@pytest.mark.parametrize("data_before_expert", [False, True])
-def test_the_position_in_the_ep_group_is_the_one_of_deepspeed(
-    pool4: ProcessPool, ep_size: int, data_before_expert: bool
-) -> None:
-    for ours, theirs in pool4.run(expert_ranks, ep_size=ep_size, data_before_expert=data_before_expert):
-        assert ours == theirs
 
 
 def token_counts(config: ToyConfig) -> list[list[int]]:
@@ -170,21 +133,6 @@ def test_no_two_experts_start_equal() -> None:
 # -- equal runs are equal ---------------------------------------------------------------------------------------
 
 
-EQUALITY_AXES = ((0, 1, 2), ("fp32", "bf16"), (1, 3), (None, "reentrant", "nonreentrant"), (1, 2, 3), (True, False))
-
-
-def equality_case(
-    zero_stage: int, dtype: str, accumulation: int, checkpointing: str | None, k: int, drop_tokens: bool
-) -> Case:
-    return Case(
-        levels=LEVELS_2X2,
-        zero_stage=zero_stage,
-        dtype=dtype,
-        accumulation=accumulation,
-        toy=ToyConfig(k=k, drop_tokens=drop_tokens, checkpointing=checkpointing),
-    )
-
-
 def assert_equal_to_the_bit(pool: ProcessPool, cases: list[Case]) -> None:
     failures = []
     for case in cases:
@@ -196,19 +144,20 @@ def assert_equal_to_the_bit(pool: ProcessPool, cases: list[Case]) -> None:
 
 @pytest.mark.slow
 def test_deepspeed_against_itself_is_exact(pool4: ProcessPool) -> None:
-    # Every value of every axis.
-    settings = [
-        (0, "fp32", 1, "reentrant", 2, True),
-        (1, "bf16", 3, "nonreentrant", 1, False),
-        (2, "fp32", 3, None, 3, True),
+    # Every value of every setting.
+    toys = [
+        ToyConfig(k=2, checkpointing="reentrant"),
+        ToyConfig(k=1, drop_tokens=False, checkpointing="nonreentrant"),
+        ToyConfig(k=3),
     ]
-    assert_equal_to_the_bit(pool4, [equality_case(*setting) for setting in settings])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_deepspeed_against_itself_is_exact_for_any_three_settings(pool4: ProcessPool) -> None:
-    assert_equal_to_the_bit(pool4, [equality_case(*setting) for setting in each_combination(EQUALITY_AXES, of=3)])
+    settings = zip(toys, (0, 1, 2), ("fp32", "bf16", "fp32"), (1, 3, 3), strict=True)
+    assert_equal_to_the_bit(
+        pool4,
+        [
+            Case(levels=LEVELS_2X2, toy=toy, zero_stage=zero_stage, dtype=dtype, accumulation=accumulation)
+            for toy, zero_stage, dtype, accumulation in settings
+        ],
+    )
 
 
 UNEVEN, WITH_AN_EMPTY_ONE = (4, 2, 6, 3), (4, 0, 4, 4)
@@ -222,11 +171,8 @@ ONE_CAPACITY = ToyConfig(k=2, drop_tokens=True, min_capacity=16)
     [
         (WITH_AN_EMPTY_ONE, NO_DROPS, 2),
         (UNEVEN, ONE_CAPACITY, 0),
-        slow(WITH_AN_EMPTY_ONE, NO_DROPS, 0),
         slow(WITH_AN_EMPTY_ONE, ONE_CAPACITY, 2),
-        slow(UNEVEN, ONE_CAPACITY, 2),
-        slow(UNEVEN, replace(NO_DROPS, k=3), 2),
-        slow(WITH_AN_EMPTY_ONE, replace(NO_DROPS, k=3), 0),
+        slow(UNEVEN, replace(NO_DROPS, k=3), 0),
     ],
 )
 def test_uneven_and_empty_batches_run_where_deepspeed_itself_can(
@@ -250,49 +196,18 @@ TOLERANCE_CASES = [
     slow(
         Case(levels=LEVELS_2X2, toy=ToyConfig(k=3, num_layers=3), zero_stage=2, accumulation=3, gradient_clipping=0.5)
     ),
-    slow(Case(levels=LEVELS_2X2, toy=BY_TOKEN, dtype="bf16", zero_stage=0)),
     slow(Case(levels=LEVELS_2X2, toy=BY_TOKEN, dtype="bf16", zero_stage=1, optimizer="sgd")),
     slow(Case(levels=LEVELS_2X2, toy=replace(BY_TOKEN, k=3), dtype="bf16", zero_stage=2, accumulation=3)),
 ]
 
 
 @pytest.mark.parametrize("case", TOLERANCE_CASES, ids=lambda case: case.id)
-def test_another_order_of_sums_stays_inside_the_tolerance(pool4: ProcessPool, case: Case) -> None:
+def test_another_order_of_sums_is_inside_the_tolerance_and_a_wrong_gradient_is_not(
+    pool4: ProcessPool, case: Case
+) -> None:
     results = pool4.run(parity.run_other_layout, case=case, ep_size=2)
     assert results[0].distance > 0.0  # the layouts do differ
     assert parity.numeric_problems(case, results) == []
-
-
-@pytest.mark.parametrize("case", TOLERANCE_CASES, ids=lambda case: case.id)
-def test_a_wrong_expert_gradient_is_outside_the_tolerance(pool4: ProcessPool, case: Case) -> None:
     for factor in (0.5, 2.0) if case.dtype == "bf16" else (0.999, 1.001):
         results = pool4.run(parity.run_with_fault, case=case, gradient_factor=factor, where=3)
         assert parity.numeric_problems(case, results) != []
-
-
-# -- the grid ---------------------------------------------------------------------------------------------------
-
-
-def test_spans_of_consecutive_and_strided_groups() -> None:
-    assert parity.ep_spans((2, 2), ep_size=2, data_before_expert=False) == (1, 2)
-    assert parity.ep_spans((2, 2), ep_size=2, data_before_expert=True) == (2, 1)
-    assert parity.ep_spans((2, 2, 2), ep_size=4, data_before_expert=False) == (1, 2, 2)
-    assert parity.ep_spans((2, 2, 2), ep_size=4, data_before_expert=True) == (2, 2, 1)
-    with pytest.raises(ValueError, match="no sub-grid"):
-        parity.ep_spans((2, 3), ep_size=3, data_before_expert=True)
-    with pytest.raises(ValueError, match="no sub-grid"):
-        parity.ep_spans((2, 3), ep_size=2, data_before_expert=False)  # the first group is one, the second is not
-
-
-def test_few_settings_hold_any_three_values_of_a_grid() -> None:
-    axes = [(0, 1, 2), ("a", "b"), (None, True), (5, 6, 7)]
-    settings = each_combination(axes, of=3)
-    assert len(settings) < 36
-    for which in itertools.combinations(range(4), 3):
-        wanted = set(itertools.product(*(axes[i] for i in which)))
-        assert wanted == {tuple(setting[i] for i in which) for setting in settings}
-
-
-def test_domain_sizes_divide_the_span() -> None:
-    assert parity.domain_size_choices((2, 2), ep_size=2) == [(1, 1), (1, 2)]
-    assert parity.domain_size_choices((4, 1), ep_size=4) == [(1, 1), (2, 1), (4, 1)]

@@ -1,40 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's universal checkpoints, written and read."""
 
-import gc
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
-from parity import Case, model_of, snapshot, use_expert_groups_of
+from parity import Case, snapshot
 from torch import Tensor
-from training import train
+from training import engine_of, train
 
 
-@contextmanager
-def engine_of(case: Case, *, with_block: bool, is_universal: bool, seed: int, **block: Any) -> Iterator[Any]:
-    use_expert_groups_of(case)
-    model = model_of(case, seed=seed)
-    config = case.ds_config(with_block=with_block) | {"checkpoint": {"load_universal": is_universal}}
-    if with_block:
-        config["hybridep"] |= block
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine, model
-        gc.collect()
+def universal_engine(case: Case, *, with_block: bool, is_universal: bool, seed: int, **block: Any) -> Any:
+    checkpoint = {"load_universal": is_universal}
+    return engine_of(
+        case, with_block=with_block, hybridep=block if with_block else None, seed=seed, checkpoint=checkpoint
+    )
 
 
 def write(case: Case, folder: Path, *, with_block: bool, **block: Any) -> tuple[dict[str, Tensor], list[float]]:
     """Weights that a universal checkpoint is made of, and losses of going on without it."""
-    with engine_of(case, with_block=with_block, is_universal=False, seed=1, **block) as engine:
+    with universal_engine(case, with_block=with_block, is_universal=False, seed=1, **block) as engine:
         train(engine, case, 0, 2)
         engine.save_checkpoint(str(folder), tag="two")
         saved = snapshot(case, engine.module)
@@ -54,7 +41,7 @@ def convert(source: Path, target: Path) -> None:
 
 def read(case: Case, folder: Path, *, with_block: bool, **block: Any) -> tuple[dict[str, Tensor], list[float]]:
     """Weights that a model with others has after loading, and losses of going on."""
-    with engine_of(case, with_block=with_block, is_universal=True, seed=2, **block) as engine:
+    with universal_engine(case, with_block=with_block, is_universal=True, seed=2, **block) as engine:
         path, _ = engine.load_checkpoint(str(folder))
         assert path is not None
         return snapshot(case, engine.module), train(engine, case, 2, 2)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all measuring programs share: records, medians with intervals, tables, and jobs of ranks on emulated hosts.
+
+Plans are compared on a noisy machine in interleaved blocks of steps, and a ratio is taken between neighbours:
+
+    A B C  C B A  A B C ...
+"""
+
+import json
+import math
+import os
+import platform
+import random
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ds_hybridep.lab.launcher import RankProcesses
+from ds_hybridep.lab.network import EmulatedNetwork, why_not_permitted
+from ds_hybridep.lab.topology import LinkSpec, Topology, parse_rate
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+JOB_FOLDER = "BENCHMARKS_JOB"  # set for ranks: the folder for requests to the driver, and their answers
+POLL_S = 0.002
+NUM_RESAMPLES = 2000
+# Student's t, one-sided 95%, by degrees of freedom.
+T_95 = (
+    6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812,
+    1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725,
+)  # fmt: skip
+
+Record = dict[str, Any]
+
+# ---- records ----
+
+
+def versions() -> dict[str, str]:
+    """Machine, Python and packages."""
+    found = {"machine": platform.machine(), "python": platform.python_version()}
+    for package in ("torch", "deepspeed", "ds_hybridep"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def commit() -> str:
+    """Short hash of the checkout; "unknown" outside of one."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    run = subprocess.run(git, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return run.stdout.strip() or "unknown"
+
+
+def command() -> str:
+    """What was typed, without the folders of this machine."""
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return shlex.join(["python", "-m", "benchmarks", *words])
+
+
+@dataclass
+class Records:
+    """What one program has measured; each record is appended to `out` as a JSON line at once."""
+
+    case: str
+    out: Path | None = None
+    device: str = "cpu"
+    rows: list[Record] = field(default_factory=list)
+
+    def add(self, params: Mapping[str, Any], *, case: str | None = None, **measured: Any) -> None:
+        about = {"device": self.device, "versions": versions(), "commit": commit(), "command": command()}
+        self.rows.append({"case": case or self.case, "params": dict(params), **measured, **about})
+        if self.out is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            with self.out.open("a") as file:
+                file.write(json.dumps(self.rows[-1]) + "\n")
+
+
+def read_records(paths: Iterable[Path]) -> list[Record]:
+    return [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Markdown."""
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+# ---- statistics ----
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median of block-by-block ratios and its 95% bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def interleaved(names: Sequence[str], num_rounds: int) -> list[tuple[str, ...]]:
+    """Orders of the blocks, round by round; every other round runs backwards so that drift cancels."""
+    return [tuple(names) if index % 2 == 0 else tuple(reversed(names)) for index in range(num_rounds)]
+
+
+def ratio(samples: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:
+    """Samples over baseline, paired by round."""
+    ratios = [a / b for a, b in zip(samples, baseline, strict=True)]
+    generator = random.Random(seed)
+    medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(NUM_RESAMPLES))
+    low, high = medians[int(0.025 * NUM_RESAMPLES)], medians[int(0.975 * NUM_RESAMPLES) - 1]
+    return Ratio(statistics.median(ratios), low, high)
+
+
+def upper_95(values: Sequence[float]) -> float:
+    """Upper 95% bound of the mean, from Student's t; inf for one value."""
+    if len(values) < 2:
+        return math.inf
+    margin = T_95[min(len(values) - 1, len(T_95)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values) + margin
+
+
+# ---- jobs of ranks ----
+
+
+class Requests:
+    """Answers what rank 0 asks through files, in order: to set the link's rate, for its counters, to keep records."""
+
+    def __init__(self, folder: Path, network: EmulatedNetwork | None, records: Records) -> None:
+        self._folder, self._network, self._records = folder, network, records
+        self._count = 1
+        self.is_done = False
+
+    def serve(self) -> None:
+        path = self._folder / f"request-{self._count}.json"
+        if path.exists():
+            partial = self._folder / "answer.partial"
+            partial.write_text(json.dumps(self._answer(**json.loads(path.read_text()))))
+            os.replace(partial, self._folder / f"answer-{self._count}.json")
+            self._count += 1
+
+    def _answer(self, command: str, **request: Any) -> Record:
+        if command == "rate" and self._network is not None:
+            rate = request["rate"]
+            self._network.set_wan_rate(None if rate == "none" else parse_rate(rate, "--rates"))
+        elif command == "counters" and self._network is not None:
+            return {"wan_bytes": sum(uplink.out_bytes for uplink in self._network.counters())}
+        elif command == "record":
+            self._records.add(request["params"], **request["measured"])
+        elif command == "done":
+            self.is_done = True
+        return {}
+
+
+@contextmanager
+def emulated(topology: Topology, links: LinkSpec | None) -> Iterator[EmulatedNetwork | None]:
+    """An emulated network; none without `links`.  Ends the program with status 2 where there can be none."""
+    if links is not None and (reason := why_not_permitted(with_delay=links.wan_delay_s > 0)):
+        print(f"no emulated network here: {reason}", file=sys.stderr)
+        raise SystemExit(2)
+    with nullcontext() if links is None else EmulatedNetwork(topology, links) as network:
+        yield network
+
+
+def run_job(dcs: str, links: LinkSpec | None, records: Records, *arguments: str, limit_s: float = 7200.0) -> None:
+    """Run this program's `rank` on each host of `dcs`, such as "2x2"; over loopback without `links`.
+
+    arguments: behind those that this program was given.
+    Ends the program with status 1, and the end of a log, if a rank fails or the time is up.
+    """
+    topology, line = Topology.parse(dcs), [sys.executable, "-m", "benchmarks", *sys.argv[1:], *arguments]
+    with tempfile.TemporaryDirectory() as scratch, emulated(topology, links) as network:
+        folder = Path(scratch)
+        requests = Requests(folder, network, records)
+        paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        environment = {JOB_FOLDER: scratch, "PYTHONPATH": paths}
+        with RankProcesses(
+            network, line, num_ranks=topology.num_ranks, log_dir=folder / "logs", environment=environment,
+            live=sys.stdout,
+        ) as ranks:  # fmt: skip
+            while ranks.poll() and not ranks.failed_ranks() and time.monotonic() - ranks.start_s < limit_s:
+                requests.serve()
+                time.sleep(POLL_S)
+            if requests.is_done:
+                return
+            failed = ranks.failed_ranks()
+            print(f"the job did not finish; failed ranks: {failed or 'none, out of time'}", file=sys.stderr)
+            for rank in failed[:1]:
+                print(ranks.log_files[rank].read_text(errors="replace")[-4000:], file=sys.stderr)
+            raise SystemExit(1)
+
+
+def new_folder(path: Path) -> Path:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
