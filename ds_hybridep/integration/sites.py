@@ -281,21 +281,20 @@ class SiteSync(Epochs):
         self._is_replaying, self._is_at_exchange = True, True
         has_called = False
         target: int | None = None
-        waiting, idle_since = observed.observe(self._next_bytes()), time.monotonic()
+        waiting = observed.observe(self._next_bytes())
         while target is None or self._next_step() < target:
             if self._inside.all(all(one.is_done() and one.failure() is None for _, one in waiting)):
                 for _, one in waiting:
                     one.wait()  # fills its place
                 self._replay([place for place, _ in waiting])
-                waiting, idle_since = observed.observe(self._next_bytes()), time.monotonic()
+                waiting = observed.observe(self._next_bytes())
             elif not has_called:
                 # A receive fails once the members have left these connections for those of the next epoch.
                 has_ended = any(one.failure() is not None for _, one in waiting)
                 if not self._inside.all(not has_ended):
                     return None
-                has_called = self._inside.broadcast(time.monotonic() - idle_since > 5 * PAUSE_S)
-                if has_called:
-                    self._call(self._digest(), is_ready=True, waits=False)
+                self._call(self._digest(), is_ready=True, waits=False)  # no packet waits: it is up to date
+                has_called = True
             elif target is None:
                 self._crossing = None  # the old connections stay open until all packets have come
                 answer = self._hear(PAUSE_S) or {}

@@ -56,7 +56,7 @@ def test_losses_are_those_of_one_job_over_all_ranks(meeting: Meeting, tmp_path: 
 @pytest.mark.parametrize(
     "options",
     [
-        {"zero": 1, "overflow_at": 3},
+        pytest.param({"zero": 1, "overflow_at": 3}, marks=pytest.mark.slow),
         pytest.param({"zero": 0}, marks=pytest.mark.slow),
         pytest.param({"zero": 1, "grad_accum_dtype": "fp32"}, marks=pytest.mark.slow),
         pytest.param({"zero": 2, "accumulation": 2, "clip": 0.5}, marks=pytest.mark.slow),
@@ -91,6 +91,7 @@ def test_a_site_that_was_killed_comes_back_while_the_other_goes_on(meeting: Meet
     assert ours["weights"] == theirs["weights"]
 
 
+@pytest.mark.slow
 def test_a_meeting_point_that_is_gone_stops_nobody(meeting: Meeting, tmp_path: Path) -> None:
     both = block(meeting, tmp_path)
     options = {"steps": 40, "pause_s": 0.05, "ep_size": 1, "block": both}
@@ -131,6 +132,7 @@ def test_who_cannot_join_is_told_why(meeting: Meeting, tmp_path: Path) -> None:
         first.kill()
 
 
+@pytest.mark.slow
 def test_local_steps_keep_common_weights_equal_also_for_a_site_that_comes_back(
     meeting: Meeting, tmp_path: Path
 ) -> None:
