@@ -173,7 +173,7 @@ def pip(python: Path) -> list[str]:
 
 def run_core_tests(python: Path, name: str, version: str, transformers: str) -> Row:
     """Install DeepSpeed `version` and transformers in the environment and run the tests marked `core`."""
-    # pip warns of versions that setup.py does not allow, and installs them.
+    # pip warns of versions that pyproject.toml does not allow, and installs them.
     packages = [f"deepspeed=={version}", f"transformers=={transformers}"]
     run([*pip(python), "install", "--quiet", *packages], limit_s=INSTALL_LIMIT_S)
     folder = FOLDER / f"py{name}-deepspeed{version}-transformers{transformers}"
