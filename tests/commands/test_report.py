@@ -53,11 +53,6 @@ def test_header_and_waits_name_their_units():
     assert text.endswith("mean per step: tokens 25.0 ms")
 
 
-def test_columns_are_aligned():
-    lines = format_run_record(RECORD).splitlines()[2:5]
-    assert len({len(line) for line in lines}) == 1
-
-
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"levels": []}', '{"steps": 2, "levels": [{}]}'])
 def test_what_is_no_record_is_named(tmp_path, capsys, content):
     record = tmp_path / "run.json"

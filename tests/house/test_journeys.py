@@ -64,13 +64,15 @@ class Recorder:
 
 
 @contextmanager
-def recording() -> Iterator[Recorder]:
-    """In this thread, where the backward of a CPU runs too, and in all threads that start inside."""
+def recording(case: Case) -> Iterator[tuple[Recorder, Any]]:
+    """An engine after two steps; recorded is this thread, where the backward of a CPU runs too, and all later ones."""
     recorder = Recorder()
     threading.setprofile(recorder)
     sys.setprofile(recorder)
     try:
-        yield recorder
+        with engine_of(case, with_block=True) as engine:
+            train(engine, case, 0, 2)
+            yield recorder, engine
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
@@ -78,11 +80,9 @@ def recording() -> Iterator[Recorder]:
 
 def follow_a_token() -> set[tuple[str, str]]:
     """Functions entered by the forward and backward of a warm step."""
-    with recording() as recorder, engine_of(ONE_RANK_EACH, with_block=True) as engine:
-        train(engine, ONE_RANK_EACH, 0, 2)
+    with recording(ONE_RANK_EACH) as (recorder, engine):
         recorder.is_on = True
-        loss = engine(*batch_of(ONE_RANK_EACH, 2))
-        engine.backward(loss)
+        engine.backward(engine(*batch_of(ONE_RANK_EACH, 2)))
         recorder.is_on = False
         engine.step()
     return recorder.entered
@@ -90,8 +90,7 @@ def follow_a_token() -> set[tuple[str, str]]:
 
 def follow_an_expert() -> set[tuple[str, str]]:
     """Functions entered from one warm optimizer step to the next, both included."""
-    with recording() as recorder, engine_of(ALL_RANKS, with_block=True) as engine:
-        train(engine, ALL_RANKS, 0, 2)
+    with recording(ALL_RANKS) as (recorder, engine):
         engine.backward(engine(*batch_of(ALL_RANKS, 2)))
         recorder.is_on = True
         engine.step()

@@ -14,10 +14,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from scripts import free_port
+from scripts import SCRIPT, free_port
 
-HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "launchers.md"
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+PAGE = SUPPORT.parents[1] / "docs" / "launchers.md"
 LIMIT_S = 500  # a run is 10 s of work, and a busy machine takes its time
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -41,7 +41,7 @@ def blocks_of(section: str) -> list[str]:
     text = PAGE.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
     blocks = [block.split("\n", 1)[1].strip() for block in text.split("```")[1::2]]
     changes = {
-        "node1": "127.0.0.1", "29500": str(free_port()), "train.py": str(HERE / "launcher_script.py"),
+        "node1": "127.0.0.1", "29500": str(free_port()), "train.py": str(SCRIPT),
         "num_processes 16": "num_processes 2", "per_node 8": "per_node 1", "per-node=8": "per-node=1",
     }  # fmt: skip
     for there, here in changes.items():
@@ -82,11 +82,11 @@ def run_together(folder: Path, commands: Sequence[str], **environment: str) -> s
 
 def losses_in(output: str) -> list[float]:
     """What rank 0 printed, which the block was active for."""
-    assert "hybridep: 1 MoE layers, domain sizes dc 2" in output
+    assert "hybridep: 2 MoE layers, domain sizes dc 2" in output
     printed = [line for line in output.splitlines() if line.startswith("losses ")]
     assert len(printed) == 1, output[-4000:]
     losses = json.loads(printed[0].removeprefix("losses "))
-    assert len(losses) == 3
+    assert len(losses) == 4
     return losses
 
 
@@ -99,17 +99,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses_in(run_together(tmp_path_factory.mktemp("deepspeed"), [command]))
 
 
-def test_torchrun_on_two_nodes_trains_as_deepspeed_does(tmp_path: Path, expected: list[float]) -> None:
-    (first,) = blocks_of("torchrun")
-    second = first.replace("--node_rank 0", "--node_rank 1")
-    assert losses_in(run_together(tmp_path, [first, second])) == expected
-    assert "losses " in (tmp_path / "said_0").read_text()  # so rank 0 is there
-
-
-@needs_accelerate
-def test_accelerate_on_two_nodes_trains_as_deepspeed_does(tmp_path: Path, expected: list[float]) -> None:
-    (first,) = blocks_of("accelerate launch")
-    second = first.replace("--machine_rank 0", "--machine_rank 1")
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [("torchrun", "--node_rank"), pytest.param("accelerate launch", "--machine_rank", marks=needs_accelerate)],
+)
+def test_two_nodes_train_as_under_deepspeed(tmp_path: Path, expected: list[float], launcher: str, rank: str) -> None:
+    (first,) = blocks_of(launcher)
+    second = first.replace(f"{rank} 0", f"{rank} 1")
     assert losses_in(run_together(tmp_path, [first, second])) == expected
     assert "losses " in (tmp_path / "said_0").read_text()  # so rank 0 is there
 
@@ -118,7 +114,7 @@ def test_accelerate_on_two_nodes_trains_as_deepspeed_does(tmp_path: Path, expect
 def test_the_block_reaches_accelerates_accelerator(tmp_path: Path, expected: list[float]) -> None:
     command = (
         "accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json --num_machines 1 --num_processes 2 "
-        f"--main_process_port {free_port()} {HERE / 'accelerator_script.py'}"
+        f"--main_process_port {free_port()} {SUPPORT / 'accelerator_script.py'}"
     )
     assert losses_in(run_together(tmp_path, [command])) == expected
 
@@ -217,11 +213,3 @@ def test_srun_on_two_nodes_trains_as_deepspeed_does(
     assert command == "sbatch job.sh"
     run_together(tmp_path, [f"sbatch --wait --output=output.txt {command.split()[1]}"], **slurm)
     assert losses_in((tmp_path / "output.txt").read_text()) == expected
-
-
-@needs_slurm
-def test_srun_takes_the_order_of_ranks_from_a_file(tmp_path: Path, slurm: dict[str, str]) -> None:
-    (tmp_path / "ranks").write_text("\n".join(reversed(NODES)) + "\n")
-    command = "srun --distribution=arbitrary bash -c 'echo $SLURM_PROCID is on $SLURMD_NODENAME'"
-    output = run_together(tmp_path, [command], SLURM_HOSTFILE="ranks", **slurm)
-    assert sorted(output.split("\n"))[-2:] == [f"0 is on {NODES[1]}", f"1 is on {NODES[0]}"]

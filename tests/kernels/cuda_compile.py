@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA sources through nvcc, without a GPU: what the compiler says of each kernel, and what it made of it.
-
-    python tests/kernels/cuda_compile.py
-
-prints a table of registers, shared memory, stack and spills of every kernel and architecture.
-"""
+"""The CUDA sources through nvcc, without a GPU: what the compiler says of each kernel, and what it made of it."""
 
 import os
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,16 +26,8 @@ class Compiled:
     name: str  # mangled
     registers: int
     shared_bytes: int  # static
-    stack_bytes: int
     spill_bytes: int  # stores and loads
     ptx: str
-
-    @property
-    def short_name(self) -> str:
-        """The function's own name with its template arguments, still mangled."""
-        after = re.search(r"_cu_[0-9a-f]{8}\d+(.*)", self.name) or re.search(r"hybridep\d+(.*)", self.name)
-        found = re.match(r"[a-z_]+(?:I.*?(?=E+v))?", after[1]) if after else None
-        return found[0] if found else self.name
 
 
 def find_nvcc() -> Path | None:
@@ -51,12 +36,6 @@ def find_nvcc() -> Path | None:
     on_path = shutil.which("nvcc")
     candidates += [Path(on_path)] if on_path else []
     return next((path for path in candidates if path.exists()), None)
-
-
-def find_disassembler() -> Path | None:
-    """cuobjdump, which needs nvdisasm beside it or on the PATH."""
-    found = shutil.which("cuobjdump")
-    return Path(found) if found and shutil.which("nvdisasm") else None
 
 
 def supported(nvcc: Path) -> list[str]:
@@ -74,21 +53,6 @@ def compile_all(nvcc: Path, folder: Path, architectures: Sequence[str]) -> list[
             for kernels in pool.map(lambda path: _compile(nvcc, path, folder, architectures), sources)
             for kernel in kernels
         ]
-
-
-def disassemble(binary: Path) -> dict[tuple[str, str], str]:
-    """(arch, mangled name) -> machine code, of a fat binary."""
-    text = _run(["cuobjdump", "--dump-sass", str(binary)])
-    found: dict[tuple[str, str], list[str]] = {}
-    arch, lines = "", []
-    for line in text.splitlines():
-        if match := re.match(r"\s*(?:arch = |code for )(sm_\d+)", line):
-            arch = match[1]
-        elif match := re.match(r"\s*Function : (\S+)", line):
-            lines = found.setdefault((arch, match[1]), [])
-        else:
-            lines.append(line)
-    return {key: "\n".join(lines) for key, lines in found.items()}
 
 
 def _compile(nvcc: Path, source: Path, folder: Path, architectures: Sequence[str]) -> list[Compiled]:
@@ -109,12 +73,12 @@ def _compile(nvcc: Path, source: Path, folder: Path, architectures: Sequence[str
         bodies = re.split(r"^\s*(?:\.weak |\.visible )?\.entry ", text, flags=re.MULTILINE)[1:]
         ptx.update({(arch[1], body.split("(", 1)[0].strip()): body for body in bodies})
     pattern = re.compile(
-        r"Compiling entry function '(\S+)' for '(\S+)'.*?\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"Compiling entry function '(\S+)' for '(\S+)'.*?\n.*?(\d+) bytes spill stores, "
         r"(\d+) bytes spill loads\n.*?Used (\d+) registers([^\n]*)",
         re.DOTALL,
     )
     kernels = []
-    for name, arch, stack, stores, loads, registers, rest in pattern.findall(output):
+    for name, arch, stores, loads, registers, rest in pattern.findall(output):
         shared = re.search(r"(\d+) bytes smem", rest)
         kernels.append(
             Compiled(
@@ -123,7 +87,6 @@ def _compile(nvcc: Path, source: Path, folder: Path, architectures: Sequence[str
                 name=name,
                 registers=int(registers),
                 shared_bytes=int(shared[1]) if shared else 0,
-                stack_bytes=int(stack),
                 spill_bytes=int(stores) + int(loads),
                 ptx=ptx[arch, name],
             )
@@ -136,21 +99,3 @@ def _run(command: list[str]) -> str:
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{result.stdout[-2000:]}{result.stderr[-4000:]}")
     return result.stdout + result.stderr
-
-
-def main() -> int:
-    nvcc = find_nvcc()
-    if nvcc is None:
-        print("nvcc was not found: set CUDA_HOME", file=sys.stderr)
-        return 1
-    with tempfile.TemporaryDirectory() as folder:
-        kernels = compile_all(nvcc, Path(folder), supported(nvcc))
-    print(f"{'source':<15}{'arch':<8}{'registers':>10}{'shared':>8}{'stack':>7}{'spills':>8}  kernel")
-    for kernel in sorted(kernels, key=lambda k: (k.source, k.short_name, k.arch)):
-        sizes = f"{kernel.registers:>10}{kernel.shared_bytes:>8}{kernel.stack_bytes:>7}{kernel.spill_bytes:>8}"
-        print(f"{kernel.source:<15}{kernel.arch:<8}{sizes}  {kernel.short_name}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

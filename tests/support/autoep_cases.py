@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of Hugging Face models through AutoEP on four ranks."""
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-import deepspeed
-from parity import Case, levels_of, merged, model_of, use_expert_groups_of
+import training
+from parity import Case, levels_of, merged
 from toy_model import ToyConfig
+from training import Engine
 
 SHAPE = ToyConfig(hidden=32, ffn=16, sequence=8, num_experts=8, k=2)
 
@@ -18,19 +17,10 @@ def case4(family: str, *domain_sizes: int, **options: Any) -> Case:
     return Case(levels=levels_of((2, 2), domain_sizes), family=family, **options)
 
 
-@contextmanager
-def engine_of(case: Case, *, with_block: bool, block: dict[str, Any] | None = None, **zero: Any) -> Iterator[Any]:
-    """An engine; `block` and `zero` are added to those parts of ds_config."""
-    use_expert_groups_of(case)
-    model = model_of(case, seed=case.seed)
-    config = case.ds_config(with_block=with_block)
-    config["zero_optimization"] |= zero
-    if with_block:
-        config["hybridep"] = merged(config["hybridep"], {"advanced": {"verify_interval": 1}, **(block or {})})
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine, model
-        gc.collect()
+def engine_of(
+    case: Case, *, with_block: bool, block: dict[str, Any] | None = None, **zero: Any
+) -> AbstractContextManager[Engine]:
+    """An engine whose steps are all verified; `block` and `zero` are added to those parts of ds_config."""
+    hybridep = merged({"advanced": {"verify_interval": 1}}, block or {}) if with_block else None
+    zero_optimization = case.ds_config(with_block=False)["zero_optimization"] | zero
+    return training.engine_of(case, with_block=with_block, hybridep=hybridep, zero_optimization=zero_optimization)

@@ -1,34 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints written by one engine and read by another, with the block and without."""
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-import deepspeed
 import torch
-from parity import Case, model_of, use_expert_groups_of, whole_parameters
+import training
+from parity import Case, whole_parameters
 from training import Engine, evaluate, train
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 
 
-@contextmanager
-def engine_of(case: Case, *, with_block: bool, seed: int = 1) -> Iterator[Engine]:
-    """A fresh engine whose weights are those of `seed`."""
-    use_expert_groups_of(case)
-    model = model_of(case, seed=seed)
-    config = case.ds_config(with_block=with_block)
-    if with_block:
-        config["hybridep"]["advanced"]["verify_interval"] = 1
-    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine, model
-        gc.collect()
+def engine_of(case: Case, *, with_block: bool, seed: int = 1) -> AbstractContextManager[Engine]:
+    """A fresh engine whose weights are those of `seed`, and whose steps are all verified."""
+    hybridep = {"advanced": {"verify_interval": 1}} if with_block else None
+    return training.engine_of(case, with_block=with_block, hybridep=hybridep, seed=seed)
 
 
 def resume_in_a_fresh_engine(case: Case, folder: str) -> dict[str, Any]:

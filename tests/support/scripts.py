@@ -26,6 +26,16 @@ RESTART_CONFIG = {
 }
 
 
+def output_of(command: Sequence[str | Path], folder: Path, limit_s: float, **environment: str) -> str:
+    """What a program prints that ends well; `environment` is added to ours."""
+    ours = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        command, cwd=folder, env={**ours, **environment}, capture_output=True, text=True, timeout=limit_s
+    )
+    assert run.returncode == 0, f"{run.stdout[-4000:]}\n{run.stderr[-4000:]}"
+    return run.stdout
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

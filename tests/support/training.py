@@ -24,12 +24,12 @@ Engine = deepspeed.DeepSpeedEngine
 
 @contextmanager
 def engine_of(
-    case: Case, *, with_block: bool, hybridep: dict[str, Any] | None = None, **config: Any
+    case: Case, *, with_block: bool, hybridep: dict[str, Any] | None = None, seed: int | None = None, **config: Any
 ) -> Iterator[Engine]:
-    """A fresh engine; `hybridep` and `config` add settings to the block and to ds_config."""
+    """A fresh engine; `hybridep` and `config` add settings to the block and to ds_config; `seed`: of other weights."""
     use_expert_groups_of(case)
     torch.manual_seed(case.seed)
-    model = model_of(case, seed=case.seed)
+    model = model_of(case, seed=case.seed if seed is None else seed)
     ds_config = {**case.ds_config(with_block=with_block), **config}
     if hybridep is not None:
         ds_config["hybridep"] = merged(ds_config.get("hybridep", {}), hybridep)

@@ -1,35 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's universal checkpoints, written and read."""
 
-import gc
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import deepspeed
+import training
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
-from parity import Case, model_of, snapshot, use_expert_groups_of
+from parity import Case, snapshot
 from torch import Tensor
-from training import train
+from training import Engine, train
 
 
-@contextmanager
-def engine_of(case: Case, *, with_block: bool, is_universal: bool, seed: int, **block: Any) -> Iterator[Any]:
-    use_expert_groups_of(case)
-    model = model_of(case, seed=seed)
-    config = case.ds_config(with_block=with_block) | {"checkpoint": {"load_universal": is_universal}}
-    if with_block:
-        config["hybridep"] |= block
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    try:
-        yield engine
-    finally:
-        engine.destroy()
-        del engine, model
-        gc.collect()
+def engine_of(
+    case: Case, *, with_block: bool, is_universal: bool, seed: int, **block: Any
+) -> AbstractContextManager[Engine]:
+    hybridep, checkpoint = block if with_block else None, {"load_universal": is_universal}
+    return training.engine_of(case, with_block=with_block, hybridep=hybridep, seed=seed, checkpoint=checkpoint)
 
 
 def write(case: Case, folder: Path, *, with_block: bool, **block: Any) -> tuple[dict[str, Tensor], list[float]]:
